@@ -7,11 +7,13 @@
     python convert.py export PATH --to dalle2 FILE.pth
     python convert.py export PATH --to musiclm FILE.pt
     python convert.py import PATH RUN_DIR
+    python convert.py config OLD.json NEW.yaml
     python convert.py average RUN --ema_length 0.07 DIR
     python convert.py push RUN USER/NAME
 
 PATH is a run folder of any script (of which the newest checkpoint is taken), a checkpoint, a model folder, a file of a
-public package, or USER/NAME of a model on the Hugging Face Hub. No code in it is run.
+public package, or USER/NAME of a model on the Hugging Face Hub. No code in it is run. OLD.json is a training
+configuration of DALLE2-pytorch.
 """
 
 from __future__ import annotations
@@ -25,23 +27,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hub import add_push
+from hub import KINDS, add_push
 from tandem.files.exits import FAILED, leave
 from tandem.files.installed import command_of
 from tandem.files.reading import printable
-from trained import (
-    DISCRIMINATOR,
-    SCRIPTS,
-    arguments_of,
-    build,
-    find,
-    kept_average,
-    load_discriminator,
-    load_model,
-    read_parts,
-    write_model,
-)
-from training.flags.converters import average_length
+from trained import DISCRIMINATOR, find, load, load_discriminator, write_model
+from training.flags.converters import average_length, positive_int
 from training.flags.parser import ArgumentParser
 
 # Part of the norm of a profile that an average of another length may miss.
@@ -161,6 +152,13 @@ def build_parser() -> ArgumentParser:
     add("run_dir", metavar="RUN_DIR", help="new folder")
     add("--weights", **weights)
 
+    add = command(translate, "config", "Turn a training configuration of DALLE2-pytorch into one for train_decoder.py.",
+                  ("OLD", "the configuration, JSON"))
+    add("out", metavar="NEW", help="YAML file to write, for --config")
+    add("--processes", type=positive_int, default=1, metavar="N",
+        help="how many will train together: its batch_size is that of one, ours that of all")
+    add("--force", action="store_true", help="replace NEW where it exists")
+
     add = command(average, "average", "Write a model folder with an average of the weights of another length.",
                   ("RUN", "folder of a run with --ema_power"))
     add("out", metavar="OUT", help="folder to write")
@@ -191,6 +189,7 @@ def inspect(args: argparse.Namespace) -> None:
 
 def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
     from models.files.description import describe_weights
+    from training.checkpoints.models import MODELS, kept_average, read_parts
 
     checksums = "not checked"
     parts, meta = read_parts(folder, verify=False)
@@ -213,6 +212,7 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
     return {
         "kind": "checkpoint", "step": samples // batch_size if is_known else None, "samples": samples,
         "written_by": meta,
+        "models": parts.get(MODELS, {}),
         "parts": facts,
         "bytes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
         "checksums": checksums,
@@ -245,7 +245,7 @@ def export(args: argparse.Namespace) -> None:
 
     is_folder, path = args.to == "model", Path(args.path)
     out = new_output(args, is_folder, f"--to {args.to}")
-    model, note = load_model(path, args.weights), None
+    model, note = load(path, args.weights), None
     if is_folder:
         write_model(model, path, out)
     else:
@@ -267,12 +267,12 @@ def described(model: Any) -> str:
 def average(args: argparse.Namespace) -> None:
     """Write the model of a run with an average of its weights that is made of those in snapshots/. Buffers, which no
     average averages, are those of the last save."""
+    from models.files.pretrained import build
     from training.checkpoints.averages import AverageFiles
 
     run, out = Path(args.path), new_output(args, is_folder=True, kind="average")
-    script, settings = arguments_of(run)
     files = AverageFiles(run / "snapshots")
-    model = build(script, settings, files.newest("ema"))
+    model = build(load(run).description(), files.newest("ema"), run)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # every name in the weights
     weights, updates, distance = files.of_length("ema", args.ema_length, parameters)
     if distance > FARTHEST_PROFILE:
@@ -283,6 +283,43 @@ def average(args: argparse.Namespace) -> None:
     model.load_state_dict(weights, strict=False)
     write_model(model, run, out)
     print(f"wrote {out}: {described(model)}, averaged over {updates} updates; it misses {distance:.2%} of the profile")
+
+
+def translate(args: argparse.Namespace) -> None:
+    """Write the flags that a configuration of DALLE2-pytorch says, and a line for each key that has no counterpart."""
+    import yaml
+
+    from models.files.dalle2_config import UNET_KEYS
+    from models.files.public_decoder import configured_decoder
+    from tandem.files.reading import read_json
+    from tandem.files.writing import write_atomically
+    from train_decoder import build_model, build_parser
+    from training.flags.dalle2_keys import flags_of_config, without_counterpart
+    from training.flags.unets import flags_of, unmade
+
+    out, parser = new_output(args, is_folder=False, kind="config"), build_parser()
+    try:
+        config = read_json(args.path)
+        lost = list(without_counterpart(config, UNET_KEYS))
+        model, around = configured_decoder({"decoder": config.get("decoder")})
+        unknown = unmade(model.config, parser, lambda args, widths: build_model(args, widths).config)
+        lost += [f"decoder.unets[{number - 1}].{name} {value}: no flag gives it" for number, name, value in unknown]
+        flags = flags_of_config(config, around, flags_of(model.config), args.processes)
+        for name, (key, value) in flags.items():
+            try:
+                parser.with_values({name: value})
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{args.path}: {error}") from None
+    settings = {name: value for name, (_, value) in flags.items() if value is not None}
+    write_atomically(out, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
+    for line in lost:
+        print(f"left out: {printable(line)}")
+    if args.processes == 1:
+        print(f"batch_size {settings['batch_size']} is for one process; for several give --processes")
+    command = shlex.join([*command_of("train_decoder.py"), "--config", str(out)])
+    print(f"wrote {out}; start it with: {command}")
 
 
 def _holds_only(folder: Path, names: Collection[str]) -> bool:
@@ -303,24 +340,24 @@ def import_weights(args: argparse.Namespace) -> None:
                   for dot, end in (("", ""), (".", ".tmp"))}  # fmt: skip
     if run_dir.exists() and not _holds_only(run_dir, unfinished):
         raise ValueError(f"{run_dir} exists already; give a new folder")
-    model = load_model(path, args.weights)
-    found = [script for script in SCRIPTS if script.model == type(model).__name__]
-    if not found:
-        raise ValueError(f"no script trains a {type(model).__name__}")
-    script, start, weights = found[0], run_dir / "start.yaml", run_dir / "init"
-    settings = {**FLAGS[script.model](model.config), "init_from": str(weights), "output_dir": str(run_dir)}
+    model = load(path, args.weights)
+    kind = type(model).__name__
+    if kind not in KINDS:
+        raise ValueError(f"no script trains a {kind}")
+    start, weights = run_dir / "start.yaml", run_dir / "init"
+    settings = {**FLAGS[kind](model.config), "init_from": str(weights), "output_dir": str(run_dir)}
     write_model(model, path, weights)
-    if script.has_tokenizer:
+    if "vocab_size" in model.config:
         settings["tokenizer"] = str(weights / FILE) if (weights / FILE).exists() else "clip"
     if path.is_file() and (discriminator := load_discriminator(path)):
         discriminator.save_pretrained(weights / DISCRIMINATOR)
         settings |= {f"discr_{name}": discriminator.config[name] for name in ("dim", "layers")}
-    if path.is_file() and script.model == "MusicLMMuLaN":
+    if path.is_file() and kind == "MusicLMMuLaN":
         from models.files.musiclm import assumed
 
         print(f"assumed: {assumed(model.config)}; change them in {start} if they were others")
     write_atomically(start, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
-    command = shlex.join([*command_of(f"{script.module}.py"), "--config", str(start)])
+    command = shlex.join([*command_of(KINDS[kind].script), "--config", str(start)])
     print(f"made {run_dir}; start it with: {command}, and your data")
 
 

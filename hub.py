@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trained import arguments_of, find, load_model, read_parts, write_model
+from trained import find, load, write_model
 from training.run.card import PICTURE, Kind, model_card, newest_picture, public_settings
 from training.run.starts import script_of
 
@@ -138,7 +140,7 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
 
     path = Path(args.path)
     kind, where = find(path)
-    model = load_model(path, args.weights)
+    model = load(path, args.weights)
     name = type(model).__name__
     if name not in KINDS:
         raise ValueError(f"{path} holds a {name}, and a card is made for {', '.join(KINDS)}")
@@ -152,7 +154,7 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
     picture = newest_picture(run) if run and not args.no_picture else None
     if picture:
         write_atomically(folder / PICTURE, read_bytes(picture, LONGEST_JSON_BYTES))
-    settings = settings_of(run) if run else {}
+    settings = settings_of(run, KINDS[name]) if run else {}
     weights = f"{sum(p.numel() for p in model.parameters()):,} parameters{origin_of(where, kind, args.weights)}"
     card = model_card(args.name, name, weights, KINDS[name], run, settings, picture is not None, __version__)
     write_atomically(folder / CARD, card.encode())
@@ -161,6 +163,7 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
 def origin_of(where: Path, kind: str, which: str) -> str:
     """Of which update weights are, and whether they are an average, as the end of a sentence; "" if it is not known."""
     from tandem.files.reading import read_json_or_empty
+    from training.checkpoints.models import read_parts
 
     if kind == "checkpoint":
         is_average = which != "online" and bool(read_parts(where, verify=False)[0].get("ema"))
@@ -176,12 +179,18 @@ def run_of(where: Path) -> Path | None:
     return next((folder for folder in path.parents[:2] if script_of(folder)), None)
 
 
-def settings_of(run: Path) -> dict[str, Any]:
-    """What may be shown of a run's configuration."""
-    script, args = arguments_of(run)
-    module = script.imported()
-    parser = module.build_parser()
-    settings = public_settings(parser, parser.settings(args), module.MODEL_ARGUMENTS)
-    if args.dataset:  # the flag of the other data is at its default then, which may be a demonstration
-        settings.pop(KINDS[script.model].data[0], None)
-    return settings
+def settings_of(run: Path, kind: Kind) -> dict[str, Any]:
+    """What may be shown of a run's configuration, as far as the script knows it; nothing if that cannot be read."""
+    from tandem.files.reading import read_yaml
+
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(config := read_yaml(run / "config.yaml"), dict):
+            name = kind.script.removesuffix(".py")
+            module = importlib.import_module(f"{__package__}.{name}" if __package__ else name)
+            parser = module.build_parser()
+            known = {name: config[name] for name in parser.settings(parser.with_values({})) if name in config}
+            settings = public_settings(parser, known, module.MODEL_ARGUMENTS)
+            if config.get("dataset"):  # the flag of the other data is at its default then, which may be a demonstration
+                settings.pop(kind.data[0], None)
+            return settings
+    return {}

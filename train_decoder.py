@@ -59,19 +59,8 @@ def build_parser() -> ArgumentParser:
                       valid_fraction=0.15, is_deep=True)  # fmt: skip
     distributed.add_arguments(parser)
     add_public_names(parser, "train_decoder")
-    parser.add_reader("decoder_config", public_flags)
+    parser.answers["--decoder_config"] = parser.answers["--config_file"]
     return parser
-
-
-def public_flags(path: str, said: argparse.Namespace) -> Mapping[str, tuple[str, Any]]:
-    """What a training configuration of DALLE2-pytorch says, as flags; see `flags_of_config`."""
-    from models.files.dalle2_config import UNET_KEYS
-    from models.files.public_decoder import configured_decoder
-    from training.flags.decoder_config import flags_of_config
-    from training.flags.unets import flags_that_make
-
-    made = partial(flags_that_make, parser=build_parser(), make=lambda args, widths: build_model(args, widths).config)
-    return flags_of_config(path, said, distributed.launched_processes(), configured_decoder, made, UNET_KEYS)
 
 
 def learning_rate(step: int, total_steps: int, warmup: int, cosine: bool) -> float:
@@ -222,7 +211,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     columns = [*(f"unet{number}/error" for number in trained), *COLUMNS]
-    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, columns=columns, resolve=spread)
+    run = Run(
+        args, settings, backend, feed, models={"decoder": decoder}, model_arguments=MODEL_ARGUMENTS, columns=columns,
+        resolve=spread,
+    )  # fmt: skip
 
     generation = Generation(
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],

@@ -122,8 +122,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
     torch.manual_seed(args.seed)
     kind, arguments = model_of_layout(args, (*MODEL_ARGUMENTS, *LATER_MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS))
-    # Of a checkpoint, the configurations alone; its weights follow.
-    towers = getattr(args, "towers", None) or read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
+    towers = read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
     arguments |= {name: tower.config for name, tower in towers.items()}
     model: MuLaN = models.build_in_memory(getattr(models, kind), vocab_size=tokenizer.vocab_size, **arguments)
     take_towers(model, towers, tokenizer)
@@ -172,7 +171,6 @@ def picture(embedder: Embedder, shown: SoundBatch, count: int) -> Image.Image:
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import data
-    from models.files.towers import TowerRecord
     from training.ema import make_ema
     from training.measures.collapse import CollapseAlarm
     from training.measures.embedder import Embedder, text_inputs
@@ -190,7 +188,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
     feed = data.sound_feed(args, backend, tokenizer)
     fixed = fixed_arguments(args, MODEL_ARGUMENTS)
-    run = Run(args, settings, backend, feed, model_arguments=fixed, columns=COLUMNS, resolve=resolved)
+    run = Run(
+        args, settings, backend, feed, models={"engine": model}, model_arguments=fixed, columns=COLUMNS,
+        resolve=resolved,
+    )  # fmt: skip
 
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = make_ema(engine, args.ema_decay, args.ema_power)
@@ -220,7 +221,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         draw=lambda models, shown, step: picture(embedder(kept_model(models)), shown, args.num_sounds_shown),
         use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", "index/"),
     )  # fmt: skip
-    run.resume(tokenizer=tokenizer, **TowerRecord.parts(model.config), engine=engine, ema=ema, best=best)
+    run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     total_steps = run.progress.total_steps
     alarm = CollapseAlarm(after_steps=warmup_of(args.lr_warmup_steps, total_steps))
 

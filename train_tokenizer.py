@@ -217,7 +217,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
                 for model, betas in both]  # fmt: skip
     feed = data.video_feed(args, backend)
     run = Run(
-        args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, columns=COLUMNS,
+        args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
+        model_arguments=MODEL_ARGUMENTS, columns=COLUMNS,
         resolve=lambda said: {**said, "discr_dim": said.get("discr_dim") or said.get("init_dim")},
     )  # fmt: skip
     generator.quantizer.connect(backend)

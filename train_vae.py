@@ -195,7 +195,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
         model = build_model(args).to(backend.device)
     feed = data.image_feed(args, backend, model.channels)
-    run = Run(args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, columns=COLUMNS)
+    run = Run(
+        args, settings, backend, feed, models={"engine": model}, model_arguments=MODEL_ARGUMENTS, columns=COLUMNS
+    )  # fmt: skip
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     ema = make_ema(vae, args.ema_decay, args.ema_power)

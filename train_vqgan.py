@@ -44,7 +44,6 @@ MODEL_ARGUMENTS = (
     "image_size", "dim", "num_layers", "num_resnet_blocks", "quantizer", "codebook_size", "codebook_dim",
     "fsq_levels", "vq_cosine", "centred", "discr_dim", "discr_layers",
 )  # fmt: skip
-BEFORE: dict[str, Any] = {"centred": False}  # for runs of versions that had no such arguments
 # What the terminal shows of a line of metrics.jsonl.
 COLUMNS = (
     "recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfid", "valid/lpips", "valid/codes_used"
@@ -94,11 +93,11 @@ def build_parser() -> ArgumentParser:
 
 
 def one_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, spelled alike for a model: "0,1" residual blocks are "1", --discr_dim and `BEFORE` are filled in."""
+    """Settings, spelled alike for a model: "0,1" residual blocks are "1", --discr_dim is filled in."""
     blocks = str(settings.get("num_resnet_blocks"))
     blocks = blocks.removeprefix("0," * blocks.count(","))
     width = settings.get("discr_dim") or settings.get("dim")
-    return {**BEFORE, **settings, "num_resnet_blocks": blocks, "discr_dim": width}
+    return {**settings, "num_resnet_blocks": blocks, "discr_dim": width}
 
 
 def learning_rate(step: int, total_steps: int, peak: float, args: argparse.Namespace) -> float:
@@ -223,7 +222,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         networks = load_metric_networks(args, backend.device)
     feed = data.image_feed(args, backend)
     run = Run(
-        args, settings, backend, feed, model_arguments=MODEL_ARGUMENTS, columns=COLUMNS, resolve=one_spelling
+        args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
+        model_arguments=MODEL_ARGUMENTS, columns=COLUMNS, resolve=one_spelling,
     )  # fmt: skip
 
     generator.quantizer.connect(backend)

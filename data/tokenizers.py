@@ -69,12 +69,12 @@ class Tokenizer:
             )
 
     def state_dict(self) -> dict[str, str]:
-        """What a checkpoint keeps: the digest of the file, not its path."""
-        return {"sha256": sha256_of_tokenizer(self.name, self._content)}
+        """What a checkpoint keeps: the digest of the file, and where it was."""
+        return {"sha256": sha256_of_tokenizer(self.name, self._content), "name": self.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, if a checkpoint was trained with another tokenizer."""
-        if dict(state) != self.state_dict():
+        if state["sha256"] != self.state_dict()["sha256"]:
             raise ValueError(
                 f"the checkpoint was trained with another tokenizer than --tokenizer {self.name}: its words would mean "
                 "something else; give the old one, another --output_dir, or --fresh to start over"

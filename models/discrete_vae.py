@@ -237,7 +237,7 @@ class DiscreteVAE(Pretrained):
         Raises:
             ValueError: one line, if the file is missing, hostile or of another model.
         """
-        return cls._built(Path(path), *load_dalle_file(Path(path)))
+        return cls.with_weights(Path(path), *load_dalle_file(Path(path)))
 
     def load_weights_from(self, source: str | Path | Pretrained) -> None:
         """Take the weights of a vae-final.pt, or as `Pretrained` says."""

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from .convolutional import leaky_relu
 from .discriminator import Discriminator
+from .files.pretrained import Pretrained, constructor_arguments
 
 _LAST_KERNEL = 4  # side in space of the unpadded convolution that gives the logits, as in Discriminator
 _TIME_HALVINGS = 2
 
 
-class VideoDiscriminator(nn.Module):
+class VideoDiscriminator(Pretrained):
     """Videos to one tensor of logits for each head, positive where a patch looks real.
 
     The first head is a `Discriminator`, which sees one frame of each clip. The others are patch discriminators with 3-D
@@ -48,6 +49,7 @@ class VideoDiscriminator(nn.Module):
         time_strides: Sequence[int] = (1, 2),
     ) -> None:
         super().__init__()
+        self.config = constructor_arguments(locals())
         strides, width = list(time_strides), dim if clip_dim is None else clip_dim
         if width < 1 or min(strides, default=1) < 1 or strides != sorted(set(strides)):
             raise ValueError(

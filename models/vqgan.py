@@ -186,9 +186,9 @@ class VQGAN(Pretrained):
         last.weight /= 2
 
     @classmethod
-    def _built(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
+    def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
         # A folder without this argument is of a version that centred no images.
-        return super()._built(source, {"centred": False, **config}, weights)
+        return super().with_weights(source, {"centred": False, **config}, weights)
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):

@@ -40,8 +40,8 @@ it into so many micro-batches and does not change what is trained on. In the pub
 
 So `batch_size 4, grad_accum_every 8` on 2 processes is `--batch_size 64 --grad_accum_steps 8`. A run that is given
 `--grad_accum_every` says at its start what it trains on and this product. The learning rates then mean the same.
-DALLE-pytorch counts as here with DeepSpeed, and one process with Horovod. A `--decoder_config` on several processes
-asks for the product, because it cannot know which was meant.
+DALLE-pytorch counts as here with DeepSpeed, and one process with Horovod. `convert.py config` is told the number of
+processes, and writes the product.
 
 ## What is not here, and why
 

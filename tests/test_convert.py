@@ -403,20 +403,38 @@ def test_a_flipped_bit_is_told_unless_checksums_are_left_out(
     assert inspected(folder, "--no_checksums")["checksums"] == "not checked"
 
 
-def with_config(run: Path, tmp: Path, **changes: Any) -> Path:
-    """The run, with a config.yaml that says something else."""
+def alone(run: Path, tmp: Path) -> Path:
+    """A copy of the run that holds its checkpoints and nothing else."""
     shutil.copytree(run / "checkpoints", tmp / "run" / "checkpoints")
-    said = yaml.safe_load((run / "config.yaml").read_text())
-    (tmp / "run" / "config.yaml").write_text(yaml.safe_dump({**said, **changes}))
     return tmp / "run"
+
+
+def described_as(run: Path, tmp: Path, **changes: Any) -> Path:
+    """A checkpoint of the run that says something else of its model."""
+    folder = alone(run, tmp) / "checkpoints" / checkpoint_of(run).name
+    edit_state(folder, lambda state: state["parts"]["models"]["engine"].update(changes))
+    with_true_sums(folder)
+    return folder
+
+
+def undescribed(run: Path, tmp: Path) -> Path:
+    """A checkpoint as earlier versions wrote it."""
+    folder = alone(run, tmp) / "checkpoints" / checkpoint_of(run).name
+    edit_state(folder, lambda state: state["parts"].pop("models"))
+    (folder / "models.safetensors").unlink()
+    with_true_sums(folder)
+    return folder
 
 
 MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
     "nothing there": (lambda run, tmp: tmp / "nowhere", "nowhere"),
     "an empty folder": (lambda run, tmp: tmp, "expected a run folder"),
-    "a run of other sizes": (lambda run, tmp: with_config(run, tmp, num_tokens=17), "(17, 6)"),
-    "a run of 4 million blocks": (lambda run, tmp: with_config(run, tmp, num_resnet_blocks=4 << 20), "many more"),
-    "a run of a newer script": (lambda run, tmp: with_config(run, tmp, colour="red"), "'colour'"),
+    "other sizes": (lambda run, tmp: described_as(run, tmp, num_tokens=17), "(17, 6)"),
+    "4 million blocks": (lambda run, tmp: described_as(run, tmp, num_resnet_blocks=4 << 20), "many more"),
+    "an argument of a later version": (lambda run, tmp: described_as(run, tmp, colour="red"), "'colour'"),
+    "no model": (lambda run, tmp: described_as(run, tmp, model="build_in_memory"), "no model of this version"),
+    "a name that is no text": (lambda run, tmp: described_as(run, tmp, model=["DiscreteVAE"]), "what its models are"),
+    "an earlier version": (undescribed, "was written by an earlier version"),
     "a picture": (lambda run, tmp: next((run / "samples").iterdir()), "not a zip file"),
 }
 
@@ -449,6 +467,22 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("content", [None, "colour: red\n", "[" * 1000], ids=["deleted", "unknown key", "no YAML"])
+def test_weights_are_exported_whatever_has_become_of_the_configuration_of_the_run(
+    content: str | None, run: Path, vqgan_run: Path, tmp_path: Path
+) -> None:
+    """A checkpoint describes its models itself, the discriminator too."""
+    copies = [alone(of, tmp_path / of.name) for of in (run, vqgan_run)]
+    for of, copy in zip((run, vqgan_run), copies, strict=True):
+        if content is not None:
+            (copy / "config.yaml").write_text((of / "config.yaml").read_text() + content)
+        converted("export", copy, "--to", "model", tmp_path / "out", "--force")
+        assert contents(tmp_path / "out") == model_of(of)
+    for of, file in ((vqgan_run, "whole.pt"), (copies[1], "alone.pt")):
+        converted("export", of, "--to", "muse", tmp_path / file)
+    assert_same_bits(*(torch.load(tmp_path / file, weights_only=True) for file in ("whole.pt", "alone.pt")))
+
+
 def with_true_sums(folder: Path) -> None:
     """Whoever changes a file can change its checksum."""
     files = [path for path in sorted(folder.iterdir()) if path.name != "SHA256SUMS"]
@@ -459,7 +493,7 @@ def with_true_sums(folder: Path) -> None:
 
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_hostile_checkpoint_is_refused(how: str, run: Path, tmp_path: Path, refused: Any) -> None:
-    folder = with_config(run, tmp_path) / "checkpoints" / checkpoint_of(run).name
+    folder = alone(run, tmp_path) / "checkpoints" / checkpoint_of(run).name
     shutil.copy(folder / "ema.safetensors", folder.parent / "outside.safetensors")
     HOSTILE[how](folder)
     with_true_sums(folder)
@@ -473,7 +507,7 @@ def test_a_hostile_checkpoint_is_refused(how: str, run: Path, tmp_path: Path, re
 @pytest.mark.parametrize("name", ["../pipe", "{}/pipe", ".."])
 def test_checksums_of_files_elsewhere_make_nobody_read_them(name: str, run: Path, tmp_path: Path, refused: Any) -> None:
     """There is a pipe above the folder, which would hold up whoever opens it."""
-    folder = with_config(run, tmp_path) / "checkpoints" / checkpoint_of(run).name
+    folder = alone(run, tmp_path) / "checkpoints" / checkpoint_of(run).name
     os.mkfifo(folder.parent / "pipe")
     with (folder / "SHA256SUMS").open("a") as file:
         file.write(f"{'0' * 64}  {name.format(folder.parent)}\n")

@@ -1,15 +1,17 @@
-"""train_decoder.py --decoder_config: training configurations of DALLE2-pytorch."""
+"""convert.py config: training configurations of DALLE2-pytorch."""
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import convert
 from models import Decoder
 from tests.data.images.conditions import write_rows, write_tars
 from tests.scripts import DECODER, metrics
@@ -61,17 +63,39 @@ def changed(where: str, value: Any) -> dict[str, Any]:
     return config
 
 
-def written(folder: Path, config: Any, name: str = "decoder.yaml") -> str:
-    dump = json.dumps if name.endswith(".json") else yaml.safe_dump
-    (folder / name).write_text(dump(config))
-    return str(folder / name)
+def written(folder: Path, config: Any) -> str:
+    (folder / "old.json").write_text(json.dumps(config))
+    return str(folder / "old.json")
 
 
-def flags_of(folder: Path, config: Any, *more: str, name: str = "decoder.yaml") -> dict[str, Any]:
-    """What the configuration sets, as config.yaml would say it."""
+def translated(folder: Path, config: Any, *more: str) -> dict[str, Any]:
+    """The YAML that is made of a configuration."""
+    convert.main(["config", written(folder, config), str(folder / "new.yaml"), "--force", *more])
+    found: dict[str, Any] = yaml.safe_load((folder / "new.yaml").read_text())
+    return found
+
+
+def flags_of(folder: Path, config: Any, *more: str) -> dict[str, Any]:
+    """What the YAML sets, as config.yaml would say it."""
+    translated(folder, config, *more)
     parser = DECODER.module.build_parser()
-    args = parser.parse(["--decoder_config", written(folder, config, name), *more], demonstration="no demonstration")
+    args = parser.parse(["--config", str(folder / "new.yaml")])
     return {name: value for name, value in parser.settings(args).items() if name in args.explicit}
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Any], str]:
+    """The one line of an error for a configuration, of which no YAML is made."""
+
+    def complaint(config: Any) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as raised:
+            translated(tmp_path, config)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert raised.value.code == 2 and not (tmp_path / "new.yaml").exists()
+        return line
+
+    return complaint
 
 
 def test_the_example_gives_these_flags(tmp_path: Path) -> None:
@@ -96,10 +120,9 @@ def test_the_example_gives_these_flags(tmp_path: Path) -> None:
         "save_every_n_steps": 1562, "sample_every_n_steps": 1562, "validate_every_n_steps": 1562,
         "n_evaluation_samples": 1000, "output_dir": "runs/example", "report_to": "none", "seed": 3,
     }  # fmt: skip
-    assert flags_of(tmp_path, EXAMPLE, name="decoder.json") == flags
 
 
-def test_what_is_not_said_is_what_the_public_package_does_then(tmp_path: Path) -> None:
+def test_what_is_not_said_is_what_the_public_package_does_then(tmp_path: Path, refused: Any) -> None:
     """Two unets: the last schedule is linear, and the first unet alone learns its variance."""
     upsampler = {"dim": 8, "dim_mults": [1, 2], "checkpoint_during_training": True}
     config: Any = {"decoder": {"unets": [SMALL_UNET, upsampler], "image_sizes": [8, 16]}, "data": {"splits": {}}}
@@ -112,8 +135,8 @@ def test_what_is_not_said_is_what_the_public_package_does_then(tmp_path: Path) -
     }  # fmt: skip
     assert {name: flags[name] for name in expected} == expected and "n_evaluation_samples" not in flags
     config["decoder"]["unets"][1]["cond_on_image_embeds"] = True  # which is overruled there without a word
-    line = DECODER.refused_alone("--decoder_config", written(tmp_path, config))
-    assert "unets[1].cond_on_image_embeds True" in line
+    (tmp_path / "new.yaml").unlink()
+    assert "unets[1].cond_on_image_embeds True" in refused(config)
 
 
 @pytest.mark.parametrize(("where", "value", "expected"), [
@@ -137,37 +160,65 @@ def test_every_key_is_used(where: str, value: Any, expected: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize(("where", "value", "expected"), [
-    ("decoder.unets.0.init_dim", 32, "init_dim 32"),
-    ("decoder.unets.0.lowres_cond", True, "unets[0].lowres_cond True"),
-    ("decoder.unets", [], "unets"),
+    ("decoder.unets.0.init_dim", 32, "decoder.unets[0].init_dim 32"),
     ("decoder.loss_tipe", "l1", "loss_type?"),
     ("decoder.clip", {"make": "x-clip"}, "decoder.clip.make x-clip"),
     ("data.preprocessing.RandomResizedCrop", {"size": [64, 64]}, "data.preprocessing.RandomResizedCrop"),
+    ("train.amp", True, "--precision bf16"),
+    ("evaluate.FID", {"feature": 64}, "evaluate.FID.feature 64"),
+    ("evaluate.LPIPS", {}, "evaluate.LPIPS.net_type"),
+    ("tracker.save", {"save_to": "huggingface"}, "tracker.save.save_to huggingface"),
+    ("tracker.save", [{}, {"save_to": "huggingface"}], "tracker.save[1].save_to huggingface"),
+], ids=lambda value: str(value)[:40])  # fmt: skip
+def test_there_is_a_line_for_each_key_without_a_counterpart(
+    where: str, value: Any, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags_of(tmp_path, EXAMPLE)
+    assert "left out" not in capsys.readouterr().out
+    flags_of(tmp_path, changed(where, value))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert expected in line
+
+
+@pytest.mark.parametrize(("where", "value", "expected"), [
+    ("decoder.unets.0.lowres_cond", True, "unets[0].lowres_cond True"),
+    ("decoder.unets", [], "unets"),
+    ("decoder", None, "no part about a decoder"),
     ("data.splits.train", 0.8, "1.05"),
     ("decoder.unets.0.dim", 4_000_000, " GB "),
     ("data.batch_size", "many", "data.batch_size"),
+    ("data.num_workers", "many", "data.num_workers"),
     ("data", 3, "data 3"),
-    ("train.amp", True, "--precision bf16"),
-    ("evaluate.FID", {"feature": 64}, "evaluate.FID.feature 64"),
-    ("tracker.save", {"save_to": "huggingface"}, "tracker.save[0].save_to huggingface"),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
-def test_what_has_no_flag_is_refused_by_name(where: str, value: Any, expected: str, tmp_path: Path) -> None:
-    path = written(tmp_path, changed(where, value))
-    assert expected in DECODER.refused_alone("--decoder_config", path)
+def test_a_value_that_means_nothing_is_refused_by_name(where: str, value: Any, expected: str, refused: Any) -> None:
+    assert expected in refused(changed(where, value))
 
 
-@pytest.mark.parametrize("content", [b"", b"{]", b"\xff"], ids=str)
-def test_a_file_that_is_no_configuration_is_named(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_bytes(content)
-    assert "c.yaml" in DECODER.refused_alone("--decoder_config", str(tmp_path / "c.yaml"))
+@pytest.mark.parametrize("content", [b"", b"{]", b"\xff", b"[]"], ids=str)
+def test_a_file_that_is_no_configuration_is_named(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.json").write_bytes(content)
+    with pytest.raises(SystemExit, match="2"):
+        convert.main(["config", str(tmp_path / "c.json"), str(tmp_path / "new.yaml")])
+    assert f"{tmp_path / 'c.json'}: " in capsys.readouterr().err and not (tmp_path / "new.yaml").exists()
 
 
-def test_the_batch_of_a_process_is_not_taken_for_that_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    line = DECODER.refused_alone("--decoder_config", written(tmp_path, EXAMPLE))
-    assert "data.batch_size 64" in line and line.endswith("--batch_size 256")
-    assert flags_of(tmp_path, EXAMPLE, "--batch_size", "128")["batch_size"] == 128
+def test_the_batch_of_a_process_is_not_taken_for_that_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert flags_of(tmp_path, EXAMPLE)["batch_size"] == 64
+    assert "batch_size 64 is for one process; for several give --processes" in capsys.readouterr().out
+    flags = flags_of(tmp_path, EXAMPLE, "--processes", "4")
+    assert (flags["batch_size"], flags["save_every_n_steps"]) == (256, 391)
+    assert "--processes" not in capsys.readouterr().out
+
+
+def test_a_training_names_the_command_that_reads_such_a_configuration(tmp_path: Path) -> None:
+    for config in (EXAMPLE, dict(reversed(EXAMPLE.items()))):
+        for flag in ("--config", "--decoder_config"):
+            line = DECODER.refused_alone(flag, written(tmp_path, config))
+            assert "`convert.py config OLD.json NEW.yaml`" in line
 
 
 def test_a_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +234,8 @@ def test_a_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     config["train"] |= {"epoch_samples": 8, "epochs": 2}
     config["evaluate"]["n_evaluation_samples"] = 3
     config["tracker"]["data_path"] = str(tmp_path / "run")
-    said = DECODER.main("--decoder_config", written(tmp_path, config), "--log_every_n_steps", "1")
+    translated(tmp_path, config)
+    said = DECODER.main("--config", str(tmp_path / "new.yaml"), "--log_every_n_steps", "1")
     assert len(metrics(tmp_path / "run")) == 4
     assert "inception score (--fid_weights)" in said
     stage = Decoder.from_pretrained(tmp_path / "run" / "model").config["stages"][0]

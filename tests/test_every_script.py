@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import itertools
 import json
@@ -492,6 +493,56 @@ def test_weights_of_another_model_are_refused_by_what_differs(script: Script, fi
     for source in (finished / "model", finished / "checkpoints" / "step_00000008"):
         line = script.refused(tmp_path, *script.eight, "--init_from", str(source), f"--{flag}", str(now))
         assert f"{flag} {was}" in line and str(source) in line
+
+
+# What a checkpoint says of its models.
+
+
+TOOLS = {
+    **dict.fromkeys(("train_vae", "train_vqgan"), ("tokenize_images", "--image_folder", "demo:shapes:8")),
+    "train_tokenizer": ("tokenize_videos", "--video_folder", "demo:moving:4"),
+    "train_mulan": ("embed", "--audio", "demo:tones:8"),
+    "train_decoder": ("sample", "--prompts", "a red circle on the left", "--sample_timesteps", "2"),
+}
+
+
+@pytest.mark.parametrize("content", [None, "colour: red\n"], ids=["without a config.yaml", "with an unknown key in it"])
+def test_a_tool_takes_a_run_whatever_has_become_of_its_configuration(
+    script: Script, finished: Path, content: str | None, tmp_path: Path
+) -> None:
+    """It goes on in the folder that it filled with the model's own, so it knows that the two are one model."""
+    shutil.copytree(finished / "checkpoints", tmp_path / "run" / "checkpoints")
+    if content is not None:
+        (tmp_path / "run" / "config.yaml").write_text((finished / "config.yaml").read_text() + content)
+    tool, *said = TOOLS[script.name]
+    found = []
+    for model in (finished / "model", tmp_path / "run"):
+        importlib.import_module(tool).main(
+            ["--model", str(model), *said, "--num_workers", "0", "--output", str(tmp_path / "out")]
+        )
+        found.append(files(tmp_path / "out"))
+    assert found[0] == found[1]
+
+
+def test_a_checkpoint_says_the_class_and_the_arguments_of_each_model(script: Script, finished: Path) -> None:
+    state = json.loads((finished / "checkpoints" / "step_00000008" / "state.json").read_text())
+    first, *others = state["parts"]["models"].values()
+    model = script.model.from_pretrained(finished / "model")
+    assert first == model.description()
+    assert all(of.keys() > {"model", "dim", "layers"} and "Discriminator" in of["model"] for of in others)
+
+
+@of("vae")
+def test_a_run_of_an_earlier_version_is_not_gone_on_with_and_one_line_says_so(script: Script, copied: Path) -> None:
+    folder = copied / "checkpoints" / "step_00000008"
+    state = json.loads((folder / "state.json").read_text())
+    del state["parts"]["models"]
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "models.safetensors").unlink()
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.iterdir())
+            if path.name != "SHA256SUMS"]  # fmt: skip
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    assert "was written by an earlier version" in script.refused(copied, *script.eight, "--max_steps", "9")
 
 
 # Mistakes.

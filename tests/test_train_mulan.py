@@ -32,7 +32,7 @@ from tests.scripts import (
     metrics,
     write_sounds,
 )
-from trained import load_checkpoint
+from trained import load
 from training.objectives import grad_cache
 from training.objectives.contrastive import ContrastiveResult
 from training.objectives.grad_cache import contrastive_update
@@ -240,7 +240,7 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     shutil.rmtree(text)
     shutil.rmtree(audio)
     assert_same_bits(MuLaN.from_pretrained(run / "model").state_dict(), state)
-    online = load_checkpoint(run / "checkpoints" / "step_00000003", "online")
+    online = load(run / "checkpoints" / "step_00000003", "online")
     assert online.config["text_tower"]["kind"] == "bert"
     assert torch.equal(online.text.tokens.weight, state["text.tokens.weight"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from tandem.files.reading import DAMAGES, check_inside, check_regular, read_json
@@ -50,6 +52,14 @@ class Pretrained(nn.Module):
             facts = {name: getattr(self, name) for name in _FACTS if name not in self.config and hasattr(self, name)}
             path.write_text(json.dumps({"model": type(self).__name__, **facts, **self.config}, indent=2) + "\n")
 
+    def description(self) -> dict[str, Any]:
+        """Its class, as "model", and its constructor arguments, as they are read back from config.json."""
+        return {"model": type(self).__name__, **json.loads(json.dumps(self.config))}
+
+    def sha256(self) -> str:
+        """The checksum of the file of weights that `save_pretrained` would write."""
+        return hashlib.sha256(save(on_cpu(self.state_dict()))).hexdigest()
+
     @classmethod
     def from_pretrained(cls: type[Self], folder: str | Path) -> Self:
         """The model that ``save_pretrained`` wrote, in eval mode. The weights may be in several files with an index.
@@ -63,8 +73,7 @@ class Pretrained(nn.Module):
             raise ValueError(f"{folder} holds a {found}, not a {cls.__name__}")
         with _errors_of(folder):
             weights = _weights(folder)
-            check_arguments(config, weights)
-        return cls._built(folder, config, weights)
+        return cls.with_weights(folder, config, weights)
 
     def load_weights_from(self, source: str | Path | Pretrained) -> None:
         """Take the weights of a ``save_pretrained`` folder, or of another model of this class.
@@ -79,8 +88,14 @@ class Pretrained(nn.Module):
             self._take_weights(self.from_pretrained(source), source)
 
     @classmethod
-    def _built(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
+    def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
+        """The model of these constructor arguments and weights, in eval mode. Both may be a stranger's.
+
+        Raises:
+            ValueError: one line that names ``source``, if they do not fit.
+        """
         try:
+            check_arguments(config, weights)
             return build_with_weights(lambda: cls(**config), weights).eval()
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
@@ -96,6 +111,21 @@ class Pretrained(nn.Module):
 def constructor_arguments(variables: Mapping[str, Any]) -> dict[str, Any]:
     """``locals()`` in the first line of a constructor -> its arguments, for `Pretrained.config`."""
     return {name: value for name, value in variables.items() if name not in ("self", "__class__")}
+
+
+def class_of(name: str, source: Path) -> type[Pretrained]:
+    """A class of models by its name. Raises ValueError, in one line that names ``source``, if there is none."""
+    found = getattr(importlib.import_module("..", __package__), name, None)
+    if not (isinstance(found, type) and issubclass(found, Pretrained)):
+        raise ValueError(f"{source} holds a {name[:80]}, which is no model of this version")
+    return found
+
+
+def build(description: Mapping[str, Any], weights: Mapping[str, Tensor], source: Path) -> Any:
+    """The model of a `Pretrained.description`, with these weights. Raises ValueError, in one line that names
+    ``source``, if they do not fit."""
+    arguments = {name: value for name, value in description.items() if name != "model"}
+    return class_of(description["model"], source).with_weights(source, arguments, weights)
 
 
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:

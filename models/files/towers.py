@@ -29,35 +29,6 @@ class Tower(NamedTuple):
     weights: dict[str, Tensor]
 
 
-class TowerRecord:
-    """The part of a checkpoint that says which pretrained towers its model has, so that it can be built without their
-    files.
-
-    Args:
-        configs: Configurations by argument of `MuLaN`.
-    """
-
-    def __init__(self, configs: Mapping[str, Any]) -> None:
-        self._configs = dict(configs)
-
-    @classmethod
-    def parts(cls, config: Mapping[str, Any]) -> dict[str, TowerRecord]:
-        """The part by its name, for a model of these arguments; empty if it has no pretrained tower."""
-        towers = {name: config[name] for name in ("text_tower", "audio_tower") if config.get(name)}
-        return {"towers": cls(towers)} if towers else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._configs
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, in one line, if a checkpoint was trained with other towers."""
-        if other := [name for name, config in self._configs.items() if state.get(name) != config]:
-            raise ValueError(
-                f"the checkpoint was trained with another --{other[0]}; give the old one, another --output_dir, or "
-                "--fresh to start over"
-            )
-
-
 class _Names(NamedTuple):
     """Where a library keeps an encoder's weights. `outer` maps names of tensors, `layer` those inside a layer, in which
     {} is weight or bias; several are put together, one below the other. The first of `outer` is of no other part of a

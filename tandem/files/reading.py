@@ -142,18 +142,17 @@ def read_json_or_empty(path: str | Path) -> dict[str, Any]:
         return {}
 
 
-def read_yaml(path: str | Path, loader: type[yaml.SafeLoader] | None = None) -> Any:
-    """The value in a YAML file, made by PyYAML's SafeLoader, or by a loader derived from it.
+def read_yaml(path: str | Path) -> Any:
+    """The value in a YAML file, made by PyYAML's SafeLoader.
 
     Raises:
         OSError, ValueError: one line, as for `compose_yaml`.
     """
-    import yaml
 
     def construct(made: yaml.SafeLoader, node: yaml.Node | None) -> Any:
         return None if node is None else made.construct_document(node)
 
-    return _with_yaml(path, loader or yaml.SafeLoader, construct)
+    return _with_yaml(path, construct)
 
 
 def compose_yaml(path: str | Path) -> yaml.Node | None:
@@ -164,9 +163,8 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
         ValueError: one line, if it is no regular file, no UTF-8 text, no YAML, too long or nested too deeply, or if
             aliases (`*name`) make it much longer than it is.
     """
-    import yaml
 
-    return _with_yaml(path, yaml.SafeLoader, lambda made, node: node)
+    return _with_yaml(path, lambda made, node: node)
 
 
 def printable(text: str) -> str:
@@ -174,13 +172,13 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
-def _with_yaml(path: str | Path, loader: Any, use: Any) -> Any:
+def _with_yaml(path: str | Path, use: Any) -> Any:
     import yaml
 
     text = read_bytes(path, LONGEST_YAML_BYTES).decode()  # a UnicodeDecodeError is a ValueError
     damages: tuple[type[Exception], ...] = (yaml.YAMLError, *DAMAGES)  # a tag that does not fit its text raises many
     try:
-        made = loader(text)
+        made = yaml.SafeLoader(text)
         made.name = str(path)  # for messages about a line
         try:
             node = made.get_single_node()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import yaml
 from filling import mulan, video_tokenizer, vqgan, write_images, write_sounds, write_videos
 from PIL import Image
 from safetensors.torch import save_file
@@ -67,6 +66,7 @@ def _tools() -> list[Target]:
     images, videos = ["--image_folder", "images", *few], ["--video_folder", "videos", *few]
     return [
         *found,
+        Target("convert", ["config", "public.json", "out"], ["public.json"]),
         Target("convert", ["average", "run", "out", "--ema_length", "0.1"], ["run"]),
         Target("report", ["run", "--output", "out"], ["run"]),
         *(Target("convert", ["import", file, "out"], [file]) for file in ("vae.pt", "vqgan.pt", "decoder.pth")),
@@ -109,8 +109,6 @@ def _trainings() -> list[Target]:
         _of_training("train_decoder", ["00000.tar"], "--image_folder", "00000.tar"),
         _of_training("train_decoder", ["rows_00000.npy", "00000.tar"], "--image_folder", "00000.tar",
                      "--image_embeddings", "rows_00000.npy", damaged=2),
-        _of_training("train_decoder", ["public.yaml"], "--decoder_config", "public.yaml", "--image_folder",
-                     "demo:shapes:8", "--split_by", "sample"),
         _of_training("train_decoder", ["tiny.json", "tiny.safetensors"], "--image_folder", "demo:shapes:8", "--clip",
                      "tiny.json", "--clip_weights", "tiny.safetensors", damaged=2),
     ]  # fmt: skip
@@ -150,7 +148,7 @@ def write_inputs(folder: Path) -> None:
         "decoder"
     ]
     public = {"decoder": {**of_decoder, "image_sizes": [16], "timesteps": 20}, "train": {"epochs": 1}}
-    (folder / "public.yaml").write_text(yaml.safe_dump(public))
+    (folder / "public.json").write_text(json.dumps(public))
 
 
 def _run(folder: Path, output: str, script: str, *flags: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.files.writing import WRITER, delete, free_name, processor_time, sync, write_atomically
 
 from .format import Tree, check_sums, damaged, explained, read_checkpoint, write_folder
+from .models import MODELS, models_in
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -201,6 +202,8 @@ class Checkpoints:
             ValueError: one line, if the checkpoint cannot be read or holds other parts.
         """
         parts, meta = read_checkpoint(path, verify=False)
+        if MODELS in expected:
+            models_in(parts, path)
         if expected and set(parts) != set(expected):
             raise damaged(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
         return parts, meta

@@ -35,9 +35,6 @@ SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd", "flow")
 
 def add_decoder_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of training a cascade: its Unets, how they are trained and judged, noise, and sampling."""
-    parser.add_argument_group("configuration of DALLE2-pytorch").add_argument("--decoder_config", metavar="FILE",
-        help="take its flags from a training configuration of DALLE2-pytorch, YAML or JSON; those of --config and of "
-        "the command line override them; what has no flag is refused by name")
     add_unet_arguments(parser)
     add_condition_arguments(parser)
     add_cascade_arguments(parser)

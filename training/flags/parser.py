@@ -36,10 +36,6 @@ _NO_FLAG = {
     ),
 }
 
-# (path, arguments of the command line and of --config) -> flags by name, each with the key in the file that it comes
-# from and its value as a config file has it. Raises ValueError, in one line, that need not name the path.
-Reader = Callable[[str, argparse.Namespace], Mapping[str, tuple[str, Any]]]
-
 
 class HelpFormatter(argparse.HelpFormatter):
     """Appends each default to its help, except None and False."""
@@ -78,7 +74,6 @@ class ArgumentParser(argparse.ArgumentParser):
         self._script, self._is_root = prog or self.prog, is_root
         self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
         self._alternatives: list[dict[str, Any]] = []
-        self._readers: dict[str, Reader] = {}
         self._consequences: list[Callable[[argparse.Namespace], None]] = []
         #: What to do instead, by names that are no flags here but are elsewhere.
         self.answers = dict(_NO_FLAG)
@@ -114,11 +109,10 @@ class ArgumentParser(argparse.ArgumentParser):
         demonstration: str | os.PathLike[str] | None = None,
         data_flag: str = "image_folder",
     ) -> argparse.Namespace:
-        """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then from other files
-        (`add_reader`), then the defaults.
+        """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
 
-        If `argv` holds neither the flag `data_flag` nor `--dataset` nor any of those files, the config file
-        `demonstration` is read; --help says so.
+        If `argv` holds neither the flag `data_flag` nor `--dataset` nor `--config`, the config file `demonstration` is
+        read; --help says so.
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
         `on_command_line`, that of those set in `argv`, `said_as`, the name of the flag that was used for each of them,
@@ -127,7 +121,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         if demonstration:
             own = ("dataset",) if "--dataset" in self._option_string_actions else ()
-            without = " and ".join(f"--{name}" for name in (data_flag, *own, "config", *self._readers))
+            without = " and ".join(f"--{name}" for name in (data_flag, *own, "config"))
             self.epilog = (
                 f"Without {without} it runs its demonstration: the flags of {_shown(demonstration)}, which differ from "
                 "the defaults above."
@@ -135,12 +129,10 @@ class ArgumentParser(argparse.ArgumentParser):
         given = self._from_command_line(argv)
         on_command_line = frozenset(given)
         in_force = f"configuration: {given['config']}" if "config" in given else None
-        if demonstration and not {data_flag, "dataset", "config", *self._readers} & given.keys():
+        if demonstration and not {data_flag, "dataset", "config"} & given.keys():
             given["config"] = os.fspath(demonstration)
             in_force = f"demonstration: {_shown(demonstration)}, because neither --{data_flag} nor --config was given"
         settings, said_as = self._from_config_file(given["config"]) if "config" in given else ({}, {})
-        for name in self._readers.keys() & given.keys():
-            settings = {**self._from_other_file(name, {**settings, **given}), **settings}
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
@@ -173,11 +165,6 @@ class ArgumentParser(argparse.ArgumentParser):
         beside another one. One on the command line wins over one in the config file, and either over a default; two in
         the same place are an error."""
         self._alternatives.append(off)
-
-    def add_reader(self, name: str, read: Reader) -> None:
-        """Declare that the flag `name` is given on the command line alone and names a file of another form, which
-        `read` turns into flags."""
-        self._readers[name] = read
 
     def with_values(self, flags: Mapping[str, Any]) -> argparse.Namespace:
         """The defaults, but for these flags, which are as a config file has them. Raises ValueError, in one line, for a
@@ -266,31 +253,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
         try:
             flags = {name: flag for flag in self._config_actions() for name in config_names(flag)}
-            return read_config(path, flags, {*_COMMAND_LINE_ONLY, *self._readers}, self.answers)
+            return read_config(path, flags, _COMMAND_LINE_ONLY, self.answers)
         except ValueError as error:
             self.error(str(error))
-
-    def _from_other_file(self, name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-        from .config_file import converted
-
-        path, actions = said[name], {key: action for action in self._config_actions() for key in config_names(action)}
-        values = {}
-        try:
-            for flag, (key, value) in self._readers[name](path, argparse.Namespace(**said)).items():
-                if value is None:
-                    continue
-                try:
-                    values[actions[flag].dest] = converted(value, actions[flag])
-                except ValueError as error:
-                    raise ValueError(f"{key}: {error}") from None
-        except ValueError as error:
-            self.error(f"{path}: {error}")
-        return values
 
     def _config_actions(self) -> list[argparse.Action]:
         """Flags that a config file may set."""
         shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
-        return [action for action in shown if action.dest not in {*_COMMAND_LINE_ONLY, *self._readers}]
+        return [action for action in shown if action.dest not in _COMMAND_LINE_ONLY]
 
     def _defaults_by_dest(self) -> dict[str, Any]:
         """Defaults, converted from text as argparse does it."""

@@ -8,8 +8,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import decoder_keys
-from .decoder_keys import Flag, Only
+from .dalle2_keys import KEYS, Flag, Only
 
 if TYPE_CHECKING:
     from .parser import ArgumentParser
@@ -46,6 +45,7 @@ class Public(NamedTuple):
 
 _BY_FLAGS = "flags of the model build it, see --help"
 _MODEL = Argument("model", NEEDED, None, _BY_FLAGS)
+_CONFIGURATION = "`convert.py config OLD.json NEW.yaml` turns such a configuration into one for --config, once"
 _BACKENDS = "the launcher chooses the processes, and --distributed_backend, --precision and --num_workers the rest"
 _MICRO_BATCH = "of one micro-batch of one process; --batch_size is that of an update over all of them"
 _PER_PROCESS = "a micro-batch of one process"
@@ -189,19 +189,20 @@ _MAGVIT = Public(
 
 def _keys() -> Iterator[Argument]:
     """The keys of a training configuration, most of which are arguments of its trainer or decoder too."""
-    for title in ("DECODER", "DATA", "TRAIN", "EVALUATE", "TRACKER", "LOG"):
-        section = title.lower() if title != "LOG" else "tracker.log"
-        for key, rule in getattr(decoder_keys, title).items():
-            if key in _READ:
-                yield Argument(f"{section}.{key}", *_READ[key])
-            elif isinstance(rule, Flag):
-                yield Argument(f"{section}.{key}", rule.usual, rule.name)
-            elif isinstance(rule, Only) and {True, False} <= {*rule.values}:
-                yield Argument(f"{section}.{key}", None, None, "leave it out: it changes nothing that is trained")
-            elif isinstance(rule, Only):
-                yield Argument(f"{section}.{key}", rule.values[0] if rule.values else None, None, rule.instead)
-            else:
-                yield Argument(f"{section}.{key}", None, None, "--decoder_config reads it")
+    for key, rule in KEYS.items():
+        section, _, name = key.rpartition(".")
+        if section not in ("decoder", "data", "train", "evaluate", "tracker", "tracker.log"):
+            continue
+        if name in _READ:
+            yield Argument(key, *_READ[name])
+        elif isinstance(rule, Flag):
+            yield Argument(key, rule.usual, rule.name)
+        elif isinstance(rule, Only) and {True, False} <= {*rule.values}:
+            yield Argument(key, None, None, "leave it out: it changes nothing that is trained")
+        elif isinstance(rule, Only):
+            yield Argument(key, rule.values[0] if rule.values else None, None, rule.instead)
+        else:
+            yield Argument(key, None, None, "convert.py config reads it")
 
 
 # Keys that need more than another name, or have another default there: that, and the flag or the answer.
@@ -232,8 +233,9 @@ _READ: Mapping[str, tuple[Any, str | None, str]] = {
 _DALLE2 = Public(
     "DALLE2-pytorch 1.15.6", "DecoderTrainer", _PER_PROCESS,
     (
-        Argument("config_file", "./train_decoder_config.json", "decoder_config", "YAML too"),
-        Argument("decoder", NEEDED, None, _BY_FLAGS),
+        Argument("config_file", "./train_decoder_config.json", None, _CONFIGURATION),
+        Argument("decoder", NEEDED, None, f"{_BY_FLAGS}; {_CONFIGURATION}"),
+        *(Argument(part, NEEDED, None, _CONFIGURATION) for part in ("data", "train", "evaluate", "tracker")),
         Argument("accelerator", None, None, _BACKENDS),
         Argument("dataloaders", None, None, "--image_folder, --image_embeddings and --text_embeddings"),
         Argument("use_ema", True, None, _READ["use_ema"][2]),

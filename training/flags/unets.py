@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .decoder import UNET_SWITCHES
@@ -70,15 +70,6 @@ def stages_of(args: argparse.Namespace, widths: Mapping[str, Any]) -> list[dict[
     return stages
 
 
-def widths_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The widths of the conditions that the first Unet of a decoder takes, from its weights by name."""
-    image, text = (weights.get(f"unets.0.{name}.weight") for name in ("image_to_tokens.0", "text_to_cond"))
-    return {
-        "image_embed": None if image is None else image.shape[1],
-        "text_encodings": None if text is None else (None, text.shape[1]),
-    }
-
-
 def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with which train_decoder.py builds a decoder of these constructor arguments, as a config file has them.
     What no flag can say is left out."""
@@ -108,13 +99,25 @@ def flags_that_make(
     parser: ArgumentParser,
     make: Callable[[argparse.Namespace, Mapping[str, Any]], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """`flags_of`, after a look at whether they make this decoder.
-
-    Args:
-        make: (arguments, widths as for `stages_of`) -> constructor arguments of the decoder that the script makes.
+    """`flags_of`, after a look at whether they make this decoder; `make` as for `unmade`.
 
     Raises:
         ValueError: one line that names the argument of a Unet that no flag gives.
+    """
+    for number, name, value in unmade(config, parser, make):
+        raise ValueError(f"train_decoder.py has no flag that makes Unet {number} with {name} {value}")
+    return flags_of(config)
+
+
+def unmade(
+    config: Mapping[str, Any],
+    parser: ArgumentParser,
+    make: Callable[[argparse.Namespace, Mapping[str, Any]], Mapping[str, Any]],
+) -> Iterator[tuple[int, str, Any]]:
+    """Arguments of Unets that no flag gives: the number of the Unet, from 1, the argument's name and its value.
+
+    Args:
+        make: (arguments, widths as for `stages_of`) -> constructor arguments of the decoder that the script makes.
     """
     import torch
 
@@ -125,9 +128,7 @@ def flags_that_make(
     for number, (ours, theirs) in enumerate(zip(built, config["stages"], strict=True), start=1):
         for name in sorted(theirs["unet"].keys() - {"gradient_checkpointing"}):
             if ours["unet"][name] != theirs["unet"][name]:
-                value = theirs["unet"][name]
-                raise ValueError(f"train_decoder.py has no flag that makes Unet {number} with {name} {value}")
-    return flags
+                yield number, name, theirs["unet"][name]
 
 
 def _switches_of(unet: Mapping[str, Any]) -> str:

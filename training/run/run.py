@@ -15,6 +15,7 @@ from tandem.files.exits import ASKED_TO_STOP, FAILED, leave
 
 from ..checkpoints.averages import AverageFiles
 from ..checkpoints.format import damaged
+from ..checkpoints.models import MODELS, Models
 from ..checkpoints.store import Checkpoints, step_of
 from ..contracts import Feed, Processes, Stateful
 from ..flags.public_names import batch_arithmetic
@@ -39,6 +40,7 @@ class Run:
     Args:
         args: The shared arguments (`add_run_arguments`).
         settings: Every argument by flag name, for config.yaml.
+        models: What is trained, by the name of its part of a checkpoint, which describes it (`Models`).
         model_arguments: Names of settings that a resumed run may not change.
         columns: What the terminal shows of a line of metrics (`MetricsTable`).
         resolve: Gives settings one spelling per model, before they are compared with those of the saved run.
@@ -56,11 +58,13 @@ class Run:
         processes: Processes,
         feed: Feed,
         *,
+        models: Mapping[str, Any],
         model_arguments: Collection[str],
         columns: Sequence[str] = (),
         resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
         self.args, self._settings, self.processes, self.feed = args, settings, processes, feed
+        self._described = Models(models)
         self._model_arguments, self._columns, self._resolve = model_arguments, columns, resolve
         if args.dry_run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
@@ -143,7 +147,8 @@ class Run:
             UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
         """
         here = self.processes
-        self._parts = {"progress": self.progress, "bad_samples": self.feed.bad_samples, **parts}
+        own_parts = {MODELS: self._described, "progress": self.progress, "bad_samples": self.feed.bad_samples}
+        self._parts = {**own_parts, **parts}
         news: list[str] = []
         changed: dict[str, list[Any]] = {}
         latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, news.append)

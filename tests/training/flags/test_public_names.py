@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import convert
 from tests.scripts import DECODER, MULAN, SCRIPTS, VQGAN, Script
 from training.flags.public_names import ENDLESS, NEEDED, PUBLIC
 
@@ -200,10 +201,11 @@ def test_the_base_configuration_has_the_public_defaults(name: str) -> None:
 
 
 def test_the_base_configuration_of_the_decoder_is_what_an_empty_public_configuration_gives(tmp_path: Path) -> None:
-    path = tmp_path / "least.json"
-    path.write_text(json.dumps({"decoder": {"unets": [{"dim": 128, "dim_mults": [1, 2, 4, 8]}], "image_size": 64}}))
-    public, ours = vars(DECODER.parsed("--decoder_config", str(path))), vars(based(DECODER))
+    old, new = tmp_path / "least.json", tmp_path / "least.yaml"
+    old.write_text(json.dumps({"decoder": {"unets": [{"dim": 128, "dim_mults": [1, 2, 4, 8]}], "image_size": 64}}))
+    convert.main(["config", str(old), str(new)])
+    public, ours = vars(DECODER.parsed("--config", str(new))), vars(based(DECODER))
     for args in (public, ours):  # each of the two is another way to write the same
         args["cond_dim"], args["num_resnet_blocks"] = args["cond_dim"] or [128], args["num_resnet_blocks"][0][0]
-    by_file = {"config", "decoder_config", "explicit", "on_command_line", "said_as", "config_in_force", "split_by"}
+    by_file = {"config", "explicit", "on_command_line", "said_as", "config_in_force", "split_by"}
     assert {k: v for k, v in ours.items() if k not in by_file} == {k: v for k, v in public.items() if k not in by_file}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import train_vae
-from hub import KINDS
+from hub import KINDS, settings_of
 from tests.scripts import ROOT
 from training.run.card import Kind, model_card, public_settings
 
@@ -50,6 +50,17 @@ def test_numbers_switches_choices_and_demonstrations_are_public_and_what_a_user_
     assert public_settings(parser, others, others.keys()) == {}
     for text in ("demo:shapes/../home", "hf_abc", "1e5/x", "s3://bucket", "my run"):
         assert public_settings(parser, {"image_folder": text, "run_name": text}, ()) == {}
+
+
+def test_of_a_configuration_the_card_shows_what_the_script_knows_and_nothing_of_one_that_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path, [])
+    for content, shown in {"seed: 3\ncolour: 7\n": {"seed": 3}, "a: [": {}, "- seed": {}}.items():
+        (run / "config.yaml").write_text(content)
+        assert settings_of(run, KIND) == shown
+    (run / "config.yaml").unlink()
+    assert settings_of(run, KIND) == {}
 
 
 def test_the_card_names_no_path_host_or_command(tmp_path: Path) -> None:

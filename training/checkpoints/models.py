@@ -1,0 +1,116 @@
+"""The models in a checkpoint: the part that describes them, and where their weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .format import Tree, damaged, read_checkpoint
+
+#: The name of the part.
+MODELS = "models"
+
+
+class Models:
+    """The part of a checkpoint that says of each model its class, as "model", and its constructor arguments: what
+    config.json of a model folder says. So a checkpoint can be loaded without the script and the flags of its run.
+
+    Args:
+        models: Of the class `Pretrained`, by the name of the part that holds the weights; a decoder's are in several.
+            The first one is averaged.
+    """
+
+    def __init__(self, models: Mapping[str, Any]) -> None:
+        self._described = {name: model.description() for name, model in models.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The descriptions by name."""
+        return self._described
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError, in one line, if a checkpoint's models are of other classes or have other pretrained towers,
+        which are mappings. Other arguments are compared as flags (`RunFolder.check_config`)."""
+        for name, ours in self._described.items():
+            for key, value in ours.items():
+                theirs = state.get(name, {}).get(key)
+                if (key == "model" or isinstance(value, dict)) and value != theirs:
+                    what = f"is a {theirs}" if key == "model" else f"was trained with another --{key}"
+                    raise ValueError(
+                        f"the checkpoint's {name} {what}; give the old one, another --output_dir, or --fresh to start "
+                        "over"
+                    )
+
+
+def models_in(parts: Mapping[str, Tree], folder: Path) -> dict[str, dict[str, Any]]:
+    """What a checkpoint says of its models, by name. Raises ValueError, in one line, if it says nothing."""
+    found = parts.get(MODELS)
+    if found is None:
+        raise ValueError(
+            f"{folder} was written by an earlier version, whose checkpoints do not describe their models: this version "
+            "does not read it"
+        )
+    if not found or not all(isinstance(of, dict) and isinstance(of.get("model"), str) for of in found.values()):
+        raise ValueError(f"cannot read the checkpoint {folder}: it does not say what its models are")
+    return found
+
+
+def read_parts(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts and metadata of a checkpoint, which may be a stranger's. Tensors are read when used; ``verify`` compares
+    the checksums of files. Raises ValueError, in one line, if it cannot be read."""
+    try:
+        if odd := [path for path in folder.iterdir() if not path.is_file()]:
+            raise ValueError(f"{odd[0]} is not a regular file")
+        return read_checkpoint(folder, verify=verify)
+    except RuntimeError as error:  # a file is too large to be mapped into memory
+        raise damaged(folder, str(error)) from None
+
+
+def model_in(folder: Path, which: str = "best", name: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description of a model in a checkpoint, and its weights.
+
+    Args:
+        which: "ema" (the moving average of its weights), "online" (as trained), or "best", which means the average if
+            there is one. Only the first model has an average.
+        name: The model that is wanted; None: the first.
+
+    Raises:
+        ValueError: one line, if the checkpoint does not hold it.
+    """
+    parts = read_parts(folder)[0]
+    found = models_in(parts, folder)
+    average = parts.get("ema") if name is None else None
+    if which == "ema" and not average:
+        raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
+    name = name or next(iter(found))
+    try:
+        weights = kept_average(average)["weights"] if average and which != "online" else _trained(name, parts)
+        return found[name], dict(weights)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise damaged(folder, f"it does not hold the model {name[:80]}: {type(error).__name__}: {error}") from None
+
+
+def kept_average(part: Mapping[str, Any]) -> Any:
+    """Of a checkpoint's averages the one that the run keeps: the only one, or that of the first --ema_power."""
+    if not isinstance(part.get("powers"), dict):
+        return part
+    first = next(iter(part["powers"].values()), None)
+    return first if isinstance(first, dict) else {}
+
+
+def _trained(name: str, parts: Mapping[str, Tree]) -> Any:
+    """The weights of a model as trained. Those of a decoder are in the parts of its Unets' engines, beside the weights
+    of their losses, and of the Unets that were not trained in the part "others"."""
+    if name in parts:
+        return parts[name]["weights"]
+    weights = {f"unets.{inside}": tensor for inside, tensor in parts["others"]["weights"].items()}
+    for part, content in parts.items():
+        number = part.removeprefix("unet")
+        if part != number and number.isdecimal():
+            weights |= {
+                f"unets.{int(number) - 1}.{inside.removeprefix('network.')}": tensor
+                for inside, tensor in content["weights"].items() if not inside.startswith("loss_weight.")
+            }  # fmt: skip
+    return weights
