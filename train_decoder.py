@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
+from training import schedules
 from training.flags.decoder import add_decoder_arguments
 from training.flags.idle import refuse_idle_flags
 from training.flags.parser import ArgumentParser
@@ -27,7 +28,6 @@ from training.flags.public_names import add_public_names
 from training.flags.shared import add_conditioned_image_arguments, add_optimizer_arguments, add_run_arguments
 from training.flags.unets import check_unet_flags, of_unet, refuse_idle_decoder_flags, sampling_of, spread, stages_of
 from training.run.starts import last_start
-from training.schedules import share_of_rate
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -61,11 +61,6 @@ def build_parser() -> ArgumentParser:
     add_public_names(parser, "train_decoder")
     parser.answers["--decoder_config"] = parser.answers["--config_file"]
     return parser
-
-
-def learning_rate(step: int, total_steps: int, warmup: int, cosine: bool) -> float:
-    """Share of the highest learning rate at update ``step`` (from 0): linear warm-up, then 1 or a cosine down to 0."""
-    return share_of_rate(step, total_steps, warmup, lowest=0.0 if cosine else 1.0)
 
 
 def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
@@ -112,7 +107,7 @@ class UnetTraining:
         )
         options: dict[str, Any] = {
             "loss_type": args.loss_type, "learned_variance": bool(stage["learned_variance"]),
-            "vb_loss_weight": args.vb_loss_weight, "lowres_schedule": decoder.lowres_schedule(),
+            "lowres_schedule": decoder.lowres_schedule(),
         }  # fmt: skip
         self.loss = DiffusionLoss(
             schedule, stage["objective"], weight=weight, min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
@@ -242,14 +237,17 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     if args.n_evaluation_samples:
         run.warn(left_out({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
 
+    # Times the bits of one level that was drawn: on average those of the whole bound, as in Nichol and Dhariwal 2021.
+    vb_weight = args.vb_loss_weight * args.timesteps
+    warmed_up = schedules.warmup_cosine if args.lr_cosine else schedules.warmup_constant
+
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
         batch = embed(batch)
         for (number, engine), unet in zip(engines.items(), unets.values(), strict=True):
-            rate = learning_rate(step, run.progress.total_steps, unet.warmup, args.lr_cosine)
-            engine.lr = rate * unet.learning_rate
+            engine.lr = warmed_up(step, run.progress.total_steps, unet.learning_rate, unet.warmup)
             for micro in engine.micro_batches(batch):
                 losses = unet.losses(engine, micro, step)
-                loss, error = losses.loss.mean(), losses.error.mean()
+                loss, error = (losses.weighted + vb_weight * losses.bits).mean(), losses.error.mean()
                 engine.backward(loss)
                 run.add(loss=loss, **{f"unet{number}/loss": loss, f"unet{number}/error": error})
             made[number] = update = engine.step()

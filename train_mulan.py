@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
+from training import schedules
 from training.flags.converters import non_negative_int, positive_float, size, templates
 from training.flags.layouts import add_model_group, fixed_arguments, model_of_layout
 from training.flags.own_data import place_of
@@ -28,7 +29,6 @@ from training.flags.public_names import add_public_names
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
 from training.flags.towers import LATER_MODEL_ARGUMENTS, add_tower_arguments, resolved, settle_tower_arguments
 from training.run.starts import last_start
-from training.schedules import share_of_rate, warmup_of
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -106,12 +106,6 @@ def settle_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
     settle_tower_arguments(parser, args)
 
 
-def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> float:
-    """Learning rate of update number ``step`` (from 0): linear warm-up, then --lr_schedule."""
-    lowest = 0.0 if args.lr_schedule == "cosine" else 1.0
-    return float(args.learning_rate * share_of_rate(step, total_steps, args.lr_warmup_steps, lowest))
-
-
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
@@ -176,7 +170,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.measures.embedder import Embedder, text_inputs
     from training.noise import Noise
     from training.objectives.contrastive import Contrastive
-    from training.objectives.grad_cache import contrastive_update
+    from training.objectives.grad_cache import GradCache
     from training.optimizers import make_optimizer
     from training.run.best import BestModel
     from training.run.loop import Evaluation, kept_model
@@ -223,12 +217,17 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     total_steps = run.progress.total_steps
-    alarm = CollapseAlarm(after_steps=warmup_of(args.lr_warmup_steps, total_steps))
+    alarm = CollapseAlarm(after_steps=schedules.warmup_of(args.lr_warmup_steps, total_steps))
+    warmed_up = schedules.warmup_cosine if args.lr_schedule == "cosine" else schedules.warmup_constant
 
     for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN):
-        engine.lr = learning_rate(step, total_steps, args)
-        result = contrastive_update(engine, backend, contrastive, batch, inputs)
-        update = engine.step()
+        engine.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
+        cache = GradCache(engine, backend, contrastive, batch, inputs)
+        for micro in engine.micro_batches(batch):
+            out = engine(**inputs(micro))
+            loss = cache.carried(out, micro["caption_ids"])  # of the whole batch
+            engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
+        update, result = engine.step(), cache.result
         ema.update(update.skipped)
         run.log(update, loss=result.loss, temperature=result.scale[0])
         run.log(audio_variance=result.spread_audio, text_variance=result.spread_text)

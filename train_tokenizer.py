@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.quantizers import QUANTIZERS
+from training import schedules
 from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments, without_perceptual_loss
 from training.flags.converters import non_negative_float, non_negative_int, positive_float, size, size_or_0
 from training.flags.idle import refuse_idle_flags
@@ -28,7 +29,6 @@ from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_video_arguments
 from training.run.starts import last_start
-from training.schedules import share_of_rate
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -112,17 +112,6 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def learning_rate(step: int, total_steps: int, args: argparse.Namespace) -> float:
-    """Share of the highest learning rate at update ``step`` (from 0): linear warm-up, then 1 or a cosine down to 0."""
-    return share_of_rate(step, total_steps, args.lr_warmup_steps, lowest=0.0 if args.lr_cosine else 1.0)
-
-
-def entropy_loss_weight(step: int, args: argparse.Namespace) -> float:
-    """Weight of the entropy loss: falls from --entropy_anneal_factor times its value to its value."""
-    left = max(1 - step / args.entropy_anneal_steps, 0.0) if args.entropy_anneal_steps else 0.0
-    return float(args.entropy_loss_weight * (1 + (args.entropy_anneal_factor - 1) * left))
-
-
 def build_model(args: argparse.Namespace) -> VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
     import torch
@@ -203,7 +192,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.ema import make_ema
     from training.measures.collapse import ReconstructionAlarm
     from training.noise import Noise
-    from training.objectives.adversaries import AdversarialTraining, AdversarialWeights, frames_of, reconstruction_loss
+    from training.objectives.adversaries import Judge, frames_of
     from training.optimizers import make_optimizer
     from training.run.loop import Evaluation
     from training.run.run import Run
@@ -223,8 +212,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     generator.quantizer.connect(backend)
     in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
-    engine = backend.wrap(generator, adam[0], name="generator")
-    ema, noise = make_ema(engine, args.ema_decay, args.ema_power), Noise(args.seed, "frame")
+    tokenizer = backend.wrap(generator, adam[0], name="generator")
+    ema, noise = make_ema(tokenizer, args.ema_decay, args.ema_power), Noise(args.seed, "frame")
     critic = backend.wrap(discriminator, adam[1], name="discriminator", max_grad_norm=args.discr_max_grad_norm)
 
     def drawn_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
@@ -232,33 +221,54 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         shares = noise.uniform(step, micro["positions"], ())  # on the CPU, so that every device draws the same
         return {"frames": (shares * micro["videos"].shape[2]).long().to(backend.device, non_blocking=True)}
 
+    def reconstruction_loss(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        of_pixels = error(fake, videos)
+        if perceptual is None:
+            return of_pixels, {"recon_loss": of_pixels}
+        of_frames = perceptual(frames_of(fake, frames), frames_of(videos, frames))
+        loss = of_pixels + args.perceptual_loss_weight * of_frames
+        return loss, {"recon_loss": of_pixels, "perceptual_loss": of_frames}
+
     error = F.l1_loss if args.l1_recon_loss else F.mse_loss
-    adversaries = AdversarialTraining(
-        engine, critic, backend, quantizer=generator.quantizer, last_layer_gradient=generator.last_layer_gradient,
-        images=lambda micro: data.to_unit_range(micro["videos"]), given=drawn_frames, heads=discriminator.num_heads,
-        reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight, frames_of),
-        weights=AdversarialWeights.from_args(args), seed=args.seed, log=run.add,
+    judge = Judge(
+        args, tokenizer, critic, backend, images=lambda micro: data.to_unit_range(micro["videos"]), given=drawn_frames,
+        reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     evaluation = Evaluation(
-        engine, ema, write={"model": VideoTokenizer.save_pretrained}, watch=ReconstructionAlarm().check,
+        tokenizer, ema, write={"model": VideoTokenizer.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(lambda model, step: evaluate(model, feed, error, args.num_frames, networks, backend)),
         draw=in_precision(lambda models, shown, step: reconstructions(models, shown, args.fps or 8)),
         use=("tokenize_videos.py", "--video_folder", place_of(args, "video_folder"), "--output", "codes/"),
     )  # fmt: skip
-    run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
+    run.resume(generator=tokenizer, discriminator=critic, lecam=judge.lecam, ema=ema)
     if (line := without_perceptual_loss(args)) and not run.is_complete:
         run.say(line)
 
+    total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
+    warmed_up = schedules.warmup_cosine if args.lr_cosine else schedules.warmup_constant
+
     for step, batch in run.updates(evaluation, preview=args.num_videos_save):
-        rate = learning_rate(step, run.progress.total_steps, args)
-        engine.lr, critic.lr = rate * args.learning_rate, rate * (args.discr_learning_rate or args.learning_rate)
-        weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
-        is_adversarial = step >= args.discr_start_step
-        update, fakes, codes = adversaries.generator_step(batch, weights, step, is_adversarial=is_adversarial)
+        tokenizer.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
+        critic.lr = warmed_up(step, total_steps, peak, args.lr_warmup_steps)
+        times = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
+        weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * times}
+        is_adversarial, codes = step >= args.discr_start_step, []
+        for videos in judge.micro_batches(batch, step, is_active=is_adversarial):
+            out = tokenizer(videos)
+            recon, adversarial = judge(out)
+            loss = recon + judge.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
+            tokenizer.backward(judge.carried(loss))
+            codes.append(out.codes)
+            run.add(loss=loss, **out.losses)
+        update = tokenizer.step()
+        judge.update_codebook(update.skipped)
         ema.update(update.skipped)
         if is_adversarial:
             is_punished = step % args.apply_grad_penalty_every == 0
-            of_critic = adversaries.discriminator_step(batch, fakes, step, with_penalty=is_punished)
+            for discr_loss, lecam, penalty in judge.critic_losses(with_penalty=is_punished):
+                critic.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
+            of_critic = critic.step()
+            judge.update_lecam(of_critic.skipped)
             run.log(discr_grad_norm=of_critic.grad_norm)
         run.log_codes(codes, generator.num_codes)
         run.log(update, entropy_loss_weight=weights["entropy"])

@@ -12,13 +12,14 @@ All give the same numbers. Run the same command again to resume; see docs/runnin
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
+from training import schedules
 from training.flags.converters import non_negative_float, positive_float, size, size_or_0
 from training.flags.idle import refuse_idle_flags
 from training.flags.own_data import place_of
@@ -29,9 +30,10 @@ from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
+    from torch import Tensor
 
     from data import Feed, ImageBatch
-    from models import DiscreteVAE
+    from models import DiscreteVAE, VAEOutput
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vae" / "demo.yaml"
 # Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
@@ -46,7 +48,6 @@ FLAGS = {
 }  # fmt: skip
 # What the terminal shows of a line of metrics.jsonl.
 COLUMNS = ("recon_loss", "codes_used", "temperature", "valid/psnr", "valid/loss", "valid/codes_used")
-SCHEDULE_EVERY_N_STEPS = 100
 
 
 def build_parser() -> ArgumentParser:
@@ -100,19 +101,6 @@ def refuse_contradictions(parser: ArgumentParser, args: argparse.Namespace) -> N
         parser.error(f"{start} is below {lowest}, the lowest temperature; raise the one or lower the other")
 
 
-def gumbel_temperature(step: int, args: argparse.Namespace) -> float:
-    """Temperature of update number ``step`` (from 0): after each of the updates n = 0, 100, 200, ... it is multiplied
-    by exp(-anneal_rate x n), but does not fall below temp_min. Computed in closed form."""
-    n = math.ceil(step / SCHEDULE_EVERY_N_STEPS)
-    exponent = args.anneal_rate * SCHEDULE_EVERY_N_STEPS * n * (n - 1) / 2
-    return float(max(args.starting_temp * math.exp(-exponent), args.temp_min))
-
-
-def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Learning rate of update number ``step`` (from 0): decayed after the updates 0, 100, 200, ..."""
-    return float(args.learning_rate * args.lr_decay_rate ** math.ceil(step / SCHEDULE_EVERY_N_STEPS))
-
-
 def build_model(args: argparse.Namespace) -> DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
@@ -152,7 +140,11 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 
 
 def evaluate(
-    model: DiscreteVAE, feed: Feed[ImageBatch], temperature: float, backend: distributed.Backend
+    model: DiscreteVAE,
+    feed: Feed[ImageBatch],
+    objective: Callable[[VAEOutput], Tensor],
+    temperature: float,
+    backend: distributed.Backend,
 ) -> dict[str, float | Image.Image]:
     """Noise-free loss and quality of hard reconstructions over the validation split and all processes, and a picture of
     how often each code was chosen."""
@@ -164,7 +156,7 @@ def evaluate(
     for batch in feed.validation():
         images = to_unit_range(batch["images"])
         codes = model.get_codebook_indices(images)
-        quality.add(images, model.decode(codes), codes, loss=model(images, temperature=temperature).loss)
+        quality.add(images, model.decode(codes), codes, loss=objective(model(images, temperature=temperature)))
     values, counts = quality.result(backend.sum)
     return {**values, "codes": code_histogram(counts)}
 
@@ -202,13 +194,18 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     ema = make_ema(vae, args.ema_decay, args.ema_power)
     noise = Noise(args.seed, "gumbel")
+    temperature_of = partial(schedules.annealed, start=args.starting_temp, rate=args.anneal_rate, lowest=args.temp_min)
+
+    def objective(out: VAEOutput) -> Tensor:
+        return out.recon_loss + args.kl_loss_weight * out.kl
+
     alarm = ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
     in_precision = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         vae,
         ema,
-        validate=in_precision(lambda model, step: evaluate(model, feed, gumbel_temperature(step, args), backend)),
-        draw=in_precision(lambda models, shown, step: reconstructions(models, shown, gumbel_temperature(step, args))),
+        validate=in_precision(lambda model, step: evaluate(model, feed, objective, temperature_of(step), backend)),
+        draw=in_precision(lambda models, shown, step: reconstructions(models, shown, temperature_of(step))),
         write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
         use=("tokenize_images.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
         watch=alarm.check,
@@ -216,17 +213,16 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     run.resume(engine=vae, ema=ema)
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
-        temperature = gumbel_temperature(step, args)
-        vae.lr = learning_rate(step, args)
-        codes = []
+        temperature, codes = temperature_of(step), []
+        vae.lr = schedules.decay(step, args.learning_rate, args.lr_decay_rate)
         for micro in vae.micro_batches(batch):
+            images = data.to_unit_range(micro["images"])
             gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
-            out = vae(
-                data.to_unit_range(micro["images"]), noise=gumbel, temperature=temperature, with_codes=run.codes_due
-            )
-            vae.backward(out.loss)
+            out = vae(images, noise=gumbel, temperature=temperature, with_codes=run.codes_due)
+            loss = objective(out)
+            vae.backward(loss)
             codes += [] if out.codes is None else [out.codes]
-            run.add(loss=out.loss, recon_loss=out.recon_loss, kl=out.kl)
+            run.add(loss=loss, recon_loss=out.recon_loss, kl=out.kl)
         update = vae.step()
         ema.update(update.skipped)
         run.log_codes(codes, model.num_codes)

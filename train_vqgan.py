@@ -12,14 +12,15 @@ All give the same numbers. Run the same command again to resume; see docs/runnin
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
 from models.quantizers import QUANTIZERS
+from training import schedules
 from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments, without_perceptual_loss
 from training.flags.converters import epoch_counts, non_negative_int, positive_float, size, sizes, two_fractions
 from training.flags.idle import refuse_idle_flags
@@ -28,7 +29,6 @@ from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import add_image_arguments, add_run_arguments
 from training.run.starts import last_start
-from training.schedules import share_of_rate
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -98,22 +98,6 @@ def one_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
     blocks = blocks.removeprefix("0," * blocks.count(","))
     width = settings.get("discr_dim") or settings.get("dim")
     return {**settings, "num_resnet_blocks": blocks, "discr_dim": width}
-
-
-def learning_rate(step: int, total_steps: int, peak: float, args: argparse.Namespace) -> float:
-    """Learning rate of update number ``step`` (from 0): linear warm-up, then constant or a cosine down to a tenth."""
-    return float(peak * share_of_rate(step, total_steps, args.lr_warmup_steps, lowest=0.1 if args.lr_cosine else 1.0))
-
-
-def rate_drop(epoch: float, args: argparse.Namespace) -> float:
-    """Factor on the learning rates of an update that begins after ``epoch`` passes over the training data."""
-    return float(0.1 ** sum(epoch >= drop for drop in args.lr_drop_epochs or ()))
-
-
-def entropy_loss_weight(step: int, args: argparse.Namespace) -> float:
-    """Weight of the entropy loss at update ``step``: linear from entropy_anneal_factor times its value to its value."""
-    left = max(1 - step / args.entropy_anneal_steps, 0.0) if args.entropy_anneal_steps else 0.0
-    return float(args.entropy_loss_weight * (1 + (args.entropy_anneal_factor - 1) * left))
 
 
 def build_model(args: argparse.Namespace) -> VQGAN:
@@ -212,7 +196,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models.perceptual import load_perceptual
     from training.ema import make_ema
     from training.measures.collapse import ReconstructionAlarm
-    from training.objectives.adversaries import AdversarialTraining, AdversarialWeights, reconstruction_loss
+    from training.objectives.adversaries import Judge
     from training.run.loop import Evaluation
     from training.run.run import Run
 
@@ -227,44 +211,64 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
 
     generator.quantizer.connect(backend)
-    adam = functools.partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
-    engine = backend.wrap(generator, adam(generator.parameters(), betas=args.betas), name="generator")
-    ema = make_ema(engine, args.ema_decay, args.ema_power)
+    adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
+    vqgan = backend.wrap(generator, adam(generator.parameters(), betas=args.betas), name="generator")
+    ema = make_ema(vqgan, args.ema_decay, args.ema_power)
     of_critic = adam(discriminator.parameters(), betas=args.discr_betas or args.betas)
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
-    adversaries = AdversarialTraining(
-        engine, critic, backend, quantizer=generator.quantizer, seed=args.seed, log=run.add,
-        last_layer_gradient=generator.last_layer_gradient,
-        images=lambda micro: data.to_unit_range(micro["images"]), weights=AdversarialWeights.from_args(args),
-        reconstruction_loss=reconstruction_loss(error, perceptual, args.perceptual_loss_weight),
+
+    def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        recon = error(fake, images)
+        if perceptual is None:
+            return recon, {"recon_loss": recon}
+        distance = perceptual(fake, images)
+        return recon + args.perceptual_loss_weight * distance, {"recon_loss": recon, "perceptual_loss": distance}
+
+    judge = Judge(
+        args, vqgan, critic, backend, images=lambda micro: data.to_unit_range(micro["images"]),
+        reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
-        engine, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
+        vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(lambda model, step: evaluate(model, feed, error, networks, backend)),
         draw=in_precision(lambda models, shown, step: reconstructions(models, shown)),
         use=("tokenize_images.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
     )  # fmt: skip
-    run.resume(generator=engine, discriminator=critic, lecam=adversaries.lecam, ema=ema)
+    run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
     if (line := without_perceptual_loss(args)) and not run.is_complete:
         run.say(line)
 
+    total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
+    warmed_up = partial(schedules.warmup_cosine, lowest=0.1) if args.lr_cosine else schedules.warmup_constant
+
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
-        drop = rate_drop(run.progress.epoch, args)
-        engine.lr = drop * learning_rate(step, run.progress.total_steps, args.learning_rate, args)
-        peak = args.discr_learning_rate or args.learning_rate
-        critic.lr = drop * learning_rate(step, run.progress.total_steps, peak, args)
-        weights = {"commitment": args.commitment_loss_weight, "entropy": entropy_loss_weight(step, args)}
-        is_adversarial = step >= args.discr_start_step
-        update, fakes, codes = adversaries.generator_step(batch, weights, step, is_adversarial=is_adversarial)
+        drop = schedules.drops(run.progress.epoch, args.lr_drop_epochs)
+        vqgan.lr = drop * warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
+        critic.lr = drop * warmed_up(step, total_steps, peak, args.lr_warmup_steps)
+        times = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
+        weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * times}
+        is_adversarial, codes = step >= args.discr_start_step, []
+        for images in judge.micro_batches(batch, step, is_active=is_adversarial):
+            out = vqgan(images)
+            recon, adversarial = judge(out)
+            loss = recon + judge.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
+            vqgan.backward(judge.carried(loss))
+            codes.append(out.codes)
+            run.add(loss=loss, **out.losses)
+        update = vqgan.step()
+        judge.update_codebook(update.skipped)
         ema.update(update.skipped)
-        if is_adversarial:
-            with_penalty = step % args.apply_grad_penalty_every == 0
-            discr_update = adversaries.discriminator_step(batch, fakes, step, with_penalty=with_penalty)
-            run.log(discr_grad_norm=discr_update.grad_norm)
         run.log_codes(codes, generator.num_codes)
         run.log(update, entropy_loss_weight=weights["entropy"])
+        if is_adversarial:
+            is_punished = step % args.apply_grad_penalty_every == 0
+            for discr_loss, lecam, penalty in judge.critic_losses(with_penalty=is_punished):
+                critic.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
+            discr_update = critic.step()
+            judge.update_lecam(discr_update.skipped)
+            run.log(discr_grad_norm=discr_update.grad_norm)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,8 +21,6 @@ from .files.pretrained import Pretrained, constructor_arguments
 class VAEOutput(NamedTuple):
     """Results of a forward pass."""
 
-    loss: Tensor
-    """0-d: recon_loss + kl_div_loss_weight x kl."""
     reconstruction: Tensor
     """(b, c, h, w), about [0, 1] and not clamped."""
     recon_loss: Tensor
@@ -62,7 +60,7 @@ class DiscreteVAE(Pretrained):
         temperature: Temperature of the softmax, unless forward is given one.
         straight_through: Decode hard codes, with the gradient of the soft codes.
         reinmax: The second-order gradient of Liu et al. 2023; needs straight_through.
-        kl_div_loss_weight: Weight of the KL term in the loss.
+        kl_div_loss_weight: Weight of the KL in the loss that it is trained with; with 0 the KL has no gradient.
         normalization: Means and standard deviations per channel, or None for no normalisation. A channel without
             values (alpha) gets mean 0 and standard deviation 1; values beyond the last channel are ignored.
 
@@ -156,8 +154,7 @@ class DiscreteVAE(Pretrained):
         out = self.decoder(rearrange(self.codebook(codes), "b h w d -> b d h w")).float()
         recon_loss = F.smooth_l1_loss(out, target) if self.smooth_l1_loss else F.mse_loss(out, target)
         kl = self._kl_from_uniform(logits)
-        loss = recon_loss + self.kl_div_loss_weight * kl if self.kl_div_loss_weight else recon_loss
-        return VAEOutput(loss, self._denormalize(out), recon_loss, kl, logits.argmax(dim=-1) if with_codes else None)
+        return VAEOutput(self._denormalize(out), recon_loss, kl, logits.argmax(dim=-1) if with_codes else None)
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:

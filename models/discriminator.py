@@ -30,6 +30,8 @@ class Discriminator(Pretrained):
         ValueError: a number that is not positive.
     """
 
+    num_heads = 1
+
     def __init__(self, dim: int, channels: int = 3, layers: int = 4, groups: int = 16) -> None:
         super().__init__()
         self.config = constructor_arguments(locals())

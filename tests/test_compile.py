@@ -97,7 +97,7 @@ def test_gradients_of_a_model_that_is_compiled_in_parts_leave_while_its_backward
         if is_cut:
             cut_graph(model)
         model.compile(backend=compiler)
-        loss = model(torch.rand(2, 3, 16, 16), noise=torch.rand(2, *model.noise_shape), temperature=1.0).loss
+        loss = model(torch.rand(2, 3, 16, 16), noise=torch.rand(2, *model.noise_shape), temperature=1.0).recon_loss
         events.clear()
         reducer.backward(loss, torch.tensor(1.0), 0, retain_graph=False)
         reducer.finish()

@@ -284,11 +284,28 @@ def test_an_update_that_was_skipped_is_no_update_of_the_average(
     assert state["ema"]["updates"] == 1
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "train_vae"])  # it has no warm-up
-def test_a_run_shorter_than_its_warm_up_reaches_its_rate(name: str, tmp_path: Path) -> None:
-    said = ["--max_steps", "4", "--learning_rate", "1e-4", "--lr_warmup_steps", "1000"]
+@pytest.mark.parametrize(
+    ("name", "shape", "lowest"),
+    [
+        ("train_vqgan", ["--lr_cosine"], 0.1), ("train_vqgan", [], 1.0),
+        ("train_tokenizer", ["--lr_cosine"], 0.0), ("train_tokenizer", [], 1.0),
+        ("train_decoder", ["--lr_cosine"], 0.0), ("train_decoder", [], 1.0),
+        ("train_mulan", [], 0.0), ("train_mulan", ["--lr_schedule", "constant"], 1.0),
+    ],
+)  # fmt: skip
+def test_a_run_shorter_than_its_warm_up_reaches_its_rate_and_is_on_its_way_to_the_lowest(
+    name: str, shape: list[str], lowest: float, tmp_path: Path
+) -> None:
+    said = ["--max_steps", "4", "--learning_rate", "1e-4", "--lr_warmup_steps", "1000", *shape]
     rates = [line["lr"] for line in metrics(SCRIPTS[name].train(tmp_path, *said))]
-    assert rates[:2] == pytest.approx([5e-5, 1e-4]) and max(rates) == pytest.approx(1e-4)
+    assert rates == pytest.approx([5e-5, 1e-4, 1e-4, 1e-4 * (1 + lowest) / 2])
+
+
+@of("vqgan", "tokenizer")
+def test_the_entropy_loss_starts_stronger_and_ends_at_its_weight(script: Script, tmp_path: Path) -> None:
+    said = ["--entropy_loss_weight", "0.1", "--entropy_anneal_factor", "3", "--entropy_anneal_steps", "2"]
+    run = script.train(tmp_path, "--quantizer", "lfq", *said, "--max_steps", "4")
+    assert [line["entropy_loss_weight"] for line in metrics(run)] == pytest.approx([0.3, 0.2, 0.1, 0.1])
 
 
 def test_the_model_that_is_left_loads_and_is_the_average(script: Script, finished: Path) -> None:

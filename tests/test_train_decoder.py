@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models import Decoder
+from models.diffusion import DiffusionLoss, Losses
 from tests.data.images.conditions import write_rows, write_tars
 from tests.models.test_clip import write_clip
 from tests.scripts import DECODER, assert_same_bits, files, metrics, write_captioned, write_images
@@ -51,6 +53,23 @@ def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit
     assert "unet2" in line
 
 
+def test_the_bits_of_a_drawn_level_count_as_those_of_all_levels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nichol and Dhariwal 2021, equation 16."""
+    call, made = DiffusionLoss.__call__, list[Losses]()
+
+    def kept(*args: Any, **options: Any) -> Losses:
+        made.append(call(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(DiffusionLoss, "__call__", kept)
+    said = ["--learned_variance", "1", "--vb_loss_weight", "0.5", "--timesteps", "30", "--max_steps", "1"]
+    run = DECODER.train(tmp_path, "--image_sizes", "8", *said)
+    error, bits = (float(losses.detach().mean()) for losses in (made[0].weighted, made[0].bits))
+    assert metrics(run)[0]["unet1/loss"] == pytest.approx(error + 0.5 * 30 * bits) and bits > 0
+
+
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags of a tiny CLIP."""
@@ -80,13 +99,6 @@ def test_a_unet_is_trained_and_its_gradient_clipped_as_if_it_were_alone(tmp_path
     assert {name for name in alone if name.startswith(("unets.0.", "unets.1."))} <= same < alone.keys()
     line = metrics(tmp_path / "13")[-1]
     assert line["unet3/grad_norm"] > 1e-3 < line["unet1/grad_norm"] and "unet2/loss" not in line
-
-
-def test_the_rate_falls_to_0_and_does_not_climb_again() -> None:
-    rates = [DECODER.module.learning_rate(step, 100, 10, True) for step in range(300)]
-    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)]) and rates[55] == pytest.approx(0.5)
-    assert rates[10:] == sorted(rates[10:], reverse=True) and set(rates[100:]) == {0.0}
-    assert {DECODER.module.learning_rate(step, 100, 10, False) for step in range(10, 300)} == {1.0}
 
 
 def test_the_scale_of_guidance_reaches_the_pictures(tmp_path: Path) -> None:

@@ -10,14 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import data
-import train_mulan
 from models import MuLaN
 from models.files.towers import read_audio_tower, read_text_tower
 from tests.models.towers import audio_folder, text_folder
@@ -33,9 +31,8 @@ from tests.scripts import (
     write_sounds,
 )
 from trained import load
-from training.objectives import grad_cache
 from training.objectives.contrastive import ContrastiveResult
-from training.objectives.grad_cache import contrastive_update
+from training.objectives.grad_cache import GradCache
 
 LONGER = " with the loud noise of rain and wind and a slow high tone"
 
@@ -71,19 +68,6 @@ WITH_TOWERS = without_own_sizes(
     "audio_dim", "audio_depth", "text_dim", "text_depth", "n_fft", "hop_length", "n_mels", "patch_size", "tokenizer"
 )
 OF_TOWERS = ("--sample_rate", "16000", "--max_text_tokens", "12", "--hierarchical_layers", "1")
-
-
-# Arguments.
-
-
-def test_the_learning_rate_rises_to_the_end_of_the_warm_up_and_falls_along_a_cosine_to_0() -> None:
-    args = MULAN.parsed("--learning_rate", "2", "--lr_warmup_steps", "10")
-    rates = [train_mulan.learning_rate(step, 110, args) for step in range(111)]
-    assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)])
-    assert rates[10] == pytest.approx(2.0) and rates[60] == pytest.approx(1.0) and rates[110] == pytest.approx(0.0)
-    assert rates[35] == pytest.approx(1 + math.cos(math.pi / 4))
-    args = MULAN.parsed("--learning_rate", "2", "--lr_warmup_steps", "10", "--lr_schedule", "constant")
-    assert {train_mulan.learning_rate(step, 110, args) for step in range(9, 111)} == {2.0}
 
 
 # A run and what it leaves.
@@ -194,12 +178,12 @@ def test_a_run_that_has_collapsed_is_told_so_after_its_warm_up_once(
     """What an update finds is given here: where a run ends depends on the instructions of the CPU. The loss of a
     collapse stays at ln(B - 1), as users of the public trainer saw it: of 512, 6.236."""
 
-    def collapsed(*args: Any) -> ContrastiveResult:
-        found = contrastive_update(*args)
-        return found._replace(loss=torch.tensor(6.236), collapsed=torch.tensor(math.log(511)),
-                              spread_audio=torch.tensor(0.5), spread_text=torch.tensor(1e-5))  # fmt: skip
+    def collapsed(cache: GradCache) -> ContrastiveResult:
+        assert cache._result is not None
+        return cache._result._replace(loss=torch.tensor(6.236), collapsed=torch.tensor(math.log(511)),
+                                      spread_audio=torch.tensor(0.5), spread_text=torch.tensor(1e-5))  # fmt: skip
 
-    monkeypatch.setattr(grad_cache, "contrastive_update", collapsed)
+    monkeypatch.setattr(GradCache, "result", property(collapsed))
     said = MULAN.output_of(tmp_path, "--max_steps", "14", "--valid_fraction", "0", "--lr_warmup_steps", "6")
     warnings = [line for line in said.splitlines() if "warning" in line]
     assert [sum(word in line for line in warnings) for word in ("text side", "audio side", "6.236")] == [1, 0, 1]

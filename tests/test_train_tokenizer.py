@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,16 +43,6 @@ def test_the_recipe_leaves_the_weights_of_the_codes_losses_to_the_quantizer(quan
         ["--config", "configs/tokenizer/base.yaml", "--perceptual", "none", "--quantizer", quantizer]
     )
     assert (args.commitment_loss_weight, args.entropy_loss_weight, args.diversity_gamma) == expected
-
-
-def test_the_learning_rate_warms_up_and_stays_or_falls_along_a_cosine_to_0() -> None:
-    args = VIDEO_TOKENIZER.parsed("--warmup_steps", "10")
-    shares = [train_tokenizer.learning_rate(step, 110, args) for step in range(111)]
-    assert shares[:10] == pytest.approx([0.1 * (n + 1) for n in range(10)]) and set(shares[10:]) == {1.0}
-    args.lr_cosine = True
-    shares = [train_tokenizer.learning_rate(step, 110, args) for step in range(111)]
-    assert shares[9:11] == [1.0, 1.0] and shares[60] == pytest.approx(0.5) and shares[110] == pytest.approx(0.0)
-    assert shares[35] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
 
 
 # A run and what it leaves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import train_vae
 from models import DiscreteVAE
 from reference.vae import Settings, schedule
 from tests.scripts import (
@@ -22,11 +22,18 @@ from tests.scripts import (
     metrics,
     validation_images,
 )
+from training import schedules
 from training.run.clock import COSTS
 
 
 def from_model_folder(run: Path) -> DiscreteVAE:
     return DiscreteVAE.from_pretrained(run / "model")
+
+
+def schedule_of(step: int, args: Namespace) -> tuple[float, float]:
+    """Learning rate and temperature of an update."""
+    temperature = schedules.annealed(step, args.starting_temp, args.anneal_rate, args.temp_min)
+    return schedules.decay(step, args.learning_rate, args.lr_decay_rate), temperature
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,7 @@ def test_temperature_and_learning_rate_follow_the_recurrence(said: list[str]) ->
     args = VAE.parsed(*said)
     names = ("learning_rate", "lr_decay_rate", "starting_temp", "temp_min", "anneal_rate")
     recurrence = schedule(Settings(**{name: getattr(args, name) for name in names}))
-    ours = [(train_vae.learning_rate(n, args), train_vae.gumbel_temperature(n, args)) for n in range(13_000)]
+    ours = [schedule_of(n, args) for n in range(13_000)]
     np.testing.assert_allclose(ours, list(islice(recurrence, 13_000)), rtol=1e-12)
 
 
@@ -72,8 +79,8 @@ def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_its
     validation = {f"{which}/{key}" for which in ("valid", "valid/ema") for key in measured}
     for line in metrics(finished):
         assert line.keys() == shared | own | (validation if line["step"] % 2 == 0 else set())
-        assert line["lr"] == pytest.approx(train_vae.learning_rate(line["step"] - 1, args), rel=1e-11)
-        assert line["temperature"] == train_vae.gumbel_temperature(line["step"] - 1, args)
+        rate, temperature = schedule_of(line["step"] - 1, args)
+        assert line["lr"] == pytest.approx(rate, rel=1e-11) and line["temperature"] == temperature
 
 
 def test_vae_final_is_dalle_pytorchs_file_to_the_key_and_starts_another_run(finished: Path, tmp_path: Path) -> None:
@@ -95,7 +102,7 @@ def test_the_model_that_is_left_has_the_loss_that_was_validated_also_with_transp
     for run, name in ((finished, "valid/ema/loss"), (trained("--transparent"), "valid/loss")):
         images, last, model = validation_images(VAE.arguments_of(run)), metrics(run)[-1], from_model_folder(run)
         with torch.no_grad():
-            loss = float(model(images, temperature=last["temperature"]).loss)
+            loss = float(model(images, temperature=last["temperature"]).recon_loss)
         assert loss == pytest.approx(last[name], rel=1e-6)
     content = torch.load(trained("--transparent") / "vae-final.pt", weights_only=True)
     assert content["hparams"]["channels"] == 4 and content["weights"]["decoder.4.weight"].shape == (4, 8, 1, 1)

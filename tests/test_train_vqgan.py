@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,26 +20,6 @@ from tests.scripts import (
     without_clocks,
 )
 from training.measures.reconstruction import psnr
-from training.objectives.adversaries import AdversarialWeights
-
-# Schedules.
-
-
-def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth() -> None:
-    args = VQGAN.parsed("--lr_warmup_steps", "10", "--lr_cosine")
-    rates = [train_vqgan.learning_rate(step, 110, 2.0, args) for step in range(111)]
-    assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)])
-    assert rates[10] == pytest.approx(2.0) and rates[60] == pytest.approx(1.1) and rates[110] == pytest.approx(0.2)
-    assert rates[35] == pytest.approx(2.0 * (0.55 + 0.45 * math.cos(math.pi / 4)))
-    assert {train_vqgan.learning_rate(step, 100, 3e-4, VQGAN.parsed()) for step in (0, 50, 99)} == {3e-4}
-
-
-def test_the_entropy_loss_starts_stronger_and_ends_at_its_weight() -> None:
-    said = ["--entropy_loss_weight", "0.1", "--entropy_anneal_factor", "3", "--entropy_anneal_steps", "200"]
-    args = VQGAN.parsed(*said)
-    weights = [train_vqgan.entropy_loss_weight(step, args) for step in (0, 100, 200, 5000)]
-    assert weights == pytest.approx([0.3, 0.2, 0.1, 0.1])
-
 
 # A run and what it leaves.
 
@@ -118,7 +97,7 @@ def test_an_adaptive_weight_is_a_tenth_without_a_perceptual_loss_and_whole_besid
     ):  # fmt: skip
         parser = train_vqgan.build_parser()
         args = parser.parse(said)
-        assert AdversarialWeights.from_args(args).gan_weight_scale == scale
+        assert args.gan_weight_scale == scale
         assert parser.settings(args)["gan_weight_scale"] == scale  # a resumed run compares it
 
 

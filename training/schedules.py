@@ -1,6 +1,10 @@
-"""Learning rates as functions of the update. Standard library only."""
+"""The shapes of learning rates, temperatures and weights over a run, which a script calls by name.
+
+``step`` is the number of an update, from 0. Standard library only.
+"""
 
 import math
+from collections.abc import Sequence
 
 
 def warmup_of(asked: int, total_steps: int) -> int:
@@ -8,11 +12,39 @@ def warmup_of(asked: int, total_steps: int) -> int:
     return min(asked, total_steps // 2)
 
 
-def share_of_rate(step: int, total_steps: int, warmup_steps: int, lowest: float = 1.0) -> float:
-    """Share of the highest learning rate at update ``step`` (from 0): linear over ``warmup_of`` updates, then along
-    a cosine from 1 down to ``lowest``, which it reaches at the end of the run and keeps; 1: constant."""
+def warmup_constant(step: int, total_steps: int, peak: float, warmup_steps: int) -> float:
+    """Linear up to ``peak`` over ``warmup_of`` updates, and constant from there on."""
+    return warmup_cosine(step, total_steps, peak, warmup_steps, lowest=1.0)
+
+
+def warmup_cosine(step: int, total_steps: int, peak: float, warmup_steps: int, lowest: float = 0.0) -> float:
+    """Linear up to ``peak`` over ``warmup_of`` updates, then along a cosine down to the share ``lowest`` of it, which
+    it reaches at the end of the run and keeps."""
     warmup = warmup_of(warmup_steps, total_steps)
     if step < warmup:
-        return (step + 1) / warmup
+        return peak * ((step + 1) / warmup)
     done = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
-    return lowest + (1 - lowest) * (0.5 + 0.5 * math.cos(math.pi * done))
+    return peak * (lowest + (1 - lowest) * (0.5 + 0.5 * math.cos(math.pi * done)))
+
+
+def drops(epoch: float, at: Sequence[float] | None, factor: float = 0.1) -> float:
+    """1, times ``factor`` for each number of epochs in ``at`` that has passed."""
+    return float(factor ** sum(epoch >= drop for drop in at or ()))
+
+
+def decay(step: int, start: float, factor: float, every: int = 100) -> float:
+    """``start``, times ``factor`` after each of the updates 0, ``every``, 2 ``every``, ..."""
+    return start * factor ** math.ceil(step / every)
+
+
+def annealed(step: int, start: float, rate: float, lowest: float, every: int = 100) -> float:
+    """``start``, times exp(-``rate`` x n) after each of the updates n = 0, ``every``, 2 ``every``, ..., but not below
+    ``lowest``: the temperature of DALLE-pytorch, in closed form."""
+    n = math.ceil(step / every)
+    return max(start * math.exp(-(rate * every * n * (n - 1) / 2)), lowest)
+
+
+def linear(step: int, steps: int, first: float, last: float) -> float:
+    """From ``first`` to ``last`` along a line over ``steps`` updates, then ``last``; 0 steps: ``last``."""
+    left = max(1 - step / steps, 0.0) if steps else 0.0
+    return last + (first - last) * left

@@ -14,12 +14,12 @@ from .variance import LearnedVariance, fraction_of
 
 
 class Losses(NamedTuple):
-    """Of each picture, (b,): the loss to train on; the error of the prediction without any weight; and the bits of the
-    variational bound of a learned variance."""
+    """Of each picture, (b,): the weighted error to train on; the error of the prediction without any weight; and the
+    bits of the drawn level in the variational bound of a learned variance, 0 without one."""
 
-    loss: Tensor
+    weighted: Tensor
     error: Tensor
-    bits: Tensor | None
+    bits: Tensor
 
 
 class DiffusionLoss:
@@ -31,8 +31,6 @@ class DiffusionLoss:
         loss_type: One of LOSS_TYPES, of the prediction.
         weight: One of LOSS_WEIGHTS. With "learned" the network is a `WithLearnedWeight`.
         learned_variance: The network has twice the channels, the second half for the variance (`LearnedVariance`).
-        vb_loss_weight: Adds vb_loss_weight * T * (bits of the drawn level): the expected value is vb_loss_weight times
-            the bits of the whole bound, as in Nichol and Dhariwal 2021, eq. 16, where it is 0.001.
         lowres_schedule: Of the noise on the low-resolution pictures.
         weights: Options of `loss_weights`.
 
@@ -48,7 +46,6 @@ class DiffusionLoss:
         loss_type: str = "l2",
         weight: str = "none",
         learned_variance: bool = False,
-        vb_loss_weight: float = 1e-3,
         lowres_schedule: Schedule | None = None,
         **weights: float,
     ) -> None:
@@ -60,7 +57,6 @@ class DiffusionLoss:
         self._weight_is_learned = weight == "learned"
         self._weights = loss_weights(weight, schedule, objective, **weights)
         self._variance = LearnedVariance(schedule) if learned_variance else None
-        self._vb_loss_weight = vb_loss_weight * schedule.timesteps
         self._lowres_schedule = lowres_schedule
 
     def __call__(
@@ -109,15 +105,14 @@ class DiffusionLoss:
         prediction, variance, log_weight = self._split(network(x, times, **given), x)
         target = target_of(self.objective, x0, noise, alpha, sigma).to(x)
         error = self._distance(prediction, target, reduction="none").flatten(1).mean(1)
-        loss = error * self._weights[times].to(error.dtype)
+        weighted = error * self._weights[times].to(error.dtype)
         if log_weight is not None:
-            loss = loss / log_weight.exp() + log_weight
-        bits = None
+            weighted = weighted / log_weight.exp() + log_weight
+        bits = torch.zeros_like(error)
         if self._variance is not None:
             x_start = x_start_of(self.objective, prediction, x, alpha, sigma)
             bits = self._variance.bits(x0.to(x), x_start, fraction_of(variance), times)
-            loss = loss + self._vb_loss_weight * bits
-        return Losses(loss, error, bits)
+        return Losses(weighted, error, bits)
 
     def _split(self, output: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The network's output -> prediction, channels of the variance (none without), learned weight if any."""

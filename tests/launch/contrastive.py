@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -18,7 +19,7 @@ import distributed
 from distributed import Backend
 from training.objectives import contrastive as losses
 from training.objectives.contrastive import KINDS, Contrastive
-from training.objectives.grad_cache import contrastive_update
+from training.objectives.grad_cache import GradCache
 
 BATCH, HEADS, DIM = 48, 2, 5  # divides by 1, 2, 3 and 4 processes with 1 or 4 accumulation steps
 FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "1"]
@@ -80,6 +81,10 @@ def use_accumulation(backend: Backend, steps: int) -> None:
     backend.options = dataclasses.replace(backend.options, plan=plan)
 
 
+def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sounds": micro["sounds"], "words": micro["words"]}
+
+
 def updates(backend: Backend, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
     """The loss of every kind and the gradients that the optimizer received."""
     model = Towers(dtype)
@@ -89,12 +94,15 @@ def updates(backend: Backend, dtype: torch.dtype, **options: Any) -> dict[str, A
     batch = {k: v[backend.rank * size : (backend.rank + 1) * size] for k, v in global_batch(dtype).items()}
     for kind in [*KINDS, "softmax again"]:
         contrastive = Contrastive(kind.split()[0], backend, **options)
-        result = contrastive_update(
-            engine, backend, contrastive, batch, lambda micro: {"sounds": micro["sounds"], "words": micro["words"]}
-        )
+        cache = GradCache(engine, backend, contrastive, batch, inputs)
+        for micro in engine.micro_batches(batch):
+            engine.backward(cache.carried(engine(**inputs(micro)), micro["caption_ids"]), items=1, total=1)
         engine.step()
         gradients = engine.state_dict()["optimizer"]["moments"]["momentum_buffer"]
-        found[kind] = {"loss": float(result.loss), **{name: tensor.tolist() for name, tensor in gradients.items()}}
+        found[kind] = {
+            "loss": float(cache.result.loss),
+            **{name: tensor.tolist() for name, tensor in gradients.items()},
+        }
         engine.load_state_dict(begin)
     return found
 

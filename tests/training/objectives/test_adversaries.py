@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +22,15 @@ from training.objectives.adversarial import (
     hinge_discriminator_loss,
     zero_centred_penalty,
 )
-from training.objectives.adversaries import AdversarialTraining, AdversarialWeights
+from training.objectives.adversaries import Judge
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
 BATCH = 8
+RULES = {
+    "gan_loss": "hinge", "gan_weight": "adaptive", "gan_weight_scale": 1.0, "penalty": "one_centred",
+    "penalty_weight": 10.0, "lecam_weight": 0.0, "lecam_decay": 0.999, "seed": 0,
+}  # fmt: skip
 RATE = 1e-2
 
 
@@ -43,34 +47,44 @@ def models(quantizer: str = "lfq") -> tuple[VQGAN, Discriminator]:
     return generator, Discriminator(8, layers=2)
 
 
-class Logged(AdversarialTraining):
-    """Keeps the means of what is logged of an update."""
+class Game(Judge):
+    """Makes updates as the scripts do, and keeps the means of what is logged of one."""
 
-    def __init__(self, backend: Backend, *args: Any, **options: Any) -> None:
-        super().__init__(*args, backend, log=self._add, **options)
+    def __init__(self, backend: Backend, generator: nn.Module, discriminator: nn.Module, rules: Any, **given: Any):
+        # SGD without momentum: weights change by the gradient, so that a wrong factor shows.
+        self.g = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="g")
+        self.d = backend.wrap(discriminator, torch.optim.SGD(discriminator.parameters(), lr=RATE), name="d")
+        self.rules = SimpleNamespace(**{**RULES, **rules})
+        super().__init__(self.rules, self.g, self.d, backend, images=lambda micro: micro["x"], log=self.add, **given)
         self.means: dict[str, Tensor] = {}
-        self._parts = backend.grad_accum_steps
 
-    def _add(self, **values: Tensor) -> None:
+    def add(self, **values: Tensor) -> None:
         for name, value in values.items():
-            self.means[name] = self.means.get(name, 0) + value.detach().double() / self._parts
+            self.means[name] = self.means.get(name, 0) + value.detach().double() / self._processes.grad_accum_steps
+
+    def generate(self, batch: Mapping[str, Any], *, step: int = 0, is_active: bool = True) -> Any:
+        """An update of the generator, with weight 0.5 of the losses of codes."""
+        self.means = {}
+        for images in self.micro_batches(batch, step, is_active=is_active):
+            out = self.g(images)
+            recon, adversarial = self(out)
+            loss = recon + self.weight * adversarial + 0.5 * sum(out.losses.values())
+            self.g.backward(self.carried(loss))
+        update = self.g.step()
+        self.update_codebook(update.skipped)
+        return update
+
+    def criticise(self, *, with_penalty: bool = True) -> Any:
+        """An update of the discriminator, on what has been generated."""
+        for loss, lecam, penalty in self.critic_losses(with_penalty=with_penalty):
+            self.d.backward(loss + self.rules.lecam_weight * lecam + self.rules.penalty_weight * penalty)
+        update = self.d.step()
+        self.update_lecam(update.skipped)
+        return update
 
 
-def make_game(backend: Backend, generator: VQGAN, discriminator: Discriminator, **weights: Any) -> Logged:
-    """SGD without momentum: weights change by the gradient, so that a wrong factor shows."""
-    g = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="g")
-    d = backend.wrap(discriminator, torch.optim.SGD(discriminator.parameters(), lr=RATE), name="d")
-    return Logged(
-        backend,
-        g,
-        d,
-        quantizer=generator.quantizer,
-        seed=0,
-        last_layer_gradient=generator.last_layer_gradient,
-        images=lambda micro: micro["x"],
-        reconstruction_loss=l1,
-        weights=AdversarialWeights(**weights),
-    )
+def make_game(backend: Backend, generator: VQGAN, discriminator: Discriminator, **rules: Any) -> Game:
+    return Game(backend, generator, discriminator, rules, reconstruction_loss=l1)
 
 
 def l1(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -78,17 +92,9 @@ def l1(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"recon_loss": loss}
 
 
-CODE_WEIGHTS = {"commitment": 0.5, "entropy": 0.5}
-
-
-def generator_step(game: Logged, images: Tensor, *, is_adversarial: bool, step: int = 0) -> Any:
-    return game.generator_step({"x": images}, CODE_WEIGHTS, step, is_adversarial=is_adversarial)
-
-
-def play(game: Logged, images: Tensor, *, step: int = 0) -> dict[str, Tensor]:
-    game.means = {}
-    _, fakes, _ = generator_step(game, images, is_adversarial=True, step=step)
-    game.discriminator_step({"x": images}, fakes, step, with_penalty=True)
+def play(game: Game, images: Tensor, *, step: int = 0) -> dict[str, Tensor]:
+    game.generate({"x": images}, step=step)
+    game.criticise()
     return game.means
 
 
@@ -177,6 +183,7 @@ class Reconstructor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Conv3d(3, 4, (1, 3, 3), padding=(0, 1, 1)), nn.Conv3d(4, 3, 3, padding=(0, 1, 1))
+        self.quantizer = SimpleNamespace(needs_observation=False, after_update=lambda *_: None)
 
     def forward(self, videos: Tensor) -> SimpleNamespace:
         features = self.first(videos).tanh()
@@ -201,22 +208,17 @@ def test_updates_on_videos_and_images_equal_the_plain_loop_on_the_whole_batch(ba
     torch.manual_seed(0)
     generator, discriminator = Reconstructor(), VideoDiscriminator(4, layers=2, groups=2)
     start, (plain_g, plain_d) = (copy.deepcopy((generator, discriminator)) for _ in range(2))
-    g = backend.wrap(generator, torch.optim.SGD(generator.parameters(), lr=RATE), name="g")
-    d = backend.wrap(discriminator, torch.optim.SGD(discriminator.parameters(), lr=RATE), name="d")
-    game = Logged(
-        backend, g, d, quantizer=SimpleNamespace(needs_observation=False, after_update=lambda *_: None), seed=0,
-        last_layer_gradient=generator.last_layer_gradient, images=lambda micro: micro["x"], heads=3,
+    game = Game(
+        backend, generator, discriminator, {"lecam_weight": 0.3, "penalty": penalty, "penalty_weight": 0.2},
         given=lambda micro, step: {"frames": (micro["positions"] + step) % micro["x"].shape[2]},
         reconstruction_loss=of_frames,
-        weights=AdversarialWeights(lecam_weight=0.3, penalty=penalty, penalty_weight=0.2),
     )  # fmt: skip
     lecam = LeCam(0.999, heads=3)
     for step, length in enumerate((5, 1, 5)):
         x = torch.rand(BATCH, 3, length, 16, 16, generator=torch.Generator().manual_seed(step))
         batch, frames = {"x": x, "positions": torch.arange(BATCH)}, (torch.arange(BATCH) + step) % length
-        game.means = {}
-        _, fakes, _ = game.generator_step(batch, CODE_WEIGHTS, step, is_adversarial=True)
-        game.discriminator_step(batch, fakes, step, with_penalty=step < 2)
+        game.generate(batch, step=step)
+        game.criticise(with_penalty=step < 2)
 
         fake = plain_g(x).reconstruction
         nll = of_frames(fake, x, frames)[0]
@@ -268,7 +270,7 @@ def test_the_generators_gradient_norm_holds_nothing_of_the_discriminators(backen
         assert parameter.grad is None or not parameter.grad.any(), name
         if parameter.grad is not None:
             parameter.grad.fill_(100.0)
-    update, _, _ = generator_step(game, images, is_adversarial=False)
+    update = game.generate({"x": images}, is_active=False)
     torch.testing.assert_close(update.grad_norm, norm, rtol=1e-4, atol=0)
 
 
@@ -279,7 +281,7 @@ def test_an_update_that_is_skipped_leaves_the_codebook_alone(backend: Backend) -
     before = {name: tensor.clone() for name, tensor in generator.state_dict().items()}
     broken = torch.rand(BATCH, 3, 16, 16)
     broken[-1, 0, 0, 0] = torch.nan
-    update, _, _ = generator_step(game, broken, is_adversarial=False, step=1)
+    update = game.generate({"x": broken}, step=1, is_active=False)
     assert bool(update.skipped)
     torch.testing.assert_close(dict(generator.state_dict()), before, rtol=0, atol=0)
 
@@ -291,8 +293,7 @@ def test_an_update_that_is_skipped_leaves_the_averages_of_lecam_alone(backend: B
     play(game, torch.rand(BATCH, 3, 16, 16))
     before = {name: average.clone() for name, average in game.lecam.state_dict().items()}
     discriminator.to_logits[0].weight.register_hook(lambda gradient: gradient * torch.inf)
-    images = {"x": torch.rand(BATCH, 3, 16, 16)}
-    _, fakes, _ = generator_step(game, images["x"], is_adversarial=True, step=1)
-    assert bool(game.discriminator_step(images, fakes, 1, with_penalty=False).skipped)
+    game.generate({"x": torch.rand(BATCH, 3, 16, 16)}, step=1)
+    assert bool(game.criticise(with_penalty=False).skipped)
     assert before["mass"] > 0
     torch.testing.assert_close(dict(game.lecam.state_dict()), before, rtol=0, atol=0)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from distributed import Backend
 from tests.processes import Process, on_processes, single
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
-from training.objectives.grad_cache import contrastive_update
+from training.objectives.grad_cache import GradCache
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
@@ -89,12 +89,21 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.use_deterministic_algorithms(False)
 
 
+def backward(engine: Any, processes: Any, contrastive: Contrastive, batch: dict[str, Tensor]) -> ContrastiveResult:
+    """The backward passes of an update, as the script makes them."""
+    cache = GradCache(engine, processes, contrastive, batch, inputs)
+    for micro in engine.micro_batches(batch):
+        loss = cache.carried(engine(**inputs(micro)), micro["caption_ids"])
+        engine.backward(loss, items=1, total=1)
+    return cache.result
+
+
 def update(backend: Backend, model: Towers, kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """The result, and the gradients as the optimizer got them: the momentum of a first step."""
     engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
     contrastive = Contrastive(kind, backend, **options)
     for _ in range(9):  # fp16: its loss scale begins too high, and halves with each update that is skipped
-        result: ContrastiveResult = contrastive_update(engine, backend, contrastive, make_batch(dtype), inputs)
+        result = backward(engine, backend, contrastive, make_batch(dtype))
         if not bool(engine.step().skipped):
             break
     return result, engine.state_dict()["optimizer"]["moments"]["momentum_buffer"]
@@ -130,7 +139,7 @@ def test_two_processes_have_the_gradients_of_one_graph(kind: str) -> None:
         batch = {name: rows[mine] for name, rows in make_batch().items()}
         model = of_ranks[process.rank]
         engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), name="model")
-        contrastive_update(engine, process, Contrastive(kind, process), batch, inputs)
+        backward(engine, process, Contrastive(kind, process), batch)
         engine.step()
         return dict(engine.state_dict()["optimizer"]["moments"]["momentum_buffer"])
 
@@ -162,7 +171,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(capfd: pytest.C
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with pytest.raises(SystemExit), single(batch_size=BATCH, grad_accum_steps=4, max_skipped_updates=1) as backend:
         engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-        contrastive_update(engine, backend, Contrastive("decoupled", backend), batch, inputs)
+        backward(engine, backend, Contrastive("decoupled", backend), batch)
         engine.step()
     assert "the loss is nan" in capfd.readouterr().err
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

@@ -1,0 +1,41 @@
+"""The shapes of learning rates, temperatures and weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from training import schedules
+
+
+def test_the_rate_warms_up_and_stays() -> None:
+    rates = [schedules.warmup_constant(step, 110, 2.0, 10) for step in range(111)]
+    assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)]) and set(rates[9:]) == {2.0}
+    assert {schedules.warmup_constant(step, 100, 3e-4, 0) for step in (0, 50, 99)} == {3e-4}
+
+
+@pytest.mark.parametrize("lowest", [0.0, 0.1])
+def test_the_rate_warms_up_falls_along_a_cosine_and_does_not_climb_again(lowest: float) -> None:
+    rates = [schedules.warmup_cosine(step, 110, 2.0, 10, lowest) for step in range(300)]
+    assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)]) and rates[9:11] == [2.0, 2.0]
+    assert rates[35] == pytest.approx(2 * lowest + (1 - lowest) * (1 + math.cos(math.pi / 4)))
+    assert rates[60] == pytest.approx(1 + lowest) and rates[110] == pytest.approx(2 * lowest)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and set(rates[110:]) == {2 * lowest}
+
+
+def test_a_warm_up_takes_at_most_half_of_the_run() -> None:
+    assert [schedules.warmup_of(10, total) for total in (8, 20, 100)] == [4, 10, 10]
+    assert [schedules.warmup_constant(step, 4, 1.0, 1000) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_a_rate_drops_after_each_of_the_epochs() -> None:
+    drops = [schedules.drops(epoch, (200.0, 250.0)) for epoch in (0, 199.99, 200, 249.99, 250, 270)]
+    assert drops == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert schedules.drops(1e6, None) == 1
+
+
+def test_a_line_ends_at_its_last_value_and_has_it_from_the_start_if_it_has_no_length() -> None:
+    assert [schedules.linear(step, 200, 3.0, 1.0) for step in (0, 100, 200, 5000)] == [3.0, 2.0, 1.0, 1.0]
+    assert [schedules.linear(step, 4, 0.0, 1.0) for step in (0, 1, 4, 5)] == [0.0, 0.25, 1.0, 1.0]
+    assert schedules.linear(0, 0, 3.0, 1.0) == 1.0
