@@ -6,7 +6,6 @@
     python convert.py export PATH --to muse FILE.pt
     python convert.py export PATH --to dalle2 FILE.pth
     python convert.py export PATH --to musiclm FILE.pt
-    python convert.py import PATH RUN_DIR
     python convert.py config OLD.json NEW.yaml
     python convert.py average RUN --ema_length 0.07 DIR
     python convert.py push RUN USER/NAME
@@ -23,98 +22,22 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hub import KINDS, add_push
+from hub import add_push
+from tandem.converters import average_length, positive_int
 from tandem.files.exits import FAILED, leave
 from tandem.files.installed import command_of
 from tandem.files.reading import printable
-from trained import DISCRIMINATOR, find, load, load_discriminator, write_model
-from training.flags.converters import average_length, positive_int
+from trained import find, load, load_discriminator, write_model
 from training.flags.parser import ArgumentParser
 
 # Part of the norm of a profile that an average of another length may miss.
 FARTHEST_PROFILE = 0.2
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
-
-
-def vae_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with which train_vae.py builds a DiscreteVAE of these arguments; ValueError if it cannot."""
-    if config["channels"] not in (3, 4):
-        raise ValueError(f"train_vae.py trains on 3 or 4 channels, this model has {config['channels']}")
-    check_normalization(config, "train_vae.py")
-    flags = {key: config[key] for key in ("image_size", "num_tokens", "num_layers", "num_resnet_blocks", "hidden_dim")}
-    return {**flags, "emb_dim": config["codebook_dim"], "transparent": config["channels"] == 4}
-
-
-def check_normalization(config: Mapping[str, Any], target: str) -> None:
-    """Raise a ValueError if a DiscreteVAE does not have the default normalisation: ``target`` supports no other."""
-    from models import DiscreteVAE
-
-    default = DiscreteVAE(num_tokens=1, codebook_dim=1, hidden_dim=1, channels=config["channels"])
-    if config["normalization"] != default.config["normalization"]:
-        raise ValueError(f"{target} has no setting for images that are normalised by {config['normalization']}")
-
-
-def vqgan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with which train_vqgan.py builds a VQGAN of these arguments; ValueError if it cannot."""
-    if config["channels"] != 3:
-        raise ValueError(f"train_vqgan.py trains on 3 channels, this model has {config['channels']}")
-    return as_flags({name: value for name, value in config.items() if name != "channels"})
-
-
-def mulan_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with which train_mulan.py builds a MuLaN of these arguments, but for its tokenizer; ValueError if it
-    cannot."""
-    for name in ("text_tower", "audio_tower"):
-        if config[name]:
-            raise ValueError(
-                f"train_mulan.py takes a pretrained tower from its own file: give --{name} and --init_from"
-            )
-    return as_flags({name: value for name, value in config.items() if name != "vocab_size"})
-
-
-def musiclm_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with which train_mulan.py builds a MusicLMMuLaN of these arguments, but for its tokenizer."""
-    others = ("vocab_size", "sigmoid_contrastive_loss")
-    flags = {name: value for name, value in config.items() if name not in others}
-    loss = "sigmoid" if config["sigmoid_contrastive_loss"] else "decoupled"
-    return {"layout": "musiclm", "loss": loss, **as_flags(flags)}
-
-
-def tokenizer_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with which train_tokenizer.py builds a VideoTokenizer of these arguments; ValueError if it cannot."""
-    from inspect import signature
-
-    from models import VideoTokenizer
-    from train_tokenizer import GENERATOR
-
-    for name in sorted(config.keys() - set(GENERATOR)):
-        if config[name] != (usual := signature(VideoTokenizer).parameters[name].default):
-            raise ValueError(f"train_tokenizer.py trains with {name} {usual} alone, this model has {config[name]}")
-    return as_flags({name: config[name] for name in GENERATOR})
-
-
-def decoder_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with which train_decoder.py builds a Decoder of these arguments; ValueError if it cannot."""
-    from train_decoder import build_model, build_parser
-    from training.flags.unets import flags_that_make
-
-    return flags_that_make(config, build_parser(), lambda args, widths: build_model(args, widths).config)
-
-
-def as_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists as flags have them: "1,2,3"."""
-    return {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in arguments.items()}
-
-
-FLAGS = {
-    "DiscreteVAE": vae_flags, "VQGAN": vqgan_flags, "MuLaN": mulan_flags, "MusicLMMuLaN": musiclm_flags,
-    "VideoTokenizer": tokenizer_flags, "Decoder": decoder_flags,
-}  # fmt: skip
 
 
 def build_parser() -> ArgumentParser:
@@ -147,10 +70,6 @@ def build_parser() -> ArgumentParser:
         "muse-maskgit-pytorch with its discriminator, a decoder of DALLE2-pytorch, or a MuLaN of musiclm-pytorch")
     add("--weights", **weights)
     add("--force", action="store_true", help="replace OUT where it exists")
-
-    add = command(import_weights, "import", "Make a run folder from which a training starts with these weights.")
-    add("run_dir", metavar="RUN_DIR", help="new folder")
-    add("--weights", **weights)
 
     add = command(translate, "config", "Turn a training configuration of DALLE2-pytorch into one for train_decoder.py.",
                   ("OLD", "the configuration, JSON"))
@@ -210,7 +129,8 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
     samples, batch_size = (parts.get("progress", {}).get(name) for name in ("samples", "batch_size"))
     is_known = isinstance(samples, int) and isinstance(batch_size, int) and batch_size > 0
     return {
-        "kind": "checkpoint", "step": samples // batch_size if is_known else None, "samples": samples,
+        "kind": "checkpoint", "step": samples // batch_size if is_known else None,
+         "samples": samples,
         "written_by": meta,
         "models": parts.get(MODELS, {}),
         "parts": facts,
@@ -252,8 +172,6 @@ def export(args: argparse.Namespace) -> None:
         public = FORMATS[args.to]
         if type(model).__name__ != public.model:
             raise ValueError(f"--to {args.to} is for a {public.model}, and {path} holds a {type(model).__name__}")
-        if args.to == "dalle":
-            check_normalization(model.config, "the .pt format")
         beside = {"discriminator": load_discriminator(path)} if public.load_discriminator else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         note = public.save(model, out, **beside)
@@ -313,6 +231,7 @@ def translate(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise ValueError(f"{args.path}: {error}") from None
     settings = {name: value for name, (_, value) in flags.items() if value is not None}
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
     for line in lost:
         print(f"left out: {printable(line)}")
@@ -320,45 +239,6 @@ def translate(args: argparse.Namespace) -> None:
         print(f"batch_size {settings['batch_size']} is for one process; for several give --processes")
     command = shlex.join([*command_of("train_decoder.py"), "--config", str(out)])
     print(f"wrote {out}; start it with: {command}")
-
-
-def _holds_only(folder: Path, names: Collection[str]) -> bool:
-    """Whether a folder and those in it hold no other files than those of these names."""
-    return folder.is_dir() and all(path.is_dir() or path.name in names for path in folder.rglob("*"))
-
-
-def import_weights(args: argparse.Namespace) -> None:
-    """Copy the weights into a new run folder, and write a start.yaml with their path and the flags that they need."""
-    import yaml
-
-    from data.tokenizers import FILE
-    from tandem.files.writing import write_atomically
-
-    path, run_dir = Path(args.path), Path(args.run_dir)
-    # start.yaml is written last, so a folder without it is what a try left that did not finish.
-    unfinished = {f"{dot}{name}{end}" for name in ("model.safetensors", "config.json", FILE)
-                  for dot, end in (("", ""), (".", ".tmp"))}  # fmt: skip
-    if run_dir.exists() and not _holds_only(run_dir, unfinished):
-        raise ValueError(f"{run_dir} exists already; give a new folder")
-    model = load(path, args.weights)
-    kind = type(model).__name__
-    if kind not in KINDS:
-        raise ValueError(f"no script trains a {kind}")
-    start, weights = run_dir / "start.yaml", run_dir / "init"
-    settings = {**FLAGS[kind](model.config), "init_from": str(weights), "output_dir": str(run_dir)}
-    write_model(model, path, weights)
-    if "vocab_size" in model.config:
-        settings["tokenizer"] = str(weights / FILE) if (weights / FILE).exists() else "clip"
-    if path.is_file() and (discriminator := load_discriminator(path)):
-        discriminator.save_pretrained(weights / DISCRIMINATOR)
-        settings |= {f"discr_{name}": discriminator.config[name] for name in ("dim", "layers")}
-    if path.is_file() and kind == "MusicLMMuLaN":
-        from models.files.musiclm import assumed
-
-        print(f"assumed: {assumed(model.config)}; change them in {start} if they were others")
-    write_atomically(start, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
-    command = shlex.join([*command_of(KINDS[kind].script), "--config", str(start)])
-    print(f"made {run_dir}; start it with: {command}, and your data")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

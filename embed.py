@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import fetch
-from training.flags.converters import positive_int, size
+from tandem.converters import positive_int, size
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
 from training.run.stages import Say, kernel_settings, run_stages

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trained import find, load, write_model
+from tandem.fields import itself
+from tandem.files.reading import printable
+from trained import as_named, find, load, load_discriminator, newest, tokenizer_file, write_model
+from training.flags.parser import ArgumentParser
 from training.run.card import PICTURE, Kind, model_card, newest_picture, public_settings
 from training.run.starts import script_of
 
@@ -53,14 +56,65 @@ KINDS = {
 }  # fmt: skip
 
 
-def with_models(train: Callable[..., None]) -> Callable[..., None]:
-    """``train(args, settings, backend)``, called when every process has the model of --init_from. The settings name
-    the commit of a model of the Hub, so that config.yaml says what the run started from."""
+def with_models(train: Callable[..., None], parser: ArgumentParser) -> Callable[..., None]:
+    """``train(args, settings, backend)``, called when every process has the model of --init_from, whose shape the run
+    adopts where no flag says another one. The settings name the commit of a model of the Hub, so that config.yaml says
+    what the run started from."""
 
     def start(args: argparse.Namespace, settings: dict[str, Any], backend: Any) -> None:
-        train(args, {**settings, "init_from": fetch(args.init_from, backend)}, backend)
+        pinned = fetch(args.init_from, backend)
+        if args.init_from:
+            with backend.agreement():
+                said, model = args.init_from, describe(args.init_from)
+                shape: dict[str, Any] = {}
+                if model["model"] in KINDS and KINDS[model["model"]].script == args.script:  # others are refused later
+                    shape = shape_of(parser.config, model, args)
+                news = [f"as {said} has it: {' '.join(adopted)}"] if (adopted := parser.adopt(args, shape)) else []
+                news += [f"assumed of {said}, which does not say it: {model['assumed']}"] if "assumed" in model else []
+            if backend.is_root:
+                for line in news:
+                    print(printable(line), flush=True)
+            settings = parser.settings(args)
+        train(args, {**settings, "init_from": pinned}, backend)
 
     return start
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """The class, as "model", and the constructor arguments of the model that a user calls ``path``, unchecked. Besides,
+    where there are some: those of its "discriminator", from which a run can start, its "tokenizer", as --tokenizer
+    takes it, and what is "assumed" of a file that does not say it, in words.
+
+    Raises:
+        ValueError: one line, if there is no model.
+    """
+    from models.files.pretrained import read_config
+    from training.checkpoints.models import models_in, read_parts
+
+    with as_named(path):
+        kind, where = find(newest(Path(path)))
+        if kind == "file":
+            from models.files.musiclm import assumed
+
+            found, discriminator = load(where).description(), load_discriminator(where, of_runs=False)
+            others = {"discriminator": discriminator.config} if discriminator else {}
+            return {**found, **others, **({"assumed": assumed(found)} if found["model"] == "MusicLMMuLaN" else {})}
+        if kind == "checkpoint":
+            found = next(iter(models_in(read_parts(where, verify=False)[0], where).values()))
+        else:
+            name, arguments = read_config(where)
+            found = {"model": name, **arguments}
+        return {**found, "tokenizer": str(tokenizer_file(where) or "clip")} if "vocab_size" in found else found
+
+
+def shape_of(config: Any, model: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that make a model again, by a script's `Config`. Raises ValueError, in one line, if what describes the
+    model, which may be a stranger's, is no such description."""
+    try:
+        shape: dict[str, Any] = config.shape_of(model, args)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{args.init_from} does not describe a {model['model']}: {error!r}") from None
+    return shape
 
 
 def fetch(name: str | None, backend: Any) -> str | None:
@@ -189,7 +243,7 @@ def settings_of(run: Path, kind: Kind) -> dict[str, Any]:
             module = importlib.import_module(f"{__package__}.{name}" if __package__ else name)
             parser = module.build_parser()
             known = {name: config[name] for name in parser.settings(parser.with_values({})) if name in config}
-            settings = public_settings(parser, known, module.MODEL_ARGUMENTS)
+            settings = public_settings(parser, known, [name for name, part in parser.lasting.items() if part is itself])
             if config.get("dataset"):  # the flag of the other data is at its default then, which may be a demonstration
                 settings.pop(kind.data[0], None)
             return settings

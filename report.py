@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training.flags.converters import non_negative_int, positive_int
+from tandem.converters import non_negative_int, positive_int
 from training.flags.parser import ArgumentParser
 
 LARGEST_PORT = 65535

@@ -16,17 +16,19 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
-from training.flags.converters import non_negative_int, positive_int, size
-from training.flags.decoder import add_sampling_arguments
-from training.flags.idle import refuse_idle_flags
+from tandem.converters import non_negative_int, positive_int, size
+from tandem.fields import flag, given
+from training.flags.decoder import GUIDED, SamplingFlags
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
-from training.flags.unets import of_unet, refuse_idle_sampling_flags, sampling_of
+from training.flags.shared import ClipFlags
+from training.flags.unets import sampling_of
 from training.run.stages import Say, kernel_settings, run_stages
 
 if TYPE_CHECKING:
@@ -41,67 +43,94 @@ MODELS = ("model", "guide_with")
 KINDS = {"image_embed": 2, "text_encodings": 3}  # conditions, and the dimensions of several
 
 
+@dataclass
+class Config(ClipFlags, SamplingFlags):
+    """What is drawn, and how."""
+
+    prompts: list[str] | None = flag(
+        None,
+        "draw for these texts: of demo:shapes, such as 'a small red circle on the left'; else --clip encodes them, and "
+        "a model of image embeddings gets CLIP's embedding of the text in their place: there is no prior",
+        nargs="+",
+        metavar="TEXT",
+        title="conditions",
+    )
+    prompt_file: str | None = flag(None, "draw for each line of this text file", metavar="FILE")
+    image_embeddings: str | None = flag(None, "draw for each row of this .npy, (n, d)", metavar="FILE")
+    text_embeddings: str | None = flag(
+        None, "draw for each text of this .npy of encodings, (n, tokens, d)", metavar="FILE"
+    )
+    clip: str | None = flag(
+        None,
+        "model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the size of "
+        "the last Unet, as in training",
+        metavar="NAME",
+    )
+    clip_weights: str | None = flag(
+        None, "weights for --clip: safetensors or a plain state dict", metavar="FILE", needs=given("clip", "NAME")
+    )
+    count: int = flag(
+        1, "pictures for each condition; without conditions, pictures of a model that takes none", size, metavar="N"
+    )
+    seed: int = flag(0, "seed of the noise", non_negative_int, metavar="INT")
+    start_at_unet: int = flag(1, "first Unet, from 1; a later one enlarges --images", positive_int, metavar="NUMBER")
+    stop_at_unet: int | None = flag(None, "last Unet (default: all)", positive_int, metavar="NUMBER")
+    images: str | None = flag(
+        None,
+        "pictures to enlarge (--start_at_unet), to fill in (--masks), or to draw others like them (--clip)",
+        metavar="DIR",
+    )
+    masks: str | None = flag(
+        None,
+        "folder with an image for each of --images, black where something new is to be drawn, white where the picture "
+        "stays",
+        metavar="DIR",
+    )
+    resample_times: int = flag(
+        5,
+        "with --masks, how often each step is made, so that old and new parts fit (RePaint)",
+        positive_int,
+        metavar="N",
+        needs=given("masks", "DIR"),
+    )
+    guide_with: str | None = flag(
+        None,
+        "guide away from this weaker model, not from the model without condition (Karras et al. 2024)",
+        metavar="DIR",
+        needs=GUIDED,
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        enlarges = args.start_at_unet > 1
+        if enlarges and args.images is None:
+            parser.error(f"--start_at_unet {args.start_at_unet} needs --images to enlarge")
+        if enlarges and args.masks is not None:
+            parser.error("--masks and --start_at_unet: --images are filled in or enlarged; leave one of the two out")
+        if args.masks is not None and args.images is None:
+            parser.error("--masks needs --images, and as many of them")
+        if args.images is not None and not (enlarges or args.masks or args.clip):
+            parser.error(
+                "--images is used for nothing: give --start_at_unet to enlarge them, --masks to fill them in, or "
+                "--clip to draw others like them"
+            )
+        if args.clip and not (args.prompts or args.prompt_file or embeds_images(args)):
+            parser.error("--clip has nothing to encode: give --prompts, --prompt_file or --images")
+
+
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("sample.py", "Draw pictures with a trained decoder.", is_root=distributed.launched_as_root)
     parser.usage = "%(prog)s --model DIR --output DIR [conditions] [flags]"
-    # fmt: off
     group = parser.add_argument_group("from and to")
-    group.add_argument("--model", required=True, metavar="DIR",
-        help="run of train_decoder.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face Hub")
+    group.add_argument(
+        "--model", required=True, metavar="DIR",
+        help="run of train_decoder.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face Hub",
+    )  # fmt: skip
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
-
-    add = parser.add_argument_group("conditions").add_argument
-    add("--prompts", nargs="+", metavar="TEXT",
-        help="draw for these texts: of demo:shapes, such as 'a small red circle on the left'; else --clip encodes "
-        "them, and a model of image embeddings gets CLIP's embedding of the text in their place: there is no prior")
-    add("--prompt_file", metavar="FILE", help="draw for each line of this text file")
-    add("--image_embeddings", metavar="FILE", help="draw for each row of this .npy, (n, d)")
-    add("--text_embeddings", metavar="FILE", help="draw for each text of this .npy of encodings, (n, tokens, d)")
-    add("--clip", metavar="NAME",
-        help="model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the "
-        "size of the last Unet, as in training")
-    add("--clip_weights", metavar="FILE", help="weights for --clip: safetensors or a plain state dict")
-    add("--count", type=size, default=1, metavar="N",
-        help="pictures for each condition; without conditions, pictures of a model that takes none")
-    add("--seed", type=non_negative_int, default=0, metavar="INT", help="seed of the noise")
-    add("--start_at_unet", type=positive_int, default=1, metavar="NUMBER",
-        help="first Unet, from 1; a later one enlarges --images")
-    add("--stop_at_unet", type=positive_int, metavar="NUMBER", help="last Unet (default: all)")
-    add("--images", metavar="DIR",
-        help="pictures to enlarge (--start_at_unet), to fill in (--masks), or to draw others like them (--clip)")
-    add("--masks", metavar="DIR",
-        help="folder with an image for each of --images, black where something new is to be drawn, white where the "
-        "picture stays")
-    add("--resample_times", type=positive_int, default=5, metavar="N",
-        help="with --masks, how often each step is made, so that old and new parts fit (RePaint)")
-    add("--guide_with", metavar="DIR",
-        help="guide away from this weaker model, not from the model without condition (Karras et al. 2024)")
-    add_sampling_arguments(parser)
-    # fmt: on
+    parser.add_config(Config)
     add_computation_arguments(parser, batch_size=16, unit="PICTURES", num_workers_help="threads that write pictures")
     distributed.add_arguments(parser, trains=False)
     return parser
-
-
-def check_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """End with an error if flags do not fit one another, or have no effect beside the others."""
-    refuse_idle_sampling_flags(parser, args, "guide_with")
-    refuse_idle_flags(parser, args, "clip")
-    parser.refuse_idle(args, ["resample_times"], "masks", "DIR", args.masks is not None)
-    enlarges = args.start_at_unet > 1
-    if enlarges and args.images is None:
-        parser.error(f"--start_at_unet {args.start_at_unet} needs --images to enlarge")
-    if enlarges and args.masks is not None:
-        parser.error("--masks and --start_at_unet: --images are filled in or enlarged; leave one of the two out")
-    if args.masks is not None and args.images is None:
-        parser.error("--masks needs --images, and as many of them")
-    if args.images is not None and not (enlarges or args.masks or args.clip):
-        parser.error(
-            "--images is used for nothing: give --start_at_unet to enlarge them, --masks to fill them in, or --clip to "
-            "draw others like them"
-        )
-    if args.clip and not (args.prompts or args.prompt_file or embeds_images(args)):
-        parser.error("--clip has nothing to encode: give --prompts, --prompt_file or --images")
 
 
 def embeds_images(args: argparse.Namespace) -> bool:
@@ -205,7 +234,8 @@ def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | No
             needed = f"1 or {count}" if count > 1 else "1"
             raise ValueError(f"--{name} has {n} values and the model {count} Unets: give {needed}")
     unets = range(first - 1, last)
-    is_guided = any(of_unet(args, "cond_scale", index) != 1 for index in unets)
+    scales = args.cond_scale * (count if len(args.cond_scale) == 1 else 1)
+    is_guided = any(scales[index] != 1 for index in unets)
     if weaker is not None:
         check_guide(decoder, weaker)
         if "guide_with" in args.on_command_line and not is_guided:
@@ -328,7 +358,6 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
-    check_flags(parser, args)
     distributed.launch_inference(lambda backend: run_stages([draw], args, backend), parser, args)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
-from training.flags.converters import pixels, size
+from tandem.converters import pixels, size
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
 from training.run.stages import Say, kernel_settings, run_stages

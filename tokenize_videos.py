@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import distributed
 from hub import fetch
-from training.flags.converters import frame_rate, pixels, positive_int, size
+from tandem.converters import frame_rate, pixels, positive_int, size
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
 from training.run.stages import Say, kernel_settings, run_stages

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from training import schedules
-from training.flags.decoder import add_decoder_arguments
-from training.flags.idle import refuse_idle_flags
+from training.flags.decoder import DecoderFlags
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
-from training.flags.shared import add_conditioned_image_arguments, add_optimizer_arguments, add_run_arguments
-from training.flags.unets import check_unet_flags, of_unet, refuse_idle_decoder_flags, sampling_of, spread, stages_of
+from training.flags.shared import ConditionedImageFlags, OptimizerFlags, RunFlags
+from training.flags.unets import flags_of, sampling_of, stages_of
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -39,27 +39,33 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from models.diffusion import Losses
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "decoder" / "demo.yaml"
-# Arguments that a resumed run may not change: its weights would not fit, or mean something else.
-MODEL_ARGUMENTS = (
-    "image_sizes", "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "attn_heads", "attn_dim_head",
-    "cross_attn_heads", "cross_attn_dim_head", "resnet_groups", "switches", "image_embed_scale", "max_text_len",
-    "timesteps", "noise_schedule", "zero_terminal_snr", "noise_shift", "objective", "learned_variance", "condition_on",
-    "lowres_condition",
-)  # fmt: skip
 # What the terminal shows of a line of metrics.jsonl, beside the error of each Unet.
 COLUMNS = ("grad_norm", "valid/loss", "valid/fid", "valid/clip_score", "valid/lpips", "valid/shape")
 
 
+@dataclass
+class Config(ConditionedImageFlags, DecoderFlags, OptimizerFlags, RunFlags):
+    """Every flag of this script."""
+
+    output_dir: str = "runs/decoder"
+    batch_size: int = 64
+    max_grad_norm: float = 0.5
+    ema_decay: float = 0.999
+    valid_fraction: float = 0.15
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+        return flags_of(model) if "stages" in model else {}
+
+
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_decoder.py", "Train a cascade of Unets.", is_root=distributed.launched_as_root)
-    add_conditioned_image_arguments(parser)
-    add_decoder_arguments(parser)
-    add_optimizer_arguments(parser, betas="0.9,0.99")
-    add_run_arguments(parser, output_dir="runs/decoder", batch_size=64, max_grad_norm=0.5, ema_decay=0.999,
-                      valid_fraction=0.15, is_deep=True)  # fmt: skip
+    parser.add_config(Config)
     distributed.add_arguments(parser)
     add_public_names(parser, "train_decoder")
-    parser.answers["--decoder_config"] = parser.answers["--config_file"]
+    # Of a flag, and of the keys of such a configuration.
+    for name in ("--decoder_config", "decoder", "data", "train", "evaluate", "tracker"):
+        parser.answers[name] = parser.answers["--config_file"]
     return parser
 
 
@@ -93,7 +99,7 @@ class UnetTraining:
         from training.optimizers import make_optimizer
 
         def said(name: str) -> Any:
-            return of_unet(args, name, number - 1)
+            return getattr(args, name)[number - 1]
 
         self.decoder, self.index, self.batch_size = decoder, number - 1, args.batch_size
         unet, stage = decoder.unet(self.index), decoder.config["stages"][self.index]
@@ -206,10 +212,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     columns = [*(f"unet{number}/error" for number in trained), *COLUMNS]
-    run = Run(
-        args, settings, backend, feed, models={"decoder": decoder}, model_arguments=MODEL_ARGUMENTS, columns=columns,
-        resolve=spread,
-    )  # fmt: skip
+    run = Run(args, settings, backend, feed, models={"decoder": decoder}, columns=columns)
 
     generation = Generation(
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
@@ -259,10 +262,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    check_unet_flags(parser, args)
-    refuse_idle_flags(parser, args, "conditioned images")
-    refuse_idle_decoder_flags(parser, args)
-    distributed.launch(with_models(train), parser, args, last_start)
+    distributed.launch(with_models(train, parser), parser, args, last_start)
 
 
 if __name__ == "__main__":

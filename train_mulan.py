@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
+from models.configs import MuLaNConfig
+from tandem.converters import non_negative_int, positive_float, templates
+from tandem.fields import flag
 from training import schedules
-from training.flags.converters import non_negative_int, positive_float, size, templates
-from training.flags.layouts import add_model_group, fixed_arguments, model_of_layout
-from training.flags.own_data import place_of
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
-from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_sound_arguments
-from training.flags.towers import LATER_MODEL_ARGUMENTS, add_tower_arguments, resolved, settle_tower_arguments
+from training.flags.shared import DecayingOptimizerFlags, RunFlags, SoundFlags, place_of
+from training.flags.towers import FIXED, LayoutFlags, PretrainedTowerFlags
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -39,71 +40,107 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from training.objectives.contrastive import Contrastive
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "mulan" / "demo.yaml"
-# Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
-MODEL_ARGUMENTS = (
-    "sample_rate", "n_fft", "hop_length", "n_mels", "fmin", "fmax", "spectrogram", "patch_size", "audio_dim",
-    "audio_depth", "text_dim", "text_depth", "heads", "dim_head", "max_text_tokens", "dim_latent",
-    "hierarchical_layers",
-)  # fmt: skip
-OTHER_MODEL_ARGUMENTS = (
-    "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature", "init_bias",
-    "gradient_checkpointing", "attn_dropout", "ff_dropout", "freeze_text_tower", "freeze_audio_tower",
-)  # fmt: skip
 # What the terminal shows of a line of metrics.jsonl.
 COLUMNS = ("temperature", "audio_variance", "text_variance", "valid/r10", "valid/loss", "valid/zero_shot/top1")
 PAIRS_SHOWN = 64  # in a picture of similarities
 
 
+@dataclass
+class TrainingFlags:
+    """Where the weights come from, the loss, schedules, and what is measured."""
+
+    init_from: str | None = flag(
+        None,
+        "start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub), whose shape the flags that "
+        "are not given take over",
+        metavar="DIR",
+        title="model",
+    )
+    loss: str = flag(
+        "decoupled",
+        "contrastive loss; only the memory of sigmoid does not grow with the number of processes",
+        choices=("decoupled", "softmax", "sigmoid"),
+        title="loss",
+    )
+    duplicates: str = flag(
+        "masked",
+        "pairs of sounds with equal captions: masked: not compared; negatives: pushed apart",
+        choices=("masked", "negatives"),
+    )
+    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, metavar="LR", title="schedule")
+    lr_warmup_steps: int = flag(
+        500, "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
+    )
+    lr_schedule: str = flag(
+        "cosine",
+        "after the warm-up, let the learning rate fall to 0 along a cosine, or keep it",
+        choices=("cosine", "constant"),
+    )
+    zero_shot_templates: tuple[str, ...] = flag(
+        ("{}", "the sound of {}", "a recording of {}"),
+        "sentences with {} for the label, for zero-shot classification where the data has labels",
+        templates,
+        metavar="TEXT|TEXT...",
+        title="evaluation",
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        """Turn --data_max_length into seconds."""
+        if args.batch_size < 2:
+            parser.error("--batch_size 1 leaves a pair without anything to be compared with; give 2 or more")
+        if args.data_max_length:
+            seconds = args.data_max_length / args.sample_rate
+            if "clip_seconds" in args.on_command_line and args.clip_seconds != seconds:
+                given = f"--clip_seconds {args.clip_seconds:g}"
+                parser.error(f"--data_max_length is {seconds:g} s, {given}; give one of them")
+            args.clip_seconds = seconds
+
+
+@dataclass
+class Config(
+    SoundFlags, LayoutFlags, MuLaNConfig, TrainingFlags, PretrainedTowerFlags, DecayingOptimizerFlags, RunFlags
+):
+    """Every flag of this script."""
+
+    output_dir: str = "runs/mulan"
+    batch_size: int = 32
+    max_grad_norm: float = 0.5
+    validate_every_n_steps: int = 500
+    sample_every_n_steps: int = 500
+    save_every_n_steps: int = 1000
+    split_seed: int | None = 42
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+        for name in ("text_tower", "audio_tower"):
+            if model.get(name) and not getattr(args, name):
+                raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
+        of_layout: dict[str, Any] = {"layout": "musiclm" if model["model"] == "MusicLMMuLaN" else "tandem"}
+        if "layout" in args.explicit and args.layout != of_layout["layout"]:
+            return {}  # a model of another class, which is refused by its name
+        of_layout |= {"loss": "sigmoid"} if model.get("sigmoid_contrastive_loss") else {}
+        of_layout |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
+        of_layout |= {"clip_seconds": model["clip_seconds"]} if "assumed" in model else {}
+        return {**super().shape_of(model, args), **of_layout}
+
+
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_mulan.py", "Train MuLan.", is_root=distributed.launched_as_root)
-    add_sound_arguments(parser)
-    add_tower_arguments(parser)
-    # fmt: off
-    add = add_model_group(parser)
-    add("--dim_latent", type=size, default=128, metavar="DIM", help="width of the common space")
-    add("--init_from", metavar="DIR", help="start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub)")
-
-    add = parser.add_argument_group("loss").add_argument
-    add("--loss", type=str.lower, choices=("decoupled", "softmax", "sigmoid"), default="decoupled",
-        help="contrastive loss; only the memory of sigmoid does not grow with the number of processes")
-    add("--duplicates", type=str.lower, choices=("masked", "negatives"), default="masked",
-        help="pairs of sounds with equal captions: masked: not compared; negatives: pushed apart")
-    add("--init_temperature", type=positive_float, default=10.0, metavar="SCALE",
-        help="temperature in the log, at the start: cosines are multiplied by it (1 / tau); it is learned, up to 100")
-    add("--init_bias", type=float, default=-10.0, metavar="BIAS",
-        help="number added to the scaled cosines at the start; it is learned (sigmoid)")
-
-    add = parser.add_argument_group("schedule").add_argument
-    add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate")
-    add("--lr_warmup_steps", type=non_negative_int, default=500, metavar="UPDATES",
-        help="updates of linear warm-up from 0, at most half of the run")
-    add("--lr_schedule", type=str.lower, choices=("cosine", "constant"), default="cosine",
-        help="after the warm-up, let the learning rate fall to 0 along a cosine, or keep it")
-    add_optimizer_arguments(parser, betas="0.9,0.99", weight_decay=0.01)
-
-    add = parser.add_argument_group("evaluation").add_argument
-    add("--zero_shot_templates", type=templates, default="{}|the sound of {}|a recording of {}",
-        metavar="TEXT|TEXT...",
-        help="sentences with {} for the label, for zero-shot classification where the data has labels")
-
-    add_run_arguments(parser, output_dir="runs/mulan", batch_size=32, max_grad_norm=0.5, validate_every_n_steps=500,
-        sample_every_n_steps=500, save_every_n_steps=1000, split_seed=42, is_deep=True)
-    # fmt: on
+    parser.add_config(Config)
     distributed.add_arguments(parser)
     add_public_names(parser, "train_mulan")
     return parser
 
 
-def settle_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """Turn --data_max_length into seconds; end with a one-line error if flags contradict one another."""
-    if args.batch_size < 2:
-        parser.error("--batch_size 1 leaves a pair without anything to be compared with; give 2 or more")
-    if args.data_max_length:
-        seconds = args.data_max_length / args.sample_rate
-        if "clip_seconds" in args.on_command_line and args.clip_seconds != seconds:
-            parser.error(f"--data_max_length is {seconds:g} s, --clip_seconds {args.clip_seconds:g}; give one of them")
-        args.clip_seconds = seconds
-    settle_tower_arguments(parser, args)
+def model_of_layout(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The name of the model's class, and its constructor arguments that flags say."""
+    arguments = MuLaNConfig.of(args).plain()
+    if args.layout == "tandem":
+        return "MuLaN", arguments
+    has_not = (*FIXED, "n_mels", "fmin", "fmax", "freeze_text_tower", "freeze_audio_tower")
+    of_package = {name: value for name, value in arguments.items() if name not in has_not}
+    return "MusicLMMuLaN", {**of_package, "sigmoid_contrastive_loss": args.loss == "sigmoid"}
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
@@ -115,7 +152,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     from trained import load_from, require_same_tokenizer
 
     torch.manual_seed(args.seed)
-    kind, arguments = model_of_layout(args, (*MODEL_ARGUMENTS, *LATER_MODEL_ARGUMENTS, *OTHER_MODEL_ARGUMENTS))
+    kind, arguments = model_of_layout(args)
     towers = read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
     arguments |= {name: tower.config for name, tower in towers.items()}
     model: MuLaN = models.build_in_memory(getattr(models, kind), vocab_size=tokenizer.vocab_size, **arguments)
@@ -181,11 +218,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         model = build_model(args, tokenizer).to(backend.device)
         optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
     feed = data.sound_feed(args, backend, tokenizer)
-    fixed = fixed_arguments(args, MODEL_ARGUMENTS)
-    run = Run(
-        args, settings, backend, feed, models={"engine": model}, model_arguments=fixed, columns=COLUMNS,
-        resolve=resolved,
-    )  # fmt: skip
+    run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     engine = backend.wrap(model, optimizer, name="mulan")
     ema = make_ema(engine, args.ema_decay, args.ema_power)
@@ -240,9 +273,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="audio_data")
-    settle_arguments(parser, args)
-    distributed.launch(with_models(train), parser, args, last_start)
+    args = parser.parse(argv, demonstration=DEMO_CONFIG)
+    distributed.launch(with_models(train, parser), parser, args, last_start)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
-from models.quantizers import QUANTIZERS
+from models.configs import VideoTokenizerConfig
+from tandem.converters import non_negative_int, positive_float
+from tandem.fields import flag, given
 from training import schedules
-from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments, without_perceptual_loss
-from training.flags.converters import non_negative_float, non_negative_int, positive_float, size, size_or_0
-from training.flags.idle import refuse_idle_flags
-from training.flags.own_data import place_of
+from training.flags.autoencoders import VALIDATION, AdversaryFlags, QuantizerLossFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
-from training.flags.shared import add_optimizer_arguments, add_run_arguments, add_video_arguments
+from training.flags.shared import DecayingOptimizerFlags, RunFlags, VideoFlags, place_of
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -40,73 +40,75 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from training.pictures.images import Sample
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "tokenizer" / "demo.yaml"
-# Arguments of the generator that a resumed run may not change: its weights would not fit, or mean something else.
-LASTING = (
-    "layers", "init_dim", "max_dim", "input_kernel", "output_kernel", "residual_kernel", "pad_mode", "norm",
-    "separate_first_frame", "patch_size", "patch", "time_window", "soft_clamp", "quantizer", "codebook_size",
-    "codebook_dim", "fsq_levels", "vq_cosine",
-)  # fmt: skip
-GENERATOR = (*LASTING, "image_size", "diversity_gamma", "inv_temperature", "vq_decay", "gradient_checkpointing")
-MODEL_ARGUMENTS = (*LASTING, "image_size", "discr_dim", "discr_layers")
 # What the terminal shows of a line of metrics.jsonl.
 COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfvd", "valid/lpips", "valid/codes_used")
-LAYERS = (
-    "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
-    "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
-)
+
+
+@dataclass
+class TrainingFlags:
+    """Where the weights come from, the reconstruction loss, schedules, and what is measured."""
+
+    init_from: str | None = flag(
+        None,
+        "start the generator from a run, a checkpoint, a model/ folder or USER/NAME of the Hugging Face Hub, "
+        "whose shape the flags that are not given take over",
+        metavar="DIR",
+        title="model",
+    )
+    inflate: bool = flag(
+        False,
+        "the model of --init_from was trained on images: frames begin as images, without memory of earlier ones",
+        needs=given("init_from", "DIR"),
+    )
+    train_decoder_only: bool = flag(
+        False, "keep the encoder and the codebook as --init_from has them", needs=given("init_from", "DIR")
+    )
+    l1_recon_loss: bool = flag(False, "mean absolute instead of squared error", title="reconstruction loss")
+    learning_rate: float = flag(1e-05, "highest learning rate", positive_float, metavar="LR", title="schedule")
+    lr_warmup_steps: int = flag(
+        1000, "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
+    )
+    lr_cosine: bool = flag(False, "let the learning rate fall to 0 along a cosine; constant otherwise")
+    lpips_weights: str | None = flag(
+        None,
+        "report LPIPS on the validation split with these weights",
+        metavar="FILE",
+        title="evaluation",
+        needs=VALIDATION,
+    )
+    fvd_weights: str | None = flag(
+        None, "report rFVD with these weights of an I3D (a plain state dict)", metavar="FILE", needs=VALIDATION
+    )
+
+
+@dataclass
+class Config(
+    VideoFlags,
+    VideoTokenizerConfig,
+    QuantizerLossFlags,
+    TrainingFlags,
+    DecayingOptimizerFlags,
+    AdversaryFlags,
+    RunFlags,
+):
+    """Every flag of this script."""
+
+    output_dir: str = "runs/tokenizer"
+    commitment_loss_weight: float = 1.0
+    ema_decay: float = 0.999
+    penalty: str = "zero_centred"
+    perceptual_loss_weight: float = 0.1
+    split_seed: int | None = 42
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        args.discr_dim = args.discr_dim or args.init_dim
 
 
 def build_parser() -> ArgumentParser:
     text = "Train a causal tokenizer of videos and images."
     parser = ArgumentParser("train_tokenizer.py", text, is_root=distributed.launched_as_root)
-    add_video_arguments(parser, image_size=128, image_size_help="a multiple of patch_size x 2^(compress_space layers)")
-    # fmt: off
-    add = parser.add_argument_group("model").add_argument
-    add("--layers", default=LAYERS, metavar="NAME[:N],...",
-        help="layers of the encoder, mirrored in the decoder: residual, residual_space, consecutive_residual:NUMBER, "
-        "compress_space[:CHANNELS], compress_time[:CHANNELS], attend_space, attend_time, linear_attend_space, "
-        "gateloop_time, adaptive")
-    add("--init_dim", type=size, default=64, metavar="DIM", help="channels before the first layer")
-    add("--max_dim", type=size, metavar="DIM", help="no layer has more channels (default: no limit)")
-    add("--input_kernel", type=size, default=7, metavar="N", help="side of the first convolution's kernel")
-    add("--output_kernel", type=size, default=3, metavar="N", help="side of the last convolution's kernel")
-    add("--residual_kernel", type=size, default=3, metavar="N", help="side of the residual layers' kernels")
-    add("--pad_mode", choices=("constant", "replicate", "reflect"), default="constant",
-        help="padding in space of the first and the last convolution")
-    add("--norm", choices=("none", "rms"), default="none",
-        help="rms: RMSNorm over the channels of each position before the convolutions of residual layers")
-    add("--patch_size", type=size, default=1, metavar="PIXELS",
-        help="cut frames into patches of this side before the first layer; a power of two")
-    add("--patch", choices=("haar", "pixels"), default="haar",
-        help="what a patch becomes: its Haar wavelet coefficients, or its pixels")
-    add("--separate_first_frame", action="store_true", help="give the first frame convolutions of its own")
-    add("--time_window", type=size_or_0, default=16, metavar="FRAMES",
-        help="attend_time looks back so many latent frames, which bounds the memory of a stream; 0: to the beginning")
-    add("--soft_clamp", type=non_negative_float, default=10.0, metavar="X",
-        help="lfq gets X tanh(z / X) instead of z; 0: z")
-    add("--init_from", metavar="DIR",
-        help="start the generator from a run, a checkpoint, a model/ folder or USER/NAME of the Hugging Face Hub")
-    add("--inflate", action="store_true",
-        help="the model of --init_from was trained on images: frames begin as images, without memory of earlier ones")
-    add("--train_decoder_only", action="store_true", help="keep the encoder and the codebook as --init_from has them")
-
-    add_quantizer_arguments(parser, QUANTIZERS, codebook_size=1024, commitment_loss_weight=1.0, diversity_gamma=2.5)
-    add = parser.add_argument_group("reconstruction loss").add_argument
-    add("--l1_recon_loss", action="store_true", help="mean absolute instead of squared error")
-
-    add = parser.add_argument_group("schedule").add_argument
-    add("--learning_rate", type=positive_float, default=1e-5, metavar="LR", help="highest learning rate")
-    add("--lr_warmup_steps", type=non_negative_int, default=1000, metavar="UPDATES",
-        help="updates of linear warm-up from 0, at most half of the run")
-    add("--lr_cosine", action="store_true", help="let the learning rate fall to 0 along a cosine; constant otherwise")
-    add_optimizer_arguments(parser, betas="0.9,0.99", weight_decay=0.01)
-
-    add = parser.add_argument_group("evaluation").add_argument
-    add("--lpips_weights", metavar="FILE", help="report LPIPS on the validation split with these weights")
-    add("--fvd_weights", metavar="FILE", help="report rFVD with these weights of an I3D (a plain state dict)")
-    # fmt: on
-    add_adversary_arguments(parser, penalty="zero_centred", perceptual_loss_weight=0.1)
-    add_run_arguments(parser, output_dir="runs/tokenizer", ema_decay=0.999, split_seed=42, is_deep=True)
+    parser.add_config(Config)
     distributed.add_arguments(parser)
     add_public_names(parser, "train_tokenizer")
     return parser
@@ -121,7 +123,7 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     from trained import load_from
 
     torch.manual_seed(args.seed)
-    generator = build_in_memory(VideoTokenizer, **{name: getattr(args, name) for name in GENERATOR})
+    generator = build_in_memory(VideoTokenizer, **VideoTokenizerConfig.of(args).plain())
     check_frames(args.num_frames, generator.frames_per_code)
     if args.init_from:
         load = generator.inflate_from if args.inflate else generator.load_weights_from
@@ -138,7 +140,7 @@ def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
     from models import VideoDiscriminator, build_in_memory
 
     torch.manual_seed(args.seed)
-    discriminator = build_in_memory(VideoDiscriminator, dim=args.discr_dim or args.init_dim, layers=args.discr_layers)
+    discriminator = build_in_memory(VideoDiscriminator, dim=args.discr_dim, layers=args.discr_layers)
     discriminator.check_side(args.image_size)
     return discriminator
 
@@ -207,8 +209,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     feed = data.video_feed(args, backend)
     run = Run(
         args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
-        model_arguments=MODEL_ARGUMENTS, columns=COLUMNS,
-        resolve=lambda said: {**said, "discr_dim": said.get("discr_dim") or said.get("init_dim")},
+        columns=COLUMNS,
     )  # fmt: skip
     generator.quantizer.connect(backend)
     in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
@@ -276,14 +277,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG, data_flag="video_folder")
-    refuse_idle_flags(parser, args, "quantizer", "adversary", "videos")
-    parser.refuse_idle(args, ["time_window"], "layers", "with attend_time", "attend_time" in args.layers)
-    parser.refuse_idle(args, ["patch"], "patch_size", "above 1", args.patch_size > 1)
-    parser.refuse_idle(args, ["inflate", "train_decoder_only"], "init_from", "DIR", args.init_from is not None)
-    is_validated = args.valid_fraction > 0 or args.valid_folder is not None
-    parser.refuse_idle(args, ["lpips_weights", "fvd_weights"], "valid_fraction", "above 0", is_validated)
-    distributed.launch(with_models(train), parser, args, last_start)
+    args = parser.parse(argv, demonstration=DEMO_CONFIG)
+    distributed.launch(with_models(train, parser), parser, args, last_start)
 
 
 if __name__ == "__main__":

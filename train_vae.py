@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
+from models.configs import DiscreteVAEConfig
+from tandem.converters import non_negative_float, positive_float
+from tandem.fields import flag
 from training import schedules
-from training.flags.converters import non_negative_float, positive_float, size, size_or_0
-from training.flags.idle import refuse_idle_flags
-from training.flags.own_data import place_of
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
-from training.flags.shared import add_image_arguments, add_run_arguments
+from training.flags.shared import ImageFlags, RunFlags, place_of
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -36,69 +37,65 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from models import DiscreteVAE, VAEOutput
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vae" / "demo.yaml"
-# Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
-MODEL_ARGUMENTS = (
-    "image_size", "num_tokens", "emb_dim", "num_layers", "num_resnet_blocks", "hidden_dim", "transparent"
-)  # fmt: skip
-# The model's parameters, as its error messages name them -> the flags that set them.
-FLAGS = {
-    "num_tokens": "--num_tokens", "codebook_dim": "--emb_dim", "num_layers": "--num_layers",
-    "num_resnet_blocks": "--num_resnet_blocks", "hidden_dim": "--hidden_dim", "channels 3": "no --transparent",
-    "channels 4": "--transparent",
-}  # fmt: skip
 # What the terminal shows of a line of metrics.jsonl.
 COLUMNS = ("recon_loss", "codes_used", "temperature", "valid/psnr", "valid/loss", "valid/codes_used")
 
 
+@dataclass
+class LossFlags:
+    """The loss, its schedules, and where the weights come from."""
+
+    init_from: str | None = flag(
+        None,
+        "start from a run, a checkpoint, a model/ folder, a vae-final.pt or USER/NAME of the Hugging Face Hub, "
+        "whose shape the flags that are not given take over",
+        metavar="FILE",
+        title="model",
+    )
+    starting_temp: float = flag(
+        1.0, "Gumbel-softmax temperature at the start", positive_float, metavar="T", title="loss and schedules"
+    )
+    temp_min: float = flag(0.5, "lowest temperature", positive_float, metavar="T")
+    anneal_rate: float = flag(
+        1e-06,
+        "after updates 1, 101, 201, ... the temperature is multiplied by exp(-RATE x updates before that one)",
+        non_negative_float,
+        metavar="RATE",
+    )
+    learning_rate: float = flag(0.001, "learning rate of Adam at the start", positive_float, metavar="LR")
+    lr_decay_rate: float = flag(
+        0.98, "after updates 1, 101, 201, ... the learning rate is multiplied by it", positive_float, metavar="FACTOR"
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        side, halvings, layers = args.image_size, args.image_size.bit_length() - 1, args.num_layers
+        if halvings < layers:
+            parser.error(
+                f"--image_size {side} is less than 2^num_layers for --num_layers {layers}; raise it or lower that"
+            )
+        if side != 1 << halvings:
+            parser.error(f"--image_size {side} is not a power of two; use {1 << halvings} or {2 << halvings}")
+        if args.reinmax and not args.straight_through:
+            parser.error("--reinmax refines the gradient of --straight_through; give both")
+        if args.starting_temp < args.temp_min:
+            start, lowest = f"--starting_temp {args.starting_temp}", f"--temp_min {args.temp_min}"
+            parser.error(f"{start} is below {lowest}, the lowest temperature; raise the one or lower the other")
+
+
+@dataclass
+class Config(ImageFlags, DiscreteVAEConfig, LossFlags, RunFlags):
+    """Every flag of this script."""
+
+    output_dir: str = "runs/vae"
+
+
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_vae.py", "Train the discrete VAE of DALL-E.", is_root=distributed.launched_as_root)
-    add_image_arguments(parser, image_size=128, image_size_help="a power of two")
-    # fmt: off
-    add = parser.add_argument_group("model").add_argument
-    add("--transparent", action="store_true", help="RGBA instead of RGB")
-    add("--num_tokens", type=size, default=8192, metavar="CODES", help="size of the codebook")
-    add("--num_layers", type=size, default=3, metavar="N",
-        help="halvings of the side: a code stands for 2^N x 2^N pixels")
-    add("--num_resnet_blocks", type=size_or_0, default=2, metavar="N",
-        help="residual blocks on the coarsest grid")
-    add("--emb_dim", type=size, default=512, metavar="DIM", help="width of a codebook entry")
-    add("--hidden_dim", type=size, default=256, metavar="DIM", help="channels of the convolutions")
-    add("--init_from", metavar="FILE",
-        help="start from a run, a checkpoint, a model/ folder, a vae-final.pt or USER/NAME of the Hugging Face Hub")
-
-    add = parser.add_argument_group("loss and schedules").add_argument
-    add("--smooth_l1_loss", action="store_true", help="smooth L1 instead of MSE")
-    add("--kl_loss_weight", type=non_negative_float, default=0.0, metavar="WEIGHT",
-        help="weight of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums over positions)")
-    add("--straight_through", action="store_true", help="hard codes forward, soft gradient")
-    add("--reinmax", action="store_true", help="ReinMax gradient estimator; needs --straight_through")
-    add("--starting_temp", type=positive_float, default=1.0, metavar="T",
-        help="Gumbel-softmax temperature at the start")
-    add("--temp_min", type=positive_float, default=0.5, metavar="T", help="lowest temperature")
-    add("--anneal_rate", type=non_negative_float, default=1e-6, metavar="RATE",
-        help="after updates 1, 101, 201, ... the temperature is multiplied by exp(-RATE x updates before that one)")
-    add("--learning_rate", type=positive_float, default=1e-3, metavar="LR", help="learning rate of Adam at the start")
-    add("--lr_decay_rate", type=positive_float, default=0.98, metavar="FACTOR",
-        help="after updates 1, 101, 201, ... the learning rate is multiplied by it")
-    # fmt: on
-    add_run_arguments(parser, output_dir="runs/vae")
+    parser.add_config(Config)
     distributed.add_arguments(parser)
     add_public_names(parser, "train_vae")
     return parser
-
-
-def refuse_contradictions(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """End with a one-line error if flags contradict one another."""
-    side, halvings, layers = args.image_size, args.image_size.bit_length() - 1, args.num_layers
-    if halvings < layers:
-        parser.error(f"--image_size {side} is less than 2^num_layers for --num_layers {layers}; raise it or lower that")
-    if side != 1 << halvings:
-        parser.error(f"--image_size {side} is not a power of two; use {1 << halvings} or {2 << halvings}")
-    if args.reinmax and not args.straight_through:
-        parser.error("--reinmax refines the gradient of --straight_through; give both")
-    if args.starting_temp < args.temp_min:
-        start, lowest = f"--starting_temp {args.starting_temp}", f"--temp_min {args.temp_min}"
-        parser.error(f"{start} is below {lowest}, the lowest temperature; raise the one or lower the other")
 
 
 def build_model(args: argparse.Namespace) -> DiscreteVAE:
@@ -109,33 +106,9 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     from trained import load_from
 
     torch.manual_seed(args.seed)
-    model = build_in_memory(
-        DiscreteVAE,
-        image_size=args.image_size,
-        num_tokens=args.num_tokens,
-        codebook_dim=args.emb_dim,
-        num_layers=args.num_layers,
-        num_resnet_blocks=args.num_resnet_blocks,
-        hidden_dim=args.hidden_dim,
-        channels=4 if args.transparent else 3,
-        smooth_l1_loss=args.smooth_l1_loss,
-        temperature=args.starting_temp,
-        straight_through=args.straight_through,
-        reinmax=args.reinmax,
-        kl_div_loss_weight=args.kl_loss_weight,
-    )
+    model = build_in_memory(DiscreteVAE, **DiscreteVAEConfig.of(args).plain())
     if args.init_from:
-        try:
-            if Path(args.init_from).is_file():
-                model.load_weights_from(args.init_from)
-            else:
-                load_from(args.init_from, "DiscreteVAE", model.load_weights_from)
-        except ValueError as error:
-            # Parameters are renamed to flags after this phrase only: the path in front of it stays as it is.
-            before, needed, differing = str(error).partition("; they need ")
-            for name, flag in FLAGS.items():
-                differing = differing.replace(name, flag)
-            raise ValueError(before + needed + differing) from None
+        load_from(args.init_from, "DiscreteVAE", model.load_weights_from)
     return model
 
 
@@ -187,9 +160,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
         model = build_model(args).to(backend.device)
     feed = data.image_feed(args, backend, model.channels)
-    run = Run(
-        args, settings, backend, feed, models={"engine": model}, model_arguments=MODEL_ARGUMENTS, columns=COLUMNS
-    )  # fmt: skip
+    run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
     ema = make_ema(vae, args.ema_decay, args.ema_power)
@@ -232,9 +203,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    refuse_contradictions(parser, args)
-    refuse_idle_flags(parser, args, "images")
-    distributed.launch(with_models(train), parser, args, last_start)
+    distributed.launch(with_models(train, parser), parser, args, last_start)
 
 
 if __name__ == "__main__":

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
-from models.quantizers import QUANTIZERS
+from models.configs import VQGANConfig
+from tandem.converters import epoch_counts, non_negative_int, positive_float, two_fractions
+from tandem.fields import flag
 from training import schedules
-from training.flags.autoencoders import add_adversary_arguments, add_quantizer_arguments, without_perceptual_loss
-from training.flags.converters import epoch_counts, non_negative_int, positive_float, size, sizes, two_fractions
-from training.flags.idle import refuse_idle_flags
-from training.flags.own_data import place_of
+from training.flags.autoencoders import VALIDATION, AdversaryFlags, QuantizerLossFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
-from training.flags.shared import add_image_arguments, add_run_arguments
+from training.flags.shared import ImageFlags, RunFlags, place_of
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -39,65 +39,68 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from models import VQGAN, Discriminator
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vqgan" / "demo.yaml"
-# Arguments that a resumed run may not change: its weights would not fit, or would mean something else.
-MODEL_ARGUMENTS = (
-    "image_size", "dim", "num_layers", "num_resnet_blocks", "quantizer", "codebook_size", "codebook_dim",
-    "fsq_levels", "vq_cosine", "centred", "discr_dim", "discr_layers",
-)  # fmt: skip
 # What the terminal shows of a line of metrics.jsonl.
 COLUMNS = (
     "recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfid", "valid/lpips", "valid/codes_used"
 )  # fmt: skip
 
 
+@dataclass
+class TrainingFlags:
+    """Where the weights come from, the reconstruction loss, schedules, and what is measured."""
+
+    init_from: str | None = flag(
+        None,
+        "start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub "
+        "or a file of a VQGanVAE of muse-maskgit-pytorch, whose shape the flags that are not given take over; from the "
+        "file, the discriminator too",
+        metavar="DIR",
+        title="model",
+    )
+    l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
+    learning_rate: float = flag(0.0003, "highest learning rate of Adam", positive_float, metavar="LR", title="schedule")
+    betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, metavar="B1,B2")
+    lr_warmup_steps: int = flag(
+        0, "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
+    )
+    lr_cosine: bool = flag(False, "let the learning rate fall to a tenth along a cosine; constant otherwise")
+    lr_drop_epochs: tuple[float, ...] | None = flag(
+        None,
+        "divide the learning rates by 10 after each of these numbers of epochs",
+        epoch_counts,
+        metavar="EPOCHS[,EPOCHS...]",
+    )
+    lpips_weights: str | None = flag(
+        None,
+        "report LPIPS on the validation split with these weights",
+        metavar="FILE",
+        title="evaluation",
+        needs=VALIDATION,
+    )
+    fid_weights: str | None = flag(
+        None, "report rFID with these Inception weights (pt_inception-2015-12-05)", metavar="FILE", needs=VALIDATION
+    )
+
+
+@dataclass
+class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, TrainingFlags, AdversaryFlags, RunFlags):
+    """Every flag of this script."""
+
+    output_dir: str = "runs/vqgan"
+    ema_decay: float = 0.995
+    save_every_n_steps: int = 1000
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        args.discr_dim = args.discr_dim or args.dim
+
+
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_vqgan.py", "Train a VQGAN.", is_root=distributed.launched_as_root)
-    add_image_arguments(parser, image_size=256, image_size_help="a multiple of 2^num_layers")
-    # fmt: off
-    add = parser.add_argument_group("model").add_argument
-    add("--dim", type=size, default=128, metavar="DIM",
-        help="channels at full resolution; every halving doubles them")
-    add("--num_layers", type=size, default=4, metavar="N",
-        help="halvings of the side: a code stands for 2^N x 2^N pixels")
-    add("--num_resnet_blocks", type=sizes, default="1", metavar="N[,N...]",
-        help="residual blocks of the coarsest level, or of each level, finest first")
-    add("--centred", action=argparse.BooleanOptionalAction, default=True,
-        help="let the layers see and make images in [-1, 1]; off for a model that muse-maskgit-pytorch is to load")
-    add("--init_from", metavar="DIR",
-        help="start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub or a "
-        "file of a VQGanVAE of muse-maskgit-pytorch; from the file, the discriminator too")
-
-    add_quantizer_arguments(parser, QUANTIZERS, codebook_size=65536)
-    add = parser.add_argument_group("reconstruction loss").add_argument
-    add("--l2_recon_loss", action="store_true", help="mean squared instead of absolute error")
-
-    add = parser.add_argument_group("schedule").add_argument
-    add("--learning_rate", type=positive_float, default=3e-4, metavar="LR", help="highest learning rate of Adam")
-    add("--betas", type=two_fractions, default="0.9,0.999", metavar="B1,B2", help="betas of Adam")
-    add("--lr_warmup_steps", type=non_negative_int, default=0, metavar="UPDATES",
-        help="updates of linear warm-up from 0, at most half of the run")
-    add("--lr_cosine", action="store_true",
-        help="let the learning rate fall to a tenth along a cosine; constant otherwise")
-    add("--lr_drop_epochs", type=epoch_counts, metavar="EPOCHS[,EPOCHS...]",
-        help="divide the learning rates by 10 after each of these numbers of epochs")
-
-    add = parser.add_argument_group("evaluation").add_argument
-    add("--lpips_weights", metavar="FILE", help="report LPIPS on the validation split with these weights")
-    add("--fid_weights", metavar="FILE", help="report rFID with these Inception weights (pt_inception-2015-12-05)")
-    # fmt: on
-    add_adversary_arguments(parser)
-    add_run_arguments(parser, output_dir="runs/vqgan", ema_decay=0.995, save_every_n_steps=1000, is_deep=True)
+    parser.add_config(Config)
     distributed.add_arguments(parser)
     add_public_names(parser, "train_vqgan")
     return parser
-
-
-def one_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, spelled alike for a model: "0,1" residual blocks are "1", --discr_dim is filled in."""
-    blocks = str(settings.get("num_resnet_blocks"))
-    blocks = blocks.removeprefix("0," * blocks.count(","))
-    width = settings.get("discr_dim") or settings.get("dim")
-    return {**settings, "num_resnet_blocks": blocks, "discr_dim": width}
 
 
 def build_model(args: argparse.Namespace) -> VQGAN:
@@ -108,13 +111,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     from trained import load_from
 
     torch.manual_seed(args.seed)
-    names = (
-        "image_size", "dim", "num_layers", "quantizer", "codebook_size", "codebook_dim", "diversity_gamma",
-        "inv_temperature", "fsq_levels", "vq_decay", "vq_cosine", "gradient_checkpointing", "centred",
-    )  # fmt: skip
-    first, *others = args.num_resnet_blocks  # one number is that of the coarsest level
-    blocks = [first, *others] if others else first
-    model = build_in_memory(VQGAN, num_resnet_blocks=blocks, **{name: getattr(args, name) for name in names})
+    model = build_in_memory(VQGAN, **VQGANConfig.of(args).plain())
     if args.init_from:
         load_from(args.init_from, "VQGAN", model.load_weights_from)
     return model
@@ -128,7 +125,7 @@ def build_discriminator(args: argparse.Namespace) -> Discriminator:
     from trained import load_discriminator
 
     torch.manual_seed(args.seed)
-    discriminator = build_in_memory(Discriminator, dim=args.discr_dim or args.dim, layers=args.discr_layers)
+    discriminator = build_in_memory(Discriminator, dim=args.discr_dim, layers=args.discr_layers)
     if args.init_from and (given := load_discriminator(Path(args.init_from), of_runs=False)):
         if given.config != discriminator.config:
             needed = " and ".join(f"--discr_{name} {given.config[name]}" for name in ("dim", "layers"))
@@ -207,7 +204,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     feed = data.image_feed(args, backend)
     run = Run(
         args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
-        model_arguments=MODEL_ARGUMENTS, columns=COLUMNS, resolve=one_spelling,
+        columns=COLUMNS,
     )  # fmt: skip
 
     generator.quantizer.connect(backend)
@@ -274,10 +271,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    refuse_idle_flags(parser, args, "images", "quantizer", "adversary")
-    is_validated = args.valid_fraction > 0 or args.valid_folder is not None
-    parser.refuse_idle(args, ["lpips_weights", "fid_weights"], "valid_fraction", "above 0", is_validated)
-    distributed.launch(with_models(train), parser, args, last_start)
+    distributed.launch(with_models(train, parser), parser, args, last_start)
 
 
 if __name__ == "__main__":

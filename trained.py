@@ -4,13 +4,15 @@ on the Hugging Face Hub."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from training.run.starts import script_of
 
-DISCRIMINATOR = "discriminator"  # folder in a model's folder, and part of a checkpoint: what it was trained against
+DISCRIMINATOR = "discriminator"  # part of a checkpoint: what its model was trained against
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
 
@@ -28,9 +30,8 @@ def find(path: Path) -> tuple[str, Path]:
             return kind, path
     if latest := latest_checkpoint(path / "checkpoints"):
         return "checkpoint", latest
-    for folder in (path / "model", path / "init"):  # the checkpoints were deleted, or training has not started
-        if (folder / CONFIG_FILE).is_file():
-            return "model", folder
+    if (path / "model" / CONFIG_FILE).is_file():  # the checkpoints were deleted
+        return "model", path / "model"
     missing = "" if path.exists() else " it does not exist;"
     raise ValueError(f"{path}:{missing} expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
 
@@ -57,6 +58,17 @@ def load(path: str | Path, which: str = "best") -> Any:
     if which != "best":
         raise ValueError(f"--weights {which} is for checkpoints; {where} holds one set of weights: leave it out")
     return class_of(read_config(where)[0], where).from_pretrained(where)
+
+
+@contextmanager
+def as_named(path: str | Path) -> Iterator[None]:
+    """Let errors name a model of the Hub as its user does, and not its folder in the cache."""
+    from models.files.hub import local
+
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(local(Path(path))), str(path))) from None
 
 
 class Trained(NamedTuple):
@@ -87,7 +99,7 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
     from data.stores.output import sha256_of
     from models.files.pretrained import read_headers
 
-    where = _newest(Path(path))
+    where = newest(Path(path))
     model = load(where)
     _require_kind(path, model, kinds)
     kind, place = find(where)
@@ -98,18 +110,17 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
 
 def load_from(path: str, kind: str, take: Callable[[Any], None]) -> None:
     """Call ``take`` with the model of this ``kind`` that a user calls a model, see `open_model`. Errors name ``path``,
-    and the flag of an argument that is on or off."""
-    newest = _newest(Path(path))
-    found, where = find(newest)
-    source: Any = where if found == "model" else path  # what errors name
+    and flags instead of arguments."""
+    with as_named(path):
+        model = load(newest(Path(path)))
+    _require_kind(path, model, (kind,))
     try:
-        source = load(newest)
-        _require_kind(path, source, (kind,))
-        take(source)
+        take(model)
     except ValueError as error:
-        before, needed, differing = str(error).replace(str(source), path).partition("; they need ")
-        flags = differing.replace("centred False", "--no-centred").replace("centred True", "--centred")
-        raise ValueError(before + needed + flags) from None
+        before, needed, differing = str(error).replace(str(model), path).partition("; they need ")
+        renamed = r"(^|, )([a-z]\w*) (?:True|(False)|)"
+        flags = re.sub(renamed, lambda at: f"{at[1]}--{'no-' if at[3] else ''}{at[2]} ", differing)
+        raise ValueError(before + needed + flags.replace(" ,", ",").strip()) from None
 
 
 def _require_kind(path: str | Path, model: Any, kinds: Sequence[str]) -> None:
@@ -120,7 +131,7 @@ def _require_kind(path: str | Path, model: Any, kinds: Sequence[str]) -> None:
         raise ValueError(f"{path} holds a {found}{of_script}, not a {' or a '.join(kinds)}")
 
 
-def _newest(path: Path) -> Path:
+def newest(path: Path) -> Path:
     """The path itself, but for a run folder the model folder in it that is as new as its newest checkpoint, if there is
     one, and of a MuLaN best/."""
     from models.files.pretrained import CONFIG_FILE
@@ -185,14 +196,13 @@ def require_same_tokenizer(tokenizer: Any, path: str) -> None:
 
 
 def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
-    """The discriminator of the VQGAN at ``path``, as trained: in a public package's file, in a model folder that
-    ``convert.py import`` made of one or, with ``of_runs``, in a checkpoint; None if there is none.
+    """The discriminator of the VQGAN at ``path``, as trained: in a public package's file or, with ``of_runs``, in a
+    checkpoint; None if there is none.
 
     Raises:
         ValueError: one line, if it is damaged or of another model.
     """
-    from models import Discriminator
-    from models.files.pretrained import CONFIG_FILE, build
+    from models.files.pretrained import build
     from models.files.public import format_of
     from training.checkpoints.models import model_in
 
@@ -200,7 +210,4 @@ def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
     if kind == "file":
         read = format_of(where).load_discriminator
         return read(where) if read else None
-    if kind == "model":
-        folder = where / DISCRIMINATOR
-        return Discriminator.from_pretrained(folder) if (folder / CONFIG_FILE).is_file() else None
-    return build(*model_in(where, name=DISCRIMINATOR), where) if of_runs else None
+    return build(*model_in(where, name=DISCRIMINATOR), where) if of_runs and kind == "checkpoint" else None

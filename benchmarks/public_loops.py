@@ -49,7 +49,8 @@ def dalle_pytorch(args: argparse.Namespace, precision: str, folder: Path) -> Ite
     from dalle_pytorch import DiscreteVAE
 
     vae = DiscreteVAE(
-        image_size=args.image_size, num_layers=args.num_layers, num_tokens=args.num_tokens, codebook_dim=args.emb_dim,
+        image_size=args.image_size, num_layers=args.num_layers, num_tokens=args.num_tokens,
+        codebook_dim=args.codebook_dim,
         hidden_dim=args.hidden_dim, num_resnet_blocks=args.num_resnet_blocks, kl_div_loss_weight=args.kl_loss_weight,
     )  # fmt: skip
     adam = torch.optim.Adam(vae.parameters(), lr=args.learning_rate)

@@ -46,13 +46,13 @@ class Reference:
         return importlib.import_module(f"reference.{self.name}")
 
     def settings(self, args: argparse.Namespace) -> Any:
-        """The script's arguments of the same names. A list of one value is that value."""
+        """The script's arguments of the same names. A tuple of one value is that value, and so is a list, which has one
+        for each Unet, of equal ones."""
 
         def value(name: str) -> Any:
             said = getattr(args, name)
-            while isinstance(said, (list, tuple)) and len(said) == 1:
-                said = said[0]
-            return said
+            said = said[0] if isinstance(said, list) and said.count(said[0]) == len(said) else said
+            return said[0] if isinstance(said, tuple) and len(said) == 1 else said
 
         names = [each.name for each in fields(self.module.Settings)]
         return self.module.Settings(**{name: value(name) for name in names if getattr(args, name) is not None})

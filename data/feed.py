@@ -294,7 +294,7 @@ class ImageBatch(TypedDict):
 def image_feed(args: argparse.Namespace, processes: Processes, channels: int = 3) -> Feed[ImageBatch]:
     """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels.
 
-    `args` are those of `add_image_arguments` and `add_run_arguments`. Raises what `Feed` raises.
+    `args` are `ImageFlags` and `RunFlags` of `training/flags/shared.py`. Raises what `Feed` raises.
     """
     source = data_of(args, "image_folder")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +12,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .configs import DiscreteVAEConfig
 from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images
 from .files.dalle import load_dalle_file, save_dalle_file
-from .files.pretrained import Pretrained, constructor_arguments
+from .files.pretrained import Pretrained
 
 
 class VAEOutput(NamedTuple):
@@ -48,56 +48,34 @@ class Codebook(nn.Embedding):
 class DiscreteVAE(Pretrained):
     """Images to a grid of codes and back; the choice of a code is relaxed by Gumbel-softmax noise while training.
 
-    Args:
-        image_size: Side in pixels, a power of two.
-        num_tokens: Codes in the codebook.
-        codebook_dim: Width of a codebook entry.
-        num_layers: Halvings of the side; the grid of codes has side image_size / 2^num_layers.
-        num_resnet_blocks: Residual blocks on the coarsest grid, in the encoder and in the decoder.
-        hidden_dim: Channels of the convolutions.
-        channels: 3 for RGB, 4 for RGBA.
-        smooth_l1_loss: Smooth L1 (beta 1) instead of the mean squared error.
-        temperature: Temperature of the softmax, unless forward is given one.
-        straight_through: Decode hard codes, with the gradient of the soft codes.
-        reinmax: The second-order gradient of Liu et al. 2023; needs straight_through.
-        kl_div_loss_weight: Weight of the KL in the loss that it is trained with; with 0 the KL has no gradient.
-        normalization: Means and standard deviations per channel, or None for no normalisation. A channel without
-            values (alpha) gets mean 0 and standard deviation 1; values beyond the last channel are ignored.
+    Inside, colours are in [-1, 1]: they are normalised by a mean and a standard deviation of 0.5. Alpha stays as it is.
 
     Raises:
         ValueError: an image size that is no power of two or too small, or reinmax without straight_through.
     """
 
-    not_in_the_weights = frozenset({
-        "image_size", "smooth_l1_loss", "temperature", "straight_through", "reinmax", "kl_div_loss_weight"
-    })  # fmt: skip
+    Config = DiscreteVAEConfig
+    not_in_the_weights = DiscreteVAEConfig.not_in_the_weights()
     _mean: Tensor
     _std: Tensor
 
     cut_before = ("decoder",)  # see distributed.engines.replicated.cut_graph
 
-    def __init__(
-        self, image_size: int = 256, num_tokens: int = 512, codebook_dim: int = 512, num_layers: int = 3,
-        num_resnet_blocks: int = 0, hidden_dim: int = 64, channels: int = 3, smooth_l1_loss: bool = False,
-        temperature: float = 0.9, straight_through: bool = False, reinmax: bool = False,
-        kl_div_loss_weight: float = 0.0,
-        normalization: tuple[Sequence[float], Sequence[float]] | None = ((0.5,) * 3, (0.5,) * 3),
-    ) -> None:  # fmt: skip
+    def __init__(self, config: DiscreteVAEConfig) -> None:
         super().__init__()
-        self.config = constructor_arguments(locals())
+        self.config = config.plain()
+        image_size, num_tokens, num_layers = config.image_size, config.num_tokens, config.num_layers
+        num_resnet_blocks, hidden_dim, codebook_dim = config.num_resnet_blocks, config.hidden_dim, config.codebook_dim
         if num_layers < 1 or num_resnet_blocks < 0:
             numbers = f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}"
             raise ValueError(f"{numbers}: at least 1 layer and 0 blocks")
         _check_image_size(image_size, num_layers)
-        if reinmax and not straight_through:
+        if config.reinmax and not config.straight_through:
             raise ValueError("reinmax refines the straight-through gradient: set straight_through too")
-        if normalization is not None:
-            mean, std = ([float(value) for value in values[:channels]] for values in normalization)
-            normalization = (mean + [0.0] * (channels - len(mean)), std + [1.0] * (channels - len(std)))
-        self.config["normalization"] = None if normalization is None else [list(values) for values in normalization]
-        self.image_size, self.num_tokens, self.channels = image_size, num_tokens, channels
-        self.temperature, self.straight_through, self.reinmax = temperature, straight_through, reinmax
-        self.smooth_l1_loss, self.kl_div_loss_weight = smooth_l1_loss, kl_div_loss_weight
+        self.image_size, self.num_tokens = image_size, num_tokens
+        self.channels = channels = 4 if config.transparent else 3
+        self.straight_through, self.reinmax = config.straight_through, config.reinmax
+        self.smooth_l1_loss, self.is_kl_trained = config.smooth_l1_loss, config.kl_loss_weight > 0
         self.grid_size = image_size // 2**num_layers
 
         widths = [channels] + [hidden_dim] * num_layers
@@ -119,9 +97,9 @@ class DiscreteVAE(Pretrained):
 
         self.codebook = Codebook(num_tokens, codebook_dim)
         self.encoder, self.decoder = nn.Sequential(*encoder), nn.Sequential(*decoder)
-        for name, row in (("mean", 0), ("std", 1)):
-            values = normalization[row] if normalization is not None else (float(row),) * channels
-            self.register_buffer(f"_{name}", torch.tensor(values)[:, None, None], persistent=False)
+        for name, of_alpha in (("mean", 0.0), ("std", 1.0)):
+            values = torch.tensor([0.5, 0.5, 0.5, of_alpha][:channels])
+            self.register_buffer(f"_{name}", values[:, None, None], persistent=False)
 
     @property
     def num_codes(self) -> int:
@@ -139,18 +117,18 @@ class DiscreteVAE(Pretrained):
         return self.num_tokens, self.grid_size, self.grid_size
 
     def forward(
-        self, images: Tensor, *, noise: Tensor | None = None, temperature: float | None = None, with_codes: bool = False
+        self, images: Tensor, *, noise: Tensor | None = None, temperature: float = 1.0, with_codes: bool = False
     ) -> VAEOutput:
         """Images (b, c, h, w) in [0, 1] through soft codes and back.
 
         Args:
             noise: Standard Gumbel (b, num_tokens, s, s); None for no noise, which makes the pass deterministic.
-            temperature: Temperature of the softmax over codes; None for the constructor's.
+            temperature: Temperature of the softmax over codes.
             with_codes: Give the codes too, which costs a pass over the logits.
         """
         target = self._normalize(images)
         logits = self._logits(target).float()  # softmax and losses stay in fp32 under autocast
-        codes = self._relax(logits, noise, self.temperature if temperature is None else temperature)
+        codes = self._relax(logits, noise, temperature)
         out = self.decoder(rearrange(self.codebook(codes), "b h w d -> b d h w")).float()
         recon_loss = F.smooth_l1_loss(out, target) if self.smooth_l1_loss else F.mse_loss(out, target)
         kl = self._kl_from_uniform(logits)
@@ -212,7 +190,7 @@ class DiscreteVAE(Pretrained):
 
     def _kl_from_uniform(self, logits: Tensor) -> Tensor:
         """Logits (b, s, s, K) -> mean over batch and positions of sum_k q log(q K), q = softmax(logits)."""
-        if not self.kl_div_loss_weight:
+        if not self.is_kl_trained:
             logits = logits.detach()  # the KL is only reported, so its gradient needs no memory
         log_q = logits.log_softmax(dim=-1)
         return (log_q.exp() * log_q).sum(dim=-1).mean() + math.log(self.num_tokens)

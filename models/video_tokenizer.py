@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -10,8 +10,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from .configs import VideoTokenizerConfig
 from .convolutional import check_codes, check_range
-from .files.pretrained import Pretrained, constructor_arguments
+from .files.pretrained import Pretrained
 from .quantizers import tokenizer_quantizer
 from .video.causal import CausalConv3d, Context, TimeUp
 from .video.coders import COND_EXPANSION, Decoder, EdgeConv, Encoder, Stack
@@ -58,77 +59,50 @@ class VideoTokenizer(Pretrained):
     and then S_t frames (or one frame of codes) at a time. Hence a stream, a whole clip and its beginning have codes and
     frames of the same bits, for the same batch size, device and weights.
 
-    Args:
-        image_size: Side in pixels of the videos it is trained on, a multiple of S_s.
-        layers: The encoder's layers, as ``residual,compress_space:64,consecutive_residual:2``; the decoder mirrors
-            them. `models.video.layers.LAYERS` explains the names.
-        channels: 3 for RGB, 4 for RGBA.
-        init_dim: Channels at the full resolution.
-        max_dim: The most channels; None: no limit.
-        input_kernel, output_kernel, residual_kernel: Odd sides k of the k x k x k convolutions: the first, the last,
-            and those of residual units.
-        pad_mode: Padding in space of the first and the last convolution: ``constant``, ``reflect`` or ``replicate``.
-        separate_first_frame: The first frame has convolutions of its own at the encoder's start and the decoder's end.
-        norm: ``rms``: an RMSNorm over the channels of each position before each convolution of a residual unit and
-            before the last one. ``none``: no norm, as in the public code.
-        patch_size: Power of two; patches of this side are turned into channels first, without loss.
-        patch: How: ``haar`` or ``pixels``.
-        dim_cond: Width of the condition of the layers ``cond_...``.
-        heads, dim_head: Of attention.
-        linear_heads, linear_dim_head: Of linear attention.
-        time_window: Frames, at its own resolution in time, that a frame sees in ``attend_time``; 0: all before it.
-        quantizer: ``lfq``, ``vq``, ``fsq``, ``bsq`` or ``ibq``; its options are those of `VQGAN`.
-        soft_clamp: The latents x of lfq become s tanh(x / s) with this s; 0: they stay as they are.
-        gradient_checkpointing: In training, compute each layer again in the backward pass instead of keeping what is
-            inside of it: less memory, the same bits, a third more time.
+    Gradient checkpointing computes each layer again in the backward pass of training instead of keeping what is inside
+    of it: less memory, the same bits, a third more time. Fields of the configuration that are no flags: `channels`, 3
+    for RGB or 4 for RGBA; `dim_cond`, the width of the condition of the layers ``cond_...``; heads and widths of
+    attention and of linear attention.
 
     Raises:
         ValueError: one line, if arguments do not fit one another.
     """
 
-    not_in_the_weights = frozenset(
-        ("image_size", "diversity_gamma", "inv_temperature", "vq_decay", "time_window", "gradient_checkpointing")
-    )
+    Config = VideoTokenizerConfig
+    not_in_the_weights = VideoTokenizerConfig.not_in_the_weights()
     cut_before = ("decoder",)  # see distributed.engines.replicated.cut_graph
 
-    def __init__(
-        self, image_size: int, layers: str, channels: int = 3, init_dim: int = 64, max_dim: int | None = None,
-        input_kernel: int = 7, output_kernel: int = 3, residual_kernel: int = 3, pad_mode: str = "constant",
-        separate_first_frame: bool = False, norm: str = "none", patch_size: int = 1, patch: str = "haar",
-        dim_cond: int | None = None, heads: int = 8, dim_head: int = 32, linear_heads: int = 16,
-        linear_dim_head: int = 8, time_window: int = 0, quantizer: str = "lfq", codebook_size: int = 65536,
-        codebook_dim: int = 32, diversity_gamma: float = 1.0, inv_temperature: float | None = None,
-        fsq_levels: Sequence[int] | None = None, vq_decay: float = 0.8, vq_cosine: bool = False,
-        soft_clamp: float = 10.0, gradient_checkpointing: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: VideoTokenizerConfig) -> None:
         super().__init__()
         self._is_encoder_frozen = False
-        self.config = constructor_arguments(locals())
-        self.config["fsq_levels"] = None if fsq_levels is None else list(fsq_levels)
+        self.config = config.plain()
+        channels, init_dim = config.channels, config.init_dim
+        patch_size, dim_cond = config.patch_size, config.dim_cond
         check_options(self.config)
-        parsed = parse_layers(layers)
-        self.frames_per_code, self.pixels_per_code = frames_per_code(layers), pixels_per_code(layers, patch_size)
-        check_side("image_size", image_size, self.pixels_per_code)
-        self.image_size, self.channels = image_size, channels
-        self.soft_clamp = soft_clamp if quantizer == "lfq" else 0.0
+        parsed = parse_layers(config.layers)
+        self.frames_per_code, self.pixels_per_code = (
+            frames_per_code(config.layers),
+            pixels_per_code(config.layers, patch_size),
+        )
+        check_side("image_size", config.image_size, self.pixels_per_code)
+        self.image_size, self.channels = config.image_size, channels
+        self.soft_clamp = config.soft_clamp if config.quantizer == "lfq" else 0.0
         self.is_conditional = any(layer.name.startswith("cond_") for layer in parsed)
         if dim_cond is not None and not self.is_conditional:
             raise ValueError(f"dim_cond {dim_cond} has no effect without a layer that takes a condition: cond_...")
 
-        self.quantizer = tokenizer_quantizer(
-            quantizer, codebook_size=codebook_size, dim=codebook_dim, diversity_gamma=diversity_gamma,
-            inv_temperature=inv_temperature, fsq_levels=fsq_levels, vq_decay=vq_decay, vq_cosine=vq_cosine,
-        )  # fmt: skip
+        self.quantizer = tokenizer_quantizer(config)
         dim_latent, wide_cond = self.quantizer.dim, None if dim_cond is None else COND_EXPANSION * dim_cond
-        encoder, decoder, dim = make_layers(parsed, init_dim, max_dim, LayerOptions(
-            residual_kernel, norm, wide_cond, dim_latent, heads, dim_head, linear_heads, linear_dim_head, time_window,
+        encoder, decoder, dim = make_layers(parsed, init_dim, config.max_dim, LayerOptions(
+            config.residual_kernel, config.norm, wide_cond, dim_latent, config.heads, config.dim_head,
+            config.linear_heads, config.linear_dim_head, config.time_window,
         ))  # fmt: skip
-        of_patch = channels * patch_size**2
-        conv_in = EdgeConv(of_patch, init_dim, input_kernel, pad_mode, separate_first_frame)
-        conv_out = EdgeConv(init_dim, of_patch, output_kernel, pad_mode, separate_first_frame)
-        layers_in, layers_out = (Stack(each, gradient_checkpointing) for each in (encoder, decoder))
-        norm_out = RMSNorm(init_dim) if norm == "rms" else None
-        patches = (patch_size, patch)
+        of_patch, edge = channels * patch_size**2, (config.pad_mode, config.separate_first_frame)
+        conv_in = EdgeConv(of_patch, init_dim, config.input_kernel, *edge)
+        conv_out = EdgeConv(init_dim, of_patch, config.output_kernel, *edge)
+        layers_in, layers_out = (Stack(each, config.gradient_checkpointing) for each in (encoder, decoder))
+        norm_out = RMSNorm(init_dim) if config.norm == "rms" else None
+        patches = (patch_size, config.patch)
         self.encoder = Encoder(conv_in, layers_in, dim, dim_latent, dim_cond, patches)
         self.decoder = Decoder(dim_latent, dim, dim_cond, layers_out, norm_out, conv_out, patches)
         for name, module in self.named_modules():

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
+from .configs import VQGANConfig
 from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images, leaky_relu
-from .files.pretrained import Pretrained, constructor_arguments
+from .files.pretrained import Pretrained
 from .quantizers import tokenizer_quantizer
 from .recompute import recomputed
 
@@ -39,53 +40,32 @@ class VQGANOutput(NamedTuple):
 class VQGAN(Pretrained):
     """Images to a grid of codes and back. Fully convolutional: any height and width that 2^num_layers divides.
 
-    Args:
-        image_size: Side in pixels of the images it is trained on, a multiple of 2^num_layers.
-        dim: Channels at full resolution; level n has dim x 2^(n-1).
-        channels: 3 for RGB, 4 for RGBA.
-        num_layers: Halvings of the side; a code stands for 2^num_layers x 2^num_layers pixels.
-        num_resnet_blocks: Residual blocks in the encoder and in the decoder: a number for the coarsest level, or a
-            list with a number for each level, finest first.
-        quantizer: ``lfq``, ``vq``, ``fsq``, ``bsq`` or ``ibq``.
-        codebook_size: Codes in the codebook.
-        codebook_dim: Width of a codebook entry, if the quantizer does not fix it (vq, ibq).
-        diversity_gamma: Weight of the batch's entropy in the entropy loss (lfq, bsq, ibq).
-        inv_temperature: Inverse temperature of the soft assignment in the entropy loss (lfq, bsq); None for 10 and 1.
-        fsq_levels: Levels of each channel of fsq; None for the levels published for codebook_size.
-        vq_decay: Decay of the codebook's moving averages (vq).
-        vq_cosine: Choose the nearest entry by angle (vq).
-        gradient_checkpointing: In training, compute each layer of encoder and decoder again in the backward pass
-            instead of keeping what is inside of it: less memory, the same bits, a third more time.
-        centred: The layers see and make images in [-1, 1], so that zeros at the start, and where a convolution pads,
-            mean grey and not black. If not, the first and the last layer start from weights that do the same, but for
-            the padding. Outside of the model images are in [0, 1] in either case.
+    Gradient checkpointing computes each layer of encoder and decoder again in the backward pass of training instead of
+    keeping what is inside of it: less memory, the same bits, a third more time.
+
+    If it is `centred`, the layers see and make images in [-1, 1], so that zeros at the start, and where a convolution
+    pads, mean grey and not black. If not, the first and the last layer start from weights that do the same, but for the
+    padding. Outside of the model images are in [0, 1] in either case.
 
     Raises:
         ValueError: image_size is no multiple of 2^num_layers, or the quantizer cannot have the codebook size.
     """
 
-    not_in_the_weights = frozenset(
-        ("image_size", "diversity_gamma", "inv_temperature", "vq_decay", "gradient_checkpointing")
-    )
+    Config = VQGANConfig
+    not_in_the_weights = VQGANConfig.not_in_the_weights()
     cut_before = ("quantizer",)  # see distributed.engines.replicated.cut_graph
 
-    def __init__(
-        self, image_size: int = 256, dim: int = 64, channels: int = 3, num_layers: int = 4,
-        num_resnet_blocks: int | Sequence[int] = 1, quantizer: str = "lfq", codebook_size: int = 65536,
-        codebook_dim: int = 32, diversity_gamma: float = 1.0, inv_temperature: float | None = None,
-        fsq_levels: Sequence[int] | None = None, vq_decay: float = 0.8, vq_cosine: bool = False,
-        gradient_checkpointing: bool = False, centred: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: VQGANConfig) -> None:
         super().__init__()
-        self.config = constructor_arguments(locals())
+        self.config = config.plain()
+        dim, channels, num_layers = config.dim, config.channels, config.num_layers
         if not 1 <= num_layers <= 40:
             raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
-        blocks = _blocks_per_level(num_resnet_blocks, num_layers)
-        _check_side("image_size", image_size, num_layers)
+        blocks = _blocks_per_level(config.num_resnet_blocks, num_layers)
+        _check_side("image_size", config.image_size, num_layers)
         self.config["num_resnet_blocks"] = blocks
-        self.config["fsq_levels"] = None if fsq_levels is None else list(fsq_levels)
-        self.image_size, self.channels, self.num_layers = image_size, channels, num_layers
-        self.recompute, self.centred = gradient_checkpointing, centred
+        self.image_size, self.channels, self.num_layers = config.image_size, channels, num_layers
+        self.recompute, self.centred = config.gradient_checkpointing, config.centred
         widths = [dim] + [dim * 2**level for level in range(num_layers)]
 
         encoder: list[nn.Module] = [nn.Conv2d(channels, dim, 5, padding=2)]
@@ -97,13 +77,10 @@ class VQGAN(Pretrained):
             up = nn.ConvTranspose2d(fan_out, fan_in, 4, stride=2, padding=1)
             decoder += [nn.Sequential(up, leaky_relu(_SLOPE))]
             decoder += [ResBlock(fan_out, _gated_half) for _ in range(count)]
-        self.quantizer = tokenizer_quantizer(
-            quantizer, codebook_size=codebook_size, dim=codebook_dim, diversity_gamma=diversity_gamma,
-            inv_temperature=inv_temperature, fsq_levels=fsq_levels, vq_decay=vq_decay, vq_cosine=vq_cosine,
-        )  # fmt: skip
+        self.quantizer = tokenizer_quantizer(config)
         self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.dim, 1))
         self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
-        if not centred:
+        if not self.centred:
             self._start_centred()
 
     @property
@@ -224,15 +201,14 @@ def _group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(math.gcd(_MOST_GROUPS, channels), channels)
 
 
-def _blocks_per_level(num_resnet_blocks: int | Sequence[int], num_layers: int) -> list[int]:
-    """Numbers of residual blocks for every level, finest first."""
-    if isinstance(num_resnet_blocks, int):
-        blocks = [0] * (num_layers - 1) + [num_resnet_blocks]
-    else:
-        blocks = list(num_resnet_blocks)
+def _blocks_per_level(num_resnet_blocks: Sequence[int], num_layers: int) -> list[int]:
+    """Numbers of residual blocks for every level, finest first; one number is that of the coarsest level."""
+    blocks = list(num_resnet_blocks)
+    if len(blocks) == 1:
+        blocks = [0] * (num_layers - 1) + blocks
     if len(blocks) != num_layers or min(blocks) < 0:
         rule = f"must be one number, 0 or more, or {num_layers} of them: one per level, finest first"
-        raise ValueError(f"num_resnet_blocks {num_resnet_blocks} {rule}")
+        raise ValueError(f"num_resnet_blocks {list(num_resnet_blocks)} {rule}")
     return blocks
 
 

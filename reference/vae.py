@@ -38,7 +38,7 @@ class Settings:
     num_tokens: int = 8192  # K
     num_layers: int = 3  # halvings of the side: a code stands for 2^num_layers x 2^num_layers pixels
     num_resnet_blocks: int = 2  # on the coarsest grid, in the encoder and in the decoder; at least 1 here
-    emb_dim: int = 512  # width of a codebook vector
+    codebook_dim: int = 512  # width of a codebook vector
     hidden_dim: int = 256  # channels of the convolutions
     smooth_l1_loss: bool = False  # instead of the squared error
     kl_loss_weight: float = 0.0
@@ -86,9 +86,9 @@ class DiscreteVAE(nn.Module):
         self.encoder = nn.Sequential(
             down(3), *[down(dim) for _ in range(halvings - 1)], *blocks(), nn.Conv2d(dim, settings.num_tokens, 1)
         )
-        self.codebook, self.settings = nn.Embedding(settings.num_tokens, settings.emb_dim), settings
+        self.codebook, self.settings = nn.Embedding(settings.num_tokens, settings.codebook_dim), settings
         self.decoder = nn.Sequential(
-            nn.Conv2d(settings.emb_dim, dim, 1), *blocks(), *[up() for _ in range(halvings)], nn.Conv2d(dim, 3, 1)
+            nn.Conv2d(settings.codebook_dim, dim, 1), *blocks(), *[up() for _ in range(halvings)], nn.Conv2d(dim, 3, 1)
         )
 
     def decode(self, weights: Tensor) -> Tensor:

@@ -181,6 +181,12 @@ class Script:
         data = {self.data.flag: f"{self.data.demonstration}:64", "output_dir": folder}
         return [*words({**RUN, **data, **self.tiny}), *more]
 
+    def start_from(self, source: Path, folder: Path, *more: str) -> Path:
+        """Make an update that changes hardly anything, starting from another model; no flag says its shape."""
+        data = {self.data.flag: f"{self.data.demonstration}:64", "output_dir": folder, "init_from": source}
+        self.main(*words({**RUN, **data, "max_steps": 1, "learning_rate": 1e-30}), *more)
+        return folder
+
     def parsed(self, *flags: str) -> argparse.Namespace:
         parsed: argparse.Namespace = self.module.build_parser().parse(flags)
         return parsed
@@ -274,10 +280,10 @@ VAE = Script(
     models.DiscreteVAE,
     IMAGES,
     tiny={
-        "image_size": 16, "num_layers": 2, "num_resnet_blocks": 1, "num_tokens": 16, "emb_dim": 6, "hidden_dim": 8
+        "image_size": 16, "num_layers": 2, "num_resnet_blocks": 1, "num_tokens": 16, "codebook_dim": 6, "hidden_dim": 8
     },
     all_parts={"num_images_save": 11, "random_flip": None},
-    other_models={"num_tokens": (16, 32), "hidden_dim": (8, 4), "emb_dim": (6, 4), "num_resnet_blocks": (1, 0)},
+    other_models={"num_tokens": (16, 32), "hidden_dim": (8, 4), "codebook_dim": (6, 4), "num_resnet_blocks": (1, 0)},
 )  # fmt: skip
 VQGAN = Script(
     "train_vqgan",
@@ -285,7 +291,7 @@ VQGAN = Script(
     IMAGES,
     tiny={"image_size": 16, "num_layers": 2, "dim": 8, "codebook_size": 64, "codebook_dim": 4, "discr_layers": 2},
     all_parts={"quantizer": "vq", "discr_start_step": 3, "lecam_weight": 0.1},
-    other_models={"codebook_size": (64, 128), "dim": (8, 4), "num_resnet_blocks": ("1", "1,1"), "discr_dim": (None, 4)},
+    other_models={"codebook_size": (64, 128), "dim": (8, 4), "num_resnet_blocks": ("1", "1,1"), "discr_dim": (8, 4)},
 )
 MULAN = Script(
     "train_mulan",
@@ -313,7 +319,7 @@ VIDEO_TOKENIZER = Script(
     },
     samples_per_epoch=77,  # 51 clips and 26 images
     other_models={
-        "codebook_size": (64, 128), "init_dim": (4, 8), "discr_dim": (None, 8),
+        "codebook_size": (64, 128), "init_dim": (4, 8), "discr_dim": (4, 8),
         "layers": ("compress_space:8,residual,compress_time:8", "compress_space:8,compress_time:8"),
     },
 )  # fmt: skip

@@ -18,13 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import convert
-import train_decoder
-import train_mulan
-import train_tokenizer
-import train_vae
-import train_vqgan
 from data.stores.output import sha256_of
-from data.tokenizers import open_tokenizer
 from models import VQGAN, Decoder, DiscreteVAE, MuLaN, VideoTokenizer
 from tests.models.helpers import TOKENIZER, assert_same_bits
 from tests.models.reference import tokenizers
@@ -144,16 +138,12 @@ def test_the_weights_that_are_asked_for_are_exported(run: Path, said: str, part:
 
 
 def test_from_checkpoint_to_folder_to_pt_to_a_run_and_back_no_bit_changes(run: Path, tmp_path: Path) -> None:
-    """Each flag that makes the model is in start.yaml: no default of the script can stand against the weights."""
+    """A run adopts the shape of the model that it starts from: no default of the script stands against the weights."""
     converted("export", run, "--to", "model", tmp_path / "model", "--weights", "online")
     converted("export", tmp_path / "model", "--to", "dalle", tmp_path / "vae.pt")
-    converted("import", tmp_path / "vae.pt", tmp_path / "again")
-    settings = yaml.safe_load((tmp_path / "again" / "start.yaml").read_text())
-    assert settings.keys() == {*train_vae.MODEL_ARGUMENTS, "init_from", "output_dir"}
-    said = ["--image_folder", "demo:shapes:32", "--num_workers", "0", "--max_steps", "1", "--learning_rate", "1e-30"]
-    VAE.main("--config", str(tmp_path / "again" / "start.yaml"), *said)
+    VAE.start_from(tmp_path / "vae.pt", tmp_path / "again")
     assert_same_bits(saved(tmp_path / "again", "engine"), saved(run, "engine"))
-    shutil.rmtree(tmp_path / "again" / "init")  # where a run came from is nothing to its checkpoints
+    (tmp_path / "vae.pt").unlink()  # where a run came from is nothing to its checkpoints
     converted("export", tmp_path / "again", "--to", "model", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "model")
 
@@ -183,30 +173,25 @@ def test_what_is_there_is_kept_without_force_and_replaced_with_it(run: Path, tmp
     assert_same_bits(DiscreteVAE.from_dalle(tmp_path / "vae.pt").state_dict(), saved(run, "ema"))
 
 
-def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_imported(
+def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_started_from(
     tmp_path: Path, inspected: Any, refused: Any
 ) -> None:
     given = {"quantizer": "fsq", "fsq_levels": "8,5", "max_dim": 6}
-    flags = {"time_window": 16, **given}
     run, new = tmp_path / "run", tmp_path / "new"
     VIDEO_TOKENIZER.train(run, *words(given), "--max_steps", "2", "--ema_decay", "0.2")
     converted("export", run, "--to", "model", tmp_path / "model")
     assert contents(tmp_path / "model") == model_of(run)
     assert inspected(run)["parts"]["generator"]["optimizer_step"] == 2
     assert inspected(tmp_path / "model")["model"] == "VideoTokenizer"
-    converted("import", run, new)
-    settings = yaml.safe_load((new / "start.yaml").read_text())
-    assert settings.keys() == {*train_tokenizer.GENERATOR, "init_from", "output_dir"}
-    assert settings.items() >= flags.items()
-    args = train_tokenizer.build_parser().parse(["--config", str(new / "start.yaml"), "--num_frames", "5"])
-    assert_same_bits(train_tokenizer.build_model(args).state_dict(), saved(run, "ema"))
-    VideoTokenizer(**TOKENIZER, heads=4, channels=4).save_pretrained(tmp_path / "odd")
-    line = refused("import", tmp_path / "odd", tmp_path / "other")
-    assert "channels 3" in line and "has 4" in line
-    assert not (tmp_path / "other").exists()
+    VIDEO_TOKENIZER.start_from(run, new, "--num_frames", "5", "--discr_layers", "1")
+    assert_same_bits(saved(new, "generator"), saved(run, "ema"))
+    adopted = yaml.safe_load((new / "config.yaml").read_text())
+    assert adopted.items() >= given.items()
+    VideoTokenizer.made({**TOKENIZER, "heads": 4}).save_pretrained(tmp_path / "odd")
+    assert "--heads 4" in VIDEO_TOKENIZER.refused(tmp_path / "other", "--init_from", str(tmp_path / "odd"))
 
 
-def test_a_run_of_mulan_is_exported_from_mid_run_and_imported_with_its_tokenizer(
+def test_a_run_of_mulan_is_exported_from_mid_run_and_started_from_with_its_tokenizer(
     tmp_path: Path, inspected: Any, refused: Any
 ) -> None:
     run, new, own = tmp_path / "run", tmp_path / "new", Path(shutil.copy(TOKENIZER_FILE, tmp_path / "words.json"))
@@ -224,12 +209,9 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_imported_with_its_tokenizer
         name.removeprefix("weights/"): tensor for name, tensor in of_engine.items() if name.startswith("weights/")
     })  # fmt: skip
     assert inspected(early)["parts"]["engine"]["optimizer_step"] == 1
-    converted("import", early, new)
-    settings = yaml.safe_load((new / "start.yaml").read_text())
-    assert settings["tokenizer"] == str(new / "init" / "tokenizer.json")
-    args = train_mulan.build_parser().parse(["--config", str(new / "start.yaml")])
-    words = open_tokenizer(args.tokenizer, args.max_text_tokens)
-    assert_same_bits(train_mulan.build_model(args, words), open_model(early, "MuLaN").model.state_dict())
+    MULAN.start_from(early, new)
+    torch.testing.assert_close(saved(new, "engine"), dict(open_model(early, "MuLaN").model.state_dict()))
+    assert yaml.safe_load((new / "config.yaml").read_text())["tokenizer"] == str(own)
     own.write_text("another")  # those in model/ and best/ are the run's own
     converted("export", early, "--to", "model", tmp_path / "again")
     assert contents(tmp_path / "again")["tokenizer.json"] == content["tokenizer.json"]
@@ -239,7 +221,7 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_imported_with_its_tokenizer
     assert not (tmp_path / "lost").exists()
 
 
-def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_package(
+def test_a_run_of_the_decoder_is_started_from_and_exported_to_the_public_package_and_back(
     tmp_path: Path, inspected: Any, refused: Any
 ) -> None:
     run, new = tmp_path / "run", tmp_path / "new"
@@ -252,10 +234,8 @@ def test_a_run_of_the_decoder_is_exported_to_and_imported_from_the_public_packag
     trained = {DECODER.weight(f"{part}: weights/{name}"): tensor for part in ("unet1", "unet2")
                for name, tensor in saved(run, part).items() if not name.startswith("loss_weight.")}  # fmt: skip
     assert_same_bits(online, trained)
-    converted("import", run, new)
-    args = train_decoder.build_parser().parse(["--config", str(new / "start.yaml")])
-    built = train_decoder.build_model(args, {"image_embed": 30, "text_encodings": None})
-    assert_same_bits(built.state_dict(), saved(run, "ema"))
+    again = Decoder.from_pretrained(DECODER.start_from(run, new) / "model")
+    assert again.config == Decoder.from_pretrained(tmp_path / "online").config
     unlearned = ["--max_steps", "1", "--learned_variance", "0", "--switches", "none", "none", *public]
     DECODER.train(tmp_path / "plain", *unlearned)
     file = tmp_path / "decoder.pth"
@@ -309,27 +289,18 @@ def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_c
 def test_a_training_starts_from_a_public_file_with_its_discriminator(
     vqgan_run: Path, tmp_path: Path, refused: Any
 ) -> None:
-    """From the file itself, and from what import makes of it."""
     converted("export", vqgan_run, "--to", "muse", tmp_path / "vae.pt")
-    converted("import", tmp_path / "vae.pt", tmp_path / "new")
-    settings = yaml.safe_load((tmp_path / "new" / "start.yaml").read_text())
-    expected = {"image_size": 256, "discr_dim": 16, "discr_layers": 2, "diversity_gamma": 4.0, "inv_temperature": 100.0}
-    assert expected.items() <= settings.items()
-    of_file = ["--config", str(tmp_path / "new" / "start.yaml"), "--init_from", str(tmp_path / "vae.pt")]
-    for said in (of_file[:2], of_file):
-        args = train_vqgan.build_parser().parse(said)
-        assert_same_bits(train_vqgan.build_model(args).state_dict(), saved(vqgan_run, "ema"))
-        assert_same_bits(train_vqgan.build_discriminator(args).state_dict(), saved(vqgan_run, "discriminator"))
-        with pytest.raises(ValueError, match=r"--discr_dim 16 and --discr_layers 2"):
-            train_vqgan.build_discriminator(train_vqgan.build_parser().parse([*said, "--discr_dim", "8"]))
-    VQGAN_SCRIPT.train(tmp_path / "new", *of_file, "--dim", "16", "--codebook_dim", "32", "--max_steps", "1",
-                       "--learning_rate", "1e-30", "--ema_decay", "0")  # fmt: skip
+    run = VQGAN_SCRIPT.start_from(tmp_path / "vae.pt", tmp_path / "new", "--image_size", "16", "--no-centred")
+    adopted = yaml.safe_load((run / "config.yaml").read_text())
+    assert {"discr_dim": 16, "discr_layers": 2, "num_layers": 2, "quantizer": "lfq"}.items() <= adopted.items()
     for part, ours in (("ema", "generator"), ("discriminator", "discriminator")):
-        assert_same_bits(saved(tmp_path / "new", ours), saved(vqgan_run, part))
+        assert_same_bits(saved(run, ours), saved(vqgan_run, part))
+    said = "--init_from", str(tmp_path / "vae.pt"), "--dim", "16", "--codebook_dim", "32", "--discr_dim", "8"
+    assert "--discr_dim 16 and --discr_layers 2" in VQGAN_SCRIPT.refused(tmp_path / "x", *said)
     # Of a run, --init_from takes the generator alone.
-    args = train_vqgan.build_parser().parse([*of_file[:2], "--init_from", str(vqgan_run)])
-    assert not torch.equal(next(train_vqgan.build_discriminator(args).parameters()),
-                           saved(vqgan_run, "discriminator")["layers.0.0.weight"])  # fmt: skip
+    run = VQGAN_SCRIPT.start_from(vqgan_run, tmp_path / "alone", "--image_size", "16", "--discr_layers", "2")
+    first = "layers.0.0.weight"
+    assert not torch.equal(saved(run, "discriminator")[first], saved(vqgan_run, "discriminator")[first])
     line = refused("export", tmp_path / "vae.pt", "--to", "dalle", tmp_path / "x")
     assert "DiscreteVAE" in line and f"{tmp_path / 'vae.pt'} holds a VQGAN" in line
 
@@ -431,7 +402,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
     "an empty folder": (lambda run, tmp: tmp, "expected a run folder"),
     "other sizes": (lambda run, tmp: described_as(run, tmp, num_tokens=17), "(17, 6)"),
     "4 million blocks": (lambda run, tmp: described_as(run, tmp, num_resnet_blocks=4 << 20), "many more"),
-    "an argument of a later version": (lambda run, tmp: described_as(run, tmp, colour="red"), "'colour'"),
+    "an argument of a later one": (lambda run, tmp: described_as(run, tmp, colour="red"), "'colour'"),
     "no model": (lambda run, tmp: described_as(run, tmp, model="build_in_memory"), "no model of this version"),
     "a name that is no text": (lambda run, tmp: described_as(run, tmp, model=["DiscreteVAE"]), "what its models are"),
     "an earlier version": (undescribed, "was written by an earlier version"),

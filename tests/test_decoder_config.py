@@ -77,9 +77,9 @@ def translated(folder: Path, config: Any, *more: str) -> dict[str, Any]:
 
 def flags_of(folder: Path, config: Any, *more: str) -> dict[str, Any]:
     """What the YAML sets, as config.yaml would say it."""
-    translated(folder, config, *more)
+    weights = ["--clip_weights", "FILE"] if "clip" in translated(folder, config, *more) else []
     parser = DECODER.module.build_parser()
-    args = parser.parse(["--config", str(folder / "new.yaml")])
+    args = parser.parse(["--config", str(folder / "new.yaml"), *weights])
     return {name: value for name, value in parser.settings(args).items() if name in args.explicit}
 
 
@@ -129,8 +129,8 @@ def test_what_is_not_said_is_what_the_public_package_does_then(tmp_path: Path, r
     flags = flags_of(tmp_path, config)
     expected = {
         "noise_schedule": ["cosine", "linear"], "learned_variance": [1, 0], "objective": ["noise"] * 2,
-        "lowres_condition": "blur", "batch_size": 64, "learning_rate": [1e-4], "weight_decay": [0.01], "epochs": 20,
-        "ema_decay": 0.99989995, "valid_fraction": 0.15, "test_fraction": 0.1, "max_grad_norm": 0.5,
+        "lowres_condition": "blur", "batch_size": 64, "learning_rate": [1e-4] * 2, "weight_decay": [0.01] * 2,
+        "epochs": 20, "ema_decay": 0.99989995, "valid_fraction": 0.15, "test_fraction": 0.1, "max_grad_norm": 0.5,
         "gradient_checkpointing": True, "sampler": "ddpm", "seed": 0,
     }  # fmt: skip
     assert {name: flags[name] for name in expected} == expected and "n_evaluation_samples" not in flags
@@ -146,6 +146,7 @@ def test_what_is_not_said_is_what_the_public_package_does_then(tmp_path: Path, r
     ("data.preprocessing.RandomHorizontalFlip", True, {"random_flip": True}),
     ("decoder.sample_timesteps", 250, {"sampler": "ddim", "sample_timesteps": [250]}),
     ("decoder.predict_v", True, {"objective": ["v"]}),
+    ("decoder.lowres_noise_sample_level", 0.4, {"lowres_noise_level": 0.4}),
     ("decoder.p2_loss_weight_gamma", 0.5, {"loss_weight": ["p2"], "p2_loss_weight_gamma": 0.5}),
     ("decoder.unconditional", True, {"condition_on": "none"}),
     ("decoder.unets.0.self_attn", [True] * 4, {"switches": ["self_attn"]}),

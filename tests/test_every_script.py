@@ -88,8 +88,7 @@ def test_all_scripts_are_tested() -> None:
 
 def arguments_of(script: Script, *said: str) -> Any:
     """The arguments with which `main` trains."""
-    flag = script.data.flag
-    return script.module.build_parser().parse(said, demonstration=script.module.DEMO_CONFIG, data_flag=flag)
+    return script.module.build_parser().parse(said, demonstration=script.module.DEMO_CONFIG)
 
 
 def test_without_data_the_demonstration_runs_and_is_announced(script: Script) -> None:

@@ -18,6 +18,7 @@ from forks import completed
 from safetensors.torch import load_file
 
 from models import DiscreteVAE
+from models.configs import DiscreteVAEConfig
 from tests.hub_server import TOKEN, Hub, serving
 from tests.models.helpers import assert_same_bits
 from tests.scripts import MULAN, ROOT, VAE, words, write_images
@@ -45,7 +46,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(tmp_path: Path) -> dict[str, bytes]:
     """The files of a model folder, by name."""
     torch.manual_seed(1)
-    vae = DiscreteVAE(image_size=16, num_tokens=16, codebook_dim=6, num_layers=2, num_resnet_blocks=1, hidden_dim=8)
+    vae = DiscreteVAE(
+        DiscreteVAEConfig(16, num_tokens=16, num_layers=2, num_resnet_blocks=1, codebook_dim=6, hidden_dim=8)
+    )
     vae.save_pretrained(tmp_path / "published")
     return {path.name: path.read_bytes() for path in (tmp_path / "published").iterdir()}
 

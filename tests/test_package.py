@@ -136,9 +136,7 @@ def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path
     run(installed, tmp_path, "tandem-tokenize-images", "--model", "run/model", "--image_folder", "demo:shapes:8",
         "--output", "codes", "--num_workers", "0")  # fmt: skip
     assert (tmp_path / "codes" / "index.json").is_file()
-    assert "tandem-train-vae --config new/start.yaml" in run(
-        installed, tmp_path, "tandem-convert", "import", "run", "new"
-    )
+    assert "DiscreteVAE" in run(installed, tmp_path, "tandem-convert", "export", "run", "--to", "model", "new")
     assert "usage: tandem-sample " in run(installed, tmp_path, "tandem-sample", "--help")
 
 

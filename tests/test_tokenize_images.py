@@ -25,6 +25,7 @@ import data
 import tokenize_images
 from data.stores.codes import code_dtype, read_codes
 from models import DiscreteVAE, Discriminator
+from models.configs import DiscreteVAEConfig
 from tests.scripts import files
 from training.measures.averages import code_statistics
 
@@ -41,7 +42,7 @@ def codes(whole) -> Path:
 
 def vae(seed: int = 0) -> DiscreteVAE:
     torch.manual_seed(seed)
-    return DiscreteVAE(image_size=SIZE, num_tokens=32, codebook_dim=8, hidden_dim=8, num_layers=2).eval()
+    return DiscreteVAE(DiscreteVAEConfig(SIZE, num_tokens=32, codebook_dim=8, hidden_dim=8, num_layers=2)).eval()
 
 
 def decoding(model: Path, codes: Path, output: Path, *more: str) -> list[str]:

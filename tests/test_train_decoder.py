@@ -107,6 +107,20 @@ def test_the_scale_of_guidance_reaches_the_pictures(tmp_path: Path) -> None:
     assert weights[0] == weights[1] and pictures[0] != pictures[1]
 
 
+def test_a_run_has_a_value_for_each_unet_however_its_flags_are_written() -> None:
+    parser, sizes = DECODER.module.build_parser(), ["--image_sizes", "8", "16"]
+    one = ["--dim", "8", "--dim_mults", "1,2", "--random_crop_sizes", "4", "--cond_scale", "2"]
+    each = [
+        "--dim", "8", "8", "--cond_dim", "8", "8", "--dim_mults", "1,2", "1,2", "--random_crop_sizes", "0", "4",
+        "--cond_scale", "2", "2",
+    ]  # fmt: skip
+    settings = parser.settings(parser.parse([*sizes, *one]))
+    assert settings == parser.settings(parser.parse([*sizes, *each]))
+    assert settings["dim_mults"] == ["1,2", "1,2"] and settings["random_crop_sizes"] == [0, 4]
+    alone = parser.parse([*one[:4], "--image_sizes", "8"])
+    assert (alone.dim, alone.cond_dim, alone.random_crop_sizes) == ([8], [8], [0])
+
+
 def test_one_size_of_crops_is_that_of_the_upsampling_unets(tmp_path: Path) -> None:
     """And what is blurred by how much depends on no micro-batches."""
     runs = {
@@ -160,6 +174,10 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--image_folder", str(captioned), "--init_from", str(trained / "model")], "image_embed_dim"),
         (["--cond_scale", "3", "--image_cond_drop_prob", "0"], "--cond_scale 3"),
         (["--lpips_weights", "w", "--max_steps", "1"], "--lpips_weights has no effect with --n_evaluation_samples 0"),
+        ([*ONE, "--lowres_condition", "none"], "has no effect with --image_sizes 8; leave it out"),
+        (["--condition_on", "none", "--cond_scale", "3"], "--cond_scale has no effect with --condition_on none"),
+        (["--clip", "b", "--clip_weights", "w", "--condition_on", "none"], "--clip has no effect with --condition_on"),
+        (["--loss_weight", "p2", "none", "--sigmoid_bias", "0"], "no effect with --loss_weight p2 none; leave it out"),
         (["--text_cond_drop_prob", "0.1"], "--text_cond_drop_prob has no effect with --condition_on image"),
     ]
     for number, (said, text) in enumerate(mistakes):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,3 +158,28 @@ def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: 
     # What a run leaves names every flag, and is a config as well.
     again = VQGAN.train(tmp_path / "again", "--config", str(run / "config.yaml"), "--max_steps", "1")
     assert without_clocks(again) == without_clocks(run)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("num_resnet_blocks", 3), ("num_resnet_blocks", None), ("fsq_levels", 5), ("centred", "no"),
+    ("layers", "\x1b]0;x\x07"),
+])  # fmt: skip
+def test_a_stranger_s_model_whose_configuration_is_no_shape_is_refused_in_one_line(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    Generator.made({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 64}).save_pretrained(
+        tmp_path / "model"
+    )
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, name: value}))
+    line = VQGAN.refused(tmp_path / "run", "--init_from", str(tmp_path / "model"))
+    assert (name in line or str(tmp_path / "model") in line) and "\x1b" not in line
+
+
+def test_a_flag_is_judged_beside_those_that_a_run_adopts(tmp_path: Path) -> None:
+    VQGAN.train(tmp_path / "vq", "--quantizer", "vq", "--max_steps", "1")
+    said = "--image_size", "16", "--discr_layers", "2"
+    VQGAN.start_from(tmp_path / "vq", tmp_path / "decay", *said, "--vq_decay", "0.9")
+    assert "vq_decay: 0.9" in (tmp_path / "decay" / "config.yaml").read_text()
+    line = VQGAN.refused(tmp_path / "x", "--quantizer", "lfq", "--vq_decay", "0.9")
+    assert "--vq_decay has no effect with --quantizer lfq" in line

@@ -73,7 +73,7 @@ def different_tensors(one: Path, other: Path) -> list[str]:
 def _digests(run: Path) -> dict[str, str]:
     last = max((run / "checkpoints").iterdir(), default=None) if (run / "checkpoints").is_dir() else None
     folders = [*run.glob("model*"), *([last] if last else [])]
-    files = [path for folder in folders for path in folder.rglob("*.safetensors") if path.name != "random.safetensors"]
+    files = [path for folder in folders for path in folder.rglob("*.safetensors")]
     return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

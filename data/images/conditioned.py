@@ -171,8 +171,8 @@ def decoder_feed(
 ) -> Feed[ConditionedBatch]:
     """The feed of a script that trains on conditioned images; its `samples.widths` are the widths of the conditions.
 
-    `args` are those of `add_conditioned_image_arguments` and `add_run_arguments`, the others as for `open_conditioned`.
-    Raises what `Feed` raises.
+    `args` are `ConditionedImageFlags` and `RunFlags` of `training/flags/shared.py`, the others as for
+    `open_conditioned`. Raises what `Feed` raises.
     """
     urls = {IMAGE.key: args.image_embeddings, TEXT.key: args.text_embeddings}
     rows = {key: (_FLAGS[key], url) for key, url in urls.items() if url}

@@ -82,7 +82,8 @@ def caption_id(caption: str) -> int:
 def sound_feed(args: argparse.Namespace, processes: Processes, tokenizer: Tokenizer) -> Feed[SoundBatch]:
     """The feed of a script that trains on sounds and captions.
 
-    `args` are those of `add_run_arguments`, and audio_data, sample_rate and clip_seconds. Raises what `Feed` raises.
+    `args` are `RunFlags` of `training/flags/shared.py`, and audio_data, sample_rate and clip_seconds. Raises what
+    `Feed` raises.
     """
     source = data_of(args, "audio_data")
 

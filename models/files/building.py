@@ -7,13 +7,16 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .errors import one_line
+
+if TYPE_CHECKING:
+    from .pretrained import Pretrained
 
 # Whole numbers up to this are cheap for a constructor, whatever it does with them (2**n, [0] * n, a loop).
 _HARMLESS_NUMBER = 1 << 22
@@ -29,6 +32,7 @@ _SPARE_TENSORS = 1000
 _MOST_TENSORS = 1 << 14
 
 Model = TypeVar("Model", bound=nn.Module)
+Saved = TypeVar("Saved", bound="Pretrained")
 
 
 def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -72,16 +76,16 @@ def plain_values(name: str, value: Any) -> Iterator[Any]:
             raise ValueError(f"{name} holds a {type(value).__name__}")
 
 
-def build_in_memory(kind: Callable[..., Model], /, **arguments: Any) -> Model:
-    """``kind(**arguments)``, after a look at its size: the weights have to fit into the memory of this machine.
+def build_in_memory(kind: type[Saved], /, **arguments: Any) -> Saved:
+    """``kind.made(arguments)``, after a look at its size: the weights have to fit into the memory of this machine.
 
     Raises:
         ValueError: one line that names the argument that is too large, or says how large the model would be. Others:
             as ``kind``.
     """
     check_numbers(arguments)
-    build_on_meta(lambda: kind(**arguments))
-    return kind(**arguments)
+    build_on_meta(lambda: kind.made(arguments))
+    return kind.made(arguments)
 
 
 def check_numbers(arguments: Mapping[str, Any]) -> None:

@@ -23,16 +23,17 @@ _OF_OLD_FILES = {"channels": 3}
 
 
 def save_dalle_file(path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Write a vae-final.pt with the ``HPARAMS`` among the constructor arguments; it appears whole or not at all."""
+    """Write a vae-final.pt with the ``HPARAMS`` of a `DiscreteVAEConfig`; it appears whole or not at all."""
     content = io.BytesIO()  # given a path, torch.save would hide the reason of a disk error
-    torch.save({"hparams": {key: config[key] for key in HPARAMS}, "weights": on_cpu(weights)}, content)
+    hparams = {**config, "channels": 4 if config["transparent"] else 3}
+    torch.save({"hparams": {key: hparams[key] for key in HPARAMS}, "weights": on_cpu(weights)}, content)
     with replacing(path) as unfinished:
         unfinished.write_bytes(content.getbuffer())
 
 
 def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Hparams and weights of a vae.pt or vae-final.pt of any release. The weights are mapped from the file and take
-    memory only when used.
+    """Configuration and weights of a vae.pt or vae-final.pt of any release. The weights are mapped from the file and
+    take memory only when used.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
@@ -53,6 +54,9 @@ def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"{path}: its weights hold something that is not a tensor")
     check_sizes(path, weights.values())
     arguments = {key: hparams[key] for key in HPARAMS}
+    if (channels := arguments.pop("channels")) not in (3, 4):
+        raise ValueError(f"{path}: images of {str(channels)[:24]} channels; a DiscreteVAE has 3 or 4")
+    arguments["transparent"] = channels == 4
     try:
         check_arguments(arguments, weights)
     except ValueError as error:

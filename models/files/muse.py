@@ -237,6 +237,6 @@ def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
 def _built(path: Path, kind: Any, arguments: dict[str, Any], weights: dict[str, Tensor]) -> Any:
     try:
         check_arguments(arguments, weights)
-        return build_with_weights(lambda: kind(**arguments), weights).eval()
+        return build_with_weights(lambda: kind.made(arguments), weights).eval()
     except (TypeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path} does not hold a VQGanVAE of {PACKAGE}: {one_line(error)}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import json
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
+from tandem.fields import ModelConfig
 from tandem.files.reading import DAMAGES, check_inside, check_regular, read_json
 
 from .building import build_with_weights, check_arguments
@@ -37,10 +39,17 @@ Self = TypeVar("Self", bound="Pretrained")
 class Pretrained(nn.Module):
     """A model that can be saved to a folder and built from one."""
 
+    Config: ClassVar[type[ModelConfig] | None] = None
+    """The dataclass that the constructor takes; None: it takes arguments by name."""
     config: dict[str, Any]
-    """Constructor arguments by name, of JSON's types; set by the constructor."""
+    """The fields of the configuration, or the arguments, by name, of JSON's types; set by the constructor."""
     not_in_the_weights: ClassVar[frozenset[str]] = frozenset()
     """Arguments that have no effect on the weights, so `load_weights_from` accepts a model that differs in them."""
+
+    @classmethod
+    def made(cls: type[Self], arguments: Mapping[str, Any]) -> Self:
+        """The model of this `config`. Raises TypeError for a name that there is not; others as the constructor."""
+        return cls(**arguments) if cls.Config is None else cls(cls.Config(**arguments))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model.safetensors, then the config.json that makes the folder loadable; each file atomically."""
@@ -94,9 +103,13 @@ class Pretrained(nn.Module):
         Raises:
             ValueError: one line that names ``source``, if they do not fit.
         """
+        known = {field.name for field in dataclasses.fields(cls.Config)} if cls.Config else config.keys()
+        if other := sorted(config.keys() - known):
+            names = ", ".join(repr(name[:40]) for name in other[:3])
+            raise ValueError(f"{source} was written by another version, whose {cls.__name__} has {names}")
         try:
             check_arguments(config, weights)
-            return build_with_weights(lambda: cls(**config), weights).eval()
+            return build_with_weights(lambda: cls.made(config), weights).eval()
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from ..configs import QuantizerConfig
     from .base import Quantizer
 
 
@@ -45,9 +45,7 @@ def make_quantizer(name: str, *, codebook_size: int | None = None, dim: int | No
     Raises:
         ValueError: an unknown name or option, or a value out of range.
     """
-    if name not in _KINDS:
-        raise ValueError(f"quantizer {name!r} is unknown; use one of {', '.join(QUANTIZERS)}")
-    kind: type[Quantizer] = getattr(importlib.import_module(f".{_KINDS[name].module}", __name__), _KINDS[name].name)
+    kind = _class_of(name)
     parameters = inspect.signature(kind).parameters
     sizes: dict[str, Any] = {"codebook_size": codebook_size, "dim": dim}
     if name == "fsq" and codebook_size is not None and "levels" not in options:
@@ -62,21 +60,22 @@ def make_quantizer(name: str, *, codebook_size: int | None = None, dim: int | No
     return kind(**arguments)
 
 
-def tokenizer_quantizer(
-    name: str, *, codebook_size: int, dim: int, diversity_gamma: float, inv_temperature: float | None,
-    fsq_levels: Sequence[int] | None, vq_decay: float, vq_cosine: bool,
-) -> Quantizer:  # fmt: skip
-    """The quantizer of a tokenizer, which has the options of all quantizers; each takes its own, None for its default.
+def tokenizer_quantizer(config: QuantizerConfig) -> Quantizer:
+    """The quantizer of a tokenizer, whose configuration has the options of all quantizers: a quantizer's parameter
+    x is the field x or, of a quantizer q alone, q_x; None for its default.
 
     Raises:
         ValueError: an unknown name or a value out of range.
     """
-    options: dict[str, dict[str, Any]] = {
-        "lfq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
-        "bsq": {"diversity_gamma": diversity_gamma, "inv_temperature": inv_temperature},
-        "ibq": {"diversity_gamma": diversity_gamma},
-        "fsq": {"levels": fsq_levels},
-        "vq": {"decay": vq_decay, "cosine": vq_cosine},
-    }
-    given = {key: value for key, value in options.get(name, {}).items() if value is not None}
-    return make_quantizer(name, codebook_size=codebook_size, dim=dim, **given)
+    options: dict[str, Any] = {}
+    for parameter in inspect.signature(_class_of(config.quantizer)).parameters.keys() - {"codebook_size", "dim"}:
+        value = getattr(config, f"{config.quantizer}_{parameter}", getattr(config, parameter, None))
+        options |= {} if value is None else {parameter: value}
+    return make_quantizer(config.quantizer, codebook_size=config.codebook_size, dim=config.codebook_dim, **options)
+
+
+def _class_of(name: str) -> type[Quantizer]:
+    if name not in _KINDS:
+        raise ValueError(f"quantizer {name!r} is unknown; use one of {', '.join(QUANTIZERS)}")
+    found: type[Quantizer] = getattr(importlib.import_module(f".{_KINDS[name].module}", __name__), _KINDS[name].name)
+    return found

@@ -69,7 +69,7 @@ def test_processes_in_distributed_data_parallel_take_turns_with_the_script() -> 
 
 
 def test_a_side_that_fails_is_one_line_and_ends_the_others() -> None:
-    with pytest.raises(JobFailed, match=r"exit code 1: .*image_size 7 must be"):
+    with pytest.raises(JobFailed, match=r"exit code 2: .*--image_size 7 is less"):
         measure(PYTHON, ["script", "reference"], ["--image_size", "7"], rounds=1, turns=1, updates=1)
 
 

@@ -111,6 +111,8 @@ class Kind:
             said["valid_fraction"] = None
         if "dataset" not in flags:
             said = {self.script.data.flag: f"{self.script.data.demonstration}:{N}", **said}
+        if "dataset" not in flags and str(said[self.script.data.flag]).startswith("demo:"):
+            said |= dict.fromkeys(CROPS)  # of demonstrations nothing is cut
         given = {name: value for name, value in said.items() if value is not None}
         return self.open(self.script.parsed(*words(given)), process or Process())
 

@@ -69,7 +69,6 @@ def _tools() -> list[Target]:
         Target("convert", ["config", "public.json", "out"], ["public.json"]),
         Target("convert", ["average", "run", "out", "--ema_length", "0.1"], ["run"]),
         Target("report", ["run", "--output", "out"], ["run"]),
-        *(Target("convert", ["import", file, "out"], [file]) for file in ("vae.pt", "vqgan.pt", "decoder.pth")),
         Target("convert", ["export", "decoder.pth", "--to", "dalle2", "out.pth"], ["decoder.pth"]),
         Target("tokenize_images", ["--model", "vqgan", *images, "--output", "out"], ["images", "vqgan"], 2),
         Target("tokenize_images", ["--model", "vae", *images, "--output", "out"], ["vae", "images"]),
@@ -121,7 +120,7 @@ def write_inputs(folder: Path) -> None:
     """Make all inputs. Takes some seconds."""
     torch.manual_seed(0)
     small = {"image_size": 16, "num_tokens": 16, "codebook_dim": 4, "hidden_dim": 4, "num_layers": 2}
-    vae, unets = DiscreteVAE(**small), decoder()
+    vae, unets = DiscreteVAE.made(small), decoder()
     models = vae, vqgan(), mulan(), video_tokenizer(), unets, ResidualQuantizer(8, 2, 3)
     for name, model in zip(KINDS, models, strict=True):
         model.save_pretrained(folder / name)

@@ -40,7 +40,7 @@ write_atomically = tandem.files.writing.write_atomically
 
 def vqgan(seed: int = 0, **options: Any) -> VQGAN:
     torch.manual_seed(seed)
-    return VQGAN(**{"image_size": SIZE, "dim": 4, "num_layers": 2, "codebook_size": 512, **options}).eval()
+    return VQGAN.made({"image_size": SIZE, "dim": 4, "num_layers": 2, "codebook_size": 512, **options}).eval()
 
 
 def mulan(seed: int = 0, **options: Any) -> MuLaN:
@@ -54,7 +54,7 @@ def video_tokenizer(seed: int = 0, **options: Any) -> VideoTokenizer:
     sizes = {"init_dim": 4, "input_kernel": 3, "patch_size": 2, "norm": "rms", "codebook_size": 512}
     layers = "residual,compress_space:8,compress_time:8"
     torch.manual_seed(seed)
-    return VideoTokenizer(**{"image_size": SIZE, "layers": layers, **sizes, **options}).eval()
+    return VideoTokenizer.made({"image_size": SIZE, "layers": layers, **sizes, **options}).eval()
 
 
 def write_image(path: Path, seed: int, height: int = 20, width: int = 24) -> None:

@@ -87,7 +87,8 @@ BITS, ROUNDED = chosen(SAME_BITS), chosen(TO_ROUNDING)
 def flags(name: str, folder: Path) -> list[str]:
     """Those of a variant, with which any backend and number of processes has to give the same."""
     script, more = VARIANTS[name]
-    tiny = {key: value for key, value in SCRIPTS[script].tiny.items() if name != "mulan-musiclm" or key != "n_mels"}
+    without = {"mulan-musiclm": ("n_mels",), "mulan-frozen": ("text_dim", "text_depth")}.get(name, ())
+    tiny = {key: value for key, value in SCRIPTS[script].tiny.items() if key not in without}
     data = f"{SCRIPTS[script].data.demonstration}:64" if name != "vae" else sixty_photos(folder / "photos")
     if name == "mulan-frozen":
         more = {**more, "text_tower": text_tower(folder)}

@@ -14,7 +14,9 @@ from models.perceptual import PerceptualLoss
 from models.quantizers import make_quantizer
 from models.quantizers.base import Quantizer
 
-VAE: dict[str, Any] = {"image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "hidden_dim": 5}
+VAE: dict[str, Any] = {
+    "image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "num_resnet_blocks": 0, "hidden_dim": 5
+}  # fmt: skip
 VQGAN: dict[str, Any] = {"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256}
 TOKENIZER: dict[str, Any] = {
     "image_size": 8, "layers": "residual,compress_space:6,compress_time,residual", "init_dim": 4, "input_kernel": 3,

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import DiscreteVAE
+from models.configs import DiscreteVAEConfig
 from tests.models.helpers import VAE, some_images
 
 
 def small_vae(**overrides: Any) -> DiscreteVAE:
     """With weights large enough for codes to differ between places."""
     torch.manual_seed(0)
-    model = DiscreteVAE(**{**VAE, **overrides})
+    model = DiscreteVAE.made({**VAE, **overrides})
     with torch.no_grad():
         for parameter in model.encoder.parameters():
             parameter.mul_(2.5)
@@ -58,30 +59,27 @@ def encoder_gradient(model: DiscreteVAE) -> Tensor:
 
 def test_the_scripts_defaults_have_16672259_parameters() -> None:
     with torch.device("meta"):
-        model = DiscreteVAE(image_size=128, num_tokens=8192, num_layers=3, num_resnet_blocks=2, hidden_dim=256)
+        model = DiscreteVAE(DiscreteVAEConfig())
     assert sum(parameter.numel() for parameter in model.parameters()) == 16_672_259
 
 
-def test_without_noise_and_temperature_noise_is_zero_and_the_temperature_the_constructors() -> None:
-    model, images = small_vae(temperature=0.4), some_images()
-    out, same = model(images), model(images, noise=torch.zeros(2, *model.noise_shape), temperature=0.4)
+def test_without_noise_and_temperature_noise_is_zero_and_the_temperature_is_1() -> None:
+    model, images = small_vae(), some_images()
+    out, same = model(images), model(images, noise=torch.zeros(2, *model.noise_shape), temperature=1.0)
     assert model.noise_shape == (13, 4, 4) and out.reconstruction.shape == images.shape
     assert torch.equal(out.recon_loss, same.recon_loss) and torch.equal(out.reconstruction, same.reconstruction)
     assert out.recon_loss != model(images, temperature=0.9).recon_loss
 
 
-@pytest.mark.parametrize(("normalization", "mean", "std"), [
-    (((0.5,) * 3, (0.5,) * 3), [0.5, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 1.0]),
-    (((0.2, 0.5, 0.5), (0.4, 0.5, 0.5)), [0.2], [0.4]),
-    (None, [0.0] * 3, [1.0] * 3),
-], ids=["alpha is left as it is", "grey takes the first", "none"])  # fmt: skip
-def test_images_are_normalised_channel_by_channel(normalization: Any, mean: list[float], std: list[float]) -> None:
-    model, images = small_vae(channels=len(mean), normalization=normalization), some_images(channels=len(mean))
-    assert model.config["normalization"] == (normalization and [mean, std])
-    means, deviations = (torch.tensor(values)[:, None, None] for values in (mean, std))
+@pytest.mark.parametrize("is_transparent", [False, True])
+def test_colours_are_normalised_and_alpha_is_left_as_it_is(is_transparent: bool) -> None:
+    channels = 4 if is_transparent else 3
+    model, images = small_vae(transparent=is_transparent), some_images(channels=channels)
+    mean, deviation = [0.5, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 1.0]
+    means, deviations = (torch.tensor(values[:channels])[:, None, None] for values in (mean, deviation))
     target = (images - means) / deviations
     with torch.no_grad():
-        decoded = decoded_by(model, (logits_of(model, target) / 0.9).softmax(1))
+        decoded = decoded_by(model, logits_of(model, target).softmax(1))
         out = model(images)
     assert out.recon_loss.item() == pytest.approx(F.mse_loss(decoded, target).item(), rel=1e-5)
     torch.testing.assert_close(out.reconstruction, decoded * deviations + means)
@@ -146,4 +144,4 @@ def test_kl_depends_neither_on_batch_size_nor_on_temperature_and_without_a_weigh
     model, images = small_vae(), some_images(batch=1)
     expected = model(images)
     assert model(images.expand(5, -1, -1, -1), temperature=0.1).kl.item() == pytest.approx(expected.kl.item(), rel=1e-6)
-    assert not expected.kl.requires_grad and small_vae(kl_div_loss_weight=0.1)(images).kl.requires_grad
+    assert not expected.kl.requires_grad and small_vae(kl_loss_weight=0.1)(images).kl.requires_grad

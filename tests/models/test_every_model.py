@@ -22,6 +22,7 @@ from torch.nn import functional as F
 import models
 import models.perceptual
 from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, MusicLMMuLaN, ResidualQuantizer, Unet, VideoTokenizer
+from models.files.pretrained import Pretrained
 from models.perceptual import PerceptualLoss
 from models.quantizers import QUANTIZERS, make_quantizer
 from tests.models import helpers
@@ -125,8 +126,7 @@ def distance(kind: str) -> Case:
 MODELS = {
     "vae": Case(
         DiscreteVAE,
-        {**helpers.VAE, "num_resnet_blocks": 1, "smooth_l1_loss": True, "temperature": 0.7, "kl_div_loss_weight": 0.2,
-         "normalization": [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]},
+        {**helpers.VAE, "num_resnet_blocks": 1, "smooth_l1_loss": True, "kl_loss_weight": 0.2},
         lambda model: {**images(model), "noise": some(BATCH, *model.noise_shape)},
         {"image_size": 32, "smooth_l1_loss": False}, {"num_tokens": 14}, "codebook.weight",
     ),
@@ -166,11 +166,16 @@ RECOMPUTED = ["lfq", *(name for name in MODELS if "unet" in name or "tokenizer" 
 each = pytest.mark.parametrize("name", MODELS)
 
 
+def built(kind: Any, /, **arguments: Any) -> Any:
+    """A model of these arguments, or of a configuration with them."""
+    return kind.made(arguments) if isinstance(kind, type) and issubclass(kind, Pretrained) else kind(**arguments)
+
+
 def made(name: str, **changes: Any) -> Any:
     """A model in eval mode that has seen a batch: the codebooks of some start from it."""
     case = MODELS[name]
     torch.manual_seed(0)
-    model = lively(case.kind(**{**case.sizes, **changes})).train()
+    model = lively(built(case.kind, **{**case.sizes, **changes})).train()
     results(model, case.inputs(model))
     return model.eval()
 
@@ -373,7 +378,7 @@ def test_the_encoder_learns_from_the_reconstruction(case: Case, size: int, quant
     Entries that start as small as 1 / size would leave 1e-6 to 1e-10, because IBQ's gradient passes two products with
     them."""
     torch.manual_seed(0)
-    model = case.kind(**{**case.sizes, "quantizer": quantizer, "codebook_size": size, "fsq_levels": None})
+    model = case.kind.made({**case.sizes, "quantizer": quantizer, "codebook_size": size, "fsq_levels": None})
     inputs = case.inputs(model)
     F.l1_loss(model(**inputs).reconstruction, next(iter(inputs.values()))).backward()
     of_encoder, of_decoder = (
@@ -394,7 +399,7 @@ def test_a_folder_gives_back_arguments_weights_and_results_exactly(name: str, tm
     assert config == {"model": case.kind.__name__, **facts, **model.config} and config == {**config, **case.sizes}
     assert load_file(folder / "model.safetensors").keys() == model.state_dict().keys()
     loaded = case.kind.from_pretrained(folder)
-    assert loaded.config == model.config == case.kind(**model.config).config and not loaded.training
+    assert loaded.config == model.config == case.kind.made(model.config).config and not loaded.training
     assert_same_bits(loaded, model)
     assert_same_bits(of(name, loaded), of(name, model))
 
@@ -402,7 +407,7 @@ def test_a_folder_gives_back_arguments_weights_and_results_exactly(name: str, tm
 @pytest.mark.parametrize("name", SAVED)
 def test_weights_are_taken_by_a_model_that_differs_in_its_training_only(name: str, tmp_path: Path) -> None:
     case, trained = MODELS[name], made(name)
-    model, other = case.kind(**{**case.sizes, **case.free}), made(name, **case.other)
+    model, other = case.kind.made({**case.sizes, **case.free}), made(name, **case.other)
     trained.save_pretrained(tmp_path)
     model.load_weights_from(tmp_path)
     assert_same_bits(model, trained)
@@ -438,8 +443,9 @@ def test_names_and_shapes_of_the_weights_stay_what_they_are(name: str) -> None:
     assert {weight: list(tensor.shape) for weight, tensor in weights.items()} == FORMATS[name]
 
 
-vae, vqgan_of = partial(DiscreteVAE, **helpers.VAE), partial(VQGAN, **helpers.VQGAN)
-tokenizer_of, discriminator = partial(VideoTokenizer, **helpers.TOKENIZER), partial(models.VideoDiscriminator, dim=4)
+vae, vqgan_of = partial(built, DiscreteVAE, **helpers.VAE), partial(built, VQGAN, **helpers.VQGAN)
+tokenizer_of = partial(built, VideoTokenizer, **helpers.TOKENIZER)
+discriminator = partial(models.VideoDiscriminator, dim=4)
 mulan_of, musiclm = partial(MuLaN, **helpers.MULAN), partial(MusicLMMuLaN, **helpers.MUSICLM)
 unet_of, residual = partial(Unet, **helpers.UNET), partial(ResidualQuantizer, dim=6)
 
@@ -452,7 +458,7 @@ LARGE = {"clip_seconds": 100, "heads": 8, "patch_dropout": 0.0, "attn_dropout": 
 # Each of the values is refused, and the message names its argument, and the value if it is a number.
 WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
     vae: {"num_layers": (0, 41), "num_resnet_blocks": (-1,)},
-    vqgan_of: {"num_layers": (0, 41), "num_resnet_blocks": ([1, 2, 3], -1), "codebook_size": (100,)},
+    vqgan_of: {"num_layers": (0, 41), "num_resnet_blocks": ([1, 2, 3], [-1]), "codebook_size": (100,)},
     tokenizer_of: {
         "pad_mode": ("zeros",), "norm": ("group",), "patch": ("dct",), "quantizer": ("pq",), "patch_size": (0, 3),
         "input_kernel": (4, -1), "time_window": (-1,), "init_dim": (0,), "heads": (0,),

@@ -15,7 +15,7 @@ from tests.models.helpers import some_images
 
 def tiny(quantizer: str = "lfq", **changes: Any) -> VQGAN:
     torch.manual_seed(0)
-    return VQGAN(**{**SIZES, "quantizer": quantizer, **changes})
+    return VQGAN.made({**SIZES, "quantizer": quantizer, **changes})
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)

@@ -162,9 +162,7 @@ def check_same_run(run: Path, reference: Path, updates: int, tolerance: float = 
         names = (ours.keys() | theirs.keys()) - WALL_CLOCK
         if wrong := sorted(name for name in names if not equal(name, ours.get(name), theirs.get(name))):
             raise Lost(f"update {ours['step']} is not the uninterrupted run's in {wrong}: {ours}, {theirs}")
-    saved = checkpoint_path(reference, updates).glob("*.safetensors")
-    # random.safetensors holds generators that nobody draws from; Python and NumPy seed theirs from the system.
-    parts = [path for path in saved if path.name != "random.safetensors"]
+    parts = checkpoint_path(reference, updates).glob("*.safetensors")
     pictures = sorted((reference / "samples").glob("*"))
     for path in [*parts, reference / "model/model.safetensors", *pictures]:
         if path.read_bytes() != (run / path.relative_to(reference)).read_bytes():

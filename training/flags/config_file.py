@@ -6,10 +6,9 @@ from typing import Any
 
 import yaml
 
+from tandem.converters import nearest
 from tandem.files.installed import shipped
 from tandem.files.reading import compose_yaml
-
-from .converters import nearest
 
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 _TRUE = {"yes", "true", "on"}
@@ -31,7 +30,7 @@ def read_config(
         path: Of a file, or of one in configs/ (`shipped`).
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
-        answers: What to do instead, by names with dashes that are no flags here but are elsewhere.
+        answers: What to do instead, by names that are no flags here but are elsewhere, with dashes, and by keys.
 
     Raises:
         ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
@@ -46,8 +45,8 @@ def read_config(
         name = key.replace("-", "_")
         if name in command_line_only:
             raise ValueError(f"{where}: {key} belongs on the command line, not in a config file")
-        if name not in flags and f"--{name}" in answers:
-            raise ValueError(f"{where}: unknown key {key!r}: {answers[f'--{name}']}")
+        if name not in flags and (answer := answers.get(name) or answers.get(f"--{name}")):
+            raise ValueError(f"{where}: unknown key {key!r}: {answer}")
         if name not in flags:
             raise ValueError(f"{where}: unknown key {key!r}{nearest(name, list(flags))}")
         action = flags[name]

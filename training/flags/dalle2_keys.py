@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .converters import nearest
+from tandem.converters import nearest
 
 
 class Flag(NamedTuple):

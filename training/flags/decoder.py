@@ -1,13 +1,16 @@
-"""Flags of the cascaded diffusion decoder. Standard library only, so that `--help` answers at once.
-
-Where a flag takes one value per Unet, one value alone is that of all Unets. Unets are numbered from 1.
-"""
+"""Flags of the cascaded diffusion decoder, whose Unets are numbered from 1. Imports the standard library only, so that
+`--help` is fast."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from .converters import (
+from tandem.converters import (
     Names,
     fraction,
     non_negative_float,
@@ -20,6 +23,7 @@ from .converters import (
     size_or_0,
     sizes,
 )
+from tandem.fields import Needs, above_0, flag, when
 
 UNET_SWITCHES = (
     "self_attn", "sparse_attn", "memory_efficient", "self_cond", "coordinates", "cosine_sim_self_attn",
@@ -30,144 +34,351 @@ SWITCHES = (
 )  # fmt: skip
 SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd", "flow")
 
-# fmt: off
+#: Of flags that only guidance needs.
+GUIDED = Needs("cond_scale", "other than 1, such as 3", lambda args: any(scale != 1 for scale in args.cond_scale))
+_SEVERAL = Needs("image_sizes", "of several Unets", lambda args: len(args.image_sizes) > 1)
+_BLURRED = (when("lowres_condition", "blur"), _SEVERAL)
+_BY_IMAGE, _BY_TEXT = (
+    Needs("condition_on", f"{kind}, or image,text", when("condition_on", kind).is_met) for kind in ("image", "text")
+)
 
 
-def add_decoder_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of training a cascade: its Unets, how they are trained and judged, noise, and sampling."""
-    add_unet_arguments(parser)
-    add_condition_arguments(parser)
-    add_cascade_arguments(parser)
-    add_diffusion_arguments(parser)
-    add_sampling_arguments(parser)
+def per_unet(
+    default: Any, help: str, convert: Callable[[str], Any] | None = None, *, first: Any = None, **options: Any
+) -> Any:
+    """A flag of one value for all Unets, or of one for each; in a run it has one for each, or is None.
+
+    Args:
+        first: What the first of several Unets has if one value is given; None: that one, too.
+        options: Others of `flag`.
+    """
+    field = flag(default, help, convert, nargs="+", **options)
+    field.metadata = {**field.metadata, "first": first}
+    return field
 
 
-def add_unet_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the Unets of a cascade."""
-    add = parser.add_argument_group("model (one value for all Unets, or one for each)").add_argument
-    add("--image_sizes", type=pixels, nargs="+", default=[64], metavar="PIXELS",
-        help="side of the pictures of each Unet, ascending; as many Unets as sizes")
-    add("--dim", type=size, nargs="+", default=[128], metavar="DIM", help="channels of the finest level")
-    add("--dim_mults", type=sizes, nargs="+", default=[(1, 2, 3, 4)], metavar="N,N...",
-        help="channels of each level, finest first, as multiples of --dim; each further level halves the side")
-    add("--cond_dim", type=size, nargs="+", metavar="DIM",
-        help="width of the tokens that cross-attention sees (default: --dim)")
-    add("--num_resnet_blocks", type=sizes, nargs="+", default=[(2,)], metavar="N[,N...]",
-        help="residual blocks per level: one number, or one for each level")
-    add("--attn_heads", type=size, nargs="+", default=[16], metavar="N", help="heads of self-attention")
-    add("--attn_dim_head", type=size, nargs="+", default=[32], metavar="DIM", help="width of such a head")
-    add("--cross_attn_heads", type=size, nargs="+", default=[8], metavar="N",
-        help="heads of the attention to the condition")
-    add("--cross_attn_dim_head", type=size, nargs="+", default=[64], metavar="DIM", help="width of such a head")
-    add("--resnet_groups", type=size, nargs="+", default=[8], metavar="N",
-        help="groups of the group normalisations")
-    add("--switches", type=Names(*SWITCHES), nargs="+", default=[()], metavar="NAME,...",
-        help=f"none, or a comma list of {', '.join(SWITCHES)}")
+@dataclass
+class SamplingFlags:
+    """Of drawing pictures from noise."""
+
+    sampler: str = flag(
+        "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm", "heun"), title="sampling"
+    )
+    sample_timesteps: list[int] = per_unet(
+        [20], "steps of the sampler, one number or one for each Unet", size, metavar="STEPS"
+    )
+    spacing: str = flag(
+        "auto",
+        "noise levels that the steps visit: uniform: evenly by number; karras: more of them near pure noise "
+        "and near the clean picture (Karras et al. 2022); auto: karras for dpmpp_2m on linear and jsd, and "
+        "but for ddpm after a large --noise_shift; uniform otherwise",
+        choices=("auto", "uniform", "karras"),
+    )
+    cond_scale: list[float] = per_unet(
+        [1.0],
+        "guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet",
+        non_negative_float,
+        metavar="SCALE",
+    )
+    guidance_interval: list[float] | None = flag(
+        None,
+        "guide only where the noise is between these multiples of the signal (Kynkaanniemi et al. 2024)",
+        non_negative_float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        needs=GUIDED,
+    )
+    cfg_rescale: float = flag(
+        0.0,
+        "how much of the contrast that guidance adds is taken back (Lin et al. 2023)",
+        fraction,
+        metavar="SHARE",
+        needs=GUIDED,
+    )
+    ddim_eta: float = flag(
+        0.0,
+        "fresh noise in each step of ddim: 0 none, 1 as much as ddpm",
+        non_negative_float,
+        also="ddim_sampling_eta",
+        metavar="ETA",
+        needs=when("sampler", "ddim"),
+    )
+    dynamic_thresholding: float = flag(
+        0.0,
+        "scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range",
+        fraction,
+        also="use_dynamic_thres",
+        metavar="QUANTILE",
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
+            parser.error("--guidance_interval: the first number has to be the smaller one")
 
 
-def add_condition_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of what the first Unet of a cascade is given."""
-    add = parser.add_argument_group("conditions").add_argument
-    add("--condition_on", type=Names("image", "text"), default="image", metavar="NAMES",
-        help="what the first Unet is given: none, or a comma list of image, text")
-    add("--image_embed_scale", type=non_negative_float, default=0.0, metavar="X",
-        help="factor on image embeddings; 0: the square root of their width, which gives unit-length ones entries of "
-        "about 1")
-    add("--max_text_len", type=size, default=256, metavar="TOKENS",
-        help="text encodings are padded to so many tokens; longer ones are refused")
-    add("--image_cond_drop_prob", type=fraction, default=0.1, metavar="P",
-        help="share of samples that train without their image embedding, for guidance")
-    add("--text_cond_drop_prob", type=fraction, default=0.5, metavar="P",
-        help="share of samples that train without their text, for guidance")
+@dataclass
+class DecoderFlags(SamplingFlags):
+    """Of a cascade: its Unets, how they are trained and judged, noise, and sampling."""
+
+    image_sizes: list[int] = flag(
+        [64],
+        "side of the pictures of each Unet, ascending; as many Unets as sizes",
+        pixels,
+        nargs="+",
+        metavar="PIXELS",
+        title="model (one value for all Unets, or one for each)",
+        lasting=True,
+    )
+    dim: list[int] = per_unet([128], "channels of the finest level", size, metavar="DIM", lasting=True)
+    dim_mults: list[tuple[int, ...]] = per_unet(
+        [(1, 2, 3, 4)],
+        "channels of each level, finest first, as multiples of --dim; each further level halves the side",
+        sizes,
+        metavar="N,N...",
+        lasting=True,
+    )
+    cond_dim: list[int] | None = per_unet(
+        None, "width of the tokens that cross-attention sees (default: --dim)", size, metavar="DIM", lasting=True
+    )
+    num_resnet_blocks: list[tuple[int, ...]] = per_unet(
+        [(2,)], "residual blocks per level: one number, or one for each level", sizes, metavar="N[,N...]", lasting=True
+    )
+    attn_heads: list[int] = per_unet([16], "heads of self-attention", size, metavar="N", lasting=True)
+    attn_dim_head: list[int] = per_unet([32], "width of such a head", size, metavar="DIM", lasting=True)
+    cross_attn_heads: list[int] = per_unet(
+        [8], "heads of the attention to the condition", size, metavar="N", lasting=True
+    )
+    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", size, metavar="DIM", lasting=True)
+    resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, metavar="N", lasting=True)
+    switches: list[tuple[str, ...]] = per_unet(
+        [()], f"none, or a comma list of {', '.join(SWITCHES)}", Names(*SWITCHES), metavar="NAME,...", lasting=True
+    )
+    condition_on: tuple[str, ...] = flag(
+        ("image",),
+        "what the first Unet is given: none, or a comma list of image, text",
+        Names("image", "text"),
+        metavar="NAMES",
+        title="conditions",
+        lasting=True,
+    )
+    image_embed_scale: float = flag(
+        0.0,
+        "factor on image embeddings; 0: the square root of their width, which gives unit-length ones "
+        "entries of about 1",
+        non_negative_float,
+        metavar="X",
+        lasting=True,
+        needs=_BY_IMAGE,
+    )
+    max_text_len: int = flag(
+        256,
+        "text encodings are padded to so many tokens; longer ones are refused",
+        size,
+        metavar="TOKENS",
+        lasting=True,
+        needs=_BY_TEXT,
+    )
+    image_cond_drop_prob: float = flag(
+        0.1,
+        "share of samples that train without their image embedding, for guidance",
+        fraction,
+        metavar="P",
+        needs=_BY_IMAGE,
+    )
+    text_cond_drop_prob: float = flag(
+        0.5, "share of samples that train without their text, for guidance", fraction, metavar="P", needs=_BY_TEXT
+    )
+    train_unets: list[int] | None = flag(
+        None,
+        "numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)",
+        positive_int,
+        nargs="+",
+        metavar="NUMBER",
+        title="training (rate, warm-up and decay: one value, or one for each Unet)",
+    )
+    init_from: str | None = flag(
+        None,
+        "start from a run, a checkpoint, model/ folder, DALLE2-pytorch file or USER/NAME of the Hugging Face Hub, "
+        "whose shape the flags that are not given take over",
+        metavar="DIR",
+    )
+    learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, metavar="LR")
+    lr_warmup_steps: list[int] = per_unet(
+        [0], "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
+    )
+    weight_decay: list[float] = per_unet(
+        [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, metavar="DECAY"
+    )
+    lr_cosine: bool = flag(False, "let the learning rate fall to 0 along a cosine; constant otherwise")
+    n_evaluation_samples: int = flag(
+        0,
+        "pictures to draw for conditions of the validation split and to judge by the measures below; those "
+        "of demo:shapes are read, too, and as many of combinations that it never shows",
+        size_or_0,
+        metavar="N",
+        title="evaluation",
+    )
+    evaluate_every_n_steps: int = flag(
+        0,
+        "updates between two such evaluations, which measure what a validation does too; 0: only at the end",
+        non_negative_int,
+        metavar="UPDATES",
+        needs=above_0("n_evaluation_samples"),
+    )
+    fid_weights: str | None = flag(
+        None,
+        "report FID, KID and inception score with these weights of Inception",
+        metavar="FILE",
+        needs=above_0("n_evaluation_samples"),
+    )
+    lpips_weights: str | None = flag(
+        None, "report LPIPS with these weights", metavar="FILE", needs=above_0("n_evaluation_samples")
+    )
+    noise_schedule: list[str] = per_unet(
+        ["cosine"],
+        "how the signal-to-noise ratio falls over the noise levels",
+        choices=SCHEDULES,
+        title="diffusion (one value for all Unets, or one for each)",
+        lasting=True,
+    )
+    objective: list[str] = per_unet(
+        ["v"], "what a Unet predicts", choices=("noise", "x_start", "v", "flow"), lasting=True
+    )
+    loss_weight: list[str] = per_unet(
+        ["none"], "weight of the loss by noise level", choices=("none", "min_snr", "p2", "sigmoid", "learned")
+    )
+    learned_variance: list[int] = per_unet(
+        [0],
+        "also learn the variance of a step of ddpm (Nichol and Dhariwal 2021)",
+        int,
+        choices=(0, 1),
+        metavar="0|1",
+        lasting=True,
+    )
+    random_crop_sizes: list[int] = per_unet(
+        [0],
+        "train an upsampling Unet on random crops of this side; 0: on whole pictures; one size is that of "
+        "all upsampling Unets, in a list the first is 0",
+        pixels_or_0,
+        metavar="PIXELS",
+        first=0,
+    )
+    timesteps: int = flag(
+        1000, "noise levels", size, metavar="LEVELS", title="diffusion (the same for all Unets)", lasting=True
+    )
+    zero_terminal_snr: bool = flag(True, "the highest noise level is noise alone (Lin et al. 2023)", lasting=True)
+    noise_shift: int | None = flag(
+        None,
+        "more noise for larger pictures: shift the log SNR by 2 log(PIXELS / side) (Hoogeboom et al. 2023)",
+        size,
+        metavar="PIXELS",
+        lasting=True,
+    )
+    loss_type: str = flag("l2", "distance of prediction and target", choices=("l2", "l1", "huber"))
+    min_snr_gamma: float = flag(
+        5.0, "of min_snr (Hang et al. 2023)", positive_float, metavar="GAMMA", needs=when("loss_weight", "min_snr")
+    )
+    p2_loss_weight_gamma: float = flag(
+        1.0, "gamma of p2 (Choi et al. 2022)", non_negative_float, metavar="GAMMA", needs=when("loss_weight", "p2")
+    )
+    p2_loss_weight_k: float = flag(1.0, "k of p2", positive_float, metavar="K", needs=when("loss_weight", "p2"))
+    sigmoid_bias: float = flag(
+        -1.0, "bias of sigmoid (Hoogeboom et al. 2024)", float, metavar="B", needs=when("loss_weight", "sigmoid")
+    )
+    vb_loss_weight: float = flag(
+        0.001,
+        "weight of the variational bound that trains a learned variance, as a sum over all levels",
+        non_negative_float,
+        metavar="WEIGHT",
+        needs=when("learned_variance", 1),
+    )
+    time_sampling: str = flag(
+        "uniform", "distribution of noise levels in training", choices=("uniform", "logit_normal")
+    )
+    logit_normal: list[float] = flag(
+        [0.0, 1.0],
+        "of the logit of the noise level with --time_sampling logit_normal; a mean above 0: more noise",
+        float,
+        nargs=2,
+        metavar=("MEAN", "STD"),
+        needs=when("time_sampling", "logit_normal"),
+    )
+    stratified_times: bool = flag(
+        True, "spread the noise levels of a batch evenly: less variance, the same expectation"
+    )
+    lowres_condition: str = flag(
+        "blur",
+        "what is done to an upsampling Unet's condition in training, so that it bears mistakes of the Unet before",
+        choices=("noise", "blur", "none"),
+        lasting=True,
+        needs=_SEVERAL,
+    )
+    blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, metavar="P", needs=_BLURRED)
+    blur_sigma: list[float] = flag(
+        [0.6],
+        "width of the blur, by a kernel of 3 x 3 pixels of the smaller picture: one number, or the least "
+        "and the greatest, between which it is drawn for each sample",
+        positive_float,
+        nargs="+",
+        metavar="PIXELS",
+        needs=_BLURRED,
+    )
+    lowres_noise_level: float = flag(
+        0.2,
+        "noise level of the condition when sampling, as a share of --timesteps",
+        fraction,
+        metavar="SHARE",
+        needs=when("lowres_condition", "noise"),
+    )
+    gradient_checkpointing: bool = flag(
+        False,
+        "compute the layers' activations again in the backward pass: slower, and far less memory",
+        title="precision",
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        count, sides = len(args.image_sizes), " ".join(map(str, args.image_sizes))
+        _spread(cls, args, parser)
+        args.cond_dim = args.cond_dim or list(args.dim)
+        if args.random_crop_sizes[0]:
+            crops = " ".join(map(str, args.random_crop_sizes))
+            parser.error(f"--random_crop_sizes {crops}: Unet 1 is trained on whole pictures; give 0 for it")
+        for number in args.train_unets or []:
+            if number > count:
+                parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sides})")
+        if any(larger <= side for side, larger in itertools.pairwise(args.image_sizes)):
+            parser.error(f"--image_sizes {sides}: give them ascending, the smallest first")
+        if args.logit_normal[1] <= 0:
+            parser.error("--logit_normal: the standard deviation has to be above 0")
+        if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
+            parser.error("--blur_sigma: give one width, or the least and the greatest")
+        is_conditional = bool(args.condition_on)
+        of_guidance = ["cond_scale", "guidance_interval", "cfg_rescale"]
+        parser.refuse_idle(args, of_guidance, "condition_on", "image or text", is_conditional)
+        is_clip_used = is_conditional or args.n_evaluation_samples > 0
+        parser.refuse_idle(
+            args, ["clip"], "condition_on", "image or text, or give --n_evaluation_samples", is_clip_used
+        )
+        never = [kind for kind in args.condition_on if not getattr(args, f"{kind}_cond_drop_prob")]
+        if args.cond_scale[0] != 1 and never:
+            parser.error(
+                f"--cond_scale {args.cond_scale[0]:g} guides away from what the model draws without a condition, which "
+                f"it never learns with --{never[0]}_cond_drop_prob 0: give 0.1, for example"
+            )
 
 
-def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the noise schedules and the losses of a cascade."""
-    add = parser.add_argument_group("diffusion (one value for all Unets, or one for each)").add_argument
-    add("--noise_schedule", type=str.lower, choices=SCHEDULES, nargs="+", default=["cosine"],
-        help="how the signal-to-noise ratio falls over the noise levels")
-    add("--objective", type=str.lower, choices=("noise", "x_start", "v", "flow"), nargs="+", default=["v"],
-        help="what a Unet predicts")
-    add("--loss_weight", type=str.lower, choices=("none", "min_snr", "p2", "sigmoid", "learned"), nargs="+",
-        default=["none"], help="weight of the loss by noise level")
-    add("--learned_variance", type=int, choices=(0, 1), nargs="+", default=[0], metavar="0|1",
-        help="also learn the variance of a step of ddpm (Nichol and Dhariwal 2021)")
-    add("--random_crop_sizes", type=pixels_or_0, nargs="+", default=[0], metavar="PIXELS",
-        help="train an upsampling Unet on random crops of this side; 0: on whole pictures; one size is that of all "
-        "upsampling Unets, in a list the first is 0")
-    add = parser.add_argument_group("diffusion (the same for all Unets)").add_argument
-    add("--timesteps", type=size, default=1000, metavar="LEVELS", help="noise levels")
-    add("--zero_terminal_snr", action=argparse.BooleanOptionalAction, default=True,
-        help="the highest noise level is noise alone (Lin et al. 2023)")
-    add("--noise_shift", type=size, metavar="PIXELS",
-        help="more noise for larger pictures: shift the log SNR by 2 log(PIXELS / side) (Hoogeboom et al. 2023)")
-    add("--loss_type", choices=("l2", "l1", "huber"), default="l2", help="distance of prediction and target")
-    add("--min_snr_gamma", type=positive_float, default=5.0, metavar="GAMMA", help="of min_snr (Hang et al. 2023)")
-    add("--p2_loss_weight_gamma", type=non_negative_float, default=1.0, metavar="GAMMA",
-        help="gamma of p2 (Choi et al. 2022)")
-    add("--p2_loss_weight_k", type=positive_float, default=1.0, metavar="K", help="k of p2")
-    add("--sigmoid_bias", type=float, default=-1.0, metavar="B", help="bias of sigmoid (Hoogeboom et al. 2024)")
-    add("--vb_loss_weight", type=non_negative_float, default=0.001, metavar="WEIGHT",
-        help="weight of the variational bound that trains a learned variance, as a sum over all levels")
-    add("--time_sampling", type=str.lower, choices=("uniform", "logit_normal"), default="uniform",
-        help="distribution of noise levels in training")
-    add("--logit_normal", type=float, nargs=2, default=[0.0, 1.0], metavar=("MEAN", "STD"),
-        help="of the logit of the noise level with --time_sampling logit_normal; a mean above 0: more noise")
-    add("--stratified_times", action=argparse.BooleanOptionalAction, default=True,
-        help="spread the noise levels of a batch evenly: less variance, the same expectation")
-    add("--lowres_condition", type=str.lower, choices=("noise", "blur", "none"), default="blur",
-        help="what is done to an upsampling Unet's condition in training, so that it bears mistakes of the Unet before")
-    add("--blur_prob", type=fraction, default=0.5, metavar="P", help="share of conditions that are blurred")
-    add("--blur_sigma", type=positive_float, nargs="+", default=[0.6], metavar="PIXELS",
-        help="width of the blur, by a kernel of 3 x 3 pixels of the smaller picture: one number, or the least and the "
-        "greatest, between which it is drawn for each sample")
-    add("--lowres_noise_level", type=fraction, default=0.2, metavar="SHARE",
-        help="noise level of the condition when sampling, as a share of --timesteps")
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of drawing pictures from noise."""
-    add = parser.add_argument_group("sampling").add_argument
-    add("--sampler", type=str.lower, choices=("dpmpp_2m", "ddim", "ddpm", "heun"), default="dpmpp_2m",
-        help="how noise becomes a picture")
-    add("--sample_timesteps", type=size, nargs="+", default=[20], metavar="STEPS",
-        help="steps of the sampler, one number or one for each Unet")
-    add("--spacing", type=str.lower, choices=("auto", "uniform", "karras"), default="auto",
-        help="noise levels that the steps visit: uniform: evenly by number; karras: more of them near pure noise and "
-        "near the clean picture (Karras et al. 2022); auto: karras for dpmpp_2m on linear and jsd, and but for ddpm "
-        "after a large --noise_shift; uniform otherwise")
-    add("--cond_scale", type=non_negative_float, nargs="+", default=[1.0], metavar="SCALE",
-        help="guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet")
-    add("--guidance_interval", type=non_negative_float, nargs=2, metavar=("LOW", "HIGH"),
-        help="guide only where the noise is between these multiples of the signal (Kynkaanniemi et al. 2024)")
-    add("--cfg_rescale", type=fraction, default=0.0, metavar="SHARE",
-        help="how much of the contrast that guidance adds is taken back (Lin et al. 2023)")
-    add("--ddim_eta", "--ddim_sampling_eta", type=non_negative_float, default=0.0, metavar="ETA",
-        help="fresh noise in each step of ddim: 0 none, 1 as much as ddpm")
-    add("--dynamic_thresholding", "--use_dynamic_thres", type=fraction, default=0.0, metavar="QUANTILE",
-        help="scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range")
-
-
-
-def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of how the Unets of a cascade are trained and judged."""
-    add = parser.add_argument_group("training (rate, warm-up and decay: one value, or one for each Unet)").add_argument
-    add("--train_unets", type=positive_int, nargs="+", metavar="NUMBER",
-        help="numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)")
-    add("--init_from", metavar="DIR",
-        help="start from a run, a checkpoint, model/ folder, DALLE2-pytorch file or USER/NAME of the Hugging Face Hub")
-    add("--learning_rate", type=positive_float, nargs="+", default=[1e-4], metavar="LR",
-        help="highest learning rate")
-    add("--lr_warmup_steps", type=non_negative_int, nargs="+", default=[0], metavar="UPDATES",
-        help="updates of linear warm-up from 0, at most half of the run")
-    add("--weight_decay", type=non_negative_float, nargs="+", default=[0.01], metavar="DECAY",
-        help="weight decay of matrices; biases and scales do not decay")
-    add("--lr_cosine", action="store_true", help="let the learning rate fall to 0 along a cosine; constant otherwise")
-    add = parser.add_argument_group("evaluation").add_argument
-    add("--n_evaluation_samples", type=size_or_0, default=0, metavar="N",
-        help="pictures to draw for conditions of the validation split and to judge by the measures below; those of "
-        "demo:shapes are read, too, and as many of combinations that it never shows")
-    add("--evaluate_every_n_steps", type=non_negative_int, default=0, metavar="UPDATES",
-        help="updates between two such evaluations, which measure what a validation does too; 0: only at the end")
-    add("--fid_weights", metavar="FILE", help="report FID, KID and inception score with these weights of Inception")
-    add("--lpips_weights", metavar="FILE", help="report LPIPS with these weights")
+def _spread(config: type, args: argparse.Namespace, parser: Any) -> None:
+    """Give each flag that is `per_unet` a value for each Unet."""
+    count, sides = len(args.image_sizes), " ".join(map(str, args.image_sizes))
+    needed = f"1 or {count}" if count > 1 else "1"
+    for field in dataclasses.fields(config):
+        values = getattr(args, field.name) if "first" in field.metadata else None
+        if values is not None and len(values) not in (1, count):
+            parser.error(
+                f"--{field.name} has {len(values)} values for {count} Unets (--image_sizes {sides}): give {needed}"
+            )
+        if values is not None and len(values) < count:
+            first = field.metadata["first"]
+            setattr(args, field.name, [values[0] if first is None else first, *values * (count - 1)])

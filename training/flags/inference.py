@@ -2,7 +2,7 @@
 
 import argparse
 
-from .converters import PRECISIONS, size, thread_count, worker_count
+from tandem.converters import PRECISIONS, size, thread_count, worker_count
 
 
 def add_output_arguments(group: argparse._ArgumentGroup, *, output_help: str, required: bool = False) -> None:

@@ -1,18 +1,22 @@
 """Arguments of the scripts, from command line and YAML. Imports the standard library only, so that `--help` is fast."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
+from tandem.converters import as_config, config_names, config_value, nearest, said_as_flag, shown_default
+from tandem.fields import Needs, add_flag, flags_of
 from tandem.files.exits import MISTAKE, leave
 from tandem.files.installed import HOME, IS_INSTALLED, command_of
 from tandem.files.reading import printable
 from tandem.files.writing import open_standard_streams
 
-from .converters import config_names, config_value, nearest
 from .shell import HelpAll, complete, short_help
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
@@ -47,7 +51,7 @@ class HelpFormatter(argparse.HelpFormatter):
         text = action.help or ""
         if any(action.default is nothing for nothing in (None, False, argparse.SUPPRESS)) or "%(default)" in text:
             return text
-        return f"{text} (default: %(default)s)"
+        return f"{text} (default: {shown_default(action)})"
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -73,7 +77,15 @@ class ArgumentParser(argparse.ArgumentParser):
         )
         self._script, self._is_root = prog or self.prog, is_root
         self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
-        self._alternatives: list[dict[str, Any]] = []
+        self._raises = False  # by `error`: the processes are connected, and have to agree on it
+        self._settle: list[Callable[[argparse.Namespace, ArgumentParser], None]] = []
+        self._of_configs: dict[str, argparse.Action] = {}
+        self._needs: dict[str, tuple[Needs, ...]] = {}
+        #: The dataclass of the flags, if there is one, and of these the flag of the data.
+        self.config: Any = None
+        self.data_flag: str | None = None
+        #: What a resumed run may not change: names of flags, each with what of its value is compared.
+        self.lasting: dict[str, Callable[[Any], Any]] = {}
         self._consequences: list[Callable[[argparse.Namespace], None]] = []
         #: What to do instead, by names that are no flags here but are elsewhere.
         self.answers = dict(_NO_FLAG)
@@ -85,6 +97,8 @@ class ArgumentParser(argparse.ArgumentParser):
         process, such as one on a machine that lacks a file: the others print it too, but so late that their launcher
         has ended them if the root printed it.
         """
+        if self._raises:
+            raise ValueError(message)
         if not self._is_root():
             time.sleep(_ROOT_SPEAKS_FIRST_SECONDS if is_agreed else _OTHERS_SPEAK_AFTER_SECONDS)
             if is_agreed:
@@ -103,25 +117,42 @@ class ArgumentParser(argparse.ArgumentParser):
             where = f"\nThe files of docs/ are in {HOME / 'docs'}.\n" if IS_INSTALLED and "docs/" in text else ""
             self._print_message(text + where, file or sys.stdout)
 
+    def add_config(self, config: type) -> None:
+        """Add a flag for each field of a dataclass (`tandem.fields`).
+
+        A class among its bases may have a classmethod `settle(args, parser)`, which is called with the result of every
+        `parse`: it fills in what depends on other flags, and refuses contradictions by `error`; and a class variable
+        `data_flag`, the name of the flag without which a script runs its demonstration.
+        """
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for title, name, said, default in flags_of(config):
+            if title not in groups:
+                groups[title] = self.add_argument_group(title)
+            self._of_configs[name] = add_flag(groups[title], name, said, default)
+            self._needs[name] = said.needs
+            if said.lasting:
+                self.lasting[name] = said.lasting
+        self._settle += [
+            partial(vars(kind)["settle"].__func__, config) for kind in config.__mro__ if "settle" in vars(kind)
+        ]
+        self.config, self.data_flag = config, getattr(config, "data_flag", None)
+
     def parse(
-        self,
-        argv: Sequence[str] | None = None,
-        demonstration: str | os.PathLike[str] | None = None,
-        data_flag: str = "image_folder",
+        self, argv: Sequence[str] | None = None, demonstration: str | os.PathLike[str] | None = None
     ) -> argparse.Namespace:
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
 
-        If `argv` holds neither the flag `data_flag` nor `--dataset` nor `--config`, the config file `demonstration` is
+        If `argv` holds neither the flag of the data nor `--dataset` nor `--config`, the config file `demonstration` is
         read; --help says so.
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
         `on_command_line`, that of those set in `argv`, `said_as`, the name of the flag that was used for each of them,
-        `script`, the script's file name, and `config_in_force`, a line
-        that says which file was read, or None. A mistake ends the process through `error`.
+        `script`, the script's file name, `lasting`, as the attribute, and `config_in_force`, a line that says which
+        file was read, or None. A mistake ends the process through `error`.
         """
         if demonstration:
             own = ("dataset",) if "--dataset" in self._option_string_actions else ()
-            without = " and ".join(f"--{name}" for name in (data_flag, *own, "config"))
+            without = " and ".join(f"--{name}" for name in (self.data_flag, *own, "config"))
             self.epilog = (
                 f"Without {without} it runs its demonstration: the flags of {_shown(demonstration)}, which differ from "
                 "the defaults above."
@@ -129,20 +160,68 @@ class ArgumentParser(argparse.ArgumentParser):
         given = self._from_command_line(argv)
         on_command_line = frozenset(given)
         in_force = f"configuration: {given['config']}" if "config" in given else None
-        if demonstration and not {data_flag, "dataset", "config"} & given.keys():
+        if demonstration and not {self.data_flag, "dataset", "config"} & given.keys():
             given["config"] = os.fspath(demonstration)
-            in_force = f"demonstration: {_shown(demonstration)}, because neither --{data_flag} nor --config was given"
+            in_force = (
+                f"demonstration: {_shown(demonstration)}, because neither --{self.data_flag} nor --config was given"
+            )
         settings, said_as = self._from_config_file(given["config"]) if "config" in given else ({}, {})
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
-        args.script, args.config_in_force = self._script, in_force
+        args.script, args.config_in_force, args.lasting = self._script, in_force, dict(self.lasting)
         args.said_as = {**said_as, **self._names_used(argv)}
-        for off in self._alternatives:
-            self._choose(args, off)
+        if not getattr(args, "init_from", None):  # the shape of the model that it starts from comes first: `adopt`
+            self._settled(args)
         for consequence in self._consequences:
             consequence(args)
         return args
+
+    def _settled(self, args: argparse.Namespace) -> None:
+        """Fill in what follows from other flags, and refuse contradictions and flags without effect."""
+        for settle in self._settle:
+            settle(args, self)
+        for name in args.on_command_line & self._needs.keys():
+            for needed in self._needs[name]:
+                self.refuse_idle(args, [name], needed.flag, needed.value, needed.is_met(args))
+
+    def adopt(self, args: argparse.Namespace, values: Mapping[str, Any]) -> list[str]:
+        """Give flags that nobody has set these values, which may be a stranger's, of the model that the run starts
+        from; and settle, for the first time, what follows from all flags.
+
+        Args:
+            values: Of JSON's types, by name.
+
+        Returns:
+            What was adopted and is no default, as a command line says it.
+
+        Raises:
+            ValueError: one line, if a value does not fit its flag, or contradicts what the user has set.
+        """
+        adopted = {name: self._of_configs[name] for name in values.keys() & self._of_configs.keys() - args.explicit}
+        before = {name: getattr(args, name) for name in adopted}
+        for name in adopted:
+            setattr(args, name, self._converted(name, values[name]))
+        args.explicit |= adopted.keys()
+        self._raises = True
+        try:
+            self._settled(args)
+        finally:
+            self._raises = False
+        changed = [name for name in self._of_configs if name in adopted and getattr(args, name) != before[name]]
+        return [said_as_flag(adopted[name], getattr(args, name)) for name in changed]
+
+    def _converted(self, name: str, value: Any) -> Any:
+        """A value of JSON's types as the flag has it."""
+        from .config_file import converted
+
+        action = self._of_configs[name]
+        if value is None and action.default is None:
+            return None
+        try:
+            return converted(as_config(action, value), action)
+        except ValueError as error:
+            raise ValueError(f"{name} {repr(value)[:40]}: {error}") from None
 
     def add_name(self, flag: str, name: str) -> None:
         """Give a flag that there is a further name; both with dashes."""
@@ -155,16 +234,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def shown(self, name: str) -> str:
         """The default of a flag, named without dashes, as people write it; "" for none."""
-        default = self._option_string_actions[f"--{name}"].default
-        values = default if isinstance(default, list) else [default]
-        joined = [",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value) for value in values]
-        return "" if default is None else " ".join(joined)
-
-    def add_alternatives(self, **off: Any) -> None:
-        """Declare flags of which only one can have an effect, each by its dest name with the value that it has then
-        beside another one. One on the command line wins over one in the config file, and either over a default; two in
-        the same place are an error."""
-        self._alternatives.append(off)
+        return shown_default(self._option_string_actions[f"--{name}"])
 
     def with_values(self, flags: Mapping[str, Any]) -> argparse.Namespace:
         """The defaults, but for these flags, which are as a config file has them. Raises ValueError, in one line, for a
@@ -177,8 +247,10 @@ class ArgumentParser(argparse.ArgumentParser):
         }
         return argparse.Namespace(**{**self._defaults_by_dest(), **said})
 
-    def _choose(self, args: argparse.Namespace, off: Mapping[str, Any]) -> None:
-        """Switch off all but one of some alternatives."""
+    def choose(self, args: argparse.Namespace, **off: Any) -> None:
+        """Switch off all but one of some flags of which only one can have an effect, each named with the value that it
+        has then. One on the command line wins over one in the config file, and either over a default; two in the same
+        place are an error."""
         on = [name for name, value in off.items() if getattr(args, name) != value]
         places = ([name for name in on if name in said] for said in (args.on_command_line, args.explicit, on))
         chosen, *others = next(filter(None, places), [None])
@@ -202,7 +274,8 @@ class ArgumentParser(argparse.ArgumentParser):
         idle = [] if is_met else [flag for flag in flags if flag in args.on_command_line]
         if idle:
             value = getattr(args, other)
-            now = (",".join(value) or "none") if isinstance(value, tuple) else value
+            each = value if isinstance(value, list) else [value]
+            now = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in each)
             self.error(f"--{idle[0]} has no effect with --{other} {now}; leave it out, or give --{other} {needed}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:

@@ -73,7 +73,7 @@ _DALLE = Public(
         Argument("num_layers", 3, "num_layers"),
         Argument("num_resnet_blocks", 2, "num_resnet_blocks"),
         Argument("smooth_l1_loss", False, "smooth_l1_loss"),
-        Argument("emb_dim", 512, "emb_dim"),
+        Argument("emb_dim", 512, "codebook_dim"),
         Argument("hidden_dim", 256, "hidden_dim"),
         Argument("kl_loss_weight", 0.0, "kl_loss_weight",
                  "a mean here, a sum there: WEIGHT x (images of a process) x (positions of the grid) is the same"),
@@ -235,7 +235,6 @@ _DALLE2 = Public(
     (
         Argument("config_file", "./train_decoder_config.json", None, _CONFIGURATION),
         Argument("decoder", NEEDED, None, f"{_BY_FLAGS}; {_CONFIGURATION}"),
-        *(Argument(part, NEEDED, None, _CONFIGURATION) for part in ("data", "train", "evaluate", "tracker")),
         Argument("accelerator", None, None, _BACKENDS),
         Argument("dataloaders", None, None, "--image_folder, --image_embeddings and --text_embeddings"),
         Argument("use_ema", True, None, _READ["use_ema"][2]),

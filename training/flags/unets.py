@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .decoder import UNET_SWITCHES
 from .parser import ArgumentParser
-
-PER_UNET = (
-    "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "attn_heads", "attn_dim_head", "cross_attn_heads",
-    "cross_attn_dim_head", "resnet_groups", "switches", "noise_schedule", "objective", "loss_weight",
-    "learned_variance", "random_crop_sizes", "learning_rate", "weight_decay", "lr_warmup_steps", "cond_scale",
-    "sample_timesteps",
-)  # fmt: skip
 
 _OF_UNET = (
     "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "attn_heads", "attn_dim_head", "cross_attn_heads",
@@ -41,16 +33,16 @@ def stages_of(args: argparse.Namespace, widths: Mapping[str, Any]) -> list[dict[
         )
     stages = []
     for index, size in enumerate(args.image_sizes):
-        unet = {name: of_unet(args, name, index) for name in _OF_UNET}
-        switches = of_unet(args, "switches", index)
+        unet = {name: getattr(args, name)[index] for name in _OF_UNET}
+        switches = args.switches[index]
         unet |= {name: name in switches for name in UNET_SWITCHES}
         levels, blocks = len(unet["dim_mults"]), unet["num_resnet_blocks"]
         is_first = index == 0
         has_image, has_text = is_first and is_given["image"], is_first and is_given["text"]
         stages.append({
-            "image_size": size, "noise_schedule": of_unet(args, "noise_schedule", index),
-            "objective": of_unet(args, "objective", index),
-            "learned_variance": bool(of_unet(args, "learned_variance", index)),
+            "image_size": size, "noise_schedule": args.noise_schedule[index],
+            "objective": args.objective[index],
+            "learned_variance": bool(args.learned_variance[index]),
             "unet": {
                 **unet, "dim_mults": list(unet["dim_mults"]),
                 "num_resnet_blocks": list(blocks) * (levels if len(blocks) == 1 else 1),
@@ -63,7 +55,7 @@ def stages_of(args: argparse.Namespace, widths: Mapping[str, Any]) -> list[dict[
                 "image_embed_dim": image_width if has_image else None,
                 "text_embed_dim": text_shape[1] if has_text else None,
                 "image_embed_scale": args.image_embed_scale or math.sqrt(image_width or 1),
-                "max_text_len": args.max_text_len, "channels_out": 6 if of_unet(args, "learned_variance", index) else 3,
+                "max_text_len": args.max_text_len, "channels_out": 6 if args.learned_variance[index] else 3,
                 "gradient_checkpointing": args.gradient_checkpointing,
             },
         })  # fmt: skip
@@ -92,21 +84,6 @@ def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
     conditions = {"image": first["cond_on_image_embeds"], "text": first["cond_on_text_encodings"]}
     flags["condition_on"] = ",".join(kind for kind, is_taken in conditions.items() if is_taken) or "none"
     return {**flags, "image_embed_scale": first["image_embed_scale"], "max_text_len": first["max_text_len"]}
-
-
-def flags_that_make(
-    config: Mapping[str, Any],
-    parser: ArgumentParser,
-    make: Callable[[argparse.Namespace, Mapping[str, Any]], Mapping[str, Any]],
-) -> dict[str, Any]:
-    """`flags_of`, after a look at whether they make this decoder; `make` as for `unmade`.
-
-    Raises:
-        ValueError: one line that names the argument of a Unet that no flag gives.
-    """
-    for number, name, value in unmade(config, parser, make):
-        raise ValueError(f"train_decoder.py has no flag that makes Unet {number} with {name} {value}")
-    return flags_of(config)
 
 
 def unmade(
@@ -149,85 +126,3 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
         "interval": args.guidance_interval, "rescale": args.cfg_rescale, "eta": args.ddim_eta,
         "quantile": args.dynamic_thresholding, "spacing": args.spacing,
     }  # fmt: skip
-
-
-def of_unet(args: argparse.Namespace, name: str, index: int) -> Any:
-    """The value that a flag of `PER_UNET` has for a Unet, from 0; one crop size is that of the upsampling Unets."""
-    values: Sequence[Any] | None = getattr(args, name)
-    if name == "random_crop_sizes" and len(args.image_sizes) > len(args.random_crop_sizes) and not index:
-        return 0
-    return None if values is None else values[index if len(values) > 1 else 0]
-
-
-def spread(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a run, with a value for each Unet in every flag of `PER_UNET`: what a resumed run is compared by."""
-    count = len(said["image_sizes"])
-    lists = {name: value for name in PER_UNET if isinstance(value := said.get(name), list) and len(value) == 1}
-    return {**said, **{name: value * count for name, value in lists.items()}}
-
-
-def check_unet_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """End with an error if lists do not fit the number of Unets."""
-    count, sizes = len(args.image_sizes), " ".join(map(str, args.image_sizes))
-    needed = f"1 or {count}" if count > 1 else "1"
-    for name in PER_UNET:
-        n = len(getattr(args, name) or [])
-        if n > 1 and n != count:
-            parser.error(f"--{name} has {n} values for {count} Unets (--image_sizes {sizes}): give {needed}")
-    if len(args.random_crop_sizes) == count and args.random_crop_sizes[0]:
-        crops = " ".join(map(str, args.random_crop_sizes))
-        parser.error(f"--random_crop_sizes {crops}: Unet 1 is trained on whole pictures; give 0 for it")
-    for number in args.train_unets or []:
-        if number > count:
-            parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sizes})")
-    if any(larger <= size for size, larger in itertools.pairwise(args.image_sizes)):
-        parser.error(f"--image_sizes {sizes}: give them ascending, the smallest first")
-
-
-def refuse_idle_decoder_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """End with an error if a flag on the command line has no effect beside the others."""
-    refuse_idle_sampling_flags(parser, args)
-    of_weight = {"min_snr_gamma": "min_snr", "sigmoid_bias": "sigmoid"}
-    of_weight |= {"p2_loss_weight_gamma": "p2", "p2_loss_weight_k": "p2"}
-    for flag, weight in of_weight.items():
-        parser.refuse_idle(args, [flag], "loss_weight", weight, weight in args.loss_weight)
-    is_normal = args.time_sampling == "logit_normal"
-    parser.refuse_idle(args, ["logit_normal"], "time_sampling", "logit_normal", is_normal)
-    parser.refuse_idle(args, ["vb_loss_weight"], "learned_variance", "1", 1 in args.learned_variance)
-    of_blur = ["blur_prob", "blur_sigma"]
-    parser.refuse_idle(args, of_blur, "lowres_condition", "blur", args.lowres_condition == "blur")
-    parser.refuse_idle(args, ["lowres_noise_level"], "lowres_condition", "noise", args.lowres_condition == "noise")
-    several = ["lowres_condition", "blur_prob", "blur_sigma"]
-    parser.refuse_idle(args, several, "image_sizes", "of several Unets", len(args.image_sizes) > 1)
-    of_judging = ["fid_weights", "lpips_weights", "evaluate_every_n_steps"]
-    parser.refuse_idle(args, of_judging, "n_evaluation_samples", "above 0", args.n_evaluation_samples > 0)
-    for kind, flags in {"image": ["image_embed_scale"], "text": ["max_text_len"]}.items():
-        flags = [f"{kind}_cond_drop_prob", *flags]
-        with_it = ",".join(sorted({*args.condition_on, kind}))
-        parser.refuse_idle(args, flags, "condition_on", with_it, kind in args.condition_on)
-    of_guidance = ["cond_scale", "guidance_interval", "cfg_rescale"]
-    parser.refuse_idle(args, of_guidance, "condition_on", "image or text", bool(args.condition_on))
-    is_clip_used = bool(args.condition_on) or args.n_evaluation_samples > 0
-    parser.refuse_idle(args, ["clip"], "condition_on", "image or text, or give --n_evaluation_samples", is_clip_used)
-    dropped = {"image": args.image_cond_drop_prob, "text": args.text_cond_drop_prob}
-    never = [kind for kind in args.condition_on if not dropped[kind]]
-    if args.cond_scale[0] != 1 and never:
-        parser.error(
-            f"--cond_scale {args.cond_scale[0]:g} guides away from what the model draws without a condition, which it "
-            f"never learns with --{never[0]}_cond_drop_prob 0: give 0.1, for example"
-        )
-    if args.logit_normal[1] <= 0:
-        parser.error("--logit_normal: the standard deviation has to be above 0")
-    if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
-        parser.error("--blur_sigma: give one width, or the least and the greatest")
-
-
-def refuse_idle_sampling_flags(parser: ArgumentParser, args: argparse.Namespace, *others: str) -> None:
-    """End with an error if the guidance interval is empty, or if a flag of sampling stands on the command line and has
-    no effect beside the other ones; `others` are further flags that need guidance."""
-    if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
-        parser.error("--guidance_interval: the first number has to be the smaller one")
-    parser.refuse_idle(args, ["ddim_eta"], "sampler", "ddim", args.sampler == "ddim")
-    is_guided = any(scale != 1 for scale in args.cond_scale)
-    of_guidance = ["guidance_interval", "cfg_rescale", *others]
-    parser.refuse_idle(args, of_guidance, "cond_scale", "other than 1, such as 3", is_guided)

@@ -70,7 +70,7 @@ class Judge:
     the last ones may be left out of an update. Both models may be of videos.
 
     Args:
-        args: What `add_adversary_arguments` adds, and the seed.
+        args: What `AdversaryFlags` says, and the seed.
         generator: Engine of the generator.
         discriminator: Engine of the discriminator.
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.

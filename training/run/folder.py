@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.fields import itself
 from tandem.files.reading import read_json_or_empty, read_yaml
 from tandem.files.writing import hold, move_aside, other_holder, write_atomically
 
@@ -96,17 +97,17 @@ class RunFolder:
     def check_config(
         self,
         config: Mapping[str, Any],
-        model_arguments: Collection[str],
-        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+        lasting: Mapping[str, Callable[[Any], Any]],
+        said: Collection[str],
     ) -> None:
         """Refuse to resume with arguments that would change the model, or with another seed.
 
         Args:
-            model_arguments: Names of settings on which the model depends.
-            resolve: Gives settings one spelling, so that settings for the same model are equal; a key may be missing.
+            lasting: Names of settings that may not change, each with what of its value is compared.
+            said: Names of those that the user has set: others that differ may only follow from these.
 
         Raises:
-            ValueError: one line naming each of `model_arguments` that differs, with both values.
+            ValueError: one line naming each of them that differs, with both values.
         """
 
         def check() -> None:
@@ -117,14 +118,15 @@ class RunFolder:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else error
                 raise ValueError(f"cannot resume: {path}: {reason}; restore it, or start over with --fresh") from None
             saved = saved if isinstance(saved, dict) else {}
-            was, now = (_with_split_seed(resolve(settings)) for settings in (saved, config))
-            # Compare resolved values, but report the arguments as they were written, if they were.
-            differences = [
-                f"--{name} was {saved.get(name, was.get(name))} and is now {config[name]}"
-                for name in (*model_arguments, *_OF_THE_RUN)
-                if name in config and saved.get(name) != config[name] and was.get(name) != now[name]
+            was, now = _with_split_seed(saved), _with_split_seed(config)
+            differing = [
+                name
+                for name, compared in {**lasting, **dict.fromkeys(_OF_THE_RUN, itself)}.items()
+                if name in config and compared(was.get(name)) != compared(now[name])
             ]
-            if differences:
+            if differing:
+                named = [name for name in differing if name in said or name in _OF_THE_RUN] or differing
+                differences = [f"--{name} was {saved.get(name)} and is now {config[name]}" for name in named]
                 raise ValueError(
                     f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
                     "--output_dir, or --fresh to start over"

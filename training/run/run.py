@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,12 +38,10 @@ class Run:
     benchmarks interrupt and measure runs by `watched` alone.
 
     Args:
-        args: The shared arguments (`add_run_arguments`).
+        args: The arguments of the run (`training.flags.parser`).
         settings: Every argument by flag name, for config.yaml.
         models: What is trained, by the name of its part of a checkpoint, which describes it (`Models`).
-        model_arguments: Names of settings that a resumed run may not change.
         columns: What the terminal shows of a line of metrics (`MetricsTable`).
-        resolve: Gives settings one spelling per model, before they are compared with those of the saved run.
 
     Raises:
         UserMistake: one line, if the folder cannot be used.
@@ -59,13 +57,10 @@ class Run:
         feed: Feed,
         *,
         models: Mapping[str, Any],
-        model_arguments: Collection[str],
         columns: Sequence[str] = (),
-        resolve: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
         self.args, self._settings, self.processes, self.feed = args, settings, processes, feed
-        self._described = Models(models)
-        self._model_arguments, self._columns, self._resolve = model_arguments, columns, resolve
+        self._described, self._columns = Models(models), columns
         if args.dry_run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
         with processes.agreement():  # of its own, because links may differ between machines
@@ -155,7 +150,7 @@ class Run:
         # Collectives are allowed in an agreement in which all processes raise the same errors.
         with here.agreement():
             if latest:
-                self.folder.check_config(self._settings, self._model_arguments, self._resolve)
+                self.folder.check_config(self._settings, self.args.lasting, self.args.explicit)
         with here.agreement():
             if latest:
                 self.checkpoints.restore(latest, states, self._parts)

@@ -88,6 +88,8 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
     def fill(flag: str, key: str, value: Any) -> None:
         if value is None or not hasattr(args, flag):
             return
+        if isinstance(getattr(args, flag), list):  # of several models, all of which it is for
+            value = [value] * len(getattr(args, flag))
         if flag in said and getattr(args, flag) != value:
             raise UserMistake(f"{said[flag]} contradicts {key}: {value} in {path}; say it once, or the same in both")
         said.setdefault(flag, f"{key}: {value}")

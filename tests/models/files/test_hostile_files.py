@@ -45,7 +45,7 @@ def little_memory() -> Iterator[None]:
 
 
 def weights_of(**overrides: Any) -> dict[str, Tensor]:
-    return dict(DiscreteVAE(**{**VAE, **overrides}).state_dict())
+    return dict(DiscreteVAE.made({**VAE, **overrides}).state_dict())
 
 
 def cast(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ CALLS = {
 # Arguments that no model has, in a file and in a folder, and what the message has to say.
 ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "num_tokens 10^15": ({"num_tokens": 10**15}, "num_tokens 1000000000000000"),
-    "channels 10^9": ({"channels": 10**9}, "channels 1000000000"),
+    "num_tokens 10^9": ({"num_tokens": 10**9}, "num_tokens 1000000000"),
     "4 million blocks": ({"num_resnet_blocks": 4_000_000}, "many more weights than the file"),
     "word": ({"hidden_dim": "5" * 1000}, "DiscreteVAE"),
     "10^15 in an object": ({"hidden_dim": [1, {"a": [{"b": 10**15}]}]}, "hidden_dim 1000000000000000"),
@@ -158,7 +158,7 @@ PT_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 def folder(path: Path, config: Any = None, **changes: Any) -> None:
     """A model folder whose config says something else."""
-    DiscreteVAE(**VAE).save_pretrained(path)
+    DiscreteVAE.made(VAE).save_pretrained(path)
     if changes:
         config = {**json.loads((path / "config.json").read_text()), **changes}
     if config is not None:
@@ -228,7 +228,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
        for name in ("../2.safetensors", "/etc/passwd", "", "2\0", 2)},
     **{f"{name} that is a link out": (lambda path, name=name: moved_out(path, name), f"{name} is a link")
        for name in ("2.safetensors", "model.safetensors", "config.json")},
-    "4 million channels": (lambda path: folder(path, channels=4_000_000), "should have shape"),
+    "4 million tokens": (lambda path: folder(path, num_tokens=4_000_000), "should have shape"),
     "number of 5000 digits": (lambda path: folder(path, "[" + "9" * 5000 + "]"), ""),
     "depth": (lambda path: folder(path, '{"a":' * 100_000), "too deeply"),
     "list": (lambda path: folder(path, "[]"), ""),
@@ -244,7 +244,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config that waits": (lambda path: replaced(path, "config.json", os.mkfifo), "not a regular file"),
     "weights that wait": (lambda path: replaced(path, "model.safetensors", os.mkfifo), "not a regular file"),
     "shape without data for a number": (
-        lambda path: more_weights(path, {"a": torch.zeros(0, 10**12)}, channels=10**9), "channels 1000000000"),
+        lambda path: more_weights(path, {"a": torch.zeros(0, 10**12)}, num_tokens=10**9), "num_tokens 1000000000"),
     "cursor": (lambda path: more_weights(path, {"\x1b[2J": torch.ones(1)}), "?[2J"),
     "config of 30 million lists": (lambda path: folder(path, f'{{"a": [{"[]," * 15_000_000}1]}}'), "holds more than"),
     "shard without its tensor": (
@@ -257,7 +257,7 @@ HOSTILE = {
     **{f"folder: {name}": ("model", *case) for name, case in FOLDERS.items()},
 }
 # One for each way in which a file is read.
-THROUGH_TRAINING = ("pt: code in weights", "pt: stride 0", "pt: hparams: num_tokens 10^15", "folder: channels 10^9",
+THROUGH_TRAINING = ("pt: code in weights", "pt: stride 0", "pt: hparams: num_tokens 10^15", "folder: num_tokens 10^9",
                     "folder: header: of 10 GB", "folder: shard '/etc/passwd'")  # fmt: skip
 
 
@@ -338,7 +338,7 @@ def test_init_from_refuses_it_with_exit_code_2(
 @pytest.mark.parametrize("by_another_hand", [False, True])
 def test_what_is_harmless_in_a_public_file_is_read(tmp_path: Path, by_another_hand: bool) -> None:
     """A state_dict as it is, saved from a GPU, with hparams and entries that are none of ours."""
-    model = DiscreteVAE(**VAE)
+    model = DiscreteVAE.made(VAE)
     state: Any = model.state_dict(keep_vars=True)
     torch.save({"hparams": {**HPARAMS, "lr": 1e-3}, "weights": state, "epoch": 3, "names": ["a"]}, tmp_path / "vae.pt")
     assert type(state).__name__ == "OrderedDict" and isinstance(state["codebook.weight"], torch.nn.Parameter)
@@ -357,13 +357,13 @@ def test_a_folder_of_several_files_is_read_as_one(tmp_path: Path) -> None:
     (tmp_path / "model" / "2.safetensors").rename(tmp_path / "model" / "two")
     os.symlink("two", tmp_path / "model" / "2.safetensors")
     torch.manual_seed(3)
-    DiscreteVAE(**VAE)  # the draws for the folder itself
+    DiscreteVAE.made(VAE)  # the draws for the folder itself
     expected = weights_of()
     assert_same_bits(DiscreteVAE.from_pretrained(tmp_path / "model"), expected)
 
 
 def test_a_long_clip_or_a_large_codebook_is_no_absurd_number(tmp_path: Path) -> None:
     """5 million entries, because the file holds 5 million; an image size, which is no weight's dimension."""
-    model = DiscreteVAE(**{**VAE, "num_tokens": 5_000_000, "codebook_dim": 1, "hidden_dim": 1, "image_size": 2**20})
+    model = DiscreteVAE.made({**VAE, "num_tokens": 5_000_000, "codebook_dim": 1, "hidden_dim": 1, "image_size": 2**20})
     model.save_pretrained(tmp_path)
     assert DiscreteVAE.from_pretrained(tmp_path).config == model.config

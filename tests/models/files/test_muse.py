@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models import VQGAN, Discriminator
+from models.configs import VQGANConfig
 from models.files.muse import (
     describe_public_vqgan,
     is_public_vqgan,
@@ -96,7 +97,7 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
 def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp_path: Path) -> None:
     """The public package projects nothing where the last level has as many channels as a code has bits."""
     torch.manual_seed(0)
-    source = VQGAN(image_size=16, dim=16, num_layers=1, codebook_size=256, centred=False)
+    source = VQGAN(VQGANConfig(image_size=16, dim=16, num_layers=1, codebook_size=256, centred=False))
     save_public_vqgan(source, tmp_path / "vae.pt")
     state = torch.load(tmp_path / "vae.pt", weights_only=True)
     state = {name: tensor for name, tensor in state.items() if "project" not in name}
@@ -126,7 +127,7 @@ def test_the_description_of_a_file_says_what_follows_from_its_shapes(public: Pat
 def test_a_model_that_the_public_package_has_not_is_refused(
     sizes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
-    assert complaint in refused(save_public_vqgan, VQGAN(**{**SMALL, **sizes}), tmp_path / "vae.pt")
+    assert complaint in refused(save_public_vqgan, VQGAN.made({**SMALL, **sizes}), tmp_path / "vae.pt")
     assert list(tmp_path.iterdir()) == []
 
 

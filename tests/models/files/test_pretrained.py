@@ -16,7 +16,7 @@ from tests.models.reference import tokenizers
 
 
 def small_vae(**overrides: Any) -> DiscreteVAE:
-    return DiscreteVAE(**{**VAE, **overrides})
+    return DiscreteVAE.made({**VAE, **overrides})
 
 
 def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
@@ -42,12 +42,12 @@ def test_a_dalle_file_has_exactly_the_public_keys_and_gives_back_the_weights(tmp
     assert_same_bits(content["weights"], model.state_dict())
     loaded, images = DiscreteVAE.from_dalle(path), some_images()
     assert_same_bits(loaded, model)
-    assert torch.equal(loaded(images).loss, model(images).loss) and not loaded.training
+    assert torch.equal(loaded(images).reconstruction, model(images).reconstruction) and not loaded.training
     other = small_vae(num_resnet_blocks=1, image_size=32, smooth_l1_loss=True)
     other.load_weights_from(path)
     assert_same_bits(other, model)
-    complaint = one_line_of(small_vae(num_tokens=7, hidden_dim=8, normalization=None).load_weights_from, path)
-    assert "num_tokens 13, num_resnet_blocks 1, hidden_dim 5, normalization [[0.5, 0.5, 0.5], " in complaint
+    complaint = one_line_of(small_vae(num_tokens=7, hidden_dim=8, transparent=True).load_weights_from, path)
+    assert "they need transparent False, num_tokens 13, num_resnet_blocks 1, hidden_dim 5" in complaint
 
 
 def test_a_dalle_file_of_before_1_6_0_is_read_as_three_channels_and_gives_the_public_codes(tmp_path: Path) -> None:

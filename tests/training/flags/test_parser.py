@@ -1,12 +1,13 @@
 """Arguments from the command line and from YAML, and the one line that a mistake gives."""
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from training.flags.converters import (
+from tandem.converters import (
     Names,
     average_length,
     fraction,
@@ -22,7 +23,7 @@ from training.flags.converters import (
     worker_count,
 )
 from training.flags.parser import ArgumentParser
-from training.flags.shared import add_run_arguments
+from training.flags.shared import RunFlags
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def parser() -> ArgumentParser:
     parser = ArgumentParser("train_vae.py")
-    add_run_arguments(parser, output_dir="runs/vae", epochs=20, batch_size=8)
+    parser.add_config(RunFlags)
     parser.add_argument("--learning_rate", type=positive_float, default=1e-3)
     parser.add_argument("--image_folder")
     backends = {"type": str.lower, "choices": ("auto", "ddp"), "default": "auto"}
@@ -54,6 +55,11 @@ def config(tmp_path):
         return str(path)
 
     return write
+
+
+@dataclass
+class Averaged(RunFlags):
+    ema_decay: float = 0.999
 
 
 def error_line(capsys, parser, *argv: str) -> str:
@@ -167,7 +173,7 @@ def test_of_flags_that_exclude_one_another_the_command_line_wins(parser, config,
 
 def test_a_flag_beside_another_one_that_excludes_it_is_an_error_but_not_beside_a_default(config, capsys):
     parser = ArgumentParser("train_vae.py")
-    add_run_arguments(parser, output_dir="runs/vae", ema_decay=0.999)
+    parser.add_config(Averaged)
     assert parser.parse([]).ema_decay == 0.999
     for argv in (["--ema_power", "0.05"], ["--config", config("ema_power: [0.05]")]):
         assert vars(parser.parse(argv)).items() >= {"ema_power": [0.05], "ema_decay": 0.0}.items()

@@ -15,6 +15,7 @@ from torch.nn.grad import conv3d_weight
 
 from distributed import Backend
 from models import VQGAN, Discriminator, VideoDiscriminator
+from models.configs import VQGANConfig
 from tests.processes import on_processes, single
 from training.objectives.adversarial import (
     LeCam,
@@ -43,7 +44,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 def models(quantizer: str = "lfq") -> tuple[VQGAN, Discriminator]:
     torch.manual_seed(0)
     size = 256 if quantizer == "fsq" else 16  # fewer codes than vectors: twins would be a matter of rounding
-    generator = VQGAN(16, dim=8, num_layers=2, quantizer=quantizer, codebook_size=size, inv_temperature=1.0)
+    config = VQGANConfig(quantizer, size, image_size=16, dim=8, num_layers=2, inv_temperature=1.0)
+    generator = VQGAN(config)
     return generator, Discriminator(8, layers=2)
 
 

@@ -215,3 +215,31 @@ def config_value(action: argparse.Action, value: Any) -> Any:
     if value is not None and isinstance(action.type, (Joined, Names)):
         return [action.type.text(each) for each in value] if action.nargs else action.type.text(value)
     return value
+
+
+def as_config(action: argparse.Action, value: Any) -> Any:
+    """How a config file says a value of JSON's types: joined text for the lists of a flag that splits text."""
+    if not isinstance(action.type, (Joined, Names)) or not isinstance(value, list):
+        return value
+    if action.nargs:
+        return [action.type.text(each) if isinstance(each, list) else each for each in value]
+    return action.type.text(value)
+
+
+def shown_default(action: argparse.Action) -> str:
+    """The default of a flag as people write it; "" for none."""
+    return _as_text(action, action.default)
+
+
+def said_as_flag(action: argparse.Action, value: Any) -> str:
+    """A flag with a value as a command line says it, such as "--dim 64"."""
+    flag = action.option_strings[0]
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"{flag} {_as_text(action, value)}"
+
+
+def _as_text(action: argparse.Action, value: Any) -> str:
+    value = config_value(action, value)
+    values = value if isinstance(value, list) else [value]
+    return "" if value is None else " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)

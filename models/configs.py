@@ -1,0 +1,375 @@
+"""What the autoencoders of this package are built from: a dataclass for each, whose fields are the arguments of its
+constructor, the entries of its config.json, and flags of its script. Imports no PyTorch, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.converters import fraction, non_negative_float, pixels, positive_float, size, size_or_0, sizes
+from tandem.fields import ModelConfig, Needs, flag, given, when
+
+from .quantizers import QUANTIZERS
+
+# What a quantizer is trained with by its authors, and lfq by what was measured, where it differs from the others.
+_USUAL_OF: dict[str, dict[str, float]] = {
+    "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
+    "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
+}
+_LAYERS = (
+    "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
+    "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
+)
+
+
+@dataclass
+class DiscreteVAEConfig(ModelConfig):
+    """Of a `DiscreteVAE`."""
+
+    image_size: int = flag(128, "a power of two", pixels, metavar="PIXELS", lasting=True, title="images")
+    transparent: bool = flag(False, "RGBA instead of RGB", title="model", in_weights=True)
+    num_tokens: int = flag(8192, "size of the codebook", size, metavar="CODES", in_weights=True)
+    num_layers: int = flag(
+        3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, metavar="N", in_weights=True
+    )
+    num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, metavar="N", in_weights=True)
+    codebook_dim: int = flag(512, "width of a codebook entry", size, metavar="DIM", in_weights=True)
+    hidden_dim: int = flag(256, "channels of the convolutions", size, metavar="DIM", in_weights=True)
+    smooth_l1_loss: bool = flag(False, "smooth L1 instead of MSE", title="loss and schedules")
+    kl_loss_weight: float = flag(
+        0.0,
+        "weight of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums over positions); with "
+        "0 the KL is only reported",
+        non_negative_float,
+        metavar="WEIGHT",
+    )
+    straight_through: bool = flag(False, "hard codes forward, soft gradient")
+    reinmax: bool = flag(False, "ReinMax gradient estimator; needs --straight_through")
+
+
+@dataclass
+class QuantizerConfig(ModelConfig):
+    """Of the quantizer of a VQGAN or a video tokenizer. Each kind has options of its own; the others have no effect."""
+
+    quantizer: str = flag(
+        "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", in_weights=True
+    )
+    codebook_size: int = flag(65536, "a power of two for lfq and bsq", size, metavar="CODES", in_weights=True)
+    codebook_dim: int = flag(32, "width of a codebook entry (vq, ibq)", size, metavar="DIM", in_weights=True)
+    vq_decay: float = flag(
+        0.8,
+        "decay of the moving averages from which the codebook is computed (vq)",
+        fraction,
+        metavar="DECAY",
+        needs=when("quantizer", "vq"),
+    )
+    vq_cosine: bool = flag(
+        False,
+        "take the codebook entry at the smallest angle instead of distance (vq)",
+        in_weights=True,
+        needs=when("quantizer", "vq"),
+    )
+    fsq_levels: tuple[int, ...] | None = flag(
+        None,
+        "levels per dimension, instead of those that make --codebook_size (fsq)",
+        sizes,
+        metavar="N,N...",
+        in_weights=True,
+        needs=when("quantizer", "fsq"),
+    )
+    diversity_gamma: float = flag(
+        1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, metavar="GAMMA"
+    )
+    inv_temperature: float = flag(
+        10.0,
+        "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1",
+        positive_float,
+        metavar="X",
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        for name, value in _USUAL_OF.get(args.quantizer, {}).items():
+            if name not in args.explicit:
+                setattr(args, name, value)
+
+
+@dataclass
+class VQGANConfig(QuantizerConfig):
+    """Of a `VQGAN`."""
+
+    image_size: int = flag(256, "a multiple of 2^num_layers", pixels, metavar="PIXELS", lasting=True, title="images")
+    dim: int = flag(
+        128,
+        "channels at full resolution; every halving doubles them",
+        size,
+        metavar="DIM",
+        title="model",
+        in_weights=True,
+    )
+    num_layers: int = flag(
+        4, "halvings of the side: a code stands for 2^N x 2^N pixels", size, metavar="N", in_weights=True
+    )
+    num_resnet_blocks: tuple[int, ...] = flag(
+        (1,),
+        "residual blocks of the coarsest level, or of each level, finest first",
+        sizes,
+        metavar="N[,N...]",
+        in_weights=True,
+    )
+    centred: bool = flag(
+        True,
+        "let the layers see and make images in [-1, 1]; off for a model that muse-maskgit-pytorch is to load",
+        in_weights=True,
+    )
+    channels: int = 3
+    gradient_checkpointing: bool = flag(
+        False,
+        "compute the layers' activations again in the backward pass: slower, and far less memory",
+        title="precision",
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        *finer, coarsest = args.num_resnet_blocks
+        if not any(finer):  # "0,0,1" is "1", that of the coarsest level
+            args.num_resnet_blocks = (coarsest,)
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        judge = model.get("discriminator", {})
+        of_judge = {f"discr_{name}": judge[name] for name in ("dim", "layers") if judge}
+        return {**super().shape_of(model, args), **of_judge}
+
+
+@dataclass
+class VideoTokenizerConfig(QuantizerConfig):
+    """Of a `VideoTokenizer`."""
+
+    image_size: int = flag(
+        128,
+        "a multiple of patch_size x 2^(compress_space layers)",
+        pixels,
+        metavar="PIXELS",
+        lasting=True,
+        title="images",
+    )
+    layers: str = flag(
+        _LAYERS,
+        "layers of the encoder, mirrored in the decoder: residual, residual_space, "
+        "consecutive_residual:NUMBER, compress_space[:CHANNELS], compress_time[:CHANNELS], attend_space, "
+        "attend_time, linear_attend_space, gateloop_time, adaptive",
+        metavar="NAME[:N],...",
+        title="model",
+        in_weights=True,
+    )
+    init_dim: int = flag(64, "channels before the first layer", size, metavar="DIM", in_weights=True)
+    max_dim: int | None = flag(
+        None, "no layer has more channels (default: no limit)", size, metavar="DIM", in_weights=True
+    )
+    input_kernel: int = flag(7, "side of the first convolution's kernel", size, metavar="N", in_weights=True)
+    output_kernel: int = flag(3, "side of the last convolution's kernel", size, metavar="N", in_weights=True)
+    residual_kernel: int = flag(3, "side of the residual layers' kernels", size, metavar="N", in_weights=True)
+    pad_mode: str = flag(
+        "constant",
+        "padding in space of the first and the last convolution",
+        choices=("constant", "replicate", "reflect"),
+        in_weights=True,
+    )
+    norm: str = flag(
+        "none",
+        "rms: RMSNorm over the channels of each position before the convolutions of residual layers",
+        choices=("none", "rms"),
+        in_weights=True,
+    )
+    patch_size: int = flag(
+        1,
+        "cut frames into patches of this side before the first layer; a power of two",
+        size,
+        metavar="PIXELS",
+        in_weights=True,
+    )
+    patch: str = flag(
+        "haar",
+        "what a patch becomes: its Haar wavelet coefficients, or its pixels",
+        choices=("haar", "pixels"),
+        in_weights=True,
+        needs=Needs("patch_size", "above 1", lambda args: args.patch_size > 1),
+    )
+    separate_first_frame: bool = flag(False, "give the first frame convolutions of its own", in_weights=True)
+    time_window: int = flag(
+        16,
+        "attend_time looks back so many latent frames, which bounds the memory of a stream; 0: to the beginning",
+        size_or_0,
+        metavar="FRAMES",
+        lasting=True,
+        needs=Needs("layers", "with attend_time", lambda args: "attend_time" in args.layers),
+    )
+    soft_clamp: float = flag(
+        10.0,
+        "lfq gets X tanh(z / X) instead of z; 0: z",
+        non_negative_float,
+        metavar="X",
+        in_weights=True,
+        needs=when("quantizer", "lfq"),
+    )
+    gradient_checkpointing: bool = flag(
+        False,
+        "compute the layers' activations again in the backward pass: slower, and far less memory",
+        title="precision",
+    )
+    codebook_size: int = 1024
+    diversity_gamma: float = 2.5
+    channels: int = 3
+    dim_cond: int | None = None
+    heads: int = 8
+    dim_head: int = 32
+    linear_heads: int = 16
+    linear_dim_head: int = 8
+
+
+@dataclass
+class MuLaNConfig(ModelConfig):
+    """Of a `MuLaN`, but for what comes from files: the size of its tokenizer's vocabulary, and pretrained towers."""
+
+    sample_rate: int = flag(
+        16000,
+        "sample rate to which all sounds are resampled",
+        size,
+        metavar="HZ",
+        title="sounds and texts",
+        in_weights=True,
+    )
+    clip_seconds: float = flag(
+        10.0,
+        "length of the clip cut from a sound: at a random place in training, from the middle in validation",
+        positive_float,
+        metavar="SECONDS",
+    )
+    max_text_tokens: int = flag(
+        256, "texts are cut off after this number of tokens", size, metavar="TOKENS", in_weights=True
+    )
+    spectrogram: str = flag(
+        "log_mel",
+        "kind of spectrogram that the model is given",
+        choices=("log_mel", "power"),
+        title="spectrogram",
+        in_weights=True,
+    )
+    n_fft: int = flag(1024, "length of the Fourier transform's window", size, metavar="SAMPLES", in_weights=True)
+    win_length: int | None = flag(
+        None,
+        "length of the window, in the middle of the Fourier transform's (default: --n_fft)",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+    )
+    spectrogram_padding: str = flag(
+        "silence",
+        "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
+        choices=("silence", "reflect"),
+        in_weights=True,
+    )
+    hop_length: int = flag(
+        160, "distance between two windows of the Fourier transform", size, metavar="SAMPLES", in_weights=True
+    )
+    n_mels: int = flag(64, "number of mel bands", size, metavar="BANDS", in_weights=True)
+    fmin: float = flag(0.0, "lowest frequency of the mel bands", non_negative_float, metavar="HZ", in_weights=True)
+    fmax: float | None = flag(
+        None,
+        "highest frequency of the mel bands (default: half of --sample_rate)",
+        positive_float,
+        metavar="HZ",
+        in_weights=True,
+    )
+    time_mask_fraction: float = flag(
+        0.2, "SpecAugment in training: mask up to this fraction of the time", fraction, metavar="FRACTION"
+    )
+    frequency_mask_fraction: float = flag(
+        0.25, "SpecAugment in training: mask up to this fraction of the frequencies", fraction, metavar="FRACTION"
+    )
+    audio_dim: int = flag(512, "width of the audio tower", size, metavar="DIM", title="towers", in_weights=True)
+    audio_depth: int = flag(6, "transformer layers of the audio tower", size, metavar="LAYERS", in_weights=True)
+    text_dim: int = flag(512, "width of the text tower", size, metavar="DIM", in_weights=True)
+    text_depth: int = flag(6, "transformer layers of the text tower", size, metavar="LAYERS", in_weights=True)
+    heads: int = flag(8, "attention heads of both towers", size, metavar="N", in_weights=True)
+    dim_head: int = flag(64, "width of an attention head", size, metavar="DIM", in_weights=True)
+    audio_heads: int | None = flag(
+        None, "attention heads of the audio tower (default: --heads)", size, metavar="N", in_weights=True
+    )
+    audio_dim_head: int | None = flag(
+        None,
+        "width of an attention head of the audio tower (default: --dim_head)",
+        size,
+        metavar="DIM",
+        in_weights=True,
+    )
+    text_heads: int | None = flag(
+        None, "attention heads of the text tower (default: --heads)", size, metavar="N", in_weights=True
+    )
+    text_dim_head: int | None = flag(
+        None, "width of an attention head of the text tower (default: --dim_head)", size, metavar="DIM", in_weights=True
+    )
+    ff_mult: int = flag(
+        4,
+        "inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU",
+        size,
+        metavar="N",
+        in_weights=True,
+    )
+    attn_dropout: float = flag(
+        0.0,
+        "part of the attention weights, and of the outputs of attention, that is dropped in training",
+        fraction,
+        metavar="FRACTION",
+    )
+    ff_dropout: float = flag(
+        0.0, "part of the inner numbers of the feed-forwards that is dropped in training", fraction, metavar="FRACTION"
+    )
+    patch_size: int = flag(16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True)
+    patch_dropout: float = flag(0.25, "part of the patches that is left out in training", fraction, metavar="FRACTION")
+    hierarchical_layers: int = flag(
+        0,
+        "apply the loss to the outputs of this number of layers before the last, too",
+        size_or_0,
+        metavar="LAYERS",
+        in_weights=True,
+    )
+    hierarchical_spacing: str = flag(
+        "last",
+        "layers of --hierarchical_layers: those next to the last, or spaced evenly from the first one on",
+        choices=("last", "even"),
+        in_weights=True,
+    )
+    dim_latent: int = flag(128, "width of the common space", size, metavar="DIM", title="model", in_weights=True)
+    init_temperature: float = flag(
+        10.0,
+        "temperature in the log, at the start: cosines are multiplied by it (1 / tau); it is learned, up to 100",
+        positive_float,
+        metavar="SCALE",
+        title="loss",
+    )
+    init_bias: float = flag(
+        -10.0, "number added to the scaled cosines at the start; it is learned (sigmoid)", float, metavar="BIAS"
+    )
+    freeze_text_tower: bool = flag(
+        False, "do not train the weights of --text_tower", title="pretrained towers", needs=given("text_tower", "PATH")
+    )
+    freeze_audio_tower: bool = flag(
+        False, "do not train the weights of --audio_tower", needs=given("audio_tower", "PATH")
+    )
+    gradient_checkpointing: bool = flag(
+        False,
+        "compute the layers' activations again in the backward pass: slower, and far less memory",
+        title="precision",
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        for name in ("heads", "dim_head"):
+            for tower in ("audio", "text"):
+                if getattr(args, f"{tower}_{name}") is None:
+                    setattr(args, f"{tower}_{name}", getattr(args, name))
+        args.win_length = args.win_length or args.n_fft
