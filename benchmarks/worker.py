@@ -29,6 +29,7 @@ import torch
 
 import data
 import distributed
+from distributed.torch_comm import leave_process_group
 
 from .references import HOROVOD, REFERENCES
 
@@ -201,7 +202,8 @@ class Reference(Side):
             self.write()
         del loop  # with DistributedDataParallel's threads, before the group that they belong to
         if self._world_size > 1 and self._hvd is None:
-            torch.distributed.destroy_process_group()
+            # A thread of the group that still runs while Python ends would abort the process.
+            leave_process_group(gracefully=True)
 
     def _load(self) -> list[data.Batch]:
         """The script's batches; without the script, those of the loader of images."""
