@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.configs import MuLaNConfig
-from tandem.converters import non_negative_int, positive_float, templates
+from tandem.converters import templates
 from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
@@ -67,14 +67,11 @@ class TrainingFlags:
         "pairs of sounds with equal captions: masked: not compared; negatives: pushed apart",
         choices=("masked", "negatives"),
     )
-    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, metavar="LR", title="schedule")
-    lr_warmup_steps: int = flag(
-        500, "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
-    )
     lr_schedule: str = flag(
         "cosine",
         "after the warm-up, let the learning rate fall to 0 along a cosine, or keep it",
         choices=("cosine", "constant"),
+        title="schedule",
     )
     zero_shot_templates: tuple[str, ...] = flag(
         ("{}", "the sound of {}", "a recording of {}"),
@@ -104,6 +101,7 @@ class Config(
     """Every flag of this script."""
 
     output_dir: str = "runs/mulan"
+    lr_warmup_steps: int = 500
     batch_size: int = 32
     max_grad_norm: float = 0.5
     validate_every_n_steps: int = 500

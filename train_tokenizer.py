@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.configs import VideoTokenizerConfig
-from tandem.converters import non_negative_int, positive_float
 from tandem.fields import flag, given
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, QuantizerLossFlags, without_perceptual_loss
@@ -64,20 +63,15 @@ class TrainingFlags:
         False, "keep the encoder and the codebook as --init_from has them", needs=given("init_from", "DIR")
     )
     l1_recon_loss: bool = flag(False, "mean absolute instead of squared error", title="reconstruction loss")
-    learning_rate: float = flag(1e-05, "highest learning rate", positive_float, metavar="LR", title="schedule")
-    lr_warmup_steps: int = flag(
-        1000, "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
-    )
-    lr_cosine: bool = flag(False, "let the learning rate fall to 0 along a cosine; constant otherwise")
-    lpips_weights: str | None = flag(
-        None,
-        "report LPIPS on the validation split with these weights",
-        metavar="FILE",
-        title="evaluation",
-        needs=VALIDATION,
+    lr_cosine: bool = flag(
+        False, "let the learning rate fall to 0 along a cosine; constant otherwise", title="schedule"
     )
     fvd_weights: str | None = flag(
-        None, "report rFVD with these weights of an I3D (a plain state dict)", metavar="FILE", needs=VALIDATION
+        None,
+        "report rFVD with these weights of an I3D (a plain state dict)",
+        metavar="FILE",
+        needs=VALIDATION,
+        title="evaluation",
     )
 
 
@@ -94,6 +88,8 @@ class Config(
     """Every flag of this script."""
 
     output_dir: str = "runs/tokenizer"
+    learning_rate: float = 1e-5
+    lr_warmup_steps: int = 1000
     commitment_loss_weight: float = 1.0
     ema_decay: float = 0.999
     penalty: str = "zero_centred"

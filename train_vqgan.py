@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.configs import VQGANConfig
-from tandem.converters import epoch_counts, non_negative_int, positive_float, two_fractions
+from tandem.converters import epoch_counts, two_fractions
 from tandem.fields import flag
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, QuantizerLossFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
-from training.flags.shared import ImageFlags, RunFlags, place_of
+from training.flags.shared import ImageFlags, RateFlags, RunFlags, place_of
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -58,11 +58,7 @@ class TrainingFlags:
         title="model",
     )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
-    learning_rate: float = flag(0.0003, "highest learning rate of Adam", positive_float, metavar="LR", title="schedule")
-    betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, metavar="B1,B2")
-    lr_warmup_steps: int = flag(
-        0, "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
-    )
+    betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, metavar="B1,B2", title="schedule")
     lr_cosine: bool = flag(False, "let the learning rate fall to a tenth along a cosine; constant otherwise")
     lr_drop_epochs: tuple[float, ...] | None = flag(
         None,
@@ -70,20 +66,17 @@ class TrainingFlags:
         epoch_counts,
         metavar="EPOCHS[,EPOCHS...]",
     )
-    lpips_weights: str | None = flag(
-        None,
-        "report LPIPS on the validation split with these weights",
-        metavar="FILE",
-        title="evaluation",
-        needs=VALIDATION,
-    )
     fid_weights: str | None = flag(
-        None, "report rFID with these Inception weights (pt_inception-2015-12-05)", metavar="FILE", needs=VALIDATION
+        None,
+        "report rFID with these Inception weights (pt_inception-2015-12-05)",
+        metavar="FILE",
+        needs=VALIDATION,
+        title="evaluation",
     )
 
 
 @dataclass
-class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, TrainingFlags, AdversaryFlags, RunFlags):
+class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, TrainingFlags, RateFlags, AdversaryFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/vqgan"

@@ -97,7 +97,18 @@ class QuantizerConfig(ModelConfig):
 
 
 @dataclass
-class VQGANConfig(QuantizerConfig):
+class RecomputingConfig(ModelConfig):
+    """Of a model that is deep enough to gain by computing its layers again."""
+
+    gradient_checkpointing: bool = flag(
+        False,
+        "compute the layers' activations again in the backward pass: slower, and far less memory",
+        title="precision",
+    )
+
+
+@dataclass
+class VQGANConfig(QuantizerConfig, RecomputingConfig):
     """Of a `VQGAN`."""
 
     image_size: int = flag(256, "a multiple of 2^num_layers", pixels, metavar="PIXELS", lasting=True, title="images")
@@ -125,11 +136,6 @@ class VQGANConfig(QuantizerConfig):
         in_weights=True,
     )
     channels: int = 3
-    gradient_checkpointing: bool = flag(
-        False,
-        "compute the layers' activations again in the backward pass: slower, and far less memory",
-        title="precision",
-    )
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
@@ -145,7 +151,7 @@ class VQGANConfig(QuantizerConfig):
 
 
 @dataclass
-class VideoTokenizerConfig(QuantizerConfig):
+class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     """Of a `VideoTokenizer`."""
 
     image_size: int = flag(
@@ -215,11 +221,6 @@ class VideoTokenizerConfig(QuantizerConfig):
         in_weights=True,
         needs=when("quantizer", "lfq"),
     )
-    gradient_checkpointing: bool = flag(
-        False,
-        "compute the layers' activations again in the backward pass: slower, and far less memory",
-        title="precision",
-    )
     codebook_size: int = 1024
     diversity_gamma: float = 2.5
     channels: int = 3
@@ -231,7 +232,7 @@ class VideoTokenizerConfig(QuantizerConfig):
 
 
 @dataclass
-class MuLaNConfig(ModelConfig):
+class MuLaNConfig(RecomputingConfig):
     """Of a `MuLaN`, but for what comes from files: the size of its tokenizer's vocabulary, and pretrained towers."""
 
     sample_rate: int = flag(
@@ -359,11 +360,6 @@ class MuLaNConfig(ModelConfig):
     )
     freeze_audio_tower: bool = flag(
         False, "do not train the weights of --audio_tower", needs=given("audio_tower", "PATH")
-    )
-    gradient_checkpointing: bool = flag(
-        False,
-        "compute the layers' activations again in the backward pass: slower, and far less memory",
-        title="precision",
     )
 
     @classmethod

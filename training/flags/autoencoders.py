@@ -58,6 +58,13 @@ class QuantizerLossFlags:
 class PerceptualFlags:
     """Of every script that compares features of images."""
 
+    lpips_weights: str | None = flag(
+        None,
+        "report LPIPS on the validation split with these weights",
+        metavar="FILE",
+        title="evaluation",
+        needs=VALIDATION,
+    )
     perceptual: str = flag(
         "none",
         "kind of perceptual loss: distance of VGG16 features, or LPIPS; both need weights",

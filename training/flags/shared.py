@@ -287,6 +287,16 @@ class SoundFlags(OwnDataset):
 
 
 @dataclass
+class RateFlags:
+    """Of every script with one learning rate that is warmed up (`training.schedules`)."""
+
+    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, metavar="LR", title="schedule")
+    lr_warmup_steps: int = flag(
+        0, "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
+    )
+
+
+@dataclass
 class OptimizerFlags:
     """Of every script that trains by AdamW or Lion (`make_optimizer`)."""
 
@@ -297,8 +307,8 @@ class OptimizerFlags:
 
 
 @dataclass
-class DecayingOptimizerFlags(OptimizerFlags):
-    """The same, with one weight decay."""
+class DecayingOptimizerFlags(RateFlags, OptimizerFlags):
+    """The same, with one learning rate and one weight decay."""
 
     weight_decay: float = flag(
         0.01,

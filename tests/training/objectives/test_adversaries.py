@@ -44,7 +44,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 def models(quantizer: str = "lfq") -> tuple[VQGAN, Discriminator]:
     torch.manual_seed(0)
     size = 256 if quantizer == "fsq" else 16  # fewer codes than vectors: twins would be a matter of rounding
-    config = VQGANConfig(quantizer, size, image_size=16, dim=8, num_layers=2, inv_temperature=1.0)
+    sizes = {"codebook_size": size, "image_size": 16, "dim": 8, "num_layers": 2}
+    config = VQGANConfig(quantizer=quantizer, inv_temperature=1.0, **sizes)
     generator = VQGAN(config)
     return generator, Discriminator(8, layers=2)
 
