@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
-from tandem.converters import non_negative_int, positive_int, size
+from tandem.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
 from tandem.fields import flag, given
 from training.flags.decoder import GUIDED, SamplingFlags
 from training.flags.inference import add_computation_arguments, add_output_arguments
@@ -55,48 +55,43 @@ class Config(ClipFlags, SamplingFlags):
         metavar="TEXT",
         title="conditions",
     )
-    prompt_file: str | None = flag(None, "draw for each line of this text file", metavar="FILE")
-    image_embeddings: str | None = flag(None, "draw for each row of this .npy, (n, d)", metavar="FILE")
-    text_embeddings: str | None = flag(
-        None, "draw for each text of this .npy of encodings, (n, tokens, d)", metavar="FILE"
-    )
+    prompt_file: str | None = flag(None, "draw for each line of this text file", FILE)
+    image_embeddings: str | None = flag(None, "draw for each row of this .npy, (n, d)", FILE)
+    text_embeddings: str | None = flag(None, "draw for each text of this .npy of encodings, (n, tokens, d)", FILE)
     clip: str | None = flag(
         None,
         "model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the size of "
         "the last Unet, as in training",
-        metavar="NAME",
+        NAME,
     )
     clip_weights: str | None = flag(
-        None, "weights for --clip: safetensors or a plain state dict", metavar="FILE", needs=given("clip", "NAME")
+        None, "weights for --clip: safetensors or a plain state dict", FILE, needs=given("clip", "NAME")
     )
-    count: int = flag(
-        1, "pictures for each condition; without conditions, pictures of a model that takes none", size, metavar="N"
-    )
-    seed: int = flag(0, "seed of the noise", non_negative_int, metavar="INT")
-    start_at_unet: int = flag(1, "first Unet, from 1; a later one enlarges --images", positive_int, metavar="NUMBER")
-    stop_at_unet: int | None = flag(None, "last Unet (default: all)", positive_int, metavar="NUMBER")
+    count: int = flag(1, "pictures for each condition; without conditions, pictures of a model that takes none", size)
+    seed: int = flag(0, "seed of the noise", non_negative_int)
+    start_at_unet: int = flag(1, "first Unet, from 1; a later one enlarges --images", positive_int)
+    stop_at_unet: int | None = flag(None, "last Unet (default: all)", positive_int)
     images: str | None = flag(
         None,
         "pictures to enlarge (--start_at_unet), to fill in (--masks), or to draw others like them (--clip)",
-        metavar="DIR",
+        FOLDER,
     )
     masks: str | None = flag(
         None,
         "folder with an image for each of --images, black where something new is to be drawn, white where the picture "
         "stays",
-        metavar="DIR",
+        FOLDER,
     )
     resample_times: int = flag(
         5,
         "with --masks, how often each step is made, so that old and new parts fit (RePaint)",
         positive_int,
-        metavar="N",
         needs=given("masks", "DIR"),
     )
     guide_with: str | None = flag(
         None,
         "guide away from this weaker model, not from the model without condition (Karras et al. 2024)",
-        metavar="DIR",
+        FOLDER,
         needs=GUIDED,
     )
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.configs import MuLaNConfig
-from tandem.converters import templates
+from tandem.converters import FOLDER, templates
 from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
@@ -53,7 +53,7 @@ class TrainingFlags:
         None,
         "start from a run, checkpoint, model/ or best/ folder or USER/NAME (Hub), whose shape the flags that "
         "are not given take over",
-        metavar="DIR",
+        FOLDER,
         title="model",
     )
     loss: str = flag(
@@ -77,7 +77,6 @@ class TrainingFlags:
         ("{}", "the sound of {}", "a recording of {}"),
         "sentences with {} for the label, for zero-shot classification where the data has labels",
         templates,
-        metavar="TEXT|TEXT...",
         title="evaluation",
     )
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.configs import VideoTokenizerConfig
+from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, QuantizerLossFlags, without_perceptual_loss
@@ -51,7 +52,7 @@ class TrainingFlags:
         None,
         "start the generator from a run, a checkpoint, a model/ folder or USER/NAME of the Hugging Face Hub, "
         "whose shape the flags that are not given take over",
-        metavar="DIR",
+        FOLDER,
         title="model",
     )
     inflate: bool = flag(
@@ -69,7 +70,7 @@ class TrainingFlags:
     fvd_weights: str | None = flag(
         None,
         "report rFVD with these weights of an I3D (a plain state dict)",
-        metavar="FILE",
+        FILE,
         needs=VALIDATION,
         title="evaluation",
     )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.configs import DiscreteVAEConfig
-from tandem.converters import non_negative_float, positive_float
+from tandem.converters import FILE, non_negative_float, positive_float
 from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
@@ -49,22 +49,21 @@ class LossFlags:
         None,
         "start from a run, a checkpoint, a model/ folder, a vae-final.pt or USER/NAME of the Hugging Face Hub, "
         "whose shape the flags that are not given take over",
-        metavar="FILE",
+        FILE,
         title="model",
     )
     starting_temp: float = flag(
-        1.0, "Gumbel-softmax temperature at the start", positive_float, metavar="T", title="loss and schedules"
+        1.0, "Gumbel-softmax temperature at the start", positive_float, title="loss and schedules"
     )
-    temp_min: float = flag(0.5, "lowest temperature", positive_float, metavar="T")
+    temp_min: float = flag(0.5, "lowest temperature", positive_float)
     anneal_rate: float = flag(
         1e-06,
         "after updates 1, 101, 201, ... the temperature is multiplied by exp(-RATE x updates before that one)",
         non_negative_float,
-        metavar="RATE",
     )
-    learning_rate: float = flag(0.001, "learning rate of Adam at the start", positive_float, metavar="LR")
+    learning_rate: float = flag(0.001, "learning rate of Adam at the start", positive_float)
     lr_decay_rate: float = flag(
-        0.98, "after updates 1, 101, 201, ... the learning rate is multiplied by it", positive_float, metavar="FACTOR"
+        0.98, "after updates 1, 101, 201, ... the learning rate is multiplied by it", positive_float
     )
 
     @classmethod

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import with_models
 from models.configs import VQGANConfig
-from tandem.converters import epoch_counts, two_fractions
+from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, QuantizerLossFlags, without_perceptual_loss
@@ -54,22 +54,19 @@ class TrainingFlags:
         "start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub "
         "or a file of a VQGanVAE of muse-maskgit-pytorch, whose shape the flags that are not given take over; from the "
         "file, the discriminator too",
-        metavar="DIR",
+        FOLDER,
         title="model",
     )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
-    betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, metavar="B1,B2", title="schedule")
+    betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, title="schedule")
     lr_cosine: bool = flag(False, "let the learning rate fall to a tenth along a cosine; constant otherwise")
     lr_drop_epochs: tuple[float, ...] | None = flag(
-        None,
-        "divide the learning rates by 10 after each of these numbers of epochs",
-        epoch_counts,
-        metavar="EPOCHS[,EPOCHS...]",
+        None, "divide the learning rates by 10 after each of these numbers of epochs", epoch_counts
     )
     fid_weights: str | None = flag(
         None,
         "report rFID with these Inception weights (pt_inception-2015-12-05)",
-        metavar="FILE",
+        FILE,
         needs=VALIDATION,
         title="evaluation",
     )

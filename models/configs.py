@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.converters import fraction, non_negative_float, pixels, positive_float, size, size_or_0, sizes
+from tandem.converters import (
+    any_float,
+    fraction,
+    non_negative_float,
+    pixels,
+    positive_float,
+    size,
+    size_or_0,
+    sizes,
+    width,
+)
 from tandem.fields import ModelConfig, Needs, flag, given, when
 
 from .quantizers import QUANTIZERS
@@ -28,22 +38,19 @@ _LAYERS = (
 class DiscreteVAEConfig(ModelConfig):
     """Of a `DiscreteVAE`."""
 
-    image_size: int = flag(128, "a power of two", pixels, metavar="PIXELS", lasting=True, title="images")
+    image_size: int = flag(128, "a power of two", pixels, lasting=True, title="images")
     transparent: bool = flag(False, "RGBA instead of RGB", title="model", in_weights=True)
-    num_tokens: int = flag(8192, "size of the codebook", size, metavar="CODES", in_weights=True)
-    num_layers: int = flag(
-        3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, metavar="N", in_weights=True
-    )
-    num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, metavar="N", in_weights=True)
-    codebook_dim: int = flag(512, "width of a codebook entry", size, metavar="DIM", in_weights=True)
-    hidden_dim: int = flag(256, "channels of the convolutions", size, metavar="DIM", in_weights=True)
+    num_tokens: int = flag(8192, "size of the codebook", size, in_weights=True)
+    num_layers: int = flag(3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True)
+    num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, in_weights=True)
+    codebook_dim: int = flag(512, "width of a codebook entry", width, in_weights=True)
+    hidden_dim: int = flag(256, "channels of the convolutions", width, in_weights=True)
     smooth_l1_loss: bool = flag(False, "smooth L1 instead of MSE", title="loss and schedules")
     kl_loss_weight: float = flag(
         0.0,
         "weight of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums over positions); with "
         "0 the KL is only reported",
         non_negative_float,
-        metavar="WEIGHT",
     )
     straight_through: bool = flag(False, "hard codes forward, soft gradient")
     reinmax: bool = flag(False, "ReinMax gradient estimator; needs --straight_through")
@@ -56,13 +63,12 @@ class QuantizerConfig(ModelConfig):
     quantizer: str = flag(
         "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", in_weights=True
     )
-    codebook_size: int = flag(65536, "a power of two for lfq and bsq", size, metavar="CODES", in_weights=True)
-    codebook_dim: int = flag(32, "width of a codebook entry (vq, ibq)", size, metavar="DIM", in_weights=True)
+    codebook_size: int = flag(65536, "a power of two for lfq and bsq", size, in_weights=True)
+    codebook_dim: int = flag(32, "width of a codebook entry (vq, ibq)", width, in_weights=True)
     vq_decay: float = flag(
         0.8,
         "decay of the moving averages from which the codebook is computed (vq)",
         fraction,
-        metavar="DECAY",
         needs=when("quantizer", "vq"),
     )
     vq_cosine: bool = flag(
@@ -75,18 +81,12 @@ class QuantizerConfig(ModelConfig):
         None,
         "levels per dimension, instead of those that make --codebook_size (fsq)",
         sizes,
-        metavar="N,N...",
         in_weights=True,
         needs=when("quantizer", "fsq"),
     )
-    diversity_gamma: float = flag(
-        1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, metavar="GAMMA"
-    )
+    diversity_gamma: float = flag(1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float)
     inv_temperature: float = flag(
-        10.0,
-        "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1",
-        positive_float,
-        metavar="X",
+        10.0, "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1", positive_float
     )
 
     @classmethod
@@ -111,24 +111,13 @@ class RecomputingConfig(ModelConfig):
 class VQGANConfig(QuantizerConfig, RecomputingConfig):
     """Of a `VQGAN`."""
 
-    image_size: int = flag(256, "a multiple of 2^num_layers", pixels, metavar="PIXELS", lasting=True, title="images")
+    image_size: int = flag(256, "a multiple of 2^num_layers", pixels, lasting=True, title="images")
     dim: int = flag(
-        128,
-        "channels at full resolution; every halving doubles them",
-        size,
-        metavar="DIM",
-        title="model",
-        in_weights=True,
+        128, "channels at full resolution; every halving doubles them", width, title="model", in_weights=True
     )
-    num_layers: int = flag(
-        4, "halvings of the side: a code stands for 2^N x 2^N pixels", size, metavar="N", in_weights=True
-    )
+    num_layers: int = flag(4, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True)
     num_resnet_blocks: tuple[int, ...] = flag(
-        (1,),
-        "residual blocks of the coarsest level, or of each level, finest first",
-        sizes,
-        metavar="N[,N...]",
-        in_weights=True,
+        (1,), "residual blocks of the coarsest level, or of each level, finest first", sizes, in_weights=True
     )
     centred: bool = flag(
         True,
@@ -155,12 +144,7 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     """Of a `VideoTokenizer`."""
 
     image_size: int = flag(
-        128,
-        "a multiple of patch_size x 2^(compress_space layers)",
-        pixels,
-        metavar="PIXELS",
-        lasting=True,
-        title="images",
+        128, "a multiple of patch_size x 2^(compress_space layers)", pixels, lasting=True, title="images"
     )
     layers: str = flag(
         _LAYERS,
@@ -171,13 +155,11 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
         title="model",
         in_weights=True,
     )
-    init_dim: int = flag(64, "channels before the first layer", size, metavar="DIM", in_weights=True)
-    max_dim: int | None = flag(
-        None, "no layer has more channels (default: no limit)", size, metavar="DIM", in_weights=True
-    )
-    input_kernel: int = flag(7, "side of the first convolution's kernel", size, metavar="N", in_weights=True)
-    output_kernel: int = flag(3, "side of the last convolution's kernel", size, metavar="N", in_weights=True)
-    residual_kernel: int = flag(3, "side of the residual layers' kernels", size, metavar="N", in_weights=True)
+    init_dim: int = flag(64, "channels before the first layer", width, in_weights=True)
+    max_dim: int | None = flag(None, "no layer has more channels (default: no limit)", width, in_weights=True)
+    input_kernel: int = flag(7, "side of the first convolution's kernel", size, in_weights=True)
+    output_kernel: int = flag(3, "side of the last convolution's kernel", size, in_weights=True)
+    residual_kernel: int = flag(3, "side of the residual layers' kernels", size, in_weights=True)
     pad_mode: str = flag(
         "constant",
         "padding in space of the first and the last convolution",
@@ -217,7 +199,6 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
         10.0,
         "lfq gets X tanh(z / X) instead of z; 0: z",
         non_negative_float,
-        metavar="X",
         in_weights=True,
         needs=when("quantizer", "lfq"),
     )
@@ -276,7 +257,7 @@ class MuLaNConfig(RecomputingConfig):
     hop_length: int = flag(
         160, "distance between two windows of the Fourier transform", size, metavar="SAMPLES", in_weights=True
     )
-    n_mels: int = flag(64, "number of mel bands", size, metavar="BANDS", in_weights=True)
+    n_mels: int = flag(64, "number of mel bands", size, in_weights=True)
     fmin: float = flag(0.0, "lowest frequency of the mel bands", non_negative_float, metavar="HZ", in_weights=True)
     fmax: float | None = flag(
         None,
@@ -285,58 +266,37 @@ class MuLaNConfig(RecomputingConfig):
         metavar="HZ",
         in_weights=True,
     )
-    time_mask_fraction: float = flag(
-        0.2, "SpecAugment in training: mask up to this fraction of the time", fraction, metavar="FRACTION"
-    )
+    time_mask_fraction: float = flag(0.2, "SpecAugment in training: mask up to this fraction of the time", fraction)
     frequency_mask_fraction: float = flag(
-        0.25, "SpecAugment in training: mask up to this fraction of the frequencies", fraction, metavar="FRACTION"
+        0.25, "SpecAugment in training: mask up to this fraction of the frequencies", fraction
     )
-    audio_dim: int = flag(512, "width of the audio tower", size, metavar="DIM", title="towers", in_weights=True)
-    audio_depth: int = flag(6, "transformer layers of the audio tower", size, metavar="LAYERS", in_weights=True)
-    text_dim: int = flag(512, "width of the text tower", size, metavar="DIM", in_weights=True)
-    text_depth: int = flag(6, "transformer layers of the text tower", size, metavar="LAYERS", in_weights=True)
-    heads: int = flag(8, "attention heads of both towers", size, metavar="N", in_weights=True)
-    dim_head: int = flag(64, "width of an attention head", size, metavar="DIM", in_weights=True)
-    audio_heads: int | None = flag(
-        None, "attention heads of the audio tower (default: --heads)", size, metavar="N", in_weights=True
-    )
+    audio_dim: int = flag(512, "width of the audio tower", width, title="towers", in_weights=True)
+    audio_depth: int = flag(6, "transformer layers of the audio tower", size, in_weights=True)
+    text_dim: int = flag(512, "width of the text tower", width, in_weights=True)
+    text_depth: int = flag(6, "transformer layers of the text tower", size, in_weights=True)
+    heads: int = flag(8, "attention heads of both towers", size, in_weights=True)
+    dim_head: int = flag(64, "width of an attention head", width, in_weights=True)
+    audio_heads: int | None = flag(None, "attention heads of the audio tower (default: --heads)", size, in_weights=True)
     audio_dim_head: int | None = flag(
-        None,
-        "width of an attention head of the audio tower (default: --dim_head)",
-        size,
-        metavar="DIM",
-        in_weights=True,
+        None, "width of an attention head of the audio tower (default: --dim_head)", width, in_weights=True
     )
-    text_heads: int | None = flag(
-        None, "attention heads of the text tower (default: --heads)", size, metavar="N", in_weights=True
-    )
+    text_heads: int | None = flag(None, "attention heads of the text tower (default: --heads)", size, in_weights=True)
     text_dim_head: int | None = flag(
-        None, "width of an attention head of the text tower (default: --dim_head)", size, metavar="DIM", in_weights=True
+        None, "width of an attention head of the text tower (default: --dim_head)", width, in_weights=True
     )
     ff_mult: int = flag(
-        4,
-        "inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU",
-        size,
-        metavar="N",
-        in_weights=True,
+        4, "inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU", size, in_weights=True
     )
     attn_dropout: float = flag(
-        0.0,
-        "part of the attention weights, and of the outputs of attention, that is dropped in training",
-        fraction,
-        metavar="FRACTION",
+        0.0, "part of the attention weights, and of the outputs of attention, that is dropped in training", fraction
     )
     ff_dropout: float = flag(
-        0.0, "part of the inner numbers of the feed-forwards that is dropped in training", fraction, metavar="FRACTION"
+        0.0, "part of the inner numbers of the feed-forwards that is dropped in training", fraction
     )
     patch_size: int = flag(16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True)
-    patch_dropout: float = flag(0.25, "part of the patches that is left out in training", fraction, metavar="FRACTION")
+    patch_dropout: float = flag(0.25, "part of the patches that is left out in training", fraction)
     hierarchical_layers: int = flag(
-        0,
-        "apply the loss to the outputs of this number of layers before the last, too",
-        size_or_0,
-        metavar="LAYERS",
-        in_weights=True,
+        0, "apply the loss to the outputs of this number of layers before the last, too", size_or_0, in_weights=True
     )
     hierarchical_spacing: str = flag(
         "last",
@@ -344,16 +304,15 @@ class MuLaNConfig(RecomputingConfig):
         choices=("last", "even"),
         in_weights=True,
     )
-    dim_latent: int = flag(128, "width of the common space", size, metavar="DIM", title="model", in_weights=True)
+    dim_latent: int = flag(128, "width of the common space", width, title="model", in_weights=True)
     init_temperature: float = flag(
         10.0,
         "temperature in the log, at the start: cosines are multiplied by it (1 / tau); it is learned, up to 100",
         positive_float,
-        metavar="SCALE",
         title="loss",
     )
     init_bias: float = flag(
-        -10.0, "number added to the scaled cosines at the start; it is learned (sigmoid)", float, metavar="BIAS"
+        -10.0, "number added to the scaled cosines at the start; it is learned (sigmoid)", any_float
     )
     freeze_text_tower: bool = flag(
         False, "do not train the weights of --text_tower", title="pretrained towers", needs=given("text_tower", "PATH")

@@ -6,6 +6,7 @@ import decimal
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -32,9 +33,20 @@ def quoted(text: str) -> str:
     return repr(text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}...")
 
 
-def _up_to(maximum: int, minimum: int = 1) -> Callable[[str], int]:
+@dataclass(frozen=True)
+class Kind:
+    """Values of one kind: how they are made from text, and the word for one in --help."""
+
+    metavar: str
+    convert: Callable[[str], Any]
+
+    def __call__(self, text: str) -> Any:
+        return self.convert(text)
+
+
+def _up_to(maximum: int, minimum: int = 1, metavar: str = "N") -> Kind:
     expected = f"a whole number from {minimum} to {maximum}"
-    return partial(_whole_number, minimum=minimum, expected=expected, maximum=maximum)
+    return Kind(metavar, partial(_whole_number, minimum=minimum, expected=expected, maximum=maximum))
 
 
 def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float:
@@ -47,40 +59,48 @@ def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float
     return number
 
 
+def _that(accepts: Callable[[float], bool], expected: str, metavar: str = "NUMBER") -> Kind:
+    return Kind(metavar, partial(_number, accepts=accepts, expected=expected))
+
+
+PATH, FILE, FOLDER, NAME = Kind("PATH", str), Kind("FILE", str), Kind("DIR", str), Kind("NAME", str)
+
 # Whole numbers; `1_000`, `1e6` and `8.0` are accepted.
-positive_int = partial(_whole_number, minimum=1, expected="a whole number above 0")
-non_negative_int = partial(_whole_number, minimum=0, expected="a whole number, 0 or more")
+_from_1 = partial(_whole_number, minimum=1, expected="a whole number above 0")
+_from_0 = partial(_whole_number, minimum=0, expected="a whole number, 0 or more")
+positive_int, non_negative_int = Kind("N", _from_1), Kind("N", _from_0)
+updates, updates_or_0 = Kind("UPDATES", _from_1), Kind("UPDATES", _from_0)
 
 # Whole numbers of what takes memory or time for each one. They are refused beyond what any machine has room for, so
 # that a slip of the keyboard gets a line and not a machine without memory. `models.files` has the same limit for the
 # numbers in strangers' files.
 MOST = 1 << 22
-size, size_or_0 = _up_to(MOST), _up_to(MOST, minimum=0)
-pixels, pixels_or_0 = _up_to(1 << 14), _up_to(1 << 14, minimum=0)
+size, size_or_0, width = _up_to(MOST), _up_to(MOST, minimum=0), _up_to(MOST, metavar="DIM")
+pixels, pixels_or_0 = _up_to(1 << 14, metavar="PIXELS"), _up_to(1 << 14, minimum=0, metavar="PIXELS")
 worker_count, thread_count = _up_to(1024, minimum=0), _up_to(1024)
-digit_count = _up_to(18)
+digit_count = _up_to(18, metavar="DIGITS")
 
 # Finite numbers.
-positive_float = partial(_number, accepts=lambda number: number > 0, expected="a number above 0")
-non_negative_float = partial(_number, accepts=lambda number: number >= 0, expected="a number, 0 or more")
-frame_rate = partial(_number, accepts=lambda number: 0 < number <= 1000, expected="a number above 0 and at most 1000")
-epoch_count = partial(_number, accepts=lambda number: 0 < number <= 1e9, expected="a number above 0 and at most 1e9")
-fraction = partial(_number, accepts=lambda number: 0 <= number < 1, expected="a number from 0 to below 1")
+any_float = _that(lambda number: True, "a number")
+positive_float = _that(lambda number: number > 0, "a number above 0")
+non_negative_float = _that(lambda number: number >= 0, "a number, 0 or more")
+frame_rate = _that(lambda number: 0 < number <= 1000, "a number above 0 and at most 1000", "HZ")
+epoch_count = _that(lambda number: 0 < number <= 1e9, "a number above 0 and at most 1e9", "EPOCHS")
+fraction = _that(lambda number: 0 <= number < 1, "a number from 0 to below 1", "FRACTION")
 # 0.2886 is the length of the plain mean, see `training.profiles`.
-average_length = partial(
-    _number, accepts=lambda number: 0 < number <= 0.2886, expected="a number above 0 and at most 0.2886"
-)
+average_length = _that(lambda number: 0 < number <= 0.2886, "a number above 0 and at most 0.2886", "LENGTH")
 
 
 class Joined(Generic[T]):
     """Converter of values with a separator between them, such as "1,2", to a tuple.
 
     Args:
+        metavar: What --help shows.
         count: How many values there must be; None: any number, at least one.
     """
 
-    def __init__(self, separator: str, convert: Callable[[str], T], count: int | None = None) -> None:
-        self._separator, self._convert, self._count = separator, convert, count
+    def __init__(self, metavar: str, separator: str, convert: Callable[[str], T], count: int | None = None) -> None:
+        self.metavar, self._separator, self._convert, self._count = metavar, separator, convert, count
 
     def __call__(self, text: str) -> tuple[T, ...]:
         parts = text.split(self._separator)
@@ -98,7 +118,7 @@ class Ascending(Joined[float]):
     """Converter of two numbers with a comma between them, the smaller first, to a tuple."""
 
     def __init__(self, convert: Callable[[str], float]) -> None:
-        super().__init__(",", convert, count=2)
+        super().__init__("MIN,MAX", ",", convert, count=2)
 
     def __call__(self, text: str) -> tuple[float, ...]:
         low, high = super().__call__(text)
@@ -109,6 +129,8 @@ class Ascending(Joined[float]):
 
 class Names:
     """Converter of a comma list out of `known`, in any case, or "none", to a tuple: sorted, each name once."""
+
+    metavar = "NAME,..."
 
     def __init__(self, *known: str) -> None:
         self.known = known
@@ -131,19 +153,16 @@ def _template(text: str) -> str:
     return text
 
 
-sizes = Joined(",", size_or_0)
-epoch_counts = Joined(",", epoch_count)
-two_fractions = Joined(",", fraction, count=2)
+sizes = Joined("N,...", ",", size_or_0)
+epoch_counts = Joined("EPOCHS,...", ",", epoch_count)
+two_fractions = Joined("B1,B2", ",", fraction, count=2)
 # A smaller share would be a few pixels, and the frames of which it is cut far larger than those that are read.
-area_range = Ascending(
-    partial(_number, accepts=lambda number: 0.01 <= number <= 1, expected="a share of the area from 0.01 to 1")
-)
-templates = Joined("|", _template)
-words = Joined(",", str)
+area_range = Ascending(_that(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1"))
+templates = Joined("TEXT|...", "|", _template)
+words = Joined("WORD,...", ",", str)
 
 
-def step_range(text: str) -> tuple[int, int]:
-    """`10:12` -> (10, 12): updates, counted from 1, the last one included."""
+def _step_range(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     with contextlib.suppress(ValueError):
         if colon and 1 <= int(first) <= int(last) <= _LARGEST_NUMBER:
@@ -151,14 +170,18 @@ def step_range(text: str) -> tuple[int, int]:
     raise argparse.ArgumentTypeError(f"expected two numbers of updates from 1 on, such as 10:12, got {quoted(text)}")
 
 
-def number_or(word: str) -> Callable[[str], float | str]:
+step_range = Kind("FIRST:LAST", _step_range)
+"""`10:12` -> (10, 12): updates, counted from 1, the last one included."""
+
+
+def number_or(word: str) -> Kind:
     """Converter for a number >= 0, or `word` in any case."""
 
     def convert(text: str) -> float | str:
         expected = f"{word}, or a number, 0 or more"
         return word if text.lower() == word else _number(text, lambda number: number >= 0, expected)
 
-    return convert
+    return Kind(f"{word}|NUMBER", convert)
 
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")

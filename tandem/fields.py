@@ -82,7 +82,8 @@ def flag(
         default: Its value if nobody says another one. False: the flag is a switch; True: a switch with a --no- of its
             own; None: `help` says what happens then. In a subclass a plain value changes the default alone.
         help: A line of --help.
-        convert: Makes the value from text; without one it is text, in lower case if there are `choices`.
+        convert: Makes the value from text, and says what --help shows for it (`tandem.converters`); without one it is
+            text, in lower case if there are `choices`.
         also: Further names, such as that of a public trainer.
         needs: What it needs to have an effect: on the command line it is refused without, so that nobody takes a flag
             that does nothing for what was asked for. A config file may say it: that of a run holds every flag.
@@ -93,6 +94,8 @@ def flag(
     """
     names = (also,) if isinstance(also, str) else tuple(also)
     needed = (needs,) if isinstance(needs, Needs) else tuple(needs)
+    if shown := getattr(convert, "metavar", None):
+        options.setdefault("metavar", shown)
     compared = lasting if callable(lasting) else itself if lasting or in_weights else None
     said = Flag(help, convert, names, needed, compared, in_weights, title, options)
     if isinstance(default, list):

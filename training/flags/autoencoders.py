@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.converters import (
+    FILE,
     fraction,
     non_negative_float,
-    non_negative_int,
     number_or,
     positive_float,
-    positive_int,
     size,
     two_fractions,
+    updates,
+    updates_or_0,
+    width,
 )
 from tandem.fields import Needs, above_0, flag
 
@@ -33,7 +35,6 @@ class QuantizerLossFlags:
         0.25,
         "weight of the loss that keeps the encoder near its codes; bsq: 0, ibq: 1",
         non_negative_float,
-        metavar="WEIGHT",
         title="quantizer",
     )
     entropy_loss_weight: float = flag(
@@ -41,17 +42,11 @@ class QuantizerLossFlags:
         "weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) "
         "(lfq, bsq, ibq); ibq: 0.05",
         non_negative_float,
-        metavar="WEIGHT",
     )
     entropy_anneal_factor: float = flag(
-        1.0,
-        "at the start, the entropy loss counts this many times --entropy_loss_weight",
-        positive_float,
-        metavar="FACTOR",
+        1.0, "at the start, the entropy loss counts this many times --entropy_loss_weight", positive_float
     )
-    entropy_anneal_steps: int = flag(
-        0, "updates over which that factor falls to 1", non_negative_int, metavar="UPDATES"
-    )
+    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", updates_or_0)
 
 
 @dataclass
@@ -59,11 +54,7 @@ class PerceptualFlags:
     """Of every script that compares features of images."""
 
     lpips_weights: str | None = flag(
-        None,
-        "report LPIPS on the validation split with these weights",
-        metavar="FILE",
-        title="evaluation",
-        needs=VALIDATION,
+        None, "report LPIPS on the validation split with these weights", FILE, title="evaluation", needs=VALIDATION
     )
     perceptual: str = flag(
         "none",
@@ -72,9 +63,9 @@ class PerceptualFlags:
         title="perceptual loss",
     )
     perceptual_weights: str | None = flag(
-        None, "file with the weights of the perceptual network (default: from torch.hub's cache)", metavar="FILE"
+        None, "file with the weights of the perceptual network (default: from torch.hub's cache)", FILE
     )
-    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, metavar="WEIGHT")
+    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float)
 
 
 @dataclass
@@ -84,8 +75,7 @@ class AdversaryFlags(PerceptualFlags):
     discr_dim: int | None = flag(
         None,
         "channels of the discriminator's first layer (default: as many as the generator's)",
-        size,
-        metavar="DIM",
+        width,
         title="adversary",
         lasting=True,
     )
@@ -93,23 +83,19 @@ class AdversaryFlags(PerceptualFlags):
         4,
         "times that the discriminator halves the image, whose side must be at least 4 x 2^N pixels",
         size,
-        metavar="N",
         lasting=True,
     )
-    discr_start_step: int = flag(
-        0, "updates of the generator before the discriminator takes part", non_negative_int, metavar="UPDATES"
-    )
+    discr_start_step: int = flag(0, "updates of the generator before the discriminator takes part", updates_or_0)
     discr_learning_rate: float | None = flag(
-        None, "learning rate of the discriminator (default: --learning_rate)", positive_float, metavar="LR"
+        None, "learning rate of the discriminator (default: --learning_rate)", positive_float
     )
     discr_betas: tuple[float, ...] | None = flag(
-        None, "betas of the discriminator's optimizer (default: --betas)", two_fractions, metavar="B1,B2"
+        None, "betas of the discriminator's optimizer (default: --betas)", two_fractions
     )
     discr_max_grad_norm: float | None = flag(
         None,
         "clip the discriminator's gradient to this 2-norm; 0: no clipping (default: --max_grad_norm)",
         non_negative_float,
-        metavar="NORM",
     )
     gan_loss: str = flag(
         "hinge",
@@ -122,13 +108,11 @@ class AdversaryFlags(PerceptualFlags):
         "weight of the generator's adversarial loss: a number, or adaptive, which makes the gradients of "
         "adversarial and reconstruction loss equally large at the last layer, before --gan_weight_scale",
         number_or("adaptive"),
-        metavar="WEIGHT",
     )
     gan_weight_scale: float | None = flag(
         None,
         "factor on --gan_weight (default: 0.1 if that is adaptive and there is no perceptual loss, else 1)",
         non_negative_float,
-        metavar="FACTOR",
     )
     penalty: str = flag(
         "one_centred",
@@ -137,25 +121,16 @@ class AdversaryFlags(PerceptualFlags):
         choices=("one_centred", "zero_centred"),
         needs=above_0("penalty_weight"),
     )
-    penalty_weight: float = flag(
-        10.0, "weight of the discriminator's gradient penalty", non_negative_float, metavar="WEIGHT"
-    )
+    penalty_weight: float = flag(10.0, "weight of the discriminator's gradient penalty", non_negative_float)
     apply_grad_penalty_every: int = flag(
         4,
         "updates from one gradient penalty to the next, counted from the first update of the run",
-        positive_int,
-        metavar="UPDATES",
+        updates,
         needs=above_0("penalty_weight"),
     )
-    lecam_weight: float = flag(
-        0.0, "weight of the discriminator's LeCam regulariser", non_negative_float, metavar="WEIGHT"
-    )
+    lecam_weight: float = flag(0.0, "weight of the discriminator's LeCam regulariser", non_negative_float)
     lecam_decay: float = flag(
-        0.999,
-        "decay per update of the averages in the LeCam regulariser",
-        fraction,
-        metavar="DECAY",
-        needs=above_0("lecam_weight"),
+        0.999, "decay per update of the averages in the LeCam regulariser", fraction, needs=above_0("lecam_weight")
     )
 
     @classmethod

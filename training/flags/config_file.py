@@ -117,7 +117,7 @@ def _scalar(node: yaml.Node, action: argparse.Action) -> Any:
     convert = action.type if callable(action.type) else str
     if not isinstance(node, yaml.ScalarNode):
         raise ValueError(f"expected a single value, got {_text(node)}")
-    if convert is str and node.tag in (_BOOL, _NULL):
+    if getattr(convert, "convert", convert) is str and node.tag in (_BOOL, _NULL):
         raise ValueError(f"expected text, quoted where YAML reads a word otherwise; got {_text(node)}")
     try:
         value = convert(node.value)

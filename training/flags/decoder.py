@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.converters import (
+    FILE,
+    FOLDER,
     Names,
+    any_float,
     fraction,
     non_negative_float,
-    non_negative_int,
     pixels,
     pixels_or_0,
     positive_float,
@@ -22,6 +24,8 @@ from tandem.converters import (
     size,
     size_or_0,
     sizes,
+    updates_or_0,
+    width,
 )
 from tandem.fields import Needs, above_0, flag, when
 
@@ -64,9 +68,7 @@ class SamplingFlags:
     sampler: str = flag(
         "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm", "heun"), title="sampling"
     )
-    sample_timesteps: list[int] = per_unet(
-        [20], "steps of the sampler, one number or one for each Unet", size, metavar="STEPS"
-    )
+    sample_timesteps: list[int] = per_unet([20], "steps of the sampler, one number or one for each Unet", size)
     spacing: str = flag(
         "auto",
         "noise levels that the steps visit: uniform: evenly by number; karras: more of them near pure noise "
@@ -78,7 +80,6 @@ class SamplingFlags:
         [1.0],
         "guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet",
         non_negative_float,
-        metavar="SCALE",
     )
     guidance_interval: list[float] | None = flag(
         None,
@@ -89,18 +90,13 @@ class SamplingFlags:
         needs=GUIDED,
     )
     cfg_rescale: float = flag(
-        0.0,
-        "how much of the contrast that guidance adds is taken back (Lin et al. 2023)",
-        fraction,
-        metavar="SHARE",
-        needs=GUIDED,
+        0.0, "how much of the contrast that guidance adds is taken back (Lin et al. 2023)", fraction, needs=GUIDED
     )
     ddim_eta: float = flag(
         0.0,
         "fresh noise in each step of ddim: 0 none, 1 as much as ddpm",
         non_negative_float,
         also="ddim_sampling_eta",
-        metavar="ETA",
         needs=when("sampler", "ddim"),
     )
     dynamic_thresholding: float = flag(
@@ -108,7 +104,6 @@ class SamplingFlags:
         "scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range",
         fraction,
         also="use_dynamic_thres",
-        metavar="QUANTILE",
     )
 
     @classmethod
@@ -126,39 +121,34 @@ class DecoderFlags(SamplingFlags):
         "side of the pictures of each Unet, ascending; as many Unets as sizes",
         pixels,
         nargs="+",
-        metavar="PIXELS",
         title="model (one value for all Unets, or one for each)",
         lasting=True,
     )
-    dim: list[int] = per_unet([128], "channels of the finest level", size, metavar="DIM", lasting=True)
+    dim: list[int] = per_unet([128], "channels of the finest level", width, lasting=True)
     dim_mults: list[tuple[int, ...]] = per_unet(
         [(1, 2, 3, 4)],
         "channels of each level, finest first, as multiples of --dim; each further level halves the side",
         sizes,
-        metavar="N,N...",
         lasting=True,
     )
     cond_dim: list[int] | None = per_unet(
-        None, "width of the tokens that cross-attention sees (default: --dim)", size, metavar="DIM", lasting=True
+        None, "width of the tokens that cross-attention sees (default: --dim)", width, lasting=True
     )
     num_resnet_blocks: list[tuple[int, ...]] = per_unet(
-        [(2,)], "residual blocks per level: one number, or one for each level", sizes, metavar="N[,N...]", lasting=True
+        [(2,)], "residual blocks per level: one number, or one for each level", sizes, lasting=True
     )
-    attn_heads: list[int] = per_unet([16], "heads of self-attention", size, metavar="N", lasting=True)
-    attn_dim_head: list[int] = per_unet([32], "width of such a head", size, metavar="DIM", lasting=True)
-    cross_attn_heads: list[int] = per_unet(
-        [8], "heads of the attention to the condition", size, metavar="N", lasting=True
-    )
-    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", size, metavar="DIM", lasting=True)
-    resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, metavar="N", lasting=True)
+    attn_heads: list[int] = per_unet([16], "heads of self-attention", size, lasting=True)
+    attn_dim_head: list[int] = per_unet([32], "width of such a head", width, lasting=True)
+    cross_attn_heads: list[int] = per_unet([8], "heads of the attention to the condition", size, lasting=True)
+    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", width, lasting=True)
+    resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, lasting=True)
     switches: list[tuple[str, ...]] = per_unet(
-        [()], f"none, or a comma list of {', '.join(SWITCHES)}", Names(*SWITCHES), metavar="NAME,...", lasting=True
+        [()], f"none, or a comma list of {', '.join(SWITCHES)}", Names(*SWITCHES), lasting=True
     )
     condition_on: tuple[str, ...] = flag(
         ("image",),
         "what the first Unet is given: none, or a comma list of image, text",
         Names("image", "text"),
-        metavar="NAMES",
         title="conditions",
         lasting=True,
     )
@@ -167,7 +157,6 @@ class DecoderFlags(SamplingFlags):
         "factor on image embeddings; 0: the square root of their width, which gives unit-length ones "
         "entries of about 1",
         non_negative_float,
-        metavar="X",
         lasting=True,
         needs=_BY_IMAGE,
     )
@@ -180,35 +169,30 @@ class DecoderFlags(SamplingFlags):
         needs=_BY_TEXT,
     )
     image_cond_drop_prob: float = flag(
-        0.1,
-        "share of samples that train without their image embedding, for guidance",
-        fraction,
-        metavar="P",
-        needs=_BY_IMAGE,
+        0.1, "share of samples that train without their image embedding, for guidance", fraction, needs=_BY_IMAGE
     )
     text_cond_drop_prob: float = flag(
-        0.5, "share of samples that train without their text, for guidance", fraction, metavar="P", needs=_BY_TEXT
+        0.5, "share of samples that train without their text, for guidance", fraction, needs=_BY_TEXT
     )
     train_unets: list[int] | None = flag(
         None,
         "numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)",
         positive_int,
         nargs="+",
-        metavar="NUMBER",
         title="training (rate, warm-up and decay: one value, or one for each Unet)",
     )
     init_from: str | None = flag(
         None,
         "start from a run, a checkpoint, model/ folder, DALLE2-pytorch file or USER/NAME of the Hugging Face Hub, "
         "whose shape the flags that are not given take over",
-        metavar="DIR",
+        FOLDER,
     )
-    learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, metavar="LR")
+    learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float)
     lr_warmup_steps: list[int] = per_unet(
-        [0], "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
+        [0], "updates of linear warm-up from 0, at most half of the run", updates_or_0
     )
     weight_decay: list[float] = per_unet(
-        [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, metavar="DECAY"
+        [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float
     )
     lr_cosine: bool = flag(False, "let the learning rate fall to 0 along a cosine; constant otherwise")
     n_evaluation_samples: int = flag(
@@ -216,24 +200,22 @@ class DecoderFlags(SamplingFlags):
         "pictures to draw for conditions of the validation split and to judge by the measures below; those "
         "of demo:shapes are read, too, and as many of combinations that it never shows",
         size_or_0,
-        metavar="N",
         title="evaluation",
     )
     evaluate_every_n_steps: int = flag(
         0,
         "updates between two such evaluations, which measure what a validation does too; 0: only at the end",
-        non_negative_int,
-        metavar="UPDATES",
+        updates_or_0,
         needs=above_0("n_evaluation_samples"),
     )
     fid_weights: str | None = flag(
         None,
         "report FID, KID and inception score with these weights of Inception",
-        metavar="FILE",
+        FILE,
         needs=above_0("n_evaluation_samples"),
     )
     lpips_weights: str | None = flag(
-        None, "report LPIPS with these weights", metavar="FILE", needs=above_0("n_evaluation_samples")
+        None, "report LPIPS with these weights", FILE, needs=above_0("n_evaluation_samples")
     )
     noise_schedule: list[str] = per_unet(
         ["cosine"],
@@ -261,12 +243,9 @@ class DecoderFlags(SamplingFlags):
         "train an upsampling Unet on random crops of this side; 0: on whole pictures; one size is that of "
         "all upsampling Unets, in a list the first is 0",
         pixels_or_0,
-        metavar="PIXELS",
         first=0,
     )
-    timesteps: int = flag(
-        1000, "noise levels", size, metavar="LEVELS", title="diffusion (the same for all Unets)", lasting=True
-    )
+    timesteps: int = flag(1000, "noise levels", size, title="diffusion (the same for all Unets)", lasting=True)
     zero_terminal_snr: bool = flag(True, "the highest noise level is noise alone (Lin et al. 2023)", lasting=True)
     noise_shift: int | None = flag(
         None,
@@ -277,20 +256,19 @@ class DecoderFlags(SamplingFlags):
     )
     loss_type: str = flag("l2", "distance of prediction and target", choices=("l2", "l1", "huber"))
     min_snr_gamma: float = flag(
-        5.0, "of min_snr (Hang et al. 2023)", positive_float, metavar="GAMMA", needs=when("loss_weight", "min_snr")
+        5.0, "of min_snr (Hang et al. 2023)", positive_float, needs=when("loss_weight", "min_snr")
     )
     p2_loss_weight_gamma: float = flag(
-        1.0, "gamma of p2 (Choi et al. 2022)", non_negative_float, metavar="GAMMA", needs=when("loss_weight", "p2")
+        1.0, "gamma of p2 (Choi et al. 2022)", non_negative_float, needs=when("loss_weight", "p2")
     )
-    p2_loss_weight_k: float = flag(1.0, "k of p2", positive_float, metavar="K", needs=when("loss_weight", "p2"))
+    p2_loss_weight_k: float = flag(1.0, "k of p2", positive_float, needs=when("loss_weight", "p2"))
     sigmoid_bias: float = flag(
-        -1.0, "bias of sigmoid (Hoogeboom et al. 2024)", float, metavar="B", needs=when("loss_weight", "sigmoid")
+        -1.0, "bias of sigmoid (Hoogeboom et al. 2024)", any_float, needs=when("loss_weight", "sigmoid")
     )
     vb_loss_weight: float = flag(
         0.001,
         "weight of the variational bound that trains a learned variance, as a sum over all levels",
         non_negative_float,
-        metavar="WEIGHT",
         needs=when("learned_variance", 1),
     )
     time_sampling: str = flag(
@@ -299,7 +277,7 @@ class DecoderFlags(SamplingFlags):
     logit_normal: list[float] = flag(
         [0.0, 1.0],
         "of the logit of the noise level with --time_sampling logit_normal; a mean above 0: more noise",
-        float,
+        any_float,
         nargs=2,
         metavar=("MEAN", "STD"),
         needs=when("time_sampling", "logit_normal"),
@@ -314,7 +292,7 @@ class DecoderFlags(SamplingFlags):
         lasting=True,
         needs=_SEVERAL,
     )
-    blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, metavar="P", needs=_BLURRED)
+    blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, needs=_BLURRED)
     blur_sigma: list[float] = flag(
         [0.6],
         "width of the blur, by a kernel of 3 x 3 pixels of the smaller picture: one number, or the least "
@@ -328,7 +306,6 @@ class DecoderFlags(SamplingFlags):
         0.2,
         "noise level of the condition when sampling, as a share of --timesteps",
         fraction,
-        metavar="SHARE",
         needs=when("lowres_condition", "noise"),
     )
     gradient_checkpointing: bool = flag(

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tandem.converters import (
+    FILE,
+    FOLDER,
+    NAME,
+    PATH,
     PRECISIONS,
     Names,
     area_range,
@@ -22,6 +26,8 @@ from tandem.converters import (
     size,
     step_range,
     two_fractions,
+    updates,
+    updates_or_0,
     words,
     worker_count,
 )
@@ -92,7 +98,6 @@ def crop_area_flag(data_flag: str) -> Any:
         "cut the square out of a random part of each picture in training that has this share of its area, such as "
         "0.5,1, and a width of 3/4 to 4/3 of its height (default: out of the whole)",
         area_range,
-        metavar="MIN,MAX",
         needs=Needs(data_flag, "PATH", _is_cut),
     )
 
@@ -107,14 +112,14 @@ class ImageFlags(OwnDataset):
         "demo:shapes",
         "folder of training images (jpg, png, webp, bmp, tiff, ppm, pgm), with subfolders; or webdataset "
         "tars; demo:shapes draws images itself",
-        metavar="PATH",
+        PATH,
         title="images",
     )
     random_flip: bool = flag(False, "mirror each training image with probability 1/2")
     crop: str = crop_flag("image_folder")
     crop_area: tuple[float, ...] | None = crop_area_flag("image_folder")
     num_images_save: int = flag(
-        4, "images in a sample grid; at most a batch of them if there is no validation split", size, metavar="N"
+        4, "images in a sample grid; at most a batch of them if there is no validation split", size
     )
 
 
@@ -127,11 +132,11 @@ class ClipFlags:
         "compute embeddings from images and texts with this model of open_clip, such as ViT-L-14-quickgelu, "
         "or the path of its open_clip_config.json; longer captions than it takes are cut off at its last "
         "token",
-        metavar="NAME",
+        NAME,
         title="embeddings",
     )
     clip_weights: str | None = flag(
-        None, "weights for --clip: safetensors or a plain state dict", metavar="FILE", needs=given("clip", "NAME")
+        None, "weights for --clip: safetensors or a plain state dict", FILE, needs=given("clip", "NAME")
     )
 
     @classmethod
@@ -158,16 +163,15 @@ class ConditionedImageFlags(ClipFlags, OwnDataset):
         "webdataset tars of images, each with a .txt: a folder, tars/*.tar, {00000..00099}.tar, or {} for "
         "the number; or a folder of images with .txt and .npy files beside them; images smaller than the "
         "pictures to draw are left out; demo:shapes draws captioned images itself",
-        metavar="PATH",
+        PATH,
         title="images",
     )
-    start_shard: int = flag(0, "number of the first tar", non_negative_int, metavar="N")
-    end_shard: int | None = flag(None, "number of the last tar (default: of all)", non_negative_int, metavar="N")
+    start_shard: int = flag(0, "number of the first tar", non_negative_int)
+    end_shard: int | None = flag(None, "number of the last tar (default: of all)", non_negative_int)
     shard_width: int = flag(
         6,
         "digits of the number that {} in --image_folder stands for",
         digit_count,
-        metavar="DIGITS",
         needs=Needs("image_folder", "with {} for the number", lambda args: "{}" in args.image_folder),
     )
     random_flip: bool = flag(
@@ -176,32 +180,25 @@ class ConditionedImageFlags(ClipFlags, OwnDataset):
     crop: str = crop_flag("image_folder")
     crop_area: tuple[float, ...] | None = crop_area_flag("image_folder")
     num_images_save: int = flag(
-        6, "images in a sample grid; at most a batch of them if there is no validation split", size, metavar="N"
+        6, "images in a sample grid; at most a batch of them if there is no validation split", size
     )
     image_embeddings: str | None = flag(
         None,
         "image embeddings, a .npy of rows (n, d) for each tar, such as img_emb_0012.npy: a folder, *.npy, "
         "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)",
-        metavar="PATH",
+        PATH,
         title="embeddings",
     )
     text_embeddings: str | None = flag(
-        None,
-        "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)",
-        metavar="PATH",
+        None, "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)", PATH
     )
     index_width: int = flag(
-        4,
-        "digits at the end of an image's key that are the number of its row",
-        digit_count,
-        metavar="DIGITS",
-        needs=_BY_ROW,
+        4, "digits at the end of an image's key that are the number of its row", digit_count, needs=_BY_ROW
     )
     test_fraction: float = flag(
         0.1,
         "fraction of the data that is held out for a test, beside --valid_fraction; 0: none",
         fraction,
-        metavar="FRACTION",
         title="splits",
     )
     split_by: str = flag("sample", "what is held out: single images, or whole tars", choices=("sample", "shard"))
@@ -222,17 +219,14 @@ class VideoFlags(OwnDataset):
         "demo:moving",
         "folder of videos (mp4, m4v, mkv, webm, mov, avi, gif) and images, with subfolders; a csv or jsonl "
         "manifest; or webdataset tars; demo:moving draws clips itself",
-        metavar="PATH",
+        PATH,
         title="videos",
     )
     num_frames: int = flag(17, "frames of a clip", size, metavar="FRAMES")
     fps: float | None = flag(
-        None,
-        "frames per second of a clip, chosen by time stamps (default: all frames of the file)",
-        frame_rate,
-        metavar="HZ",
+        None, "frames per second of a clip, chosen by time stamps (default: all frames of the file)", frame_rate
     )
-    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int, metavar="N")
+    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int)
     short_clips: str = flag(
         "repeat",
         "a video that is shorter than a clip is repeated, held at its last frame, or left out",
@@ -252,17 +246,13 @@ class VideoFlags(OwnDataset):
         None,
         "folder or webdataset tars of images to train on as clips of one frame; demo:shapes draws images "
         "itself (default: none)",
-        metavar="PATH",
+        PATH,
     )
     image_every: int = flag(
-        4,
-        "with --image_folder, every N-th update is one of images",
-        positive_int,
-        metavar="N",
-        needs=given("image_folder", "PATH"),
+        4, "with --image_folder, every N-th update is one of images", positive_int, needs=given("image_folder", "PATH")
     )
     num_videos_save: int = flag(
-        3, "clips in a sample picture; at most a batch of them if there is no validation split", size, metavar="N"
+        3, "clips in a sample picture; at most a batch of them if there is no validation split", size
     )
 
 
@@ -276,33 +266,29 @@ class SoundFlags(OwnDataset):
         "demo:tones",
         "csv or jsonl manifest, folder with a .txt or .json per sound, or webdataset tars; demo:tones "
         "synthesises sounds",
-        metavar="PATH",
+        PATH,
         title="sounds and texts",
     )
     data_max_length: int | None = flag(
         None, "length of the clip in samples, instead of --clip_seconds", positive_int, metavar="SAMPLES"
     )
-    tokenizer: str = flag("clip", "text tokenizer: clip, or the path of a Hugging Face tokenizer.json", metavar="FILE")
-    num_sounds_shown: int = flag(8, "spectrograms in a sample picture", size, metavar="N")
+    tokenizer: str = flag("clip", "text tokenizer: clip, or the path of a Hugging Face tokenizer.json", FILE)
+    num_sounds_shown: int = flag(8, "spectrograms in a sample picture", size)
 
 
 @dataclass
 class RateFlags:
     """Of every script with one learning rate that is warmed up (`training.schedules`)."""
 
-    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, metavar="LR", title="schedule")
-    lr_warmup_steps: int = flag(
-        0, "updates of linear warm-up from 0, at most half of the run", non_negative_int, metavar="UPDATES"
-    )
+    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule")
+    lr_warmup_steps: int = flag(0, "updates of linear warm-up from 0, at most half of the run", updates_or_0)
 
 
 @dataclass
 class OptimizerFlags:
     """Of every script that trains by AdamW or Lion (`make_optimizer`)."""
 
-    betas: tuple[float, ...] = flag(
-        (0.9, 0.99), "betas of the optimizer", two_fractions, metavar="B1,B2", title="optimizer"
-    )
+    betas: tuple[float, ...] = flag((0.9, 0.99), "betas of the optimizer", two_fractions, title="optimizer")
     use_lion: bool = flag(False, "use Lion instead of AdamW")
 
 
@@ -311,11 +297,7 @@ class DecayingOptimizerFlags(RateFlags, OptimizerFlags):
     """The same, with one learning rate and one weight decay."""
 
     weight_decay: float = flag(
-        0.01,
-        "weight decay of matrices; biases and scales do not decay",
-        non_negative_float,
-        metavar="DECAY",
-        title="optimizer",
+        0.01, "weight decay of matrices; biases and scales do not decay", non_negative_float, title="optimizer"
     )
 
 
@@ -326,9 +308,9 @@ _WANDB = when("report_to", "wandb")
 class RunFlags:
     """Of every script."""
 
-    output_dir: str = flag("runs/", "run folder; if it holds a run, that run is resumed", metavar="DIR", title="run")
+    output_dir: str = flag("runs/", "run folder; if it holds a run, that run is resumed", FOLDER, title="run")
     config: str | None = flag(
-        None, "YAML file of flags, written without dashes; flags on the command line override it", metavar="FILE"
+        None, "YAML file of flags, written without dashes; flags on the command line override it", FILE
     )
     fresh: bool = flag(False, "start over; a run in --output_dir is renamed to DIR.old-N")
     dry_run: bool = flag(
@@ -336,11 +318,9 @@ class RunFlags:
         "make three updates, a validation, a picture and a checkpoint in a folder of their own, say what "
         "they and the whole run take, and delete them",
     )
-    seed: int = flag(0, "seed of the initial weights, the data order and the noise", non_negative_int, metavar="INT")
-    epochs: float = flag(20, "passes over the training data", epoch_count, metavar="EPOCHS")
-    max_steps: int | None = flag(
-        None, "stop after this number of updates, if --epochs would last longer", positive_int, metavar="UPDATES"
-    )
+    seed: int = flag(0, "seed of the initial weights, the data order and the noise", non_negative_int)
+    epochs: float = flag(20, "passes over the training data", epoch_count)
+    max_steps: int | None = flag(None, "stop after this number of updates, if --epochs would last longer", updates)
     batch_size: int = flag(
         8,
         "samples per update, over all processes and accumulation steps",
@@ -348,17 +328,10 @@ class RunFlags:
         metavar="SAMPLES",
         title="optimisation",
     )
-    grad_accum_steps: int = flag(
-        1, "gradient accumulation: micro-batches per update, on each process", size, metavar="N"
-    )
-    max_grad_norm: float = flag(
-        0.0, "clip the gradient to this 2-norm; 0: no clipping", non_negative_float, metavar="NORM"
-    )
+    grad_accum_steps: int = flag(1, "gradient accumulation: micro-batches per update, on each process", size)
+    max_grad_norm: float = flag(0.0, "clip the gradient to this 2-norm; 0: no clipping", non_negative_float)
     ema_decay: float = flag(
-        0.0,
-        "decay per update of an exponential moving average of the weights; 0: no average",
-        fraction,
-        metavar="DECAY",
+        0.0, "decay per update of an exponential moving average of the weights; 0: no average", fraction
     )
     ema_power: list[float] | None = flag(
         None,
@@ -368,13 +341,11 @@ class RunFlags:
         "first one (default: none)",
         average_length,
         nargs="+",
-        metavar="LENGTH",
     )
     max_skipped_updates: int = flag(
         20,
         "updates that are skipped in a row, because loss or gradient is not finite, before the run stops",
-        non_negative_int,
-        metavar="UPDATES",
+        updates_or_0,
     )
     precision: str = flag(
         "fp32",
@@ -386,22 +357,14 @@ class RunFlags:
     )
     compile: bool = flag(False, "compile the model with torch.compile")
     num_workers: int = flag(
-        2,
-        "loader processes per training process; 0: load in the training process",
-        worker_count,
-        metavar="N",
-        title="data loading",
+        2, "loader processes per training process; 0: load in the training process", worker_count, title="data loading"
     )
-    valid_fraction: float = flag(
-        0.05, "fraction of the data that is held out for validation; 0: none", fraction, metavar="FRACTION"
-    )
+    valid_fraction: float = flag(0.05, "fraction of the data that is held out for validation; 0: none", fraction)
     valid_folder: str | None = flag(
-        None,
-        "another set of the same kind, all of which is the validation split, instead of --valid_fraction",
-        metavar="PATH",
+        None, "another set of the same kind, all of which is the validation split, instead of --valid_fraction", PATH
     )
     split_seed: int | None = flag(
-        None, "seed that chooses the validation split; without one, that of --seed", non_negative_int, metavar="INT"
+        None, "seed that chooses the validation split; without one, that of --seed", non_negative_int
     )
     valid_samples: int | None = flag(
         None,
@@ -420,54 +383,38 @@ class RunFlags:
     log_every_n_steps: int = flag(
         10,
         "updates between two lines of metrics.jsonl; losses in a line are of its own update, not means",
-        positive_int,
-        metavar="UPDATES",
+        updates,
         title="validation and logging",
     )
     validate_every_n_steps: int = flag(
-        100,
-        "updates between two measurements on the validation split; 0: only at the end",
-        non_negative_int,
-        metavar="UPDATES",
+        100, "updates between two measurements on the validation split; 0: only at the end", updates_or_0
     )
-    sample_every_n_steps: int = flag(
-        100, "updates between two pictures in samples/; 0: only at the end", non_negative_int, metavar="UPDATES"
-    )
+    sample_every_n_steps: int = flag(100, "updates between two pictures in samples/; 0: only at the end", updates_or_0)
     profile_steps: tuple[int, int] | None = flag(
         None,
         "record these updates, counted from 1, with torch.profiler; the trace and a table come into "
         "profile/ in the run folder",
         step_range,
-        metavar="FIRST:LAST",
     )
     report_to: tuple[str, ...] = flag(
         (),
         "trackers in addition to metrics.jsonl: none, or a comma list of tensorboard, wandb",
         Names("tensorboard", "wandb"),
-        metavar="NAMES",
     )
     wandb_project: str | None = flag(
-        None, "project of the run on Weights & Biases (default: wandb's own choice)", metavar="NAME", needs=_WANDB
+        None, "project of the run on Weights & Biases (default: wandb's own choice)", NAME, needs=_WANDB
     )
     wandb_entity: str | None = flag(
-        None, "user or team of the project (default: that of wandb's login)", metavar="NAME", needs=_WANDB
+        None, "user or team of the project (default: that of wandb's login)", NAME, needs=_WANDB
     )
     wandb_name: str | None = flag(
-        None, "name of the run on Weights & Biases (default: that of its folder)", metavar="NAME", needs=_WANDB
+        None, "name of the run on Weights & Biases (default: that of its folder)", NAME, needs=_WANDB
     )
-    wandb_tags: tuple[str, ...] | None = flag(
-        None, "tags of the run on Weights & Biases", words, metavar="TAG,TAG...", needs=_WANDB
-    )
+    wandb_tags: tuple[str, ...] | None = flag(None, "tags of the run on Weights & Biases", words, needs=_WANDB)
     save_every_n_steps: int = flag(
-        100,
-        "updates between two checkpoints; 0: only at the end",
-        non_negative_int,
-        metavar="UPDATES",
-        title="checkpoints",
+        100, "updates between two checkpoints; 0: only at the end", updates_or_0, title="checkpoints"
     )
-    keep_n_checkpoints: int = flag(
-        3, "keep this number of newest checkpoints and delete older ones", positive_int, metavar="N"
-    )
+    keep_n_checkpoints: int = flag(3, "keep this number of newest checkpoints and delete older ones", positive_int)
     save_before_minutes: float | None = flag(
         None,
         "save and exit with code 75 before the process has run this long: for a scheduler's time limit",

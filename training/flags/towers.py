@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.converters import FOLDER, PATH
 from tandem.fields import flag
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class PretrainedTowerFlags:
     text_tower: str | None = flag(
         None,
         "pretrained text tower: an open_clip state dict, or a transformers folder of CLIP, BERT or RoBERTa",
-        metavar="PATH",
+        PATH,
         title="pretrained towers",
         lasting=bool,
     )
@@ -44,7 +45,7 @@ class PretrainedTowerFlags:
     audio_tower: str | None = flag(
         None,
         "pretrained audio tower: a transformers folder of an audio spectrogram transformer (AST)",
-        metavar="DIR",
+        FOLDER,
         lasting=bool,
     )
 
