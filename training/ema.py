@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .contracts import Weights
 from .profiles import exponent_of
+
+if TYPE_CHECKING:
+    from distributed import Engine
+
+    from .cascade import Cascade
 
 Gathered = Callable[[], AbstractContextManager[Any]]
 
@@ -26,7 +30,7 @@ class AveragedModel:
         weights: Those to average, of an engine or a cascade of engines. The average starts from a copy of them.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Engine | Cascade) -> None:
         self._weights = weights
         self.module = weights.blank_copy().eval()
         self._parameters = dict(self.module.named_parameters())
@@ -124,7 +128,7 @@ class ExponentialMovingAverage:
         decay: Largest weight d of the old average, in (0, 1).
     """
 
-    def __init__(self, weights: Weights, decay: float) -> None:
+    def __init__(self, weights: Engine | Cascade, decay: float) -> None:
         assert 0 < decay < 1, decay
         self.decay = decay
         self._weights, self._average = weights, AveragedModel(weights)
@@ -184,7 +188,7 @@ class PowerAverages:
         ValueError: a length is given twice.
     """
 
-    def __init__(self, weights: Weights, lengths: Sequence[float]) -> None:
+    def __init__(self, weights: Engine | Cascade, lengths: Sequence[float]) -> None:
         names = [f"{length:g}" for length in lengths]
         if len(set(names)) < len(names):
             raise ValueError(f"--ema_power {' '.join(names)}: give each length once")
@@ -269,7 +273,7 @@ class NoAverage:
 Average = ExponentialMovingAverage | PowerAverages | NoAverage
 
 
-def make_ema(weights: Weights, decay: float, lengths: Sequence[float] | None = None) -> Average:
+def make_ema(weights: Engine | Cascade, decay: float, lengths: Sequence[float] | None = None) -> Average:
     """The averages of an engine's `weights` with these `lengths` (--ema_power), or the one with this `decay`
     (--ema_decay), or none for no length and 0."""
     if lengths:

@@ -6,20 +6,22 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from .contracts import Processes
 from .measures.averages import Averages
 from .measures.fid import Inception
 from .measures.generation import GenerationQuality, Pairs
 from .measures.shapes_reader import Reading, ShapesReader
 from .noise import Noise
 from .pictures.images import grid
+
+if TYPE_CHECKING:
+    from distributed import Backend
 
 # Pictures that are drawn at once. Kernels may round differently for another number, so it never depends on that of the
 # processes. Few pictures are shown, and no process should draw all of them.
@@ -82,7 +84,7 @@ class PictureJudge:
         if self._read:
             self._right.add(**self._read(pictures, batch))
 
-    def result(self, processes: Processes) -> dict[str, float]:
+    def result(self, processes: Backend) -> dict[str, float]:
         """Values by name over all processes. Collective."""
         values = self._quality.result(processes.sum, processes.gather) if self._quality else {}
         return {**values, **(self._right.result(processes.sum) if self._read else {})}
@@ -149,7 +151,7 @@ class Generation:
         feed: Any,
         conditions: Callable[[Batch], Mapping[str, Tensor]],
         sampling: Any,
-        processes: Processes,
+        processes: Backend,
         seed: int,
         unseen: Any = None,
     ) -> None:

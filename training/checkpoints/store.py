@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -20,7 +20,8 @@ from .models import MODELS, models_in
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from ..contracts import Processes, Stateful
+    from distributed import Backend
+
     from ..run.folder import RunFolder
 
 _UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
@@ -28,6 +29,17 @@ _NAME = re.compile(r"step_[0-9]{8,}")
 
 # Writes something beside a checkpoint: (step, tensors by part and name, JSON values by part).
 Beside = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tree]], None]
+
+
+class Stateful(Protocol):
+    """A part of a checkpoint. Both methods are called on every process.
+
+    A part may also have `live_state()`, which is then called instead of `state_dict()`. It need not copy: its tensors
+    may be those that the next update changes, and functions in their places may fetch tensors one by one.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Checkpoints:
@@ -45,7 +57,7 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int,
-        processes: Processes,
+        processes: Backend,
         *,
         synced_first: Path | None = None,
         check: Callable[[], None] = lambda: None,

@@ -16,13 +16,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..contracts import Processes
+if TYPE_CHECKING:
+    from distributed import Backend
+
 
 TOP = 10
 _RECALLS = (1, 5, 10)
@@ -85,7 +87,7 @@ class RetrievalQuality:
         self._labels.append(labels)
         self._clips += len(audio)
 
-    def result(self, processes: Processes, mark: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def result(self, processes: Backend, mark: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Quality of retrieval in both directions, equal on every process and for any number of processes. Collective.
 
         Names begin with `text_to_audio/` or `audio_to_text/`, each followed by
@@ -116,7 +118,7 @@ class RetrievalQuality:
             "r10": (text_to_audio["r10"] + audio_to_text["r10"]) / 2,
         }
 
-    def _gathered(self, processes: Processes) -> tuple[Tensor, Tensor, Pairs] | None:
+    def _gathered(self, processes: Backend) -> tuple[Tensor, Tensor, Pairs] | None:
         """Unit vectors of all clips (n, d) and of all distinct captions (t, d), float64, and the captions of each
         clip; None if there is nothing to rank."""
         own_dim = self._audio[0].shape[1] if self._audio else 0
@@ -142,12 +144,12 @@ class RetrievalQuality:
         pairs = _sorted(owners, torch.searchsorted(distinct, ids))
         return _directions(audio), _directions(text), pairs
 
-    def classes(self, processes: Processes) -> list[str]:
+    def classes(self, processes: Backend) -> list[str]:
         """The distinct labels of all clips, sorted. Collective."""
         own = sorted({label for labels in self._labels for label in labels if label is not None})
         return sorted(set().union(*processes.gather_objects(own)))
 
-    def zero_shot(self, processes: Processes, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
+    def zero_shot(self, processes: Backend, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
         """`zero_shot/top1`, the share of labelled clips that are nearest to their class, and `zero_shot/chance_top1`,
         one over the number of classes; empty if no clip has a label. Collective.
 
@@ -224,9 +226,7 @@ def _sorted(queries: Tensor, candidates: Tensor) -> Pairs:
     return Pairs(pairs[0].contiguous(), pairs[1].contiguous())
 
 
-def _shared(
-    queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Processes, mark: Callable[[], None]
-) -> Tensor:
+def _shared(queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Backend, mark: Callable[[], None]) -> Tensor:
     """`_ranked` of all queries (q, 3), on the CPU. Each process computes a part; it calls `mark` before each chunk, to
     show that it is alive. Collective."""
     rank, world_size = processes.rank, processes.world_size

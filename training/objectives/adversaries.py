@@ -6,12 +6,11 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..contracts import Processes
 from .adversarial import (
     ADVERSARIAL_LOSSES,
     LeCam,
@@ -21,6 +20,9 @@ from .adversarial import (
     image_gradient,
     zero_centred_penalty,
 )
+
+if TYPE_CHECKING:
+    from distributed import Backend
 
 ADAPTIVE = "adaptive"
 ZERO_CENTRED = "zero_centred"
@@ -82,7 +84,7 @@ class Judge:
     weight: Tensor
 
     def __init__(
-        self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: Processes, *,
+        self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: Backend, *,
         images: Callable[[Mapping[str, Any]], Tensor], reconstruction_loss: ReconstructionLoss,
         log: Callable[..., None], given: Given = lambda micro, step: {},
     ) -> None:  # fmt: skip

@@ -13,19 +13,21 @@ Gradients are those of the global loss: sum them over the processes, do not aver
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contracts import Processes
+if TYPE_CHECKING:
+    from distributed import Backend
+
 
 KINDS = ("softmax", "decoupled", "sigmoid")
 
 _GATHERED_BYTES = 64 * 2**20  # of the gradients of all texts; above, the sigmoid loss passes the texts around a ring
 
-# Replaces `Processes` in computations on a single process: its collectives communicate with nobody.
+# Replaces `Backend` in computations on a single process: its collectives communicate with nobody.
 _ALONE: Any = SimpleNamespace(
     rank=0,
     world_size=1,
@@ -90,7 +92,7 @@ class Contrastive:
         ValueError: there is no loss of this kind.
     """
 
-    def __init__(self, kind: str, processes: Processes, *, mask_duplicates: bool = True, whole: bool = False) -> None:
+    def __init__(self, kind: str, processes: Backend, *, mask_duplicates: bool = True, whole: bool = False) -> None:
         if kind not in KINDS:
             raise ValueError(f"there is no contrastive loss {kind!r}; choose one of: {', '.join(KINDS)}")
         self.kind, self.mask_duplicates, self.whole = kind, mask_duplicates, whole
@@ -139,7 +141,7 @@ class Contrastive:
         return sizes
 
     def _result(
-        self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> ContrastiveResult:  # fmt: skip
         compute = self._over_all_rows
@@ -154,7 +156,7 @@ class Contrastive:
         return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in found))
 
     def _over_all_rows(
-        self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """softmax and decoupled. Returns the size of the global batch, sums over it and gradients."""
@@ -180,7 +182,7 @@ class Contrastive:
         return len(pairs), _Sums(*sums), gradient[:, 0], gradient[:, 1]
 
     def _over_all_texts(
-        self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """sigmoid, with all texts gathered. Returns the size of the global batch, sums over it and gradients."""
@@ -199,7 +201,7 @@ class Contrastive:
         return *_of_sigmoid(sizes, _Sums(*sums)), totals.audio, of_text[first : first + len(text)]
 
     def _around_the_ring(
-        self, processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """sigmoid, with one process's texts at a time. Returns the size of the global batch, sums over it and
@@ -277,7 +279,7 @@ def _of_sigmoid(sizes: list[int], sums: _Sums) -> tuple[int, _Sums]:
 
 
 def _gather_pairs(
-    processes: Processes, sizes: list[int], audio: Tensor, text: Tensor, caption_ids: Tensor
+    processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, caption_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs (n, 2, h, d) and captions (n,) of all processes, and the rows (b,) of this process's own pairs."""
     pairs, captions = (processes.gather(each, sizes) for each in (torch.stack([audio, text], 1), caption_ids))
@@ -285,7 +287,7 @@ def _gather_pairs(
     return pairs, captions, torch.arange(first, first + len(audio), device=audio.device)
 
 
-def _sum(processes: Processes, *tensors: Tensor) -> list[Tensor]:
+def _sum(processes: Backend, *tensors: Tensor) -> list[Tensor]:
     """Each tensor summed over the processes, in fp64, in a single collective."""
     total = processes.sum(torch.cat([tensor.detach().double().flatten() for tensor in tensors]))
     parts = total.split([tensor.numel() for tensor in tensors])

@@ -4,13 +4,15 @@ al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Set
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..contracts import Processes
 from .contrastive import Contrastive, ContrastiveResult
+
+if TYPE_CHECKING:
+    from distributed import Backend
 
 
 class GradCache:
@@ -31,7 +33,7 @@ class GradCache:
     def __init__(
         self,
         engine: Any,
-        processes: Processes,
+        processes: Backend,
         contrastive: Contrastive,
         batch: Mapping[str, Any],
         inputs: Callable[[Mapping[str, Any]], Mapping[str, Any]],

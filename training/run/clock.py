@@ -17,7 +17,7 @@ import torch
 from .starts import now
 
 if TYPE_CHECKING:
-    from ..contracts import Processes
+    from distributed import Backend
 
 TIMES = ("samples_per_second", "seconds", "time")
 COSTS = (
@@ -63,7 +63,7 @@ class Clock:
         minutes: Of the process, in which a last save is to be done; None for no limit.
     """
 
-    def __init__(self, processes: Processes, minutes: float | None = None) -> None:
+    def __init__(self, processes: Backend, minutes: float | None = None) -> None:
         self._processes, self._limit_seconds = processes, math.inf if minutes is None else 60 * minutes
         self._asked_at: float | None = None
         self._longest_step = 0.0

@@ -17,7 +17,7 @@ from tandem.files.writing import hold, move_aside, other_holder, write_atomicall
 from .starts import add_start, script_of, starts
 
 if TYPE_CHECKING:
-    from ..contracts import Processes
+    from distributed import Backend
 
 # Data order, split and noise depend on the seeds: with others, a resumed run would not continue the old run, and would
 # be measured on samples that it was trained on.
@@ -42,7 +42,7 @@ class RunFolder:
         ValueError: one line, if the folder cannot be created or written, or another process uses it.
     """
 
-    def __init__(self, output_dir: str | Path, processes: Processes, *, fresh: bool = False) -> None:
+    def __init__(self, output_dir: str | Path, processes: Backend, *, fresh: bool = False) -> None:
         self.path = Path(output_dir)
         self.checkpoints_dir, self.samples_dir = self.path / "checkpoints", self.path / "samples"
         self.metrics_file = self.path / "metrics.jsonl"

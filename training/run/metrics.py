@@ -13,7 +13,9 @@ from ..pictures.images import code_histogram
 from .clock import COSTS, Clock, peak_memory
 
 if TYPE_CHECKING:
-    from ..contracts import Processes, Update
+    from distributed import Backend
+    from distributed.options import Update
+
     from .progress import Progress
 
 
@@ -30,7 +32,7 @@ class Metrics:
         self,
         every_n_steps: int,
         progress: Progress,
-        processes: Processes,
+        processes: Backend,
         clock: Clock,
         draw_codes_every_n_steps: int | None = None,
     ) -> None:

@@ -22,7 +22,8 @@ from .progress import duration
 from .starts import starts
 
 if TYPE_CHECKING:
-    from ..contracts import Processes
+    from distributed import Backend
+
     from .loop import Action
     from .run import Run
 
@@ -30,16 +31,8 @@ _PREFIX = ".dry-run-"
 _LOCK = ".dry_run"  # in the folder of a dry run, and of no other run
 _UPDATES = 3  # of which the first one may compile, choose kernels and start loaders
 
-# Dense peaks in TFLOP/s: fp16 and bf16, TF32, fp32. Source: NVIDIA's data sheets of the products, which give most of
-# them with sparsity, that is doubled.
-_PEAKS = {
-    "H200 NVL": (835.5, 417.5, 60.0), "H200": (989.5, 494.5, 67.0),
-    "H100 80GB HBM3": (989.5, 494.5, 67.0), "H100 PCIe": (756.5, 378.0, 51.0),
-    "A100": (312.0, 156.0, 19.5), "L40S": (362.0, 183.0, 91.6), "L4": (121.0, 60.0, 30.3), "A10": (125.0, 62.5, 31.2),
-}  # fmt: skip
 
-
-def folder_beside(output_dir: str, processes: Processes) -> str:
+def folder_beside(output_dir: str, processes: Backend) -> str:
     """A new folder beside a run folder. The root deletes it when its process ends, if not before, with the folders
     above that it made for it; and what dry runs that were killed on its machine left there.
 
@@ -79,12 +72,9 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
     """Yields updates as `training.run.loop.updates`, then does each of `actions` once, those first that measure, and
     prints what each takes and what the run would take with these flags."""
     seconds: list[float] = []
-    operations: list[int] = []
     total, device = run.progress.total_steps, run.processes.device
-    for update in range(min(_UPDATES, total)):
-        # Of the first one, which is slow anyway. A compiled model would not be compiled under the counter.
-        is_counted = run.is_root and update == 0 and not run.args.compile
-        with _timed(seconds, device), counted(operations) if is_counted else contextlib.nullcontext():
+    for _ in range(min(_UPDATES, total)):
+        with _timed(seconds, device):
             yield run.progress.step, batch
             batch = run.feed.next()
         run.advance()
@@ -112,10 +102,6 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
     without = f" (but what is measured every {min(rarer)} updates besides)" if rarer else ""
     first = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{first}")
-    if operations:
-        peak = peak_flops(device, run.args.precision)
-        of_peak = f", {operations[0] / per_update / peak:.1%} of what the device can do at most" if peak else ""
-        run.say(f"a process makes {operations[0]:.3g} operations in an update{of_peak}")
     run.say("; ".join(f"{name} {once:.3g} s" for name, once in taken.items()))
     peaks = run.processes.gather_objects(peak_memory(device))
     most = ", ".join(f"{name.split('_')[1]} {max(each[name] for each in peaks):.3g} GB" for name in peaks[0])
@@ -127,43 +113,6 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
     run.close()
     if run.is_root:
         shutil.rmtree(run.folder.path, ignore_errors=True)
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Operations per second that a device can do at most in this precision; None if that is not known."""
-    if device.type != "cuda":
-        return None
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    found = [peaks for name, peaks in _PEAKS.items() if contains(words, name.split())]
-    if not found:
-        return None
-    return 1e12 * found[0][{"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}[precision]]
-
-
-def contains(words: list[str], name: list[str]) -> bool:
-    """Whether a name stands in a text, both as words."""
-    return any(words[start : start + len(name)] == name for start in range(len(words)))
-
-
-@contextlib.contextmanager
-def counted(operations: list[int]) -> Iterator[None]:
-    """Context that appends how many floating-point operations products, convolutions and attention took inside, by the
-    formulas of `torch.utils.flop_counter`. It may change how PyTorch rounds, so a run that is kept does without."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
-
-    class Counter(TorchDispatchMode):
-        total = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if formula := flop_registry.get(func._overloadpacket):
-                self.total += formula(*args, **(kwargs or {}), out_val=out)
-            return out
-
-    with Counter() as counter:
-        yield
-    operations.append(counter.total)
 
 
 class _timed:

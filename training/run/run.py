@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from PIL import Image
 
@@ -16,8 +16,7 @@ from tandem.files.exits import ASKED_TO_STOP, FAILED, leave
 from ..checkpoints.averages import AverageFiles
 from ..checkpoints.format import damaged
 from ..checkpoints.models import MODELS, Models
-from ..checkpoints.store import Checkpoints, step_of
-from ..contracts import Feed, Processes, Stateful
+from ..checkpoints.store import Checkpoints, Stateful, step_of
 from ..flags.public_names import batch_arithmetic
 from ..pictures.images import Sample, to_png
 from .clock import TIMES, Clock
@@ -29,6 +28,10 @@ from .progress import Progress, ProgressDisplay, changes, described, duration, l
 from .rehearsal import folder_beside
 from .starts import end_start
 from .tracking import make_trackers
+
+if TYPE_CHECKING:
+    from data import Feed
+    from distributed import Backend
 
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
 
@@ -53,8 +56,8 @@ class Run:
         self,
         args: argparse.Namespace,
         settings: Mapping[str, Any],
-        processes: Processes,
-        feed: Feed,
+        processes: Backend,
+        feed: Feed[Any],
         *,
         models: Mapping[str, Any],
         columns: Sequence[str] = (),
@@ -142,7 +145,11 @@ class Run:
             UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
         """
         here = self.processes
-        own_parts = {MODELS: self._described, "progress": self.progress, "bad_samples": self.feed.bad_samples}
+        own_parts: dict[str, Stateful] = {
+            MODELS: self._described,
+            "progress": self.progress,
+            "bad_samples": self.feed.bad_samples,
+        }
         self._parts = {**own_parts, **parts}
         news: list[str] = []
         changed: dict[str, list[Any]] = {}

@@ -14,12 +14,12 @@ from tandem.files.exits import ASKED_TO_STOP, leave
 from tandem.files.reading import printable
 
 if TYPE_CHECKING:
-    from ..contracts import Processes
+    from distributed import Backend
 
 Say = Callable[[str], None]
 
 
-def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, processes: Processes) -> None:
+def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, processes: Backend) -> None:
     """Run `stage(args, processes, say)` for each stage, which returns how many shards are left after a signal.
 
     `say` prints a line on the root: to stderr if `args.json` is set, because stdout is then for data only.
@@ -42,7 +42,7 @@ def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, p
             leave(ASKED_TO_STOP)
 
 
-def kernel_settings(args: argparse.Namespace, processes: Processes) -> dict[str, Any]:
+def kernel_settings(args: argparse.Namespace, processes: Backend) -> dict[str, Any]:
     """Settings that choose the kernels, so that the last bits of a result depend on them besides model and input."""
     threads = args.cpu_threads if processes.device.type == "cpu" else None
     return {"deterministic": args.deterministic, "device": processes.device.type, "cpu_threads": threads}
