@@ -1,5 +1,5 @@
-"""encode.py of images: the codes are the model's and the images are the codes'. What all scripts that fill folders do is in
-test_filled_folders.py."""
+"""encode.py of images: the codes are the model's and the images are the codes'. What all scripts that fill
+folders do is in test_filled_folders.py."""
 
 # ruff: noqa: F811  (fixtures are imported)
 from __future__ import annotations
