@@ -24,12 +24,12 @@ _IMAGES, _VIDEOS = ("image_folder", "images"), ("video_folder", "videos")
 KINDS = {
     "DiscreteVAE": Kind(
         "a discrete VAE like that of DALL-E (Ramesh et al. 2021), which turns an image into a grid of codes and back",
-        "train_vae.py", _IMAGES, "tandem-tokenize-images --model {} --image_folder DIR --output codes/",
+        "train_vae.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output codes/",
         ("tandem", "image-tokenizer", "discrete-vae"),
     ),
     "VQGAN": Kind(
         "a VQGAN (Esser et al. 2021), which turns an image into a grid of codes and back",
-        "train_vqgan.py", _IMAGES, "tandem-tokenize-images --model {} --image_folder DIR --output codes/",
+        "train_vqgan.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output codes/",
         ("tandem", "image-tokenizer", "vqgan"),
     ),
     "MuLaN": Kind(
@@ -45,7 +45,7 @@ KINDS = {
     ),
     "VideoTokenizer": Kind(
         "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2023)",
-        "train_tokenizer.py", _VIDEOS, "tandem-tokenize-videos --model {} --video_folder DIR --output codes/",
+        "train_tokenizer.py", _VIDEOS, "tandem-encode --model {} --video_folder DIR --output codes/",
         ("tandem", "video-tokenizer", "magvit2"),
     ),
     "Decoder": Kind(

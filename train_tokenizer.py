@@ -236,7 +236,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         tokenizer, ema, write={"model": VideoTokenizer.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(lambda model, step: evaluate(model, feed, error, args.num_frames, networks, backend)),
         draw=in_precision(lambda models, shown, step: reconstructions(models, shown, args.fps or 8)),
-        use=("tokenize_videos.py", "--video_folder", place_of(args, "video_folder"), "--output", "codes/"),
+        use=("encode.py", "--video_folder", place_of(args, "video_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=critic, lecam=judge.lecam, ema=ema)
     if (line := without_perceptual_loss(args)) and not run.is_complete:

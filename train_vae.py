@@ -177,7 +177,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         validate=in_precision(lambda model, step: evaluate(model, feed, objective, temperature_of(step), backend)),
         draw=in_precision(lambda models, shown, step: reconstructions(models, shown, temperature_of(step))),
         write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
-        use=("tokenize_images.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
+        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
         watch=alarm.check,
     )
     run.resume(engine=vae, ema=ema)

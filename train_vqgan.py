@@ -221,7 +221,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(lambda model, step: evaluate(model, feed, error, networks, backend)),
         draw=in_precision(lambda models, shown, step: reconstructions(models, shown)),
-        use=("tokenize_images.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
+        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
     if (line := without_perceptual_loss(args)) and not run.is_complete:

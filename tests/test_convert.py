@@ -283,7 +283,7 @@ def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_c
     assert inspected(file)["discriminator"]["layers"] == 2
     converted("export", file, "--to", "model", tmp_path / "back")
     assert_same_bits(load_file(tmp_path / "back" / "model.safetensors"), average)
-    assert_same_bits(open_model(file, "VQGAN").model, average)  # of tokenize_images.py
+    assert_same_bits(open_model(file, "VQGAN").model, average)  # of encode.py
 
 
 def test_a_training_starts_from_a_public_file_with_its_discriminator(

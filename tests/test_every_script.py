@@ -515,8 +515,8 @@ def test_weights_of_another_model_are_refused_by_what_differs(script: Script, fi
 
 
 TOOLS = {
-    **dict.fromkeys(("train_vae", "train_vqgan"), ("tokenize_images", "--image_folder", "demo:shapes:8")),
-    "train_tokenizer": ("tokenize_videos", "--video_folder", "demo:moving:4"),
+    **dict.fromkeys(("train_vae", "train_vqgan"), ("encode", "--image_folder", "demo:shapes:8")),
+    "train_tokenizer": ("encode", "--video_folder", "demo:moving:4"),
     "train_mulan": ("embed", "--audio", "demo:tones:8"),
     "train_decoder": ("sample", "--prompts", "a red circle on the left", "--sample_timesteps", "2"),
 }

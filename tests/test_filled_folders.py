@@ -1,4 +1,4 @@
-"""What tokenize_images.py, tokenize_videos.py and embed.py all do: fill a folder shard by shard, go on after any end,
+"""What encode.py, of images and of videos, and embed.py all do: fill a folder shard by shard, go on after any end,
 refuse the rest. Tiny models, one process."""
 
 # ruff: noqa: F811  (fixtures are imported)

@@ -213,7 +213,7 @@ def test_the_cache_stands_in_for_a_hub_without_an_answer_and_a_line_says_so(
 ) -> None:
     sha = hub.publish(NAME, model)
     source = ("--image_folder", "demo:shapes:8", "--num_workers", 0, "--output", "codes")
-    bob.does("tokenize_images.py", "--model", NAME, *source)
+    bob.does("encode.py", "--model", NAME, *source)
     for failure, reason in ((500, "HTTP 500"), ("cut", "no answer")):
         hub.failure = failure
         said = bob.trains_from(NAME)

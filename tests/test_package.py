@@ -133,7 +133,7 @@ def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path
     tiny = words(SCRIPTS["train_vae"].tiny)
     base = ["tandem-train-vae", "--config", "configs/vae/demo.yaml", *tiny, *SHORT, "--output_dir", "run"]
     assert "configuration: configs/vae/demo.yaml" in run(installed, tmp_path, *base)
-    run(installed, tmp_path, "tandem-tokenize-images", "--model", "run/model", "--image_folder", "demo:shapes:8",
+    run(installed, tmp_path, "tandem-encode", "--model", "run/model", "--image_folder", "demo:shapes:8",
         "--output", "codes", "--num_workers", "0")  # fmt: skip
     assert (tmp_path / "codes" / "index.json").is_file()
     assert "DiscreteVAE" in run(installed, tmp_path, "tandem-convert", "export", "run", "--to", "model", "new")

@@ -70,16 +70,16 @@ def _tools() -> list[Target]:
         Target("convert", ["average", "run", "out", "--ema_length", "0.1"], ["run"]),
         Target("report", ["run", "--output", "out"], ["run"]),
         Target("convert", ["export", "decoder.pth", "--to", "dalle2", "out.pth"], ["decoder.pth"]),
-        Target("tokenize_images", ["--model", "vqgan", *images, "--output", "out"], ["images", "vqgan"], 2),
-        Target("tokenize_images", ["--model", "vae", *images, "--output", "out"], ["vae", "images"]),
-        *(Target("tokenize_images", ["--model", "vqgan", "--decode", codes, *few, "--output", "out"], [codes, "vqgan"])
+        Target("encode", ["--model", "vqgan", *images, "--output", "out"], ["images", "vqgan"], 2),
+        Target("encode", ["--model", "vae", *images, "--output", "out"], ["vae", "images"]),
+        *(Target("encode", ["--model", "vqgan", "--decode", codes, *few, "--output", "out"], [codes, "vqgan"])
           for codes in ("codes", "codes_npy")),
-        Target("tokenize_images", ["--model", "vqgan", *images, "--images_per_shard", "4", "--output", "codes"],
+        Target("encode", ["--model", "vqgan", *images, "--images_per_shard", "4", "--output", "codes"],
                ["codes", "vqgan", "images"]),
-        Target("tokenize_videos", ["--model", "video", *videos, "--output", "out"], ["videos", "video"], 2),
-        Target("tokenize_videos", ["--model", "video", "--video_folder", "videos.jsonl", *few, "--output", "out"],
+        Target("encode", ["--model", "video", *videos, "--output", "out"], ["videos", "video"], 2),
+        Target("encode", ["--model", "video", "--video_folder", "videos.jsonl", *few, "--output", "out"],
                ["videos.jsonl", "videos", "video"], 2),
-        Target("tokenize_videos", ["--model", "video", "--decode", "films", *few, "--output", "out"],
+        Target("encode", ["--model", "video", "--decode", "films", *few, "--output", "out"],
                ["films", "video"]),
         Target("embed", ["--model", "mulan", "--audio", "sounds", *few, "--output", "out"], ["sounds", "mulan"], 2),
         Target("embed", ["--model", "mulan", "--index", "index", "--query", "a dog"], ["index", "mulan"]),
@@ -135,10 +135,10 @@ def write_inputs(folder: Path) -> None:
     _write_pairs(folder)
     write_clip(folder)
     shutil.copy(TOKENIZER, folder / "words.json")
-    of_images = ("tokenize_images", "--model", "vqgan", "--image_folder", "images")
+    of_images = ("encode", "--model", "vqgan", "--image_folder", "images")
     _run(folder, "codes", *of_images, "--images_per_shard", "4")
     _run(folder, "codes_npy", *of_images, "--format", "npy")
-    _run(folder, "films", "tokenize_videos", "--model", "video", "--video_folder", "videos")
+    _run(folder, "films", "encode", "--model", "video", "--video_folder", "videos")
     _run(folder, "index", "embed", "--model", "mulan", "--audio", "sounds")
     _train(folder, "train_vae", "run", "--image_folder", "demo:shapes:8", "--ema_power", "0.1", "--max_steps", "2")
     shutil.copy(folder / "run" / "config.yaml", folder / "config.yaml")

@@ -17,9 +17,8 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 import embed
+import encode
 import tandem.files.writing
-import tokenize_images
-import tokenize_videos
 from models import VQGAN, MuLaN, VideoTokenizer
 from tests.data.videos.files import write_video
 from tests.scripts import lines
@@ -115,7 +114,7 @@ class Script:
     lengths: tuple[int, ...] = (1,) * 9  # rows of each input
 
     def __str__(self) -> str:
-        return self.name
+        return f"{self.name}{self.source}"
 
     def flags(self, model: Path, source: Path | str, output: Path, *more: Any) -> list[str]:
         said = ["--model", model, self.source, source, "--output", output, f"--{self.per_shard}", 4]
@@ -156,11 +155,11 @@ class Script:
 
 
 TOKENIZE = Script(
-    "tokenize_images.py", tokenize_images.main, "--image_folder", "images_per_shard", "codes", IMAGES, vqgan,
+    "encode.py", encode.main, "--image_folder", "images_per_shard", "codes", IMAGES, vqgan,
     write_images, lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
 )  # fmt: skip
 TOKENIZE_VIDEOS = Script(
-    "tokenize_videos.py", tokenize_videos.main, "--video_folder", "videos_per_shard", "codes", tuple(VIDEOS),
+    "encode.py", encode.main, "--video_folder", "videos_per_shard", "codes", tuple(VIDEOS),
     video_tokenizer, write_videos,
     lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
     batch_size=None, lengths=tuple(1 + frames // 2 for frames in VIDEOS.values()),

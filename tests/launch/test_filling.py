@@ -42,7 +42,7 @@ class Job:
     said_once: str  # in what all stages print
 
     def __str__(self) -> str:
-        return self.script.name
+        return str(self.script)
 
     @property
     def module(self) -> str:

@@ -15,7 +15,7 @@ from hub import KINDS, settings_of
 from tests.scripts import ROOT
 from training.run.card import Kind, model_card, public_settings
 
-KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "tandem-tokenize-images --model {}", ("a-tag",))
+KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "tandem-encode --model {}", ("a-tag",))
 SECRETS = {
     "image_folder": "/home/alice/private-photos", "output_dir": "runs/secret-project", "init_from": "~/old/vae.pt",
     "report_to": "wandb", "run_name": "for-customer-x", "wandb_project": "secret-project",

@@ -1,5 +1,5 @@
-"""tokenize_images.py: the codes are the model's and the images are the codes'. What both scripts do is in
-test_filled_folders.py."""
+"""encode.py of images: the codes are the model's and the images are the codes'. What all scripts that fill
+folders do is in test_filled_folders.py."""
 
 # ruff: noqa: F811  (fixtures are imported)
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 import data
-import tokenize_images
+import encode
 from data.stores.codes import code_dtype, read_codes
 from models import DiscreteVAE, Discriminator
 from models.configs import DiscreteVAEConfig
@@ -50,7 +50,7 @@ def decoding(model: Path, codes: Path, output: Path, *more: str) -> list[str]:
 
 
 def decode(model: Path, codes: Path, output: Path) -> Path:
-    tokenize_images.main(decoding(model, codes, output))
+    encode.main(decoding(model, codes, output))
     return output
 
 

@@ -1,5 +1,5 @@
-"""tokenize_videos.py: the codes are those of the whole clips, and the videos are the codes'. What all scripts that fill
-folders do is in test_filled_folders.py."""
+"""encode.py of videos: the codes are those of the whole clips, and the videos are the codes'. What all scripts that
+fill folders do is in test_filled_folders.py."""
 
 # ruff: noqa: F811  (fixtures are imported)
 from __future__ import annotations
@@ -206,7 +206,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no videos": (lambda tmp: {"--video_folder": tmp}, "no video in"),
     "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18"),
     "rate and stride": (lambda tmp: {"--fps": 5, "--frame_stride": 2}, "exclude each other"),
-    "a flag of decoding": (lambda tmp: {"--format": "gif"}, "--format is for --decode"),
+    "a flag of decoding": (lambda tmp: {"--format": "gif"}, "--format gif is not for encoding videos"),
 }  # fmt: skip
 
 
