@@ -7,6 +7,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from models.configs import WITH_ENTROPY
 from tandem.converters import (
     fraction,
     non_negative_float,
@@ -17,9 +18,11 @@ from tandem.converters import (
     size,
     two_fractions,
 )
-from tandem.fields import Needs, above_0, flag
+from tandem.fields import Needs, above_0, flag, when
 
 _MOST_ALONE = 0.3  # the largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md
+
+_ENTROPY, _PERCEPTUAL = when("quantizer", *WITH_ENTROPY), when("perceptual", "vgg", "lpips")
 
 #: Of flags that only a validation needs.
 VALIDATION = Needs("valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None)
@@ -42,15 +45,17 @@ class QuantizerLossFlags:
         "(lfq, bsq, ibq); ibq: 0.05",
         non_negative_float,
         metavar="WEIGHT",
+        needs=_ENTROPY,
     )
     entropy_anneal_factor: float = flag(
         1.0,
         "at the start, the entropy loss counts this many times --entropy_loss_weight",
         positive_float,
         metavar="FACTOR",
+        needs=(_ENTROPY, above_0("entropy_anneal_steps")),
     )
     entropy_anneal_steps: int = flag(
-        0, "updates over which that factor falls to 1", non_negative_int, metavar="UPDATES"
+        0, "updates over which that factor falls to 1", non_negative_int, metavar="UPDATES", needs=_ENTROPY
     )
 
 
@@ -72,9 +77,14 @@ class PerceptualFlags:
         title="perceptual loss",
     )
     perceptual_weights: str | None = flag(
-        None, "file with the weights of the perceptual network (default: from torch.hub's cache)", metavar="FILE"
+        None,
+        "file with the weights of the perceptual network (default: from torch.hub's cache)",
+        metavar="FILE",
+        needs=_PERCEPTUAL,
     )
-    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, metavar="WEIGHT")
+    perceptual_loss_weight: float = flag(
+        1.0, "weight of the perceptual loss", non_negative_float, metavar="WEIGHT", needs=_PERCEPTUAL
+    )
 
 
 @dataclass
