@@ -229,8 +229,9 @@ class Videos:
         from data import open_videos
         from data.videos.films import DEMO_FRAMES, names_of
 
-        self._videos: Any = open_videos(self._args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **self._speed)
-        return names_of(self._videos)
+        videos: Any = open_videos(self._args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **self._speed)
+        self._videos = videos
+        return names_of(videos)
 
     def codes(self, ranges: Sequence[range]) -> Iterator[tuple[Any, ...]]:
         from data.videos.films import encode_films
@@ -288,7 +289,7 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     ValueError, in one line, if there is no such model or it does not code what the flags say."""
     from trained import open_model
 
-    coders = {"DiscreteVAE": Images, "VQGAN": Images, "VideoTokenizer": Videos}
+    coders: dict[str, type[Images] | type[Videos]] = {"DiscreteVAE": Images, "VQGAN": Images, "VideoTokenizer": Videos}
     wanted = {name: coder for name, coder in coders.items() if coder.kind in kinds_of(args)}
     model, about, _ = open_model(args.model, *wanted)
     check_flags(args, wanted[type(model).__name__].kind)

@@ -19,7 +19,7 @@ from tandem.converters import (
     sizes,
     width,
 )
-from tandem.fields import ModelConfig, Needs, flag, given, when
+from tandem.fields import ModelConfig, Needs, above_0, flag, given, when
 
 from .quantizers import QUANTIZERS
 
@@ -28,6 +28,7 @@ _USUAL_OF: dict[str, dict[str, float]] = {
     "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
     "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
 }
+WITH_ENTROPY = ("lfq", "bsq", "ibq")  # quantizers that have an entropy loss
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -84,9 +85,17 @@ class QuantizerConfig(ModelConfig):
         in_weights=True,
         needs=when("quantizer", "fsq"),
     )
-    diversity_gamma: float = flag(1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float)
+    diversity_gamma: float = flag(
+        1.0,
+        "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1",
+        non_negative_float,
+        needs=when("quantizer", *WITH_ENTROPY),
+    )
     inv_temperature: float = flag(
-        10.0, "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1", positive_float
+        10.0,
+        "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1",
+        positive_float,
+        needs=when("quantizer", "lfq", "bsq"),
     )
 
     @classmethod
@@ -303,6 +312,7 @@ class MuLaNConfig(RecomputingConfig):
         "layers of --hierarchical_layers: those next to the last, or spaced evenly from the first one on",
         choices=("last", "even"),
         in_weights=True,
+        needs=above_0("hierarchical_layers"),
     )
     dim_latent: int = flag(128, "width of the common space", width, title="model", in_weights=True)
     init_temperature: float = flag(
@@ -312,7 +322,10 @@ class MuLaNConfig(RecomputingConfig):
         title="loss",
     )
     init_bias: float = flag(
-        -10.0, "number added to the scaled cosines at the start; it is learned (sigmoid)", any_float
+        -10.0,
+        "number added to the scaled cosines at the start; it is learned (sigmoid)",
+        any_float,
+        needs=when("loss", "sigmoid"),
     )
     freeze_text_tower: bool = flag(
         False, "do not train the weights of --text_tower", title="pretrained towers", needs=given("text_tower", "PATH")

@@ -1,4 +1,4 @@
-"""Flags of the scripts that train a quantizing autoencoder against a discriminator. Imports the standard library only,
+"""Flags of the scripts that train a quantizing autoencoder against a discriminator. Imports no PyTorch,
 so that `--help` is fast."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from models.configs import WITH_ENTROPY
 from tandem.converters import (
     FILE,
     fraction,
@@ -19,9 +20,11 @@ from tandem.converters import (
     updates_or_0,
     width,
 )
-from tandem.fields import Needs, above_0, flag
+from tandem.fields import Needs, above_0, flag, when
 
 _MOST_ALONE = 0.3  # the largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md
+
+_ENTROPY, _PERCEPTUAL = when("quantizer", *WITH_ENTROPY), when("perceptual", "vgg", "lpips")
 
 #: Of flags that only a validation needs.
 VALIDATION = Needs("valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None)
@@ -42,11 +45,15 @@ class QuantizerLossFlags:
         "weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) "
         "(lfq, bsq, ibq); ibq: 0.05",
         non_negative_float,
+        needs=_ENTROPY,
     )
     entropy_anneal_factor: float = flag(
-        1.0, "at the start, the entropy loss counts this many times --entropy_loss_weight", positive_float
+        1.0,
+        "at the start, the entropy loss counts this many times --entropy_loss_weight",
+        positive_float,
+        needs=(_ENTROPY, above_0("entropy_anneal_steps")),
     )
-    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", updates_or_0)
+    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", updates_or_0, needs=_ENTROPY)
 
 
 @dataclass
@@ -63,9 +70,12 @@ class PerceptualFlags:
         title="perceptual loss",
     )
     perceptual_weights: str | None = flag(
-        None, "file with the weights of the perceptual network (default: from torch.hub's cache)", FILE
+        None,
+        "file with the weights of the perceptual network (default: from torch.hub's cache)",
+        FILE,
+        needs=_PERCEPTUAL,
     )
-    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float)
+    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, needs=_PERCEPTUAL)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.converters import FOLDER, PATH
-from tandem.fields import flag
+from tandem.fields import flag, given
 
 if TYPE_CHECKING:
     from .parser import ArgumentParser
@@ -40,7 +40,9 @@ class PretrainedTowerFlags:
         lasting=bool,
     )
     text_tower_quick_gelu: bool = flag(
-        False, "the state dict of --text_tower is of a model with OpenAI's activation, quick_gelu"
+        False,
+        "the state dict of --text_tower is of a model with OpenAI's activation, quick_gelu",
+        needs=given("text_tower", "PATH"),
     )
     audio_tower: str | None = flag(
         None,
