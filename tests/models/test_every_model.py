@@ -447,7 +447,7 @@ vae, vqgan_of = partial(built, DiscreteVAE, **helpers.VAE), partial(built, VQGAN
 tokenizer_of = partial(built, VideoTokenizer, **helpers.TOKENIZER)
 discriminator = partial(models.VideoDiscriminator, dim=4)
 mulan_of, musiclm = partial(MuLaN, **helpers.MULAN), partial(MusicLMMuLaN, **helpers.MUSICLM)
-unet_of, residual = partial(Unet, **helpers.UNET), partial(ResidualQuantizer, dim=6)
+unet_of, residual = partial(built, Unet, **helpers.UNET), partial(ResidualQuantizer, dim=6)
 
 
 def build_in_memory(kind: Callable[..., Any], **arguments: Any) -> Any:
