@@ -118,7 +118,10 @@ class Config(
         of_layout |= {"loss": "sigmoid"} if model.get("sigmoid_contrastive_loss") else {}
         of_layout |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
         of_layout |= {"clip_seconds": model["clip_seconds"]} if "assumed" in model else {}
-        return {**super().shape_of(model, args), **of_layout}
+        shape = {**super().shape_of(model, args), **of_layout}
+        # A file of musiclm-pytorch does not say these: then the flags do.
+        unsaid = {"sample_rate", "n_fft", "hop_length"} & args.explicit if of_layout["layout"] == "musiclm" else set()
+        return {name: value for name, value in shape.items() if name not in unsaid}
 
 
 def build_parser() -> ArgumentParser:
@@ -153,12 +156,9 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     model: MuLaN = models.build_in_memory(getattr(models, kind), vocab_size=tokenizer.vocab_size, **arguments)
     take_towers(model, towers, tokenizer)
     if args.init_from:
-
-        def load(folder: Path) -> None:
-            require_same_tokenizer(tokenizer, args.init_from)
-            model.load_weights_from(folder)
-
-        load_from(args.init_from, kind, load)
+        source = load_from(args.init_from, kind)
+        require_same_tokenizer(tokenizer, args.init_from)
+        model.load_weights_from(source, args.init_from)
     return model
 
 

@@ -121,8 +121,8 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     generator = build_in_memory(VideoTokenizer, **VideoTokenizerConfig.of(args).plain())
     check_frames(args.num_frames, generator.frames_per_code)
     if args.init_from:
-        load = generator.inflate_from if args.inflate else generator.load_weights_from
-        load_from(args.init_from, "VideoTokenizer", load)
+        take = generator.inflate_from if args.inflate else generator.load_weights_from
+        take(load_from(args.init_from, "VideoTokenizer"), args.init_from)
     if args.train_decoder_only:
         generator.freeze_encoder()
     return generator

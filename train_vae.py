@@ -105,7 +105,7 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     torch.manual_seed(args.seed)
     model = build_in_memory(DiscreteVAE, **DiscreteVAEConfig.of(args).plain())
     if args.init_from:
-        load_from(args.init_from, "DiscreteVAE", model.load_weights_from)
+        model.load_weights_from(load_from(args.init_from, "DiscreteVAE"), args.init_from)
     return model
 
 

@@ -101,7 +101,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     torch.manual_seed(args.seed)
     model = build_in_memory(VQGAN, **VQGANConfig.of(args).plain())
     if args.init_from:
-        load_from(args.init_from, "VQGAN", model.load_weights_from)
+        model.load_weights_from(load_from(args.init_from, "VQGAN"), args.init_from)
     return model
 
 
