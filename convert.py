@@ -212,17 +212,20 @@ def translate(args: argparse.Namespace) -> None:
     from models.files.public_decoder import configured_decoder
     from tandem.files.reading import read_json
     from tandem.files.writing import write_atomically
-    from train_decoder import build_model, build_parser
-    from training.flags.unets import flags_of, unmade
+    from train_decoder import build_parser
 
     out, parser = new_output(args, is_folder=False, kind="config"), build_parser()
     try:
         config = read_json(args.path)
         lost = list(without_counterpart(config, UNET_KEYS))
         model, around = configured_decoder({"decoder": config.get("decoder")})
-        unknown = unmade(model.config, parser, lambda args, widths: build_model(args, widths).config)
-        lost += [f"decoder.unets[{number - 1}].{name} {value}: no flag gives it" for number, name, value in unknown]
-        flags = flags_of_config(config, around, flags_of(model.config), args.processes)
+        for index, beyond in enumerate(model.config["beyond_flags"]):
+            lost += [
+                f"decoder.unets[{index}].{name} {value}: no flag gives it" for name, value in sorted(beyond.items())
+            ]
+        shape = parser.config.shape_of(model.config, args)
+        said = parser.settings(parser.with_values(shape))
+        flags = flags_of_config(config, around, {name: said[name] for name in shape}, args.processes)
         for name, (key, value) in flags.items():
             try:
                 parser.with_values({name: value})

@@ -24,11 +24,10 @@ import distributed
 from hub import fetch
 from tandem.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
 from tandem.fields import flag, given
-from training.flags.decoder import GUIDED, SamplingFlags
+from training.flags.decoder import GUIDED, SamplingFlags, sampling_of
 from training.flags.inference import add_computation_arguments, add_output_arguments
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ClipFlags
-from training.flags.unets import sampling_of
 from training.run.stages import Say, kernel_settings, run_stages
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
+from models.decoder_config import DecoderConfig
 from training import schedules
-from training.flags.decoder import DecoderFlags
+from training.flags.decoder import DecoderFlags, sampling_of
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ConditionedImageFlags, OptimizerFlags, RunFlags
-from training.flags.unets import flags_of, sampling_of, stages_of
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -43,7 +43,7 @@ COLUMNS = ("grad_norm", "valid/loss", "valid/fid", "valid/clip_score", "valid/lp
 
 
 @dataclass
-class Config(ConditionedImageFlags, DecoderFlags, OptimizerFlags, RunFlags):
+class Config(ConditionedImageFlags, DecoderConfig, DecoderFlags, OptimizerFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/decoder"
@@ -51,10 +51,6 @@ class Config(ConditionedImageFlags, DecoderFlags, OptimizerFlags, RunFlags):
     max_grad_norm: float = 0.5
     ema_decay: float = 0.999
     valid_fraction: float = 0.15
-
-    @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-        return flags_of(model) if "stages" in model else {}
 
 
 def build_parser() -> ArgumentParser:
@@ -65,18 +61,25 @@ def build_parser() -> ArgumentParser:
 
 
 def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
-    """The cascade with seeded weights, the same on every process, or with those of `--init_from`."""
+    """The cascade with seeded weights, the same on every process, or with those of `--init_from`.
+
+    Args:
+        widths: {"image_embed": d, "text_encodings": (L, d)} of the data; None for what is not used, or not known.
+    """
     import torch
 
     from models import Decoder, build_in_memory
     from trained import load_from
 
     torch.manual_seed(args.seed)
-    decoder = build_in_memory(
-        Decoder, stages=stages_of(args, widths), timesteps=args.timesteps, zero_terminal_snr=args.zero_terminal_snr,
-        noise_shift=args.noise_shift, lowres_condition=args.lowres_condition,
-        lowres_noise_level=args.lowres_noise_level,
-    )  # fmt: skip
+    config = DecoderConfig.of(args)
+    if "image" in args.condition_on:
+        config.image_embed_dim = widths["image_embed"]
+    if "text" in args.condition_on:
+        length, config.text_embed_dim = widths["text_encodings"]
+        if length > args.max_text_len:
+            raise ValueError(f"texts of {length} tokens are longer than --max_text_len {args.max_text_len}: raise it")
+    decoder = build_in_memory(Decoder, **config.plain())
     if args.init_from:
         decoder.load_weights_from(load_from(args.init_from, "Decoder"), args.init_from)
     for number, unet in enumerate(decoder.unets, start=1):
@@ -97,7 +100,7 @@ class UnetTraining:
             return getattr(args, name)[number - 1]
 
         self.decoder, self.index, self.batch_size = decoder, number - 1, args.batch_size
-        unet, stage = decoder.unet(self.index), decoder.config["stages"][self.index]
+        unet = decoder.unet(self.index)
         schedule, weight = decoder.schedule(self.index), said("loss_weight")
         self.learning_rate, self.warmup = said("learning_rate"), said("lr_warmup_steps")
         self.crop, self.places = said("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
@@ -107,14 +110,14 @@ class UnetTraining:
             self.module, self.learning_rate, args.betas, said("weight_decay"), lion=args.use_lion
         )
         options: dict[str, Any] = {
-            "loss_type": args.loss_type, "learned_variance": bool(stage["learned_variance"]),
+            "loss_type": args.loss_type, "learned_variance": bool(said("learned_variance")),
             "lowres_schedule": decoder.lowres_schedule(),
         }  # fmt: skip
         self.loss = DiffusionLoss(
-            schedule, stage["objective"], weight=weight, min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
+            schedule, said("objective"), weight=weight, min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
             p2_gamma=args.p2_loss_weight_gamma, sigmoid_bias=args.sigmoid_bias, **options,
         )  # fmt: skip
-        self.unweighted = DiffusionLoss(schedule, stage["objective"], **options)
+        self.unweighted = DiffusionLoss(schedule, said("objective"), **options)
         levels = args.timesteps if args.lowres_condition == "noise" else 0
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
         self.draws = DiffusionDraws(

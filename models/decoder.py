@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .convolutional import check_images
+from .decoder_config import DecoderConfig
 from .diffusion.guidance import Passes, denoiser, guided
 from .diffusion.lowres import blur
 from .diffusion.sampling import Inpaint, dynamic_threshold, sample
 from .diffusion.schedule import Schedule
-from .files.pretrained import Pretrained, constructor_arguments
+from .files.pretrained import Pretrained
 from .resizing import cropped, resized
 from .unet import Unet, coordinates_of
 from .unets.conditions import Conditions
@@ -60,47 +61,36 @@ class Decoder(Pretrained):
     """Unets of ascending sizes: the first makes small pictures of noise and a condition, each further one makes them
     larger, conditioned on the smaller ones.
 
-    Args:
-        stages: For each Unet {"image_size": side of its pictures, "noise_schedule", "objective", "learned_variance",
-            "unet": those of `UnetConfig`}. Unets but the first have lowres_cond.
-        timesteps: Noise levels.
-        zero_terminal_snr: The last level is noise alone.
-        noise_shift: Side of pictures whose schedule is not shifted; larger ones get more noise. None: no shift.
-        lowres_condition: What training does to the low-resolution pictures, "noise", "blur" or "none"; when sampling,
-            with "noise" the level `lowres_noise_level` is added.
-        lowres_noise_level: As a share of the levels, from 0 to 1, the last one.
-
     Raises:
-        ValueError: one line, if stages do not fit one another.
+        ValueError: one line, if values do not fit one another.
     """
 
-    not_in_the_weights = Unet.not_in_the_weights | {
-        "zero_terminal_snr", "noise_shift", "lowres_condition", "lowres_noise_level"
-    }  # fmt: skip
+    Config = DecoderConfig
+    not_in_the_weights = DecoderConfig.not_in_the_weights()
 
-    def __init__(
-        self, stages: Sequence[Mapping[str, Any]], timesteps: int = 1000, zero_terminal_snr: bool = True,
-        noise_shift: int | None = None, lowres_condition: str = "blur", lowres_noise_level: float = 0.2,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = constructor_arguments(locals())
-        if lowres_condition not in LOWRES_CONDITIONS:
-            raise ValueError(f"lowres_condition {lowres_condition!r} is none of {', '.join(LOWRES_CONDITIONS)}")
-        if not 0 <= lowres_noise_level <= 1:
-            raise ValueError(f"lowres_noise_level {lowres_noise_level} is no share of the noise levels: give 0 to 1")
-        if not stages:
-            raise ValueError("a decoder has at least one stage")
-        self.unets = nn.ModuleList(Unet.made(stage["unet"]) for stage in stages)
-        self.image_sizes = [int(stage["image_size"]) for stage in stages]
-        self.objectives = [str(stage["objective"]) for stage in stages]
-        self.config["stages"] = [{**stage, "unet": unet.config} for stage, unet in zip(stages, self.unets, strict=True)]
+        self.config = config.plain()
+        if config.lowres_condition not in LOWRES_CONDITIONS:
+            raise ValueError(f"lowres_condition {config.lowres_condition!r} is none of {', '.join(LOWRES_CONDITIONS)}")
+        level, timesteps = config.lowres_noise_level, config.timesteps
+        if not 0 <= level <= 1:
+            raise ValueError(f"lowres_noise_level {level} is no share of the noise levels: give 0 to 1")
+        self.unets = nn.ModuleList(Unet(each) for each in config.unets())
+        self.image_sizes, self.objectives = list(config.image_sizes), list(config.objective)
         self._check_sizes()
         with torch.device("cpu"):  # also where the weights are to be on no device at all
-            self.schedules = [schedule_of(stage, timesteps, zero_terminal_snr, noise_shift) for stage in stages]
-            has_noise = lowres_condition == "noise"
+            self.schedules = [
+                schedule_of(name, size, timesteps, config.zero_terminal_snr, config.noise_shift)
+                for name, size in zip(config.noise_schedule, config.image_sizes, strict=True)
+            ]
+            has_noise = config.lowres_condition == "noise"
             # A list, which `with_unets` shares: tables that were moved to a device stay there.
             self._lowres_schedules = [Schedule(LOWRES_SCHEDULE, timesteps)] if has_noise else []
-        self._lowres_level = min(int(lowres_noise_level * timesteps), timesteps - 1)
+        self._lowres_level = min(int(level * timesteps), timesteps - 1)
+
+    def _compared(self) -> dict[str, Any]:
+        return {**super()._compared(), "lowres_noise_cond": [takes_level(self.unet(n)) for n in range(len(self.unets))]}
 
     def _check_sizes(self) -> None:
         for size, larger in itertools.pairwise(self.image_sizes):
@@ -295,11 +285,11 @@ class Decoder(Pretrained):
 
 
 def schedule_of(
-    stage: Mapping[str, Any], timesteps: int, zero_terminal_snr: bool, noise_shift: int | None = None
+    name: str, image_size: int, timesteps: int, zero_terminal_snr: bool, noise_shift: int | None = None
 ) -> Schedule:
-    """The schedule of a Unet; arguments as for `Decoder`."""
-    shift = 2 * math.log(noise_shift / stage["image_size"]) if noise_shift else 0.0
-    return Schedule(stage["noise_schedule"], timesteps, zero_terminal_snr=zero_terminal_snr, log_snr_shift=shift)
+    """The schedule of a Unet; arguments as of `DecoderConfig`."""
+    shift = 2 * math.log(noise_shift / image_size) if noise_shift else 0.0
+    return Schedule(name, timesteps, zero_terminal_snr=zero_terminal_snr, log_snr_shift=shift)
 
 
 def _clipped(x: Tensor) -> Tensor:

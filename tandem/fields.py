@@ -162,5 +162,8 @@ class ModelConfig:
 
     def plain(self) -> dict[str, Any]:
         """By name, of JSON's types."""
-        values = dataclasses.asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value

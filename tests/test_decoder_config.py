@@ -102,7 +102,7 @@ def test_the_example_gives_these_flags(tmp_path: Path) -> None:
     flags = flags_of(tmp_path, EXAMPLE)
     assert flags == {
         "image_sizes": [64], "dim": [128], "dim_mults": ["1,2,4,8"], "cond_dim": [64], "attn_dim_head": [32],
-        "attn_heads": [16], "cross_attn_heads": [8], "cross_attn_dim_head": [64], "num_resnet_blocks": ["2,2,2,2"],
+        "attn_heads": [16], "cross_attn_heads": [8], "cross_attn_dim_head": [64], "num_resnet_blocks": ["2"],
         "resnet_groups": [8], "switches": ["none"], "condition_on": "image", "image_embed_scale": 1.0,
         "max_text_len": 256, "timesteps": 1000, "noise_schedule": ["cosine"], "objective": ["noise"],
         "zero_terminal_snr": False, "learned_variance": [1], "vb_loss_weight": 0.001, "loss_type": "l2",
@@ -239,5 +239,5 @@ def test_a_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     said = DECODER.main("--config", str(tmp_path / "new.yaml"), "--log_every_n_steps", "1")
     assert len(metrics(tmp_path / "run")) == 4
     assert "inception score (--fid_weights)" in said
-    stage = Decoder.from_pretrained(tmp_path / "run" / "model").config["stages"][0]
-    assert (stage["objective"], stage["learned_variance"], stage["unet"]["image_embed_dim"]) == ("noise", True, 6)
+    model = Decoder.from_pretrained(tmp_path / "run" / "model").config
+    assert (model["objective"], model["learned_variance"], model["image_embed_dim"]) == (["noise"], [1], 6)

@@ -163,8 +163,7 @@ def test_what_cannot_be_drawn_gives_one_line(
         ["--image_embeddings", at / "rows.npy"], ["--text_embeddings", at / "texts.npy"], ["--images", at / "large"]
     )  # fmt: skip
     small = decoder(first=FIRST["image"])
-    sizes = zip(small.config["stages"], (2**20, 2**21), strict=True)
-    huge = saved(tmp_path / "huge", small, stages=[{**stage, "image_size": side} for stage, side in sizes])
+    huge = saved(tmp_path / "huge", small, image_sizes=[2**20, 2**21])
     second, masks = [*image, "--start_at_unet", "2", "--images", at / "small"], ["--masks", at / "masks"]
     mistakes: list[tuple[list[Any], str]] = [
         (image, "the model needs a condition"),

@@ -172,7 +172,7 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         ([*in_tars, str(rows["few"])], "has no file for 1 of 3 tars, the first is"),
         ([*in_tars, str(rows["wide"])], "image embeddings have the shape (7,) in"),
         ([*in_tars, str(rows["short"]), *ONE], "which has only 1"),
-        ([*start, "--image_folder", str(captioned)], "they need stages[0].unet.image_embed_dim "),
+        ([*start, "--image_folder", str(captioned)], "they need image_embed_dim "),
         ([*start, "--dim", "8", "16", "--switches", "self_attn"], "; they need --dim 8 8, --switches none none"),
         ([*start, "--num_resnet_blocks", "2", "--timesteps", "9"], "need --num_resnet_blocks 1 1, --timesteps 1000"),
         (["--cond_scale", "3", "--image_cond_drop_prob", "0"], "--cond_scale 3"),

@@ -94,9 +94,14 @@ class Pretrained(nn.Module):
         if not isinstance(source, Pretrained):
             source, name = self.from_pretrained(source), str(source)
         assert isinstance(source, type(self)), type(source)
-        if differing := list(_differing("", self.config, source.config, self.not_in_the_weights)):
+        ours, theirs = self._compared(), source._compared()
+        if differing := [f"{key} {theirs[key]}" for key in ours if theirs[key] != ours[key]]:
             raise ValueError(f"the weights in {name} are of another model; they need {', '.join(differing)}")
         self.load_state_dict(source.state_dict())
+
+    def _compared(self) -> dict[str, Any]:
+        """What the weights depend on."""
+        return {name: value for name, value in self.config.items() if name not in self.not_in_the_weights}
 
     @classmethod
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
@@ -114,22 +119,6 @@ class Pretrained(nn.Module):
             return build_with_weights(lambda: cls.made(config), weights).eval()
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
-
-
-def _differing(name: str, ours: Any, theirs: Any, left_out: frozenset[str]) -> Iterator[str]:
-    """Names and values of the arguments ``theirs`` that are not as ``ours``, at any depth; but for those left out."""
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        for key in (key for key in theirs if key not in left_out):
-            yield from _differing(f"{name}.{key}" if name else key, ours.get(key), theirs[key], left_out)
-    elif _are_parts(ours) and _are_parts(theirs) and len(ours) == len(theirs):
-        for index, parts in enumerate(zip(ours, theirs, strict=True)):
-            yield from _differing(f"{name}[{index}]", *parts, left_out)
-    elif ours != theirs:
-        yield f"{name} {theirs}"
-
-
-def _are_parts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(part, Mapping) for part in value)
 
 
 def constructor_arguments(variables: Mapping[str, Any]) -> dict[str, Any]:

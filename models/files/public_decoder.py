@@ -9,6 +9,8 @@ from typing import Any
 from tandem.files.reading import check_regular
 
 from ..decoder import Decoder
+from ..decoder_config import DecoderConfig
+from ..unets.config import UnetConfig
 from .archive import mentions
 from .building import build_on_meta, check_numbers
 from .dalle2 import CONFIG_FILE, build_unets, read_public, save_public
@@ -36,7 +38,7 @@ def load_public_decoder(paths: Sequence[Path], *, weights: str = "best") -> Deco
         noise = noise_arguments(found.settings, found.tables)
     except ValueError as error:
         raise ValueError(f"{paths[0]}: {error}") from None
-    return _around([unet.config for unet in unets], found.settings, **noise).with_unets(unets).eval()
+    return Decoder(_around([unet.spec for unet in unets], found.settings, **noise)).with_unets(unets).eval()
 
 
 def configured_decoder(config: Mapping[str, Any], width: int = 512) -> tuple[Decoder, dict[str, Any]]:
@@ -58,52 +60,44 @@ def configured_decoder(config: Mapping[str, Any], width: int = 512) -> tuple[Dec
         unets = [unet_arguments(decoder, index) for index in range(len(decoder["unets"]))]
         for index, arguments in enumerate(unets):
             check_overruled(decoder, index, arguments)
-        widths = {"image_embed_dim": width, "text_embed_dim": width}
+        widths: dict[str, Any] = {"image_embed_dim": width, "text_embed_dim": width}
         for arguments in (settings, *unets):
             check_numbers(arguments)
-        return build_on_meta(lambda: _around([widths | arguments for arguments in unets], settings)), settings
+        made = [UnetConfig(**widths | arguments) for arguments in unets]
+        return build_on_meta(lambda: Decoder(_around(made, settings))), settings
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ValueError(one_line(error)) from None
 
 
-def _around(
-    unets: Sequence[Mapping[str, Any]], said: Mapping[str, Any], zero_terminal_snr: bool = False,
-    noise_shift: int | None = None,
-) -> Decoder:  # fmt: skip
-    """A decoder of unets with these arguments, what `dalle2_config.settings_of` gives, and this noise."""
-    stages = [
-        {"image_size": size, "noise_schedule": schedule, "objective": objective, "learned_variance": variance,
-         "unet": unet}
-        for size, schedule, objective, variance, unet in zip(
-            said["image_sizes"], said["beta_schedule"], said["objective"], said["learned_variance"], unets, strict=True
-        )
-    ]  # fmt: skip
+def _around(unets: Sequence[UnetConfig], said: Mapping[str, Any], **noise: Any) -> DecoderConfig:
+    """That of a decoder of these Unets, of what `dalle2_config.settings_of` gives, and of this noise."""
     noisy, blurred = any(said["use_noise_for_lowres_cond"]), any(said["use_blur_for_lowres_cond"][1:])
-    return Decoder(
-        stages, timesteps=said["timesteps"], zero_terminal_snr=zero_terminal_snr, noise_shift=noise_shift,
+    return DecoderConfig.around(
+        unets, image_sizes=said["image_sizes"], noise_schedule=said["beta_schedule"], objective=said["objective"],
+        learned_variance=[int(is_learned) for is_learned in said["learned_variance"]], timesteps=said["timesteps"],
         lowres_condition="noise" if noisy else "blur" if blurred else "none",
-        lowres_noise_level=said["lowres_noise_sample_level"],
+        lowres_noise_level=said["lowres_noise_sample_level"], **{"zero_terminal_snr": False, **noise},
     )  # fmt: skip
 
 
 def save_public_decoder(decoder: Decoder, path: Path) -> None:
     """Write {"version", "config", "model"}, which the public package loads strictly; the file appears whole or not at
     all. Raises ValueError, in one line, if the public package has no such decoder."""
-    config, stages = decoder.config, decoder.config["stages"]
-    schedules = [decoder.schedule(index) for index in range(len(stages))]
+    config, numbers = decoder.config, range(len(decoder.unets))
+    schedules = [decoder.schedule(index) for index in numbers]
     if any(schedule.is_flow for schedule in schedules):
         raise ValueError("DALLE2-pytorch has no flow schedule, on which this decoder was trained")
     kind = config["lowres_condition"]
     settings = {
         "image_sizes": decoder.image_sizes, "timesteps": config["timesteps"],
-        "beta_schedule": [stage["noise_schedule"] for stage in stages], "objective": decoder.objectives,
-        "learned_variance": [bool(stage["learned_variance"]) for stage in stages],
-        "use_noise_for_lowres_cond": [index > 0 and kind == "noise" for index in range(len(stages))],
-        "use_blur_for_lowres_cond": [index > 0 and kind == "blur" for index in range(len(stages))],
+        "beta_schedule": config["noise_schedule"], "objective": decoder.objectives,
+        "learned_variance": [bool(is_learned) for is_learned in config["learned_variance"]],
+        "use_noise_for_lowres_cond": [index > 0 and kind == "noise" for index in numbers],
+        "use_blur_for_lowres_cond": [index > 0 and kind == "blur" for index in numbers],
         "lowres_noise_sample_level": config["lowres_noise_level"],
     }  # fmt: skip
     betas = [schedule.betas.cpu() for schedule in schedules]
-    save_public(path, [decoder.unet(index) for index in range(len(stages))], settings, betas)
+    save_public(path, [decoder.unet(index) for index in numbers], settings, betas)
 
 
 def describe_public_decoder(path: Path) -> dict[str, Any]:

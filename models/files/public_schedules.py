@@ -28,15 +28,15 @@ def noise_arguments(settings: Mapping[str, Any], tables: Sequence[Tensor | None]
         ValueError: one line, if there are none.
     """
     names, sizes, timesteps = settings["beta_schedule"], settings["image_sizes"], settings["timesteps"]
-    stages = [{"noise_schedule": name, "image_size": size} for name, size in zip(names, sizes, strict=True)]
-    known = [(stage, table) for stage, table in zip(stages, tables, strict=True) if table is not None]
+    rows = zip(names, sizes, tables, strict=True)
+    known = [(name, size, table) for name, size, table in rows if table is not None]
     for number, table in enumerate(tables, start=1):
         if table is not None and len(table) != timesteps:
             raise ValueError(f"unet {number} has {len(table)} noise levels, and its configuration says {timesteps}")
     for zero in (False, True):
-        found = {_shift_of(stage, schedule_of(stage, timesteps, zero), table) for stage, table in known}
+        found = {_shift_of(size, schedule_of(name, size, timesteps, zero), table) for name, size, table in known}
         for shift in (None, *sorted(each for each in found if each)):
-            if all(_is(schedule_of(stage, timesteps, zero, shift), table) for stage, table in known):
+            if all(_is(schedule_of(name, size, timesteps, zero, shift), table) for name, size, table in known):
                 return {"zero_terminal_snr": zero, "noise_shift": shift}
     raise ValueError(
         f"the noise levels of its unets are none that {', '.join(dict.fromkeys(names))} can have here, with or without "
@@ -73,12 +73,12 @@ def schedule_tensors(prefix: str, betas: Tensor) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": tensor.float() for name, tensor in tensors.items()}
 
 
-def _shift_of(stage: Mapping[str, Any], plain: Schedule, table: Tensor) -> int | None:
+def _shift_of(image_size: int, plain: Schedule, table: Tensor) -> int | None:
     """The `noise_shift` with which a schedule that is ``plain`` without one agrees with a table at one level, where the
     table is most precise; None if there is none."""
     level = int((table.double() - 0.5).abs().argmin())
     shift = float(torch.logit(table[level].double()) - plain.log_snr[level])
-    side = stage["image_size"] * math.exp(shift / 2) if abs(shift) < 50 else 0
+    side = image_size * math.exp(shift / 2) if abs(shift) < 50 else 0
     return round(side) if 1 <= round(side) <= _LARGEST_SHIFT else None
 
 

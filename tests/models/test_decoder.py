@@ -13,33 +13,30 @@ from torchvision.transforms.functional import gaussian_blur
 
 from models import Decoder
 from models.decoder import Sampling
+from models.decoder_config import DecoderConfig
 from models.resizing import cropped
+from models.unets.config import UnetConfig
 from tests.models.helpers import refused
 
 SMALL: dict[str, Any] = {
     "dim": 8, "dim_mults": [1, 2], "num_resnet_blocks": 1, "attn_heads": 2, "attn_dim_head": 8, "cross_attn_heads": 2,
     "cross_attn_dim_head": 8, "resnet_groups": 4,
 }  # fmt: skip
-STAGE = {"noise_schedule": "cosine", "objective": "v", "learned_variance": False}
 
 
 def decoder(
     seed: int = 0, sizes: Sequence[int] = (8, 16), first: dict[str, Any] | None = None,
-    stage: dict[str, Any] | None = None, second: dict[str, Any] | None = None, **more: Any,
+    second: dict[str, Any] | None = None, **more: Any,
 ) -> Decoder:  # fmt: skip
     """Two Unets, of which the first one takes an image embedding, with weights that are not the initial ones."""
     conditions = {"image_embed_dim": 5, "cond_on_image_embeds": True} if first is None else first
-    stages = [
-        {
-            **STAGE,
-            **(stage or {}),
-            "image_size": size,
-            "unet": {**SMALL, **(conditions if number == 0 else {"lowres_cond": True, **(second or {})})},
-        }
-        for number, size in enumerate(sizes)
+    unets = [
+        UnetConfig(**{**SMALL, **(conditions if number == 0 else {"lowres_cond": True, **(second or {})})})
+        for number in range(len(sizes))
     ]
     torch.manual_seed(seed)
-    model = Decoder(stages, **{"timesteps": 50, **more}).eval()
+    said = {"image_sizes": list(sizes), "timesteps": 50, **more}
+    model = Decoder(DecoderConfig.around(unets, **said)).eval()
     for unet in model.unets:
         torch.nn.init.normal_(unet.to_out.weight, std=0.1)
     return model
@@ -96,13 +93,13 @@ def test_a_guide_that_does_not_fit_is_refused_and_one_of_another_objective_or_wi
     for wrong, said in (
         ({"sizes": (8,)}, "1 Unets and the decoder 2"), ({"sizes": (8, 32)}, "32 pixels"),
         ({"timesteps": 40}, "40 noise levels"),
-        ({"stage": {"noise_schedule": "linear"}}, "Unet 1 of the guide has another"),
+        ({"noise_schedule": ["linear"]}, "Unet 1 of the guide has another"),
         ({"noise_shift": 8}, "Unet 2 of the guide has another"),
         ({"first": {"image_embed_dim": 7, "cond_on_image_embeds": True}}, "image_embed of width 7"),
     ):  # fmt: skip
         assert said in refused(drawn, decoder(**wrong))
     plain = drawn(model)
-    for other in ({"first": {}}, {"stage": {"objective": "x_start"}}, {"seed": 1}):
+    for other in ({"first": {}}, {"objective": ["x_start"]}, {"seed": 1}):
         assert (drawn(decoder(**other)) - plain).abs().max() > 1e-3
 
 
@@ -172,7 +169,7 @@ def drawn_by(start_at: int, images: Tensor | None = None, conditions: dict[str, 
 @pytest.mark.parametrize(("build", "given", "said"), [
     (decoder, {"sizes": (16, 8)}, "16 and 8"), (decoder, {"sizes": (9, 16)}, "use 8 or 10"),
     (decoder, {"first": {"lowres_cond": True}}, "Unet 1"), (decoder, {"lowres_condition": "fog"}, "'fog'"),
-    (decoder, {"lowres_noise_level": 1.5}, "lowres_noise_level 1.5"), (Decoder, {"stages": []}, "stage"),
+    (decoder, {"lowres_noise_level": 1.5}, "lowres_noise_level 1.5"), (DecoderConfig, {"image_sizes": []}, "Unet"),
     (drawn_by, {"start_at": 3}, "Unets 3 to 2"), (drawn_by, {"start_at": 2}, "images of Unet 1"),
     (drawn_by, {"start_at": 2, "images": torch.ones(1, 3, 8, 8) * 2}, "scale"),
     (drawn_by, {"start_at": 1, "conditions": {"image_embed": EMBEDDINGS}}, "4 conditions or images for 1"),

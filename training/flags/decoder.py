@@ -4,61 +4,28 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from models.decoder_config import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet
 from tandem.converters import (
     FILE,
     FOLDER,
-    Names,
     any_float,
     fraction,
     non_negative_float,
-    pixels,
     pixels_or_0,
     positive_float,
     positive_int,
     size,
     size_or_0,
-    sizes,
     updates_or_0,
-    width,
 )
 from tandem.fields import Needs, above_0, flag, when
 
-UNET_SWITCHES = (
-    "self_attn", "sparse_attn", "memory_efficient", "self_cond", "coordinates", "cosine_sim_self_attn",
-    "cosine_sim_cross_attn", "cross_embed_downsample", "scale_skip_connection", "combine_upsample_fmaps",
-)  # fmt: skip
-SWITCHES = (
-    *UNET_SWITCHES, "nearest_upsampling", "plain_init_conv", "weight_standardization", "no_embeds_in_time",
-)  # fmt: skip
-SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd", "flow")
-
 #: Of flags that only guidance needs.
 GUIDED = Needs("cond_scale", "other than 1, such as 3", lambda args: any(scale != 1 for scale in args.cond_scale))
-_SEVERAL = Needs("image_sizes", "of several Unets", lambda args: len(args.image_sizes) > 1)
-_BLURRED = (when("lowres_condition", "blur"), _SEVERAL)
-_BY_IMAGE, _BY_TEXT = (
-    Needs("condition_on", f"{kind}, or image,text", when("condition_on", kind).is_met) for kind in ("image", "text")
-)
-
-
-def per_unet(
-    default: Any, help: str, convert: Callable[[str], Any] | None = None, *, first: Any = None, **options: Any
-) -> Any:
-    """A flag of one value for all Unets, or of one for each; in a run it has one for each, or is None.
-
-    Args:
-        first: What the first of several Unets has if one value is given; None: that one, too.
-        options: Others of `flag`.
-    """
-    field = flag(default, help, convert, nargs="+", **options)
-    field.metadata = {**field.metadata, "first": first}
-    return field
+_BLURRED = (when("lowres_condition", "blur"), SEVERAL)
 
 
 @dataclass
@@ -114,66 +81,17 @@ class SamplingFlags:
 
 @dataclass
 class DecoderFlags(SamplingFlags):
-    """Of a cascade: its Unets, how they are trained and judged, noise, and sampling."""
+    """How the Unets of a cascade are trained and judged, and sampling. Stands behind `DecoderConfig`."""
 
-    image_sizes: list[int] = flag(
-        [64],
-        "side of the pictures of each Unet, ascending; as many Unets as sizes",
-        pixels,
-        nargs="+",
-        title="model (one value for all Unets, or one for each)",
-        in_weights=True,
-        also="image_size",
-    )
-    dim: list[int] = per_unet([128], "channels of the finest level", width, in_weights=True)
-    dim_mults: list[tuple[int, ...]] = per_unet(
-        [(1, 2, 3, 4)],
-        "channels of each level, finest first, as multiples of --dim; each further level halves the side",
-        sizes,
-        in_weights=True,
-    )
-    cond_dim: list[int] | None = per_unet(
-        None, "width of the tokens that cross-attention sees (default: --dim)", width, in_weights=True
-    )
-    num_resnet_blocks: list[tuple[int, ...]] = per_unet(
-        [(2,)], "residual blocks per level: one number, or one for each level", sizes, in_weights=True
-    )
-    attn_heads: list[int] = per_unet([16], "heads of self-attention", size, in_weights=True)
-    attn_dim_head: list[int] = per_unet([32], "width of such a head", width, in_weights=True)
-    cross_attn_heads: list[int] = per_unet([8], "heads of the attention to the condition", size, in_weights=True)
-    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", width, in_weights=True)
-    resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, in_weights=True)
-    switches: list[tuple[str, ...]] = per_unet(
-        [()], f"none, or a comma list of {', '.join(SWITCHES)}", Names(*SWITCHES), in_weights=True
-    )
-    condition_on: tuple[str, ...] = flag(
-        ("image",),
-        "what the first Unet is given: none, or a comma list of image, text",
-        Names("image", "text"),
-        title="conditions",
-        in_weights=True,
-    )
-    image_embed_scale: float = flag(
-        0.0,
-        "factor on image embeddings; 0: the square root of their width, which gives unit-length ones "
-        "entries of about 1",
-        non_negative_float,
-        lasting=True,
-        needs=_BY_IMAGE,
-    )
-    max_text_len: int = flag(
-        256,
-        "text encodings are padded to so many tokens; longer ones are refused",
-        size,
-        metavar="TOKENS",
-        in_weights=True,
-        needs=_BY_TEXT,
-    )
     image_cond_drop_prob: float = flag(
-        0.1, "share of samples that train without their image embedding, for guidance", fraction, needs=_BY_IMAGE
+        0.1,
+        "share of samples that train without their image embedding, for guidance",
+        fraction,
+        needs=BY_IMAGE,
+        title="conditions",
     )
     text_cond_drop_prob: float = flag(
-        0.5, "share of samples that train without their text, for guidance", fraction, needs=_BY_TEXT
+        0.5, "share of samples that train without their text, for guidance", fraction, needs=BY_TEXT
     )
     train_unets: list[int] | None = flag(
         None,
@@ -218,27 +136,11 @@ class DecoderFlags(SamplingFlags):
     lpips_weights: str | None = flag(
         None, "report LPIPS with these weights", FILE, needs=above_0("n_evaluation_samples")
     )
-    noise_schedule: list[str] = per_unet(
-        ["cosine"],
-        "how the signal-to-noise ratio falls over the noise levels",
-        choices=SCHEDULES,
-        title="diffusion (one value for all Unets, or one for each)",
-        in_weights=True,
-        also="beta_schedule",
-    )
-    objective: list[str] = per_unet(
-        ["v"], "what a Unet predicts", choices=("noise", "x_start", "v", "flow"), in_weights=True
-    )
     loss_weight: list[str] = per_unet(
-        ["none"], "weight of the loss by noise level", choices=("none", "min_snr", "p2", "sigmoid", "learned")
-    )
-    learned_variance: list[int] = per_unet(
-        [0],
-        "also learn the variance of a step of ddpm (Nichol and Dhariwal 2021)",
-        int,
-        choices=(0, 1),
-        metavar="0|1",
-        in_weights=True,
+        ["none"],
+        "weight of the loss by noise level",
+        choices=("none", "min_snr", "p2", "sigmoid", "learned"),
+        title=ONE_EACH,
     )
     random_crop_sizes: list[int] = per_unet(
         [0],
@@ -247,16 +149,7 @@ class DecoderFlags(SamplingFlags):
         pixels_or_0,
         first=0,
     )
-    timesteps: int = flag(1000, "noise levels", size, title="diffusion (the same for all Unets)", in_weights=True)
-    zero_terminal_snr: bool = flag(True, "the highest noise level is noise alone (Lin et al. 2023)", lasting=True)
-    noise_shift: int | None = flag(
-        None,
-        "more noise for larger pictures: shift the log SNR by 2 log(PIXELS / side) (Hoogeboom et al. 2023)",
-        size,
-        metavar="PIXELS",
-        lasting=True,
-    )
-    loss_type: str = flag("l2", "distance of prediction and target", choices=("l2", "l1", "huber"))
+    loss_type: str = flag("l2", "distance of prediction and target", choices=("l2", "l1", "huber"), title=SAME_FOR_ALL)
     min_snr_gamma: float = flag(
         5.0, "of min_snr (Hang et al. 2023)", positive_float, needs=when("loss_weight", "min_snr")
     )
@@ -287,13 +180,6 @@ class DecoderFlags(SamplingFlags):
     stratified_times: bool = flag(
         True, "spread the noise levels of a batch evenly: less variance, the same expectation"
     )
-    lowres_condition: str = flag(
-        "blur",
-        "what is done to an upsampling Unet's condition in training, so that it bears mistakes of the Unet before",
-        choices=("noise", "blur", "none"),
-        lasting=True,
-        needs=_SEVERAL,
-    )
     blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, needs=_BLURRED)
     blur_sigma: list[float] = flag(
         [0.6],
@@ -304,35 +190,16 @@ class DecoderFlags(SamplingFlags):
         metavar="PIXELS",
         needs=_BLURRED,
     )
-    lowres_noise_level: float = flag(
-        0.2,
-        "noise level of the condition when sampling, as a share of --timesteps",
-        fraction,
-        needs=when("lowres_condition", "noise"),
-    )
-    gradient_checkpointing: bool = flag(
-        False,
-        "compute the layers' activations again in the backward pass: slower, and far less memory",
-        title="precision",
-    )
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
         count, sides = len(args.image_sizes), " ".join(map(str, args.image_sizes))
-        _spread(cls, args, parser)
-        args.cond_dim = args.cond_dim or list(args.dim)
-        args.num_resnet_blocks = [  # "2,2" of two levels is "2"
-            blocks[:1] if blocks == blocks[:1] * len(mults) else blocks
-            for blocks, mults in zip(args.num_resnet_blocks, args.dim_mults, strict=True)
-        ]
         if args.random_crop_sizes[0]:
             crops = " ".join(map(str, args.random_crop_sizes))
             parser.error(f"--random_crop_sizes {crops}: Unet 1 is trained on whole pictures; give 0 for it")
         for number in args.train_unets or []:
             if number > count:
                 parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sides})")
-        if any(larger <= side for side, larger in itertools.pairwise(args.image_sizes)):
-            parser.error(f"--image_sizes {sides}: give them ascending, the smallest first")
         if args.logit_normal[1] <= 0:
             parser.error("--logit_normal: the standard deviation has to be above 0")
         if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
@@ -352,16 +219,10 @@ class DecoderFlags(SamplingFlags):
             )
 
 
-def _spread(config: type, args: argparse.Namespace, parser: Any) -> None:
-    """Give each flag that is `per_unet` a value for each Unet."""
-    count, sides = len(args.image_sizes), " ".join(map(str, args.image_sizes))
-    needed = f"1 or {count}" if count > 1 else "1"
-    for field in dataclasses.fields(config):
-        values = getattr(args, field.name) if "first" in field.metadata else None
-        if values is not None and len(values) not in (1, count):
-            parser.error(
-                f"--{field.name} has {len(values)} values for {count} Unets (--image_sizes {sides}): give {needed}"
-            )
-        if values is not None and len(values) < count:
-            first = field.metadata["first"]
-            setattr(args, field.name, [values[0] if first is None else first, *values * (count - 1)])
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `models.decoder.Sampling`."""
+    return {
+        "sampler": args.sampler, "steps": args.sample_timesteps, "cond_scale": args.cond_scale,
+        "interval": args.guidance_interval, "rescale": args.cfg_rescale, "eta": args.ddim_eta,
+        "quantile": args.dynamic_thresholding, "spacing": args.spacing,
+    }  # fmt: skip

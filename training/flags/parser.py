@@ -250,7 +250,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
         actions = {name: action for action in self._config_actions() for name in config_names(action)}
         said = {
-            actions[name].dest: converted(value, actions[name]) for name, value in flags.items() if value is not None
+            actions[name].dest: converted(as_config(actions[name], value), actions[name])
+            for name, value in flags.items()
+            if value is not None
         }
         return argparse.Namespace(**{**self._defaults_by_dest(), **said})
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from models import Decoder
+from models.decoder_config import DecoderConfig
 from models.files.public_decoder import load_public_decoder, save_public_decoder
 from models.files.public_schedules import noise_arguments
+from models.unets.config import UnetConfig
 from tests.models.reference.unets import LONG_STRIDE, TIMESTEPS, stored_decoder
 
 UNET: dict[str, Any] = {
@@ -21,12 +23,10 @@ FIRST = {**UNET, "image_embed_dim": 5, "cond_on_image_embeds": True}
 
 
 def decoder(schedules: tuple[str, ...] = ("cosine", "linear"), **noise: Any) -> Decoder:
-    stages = [
-        {"noise_schedule": name, "objective": "v", "learned_variance": False, "image_size": 8 * 2**index,
-         "unet": {**UNET, "lowres_cond": True} if index else FIRST}
-        for index, name in enumerate(schedules)
-    ]  # fmt: skip
-    return Decoder(stages, lowres_condition="none", **noise)
+    unets = [UnetConfig(**({**UNET, "lowres_cond": True} if index else FIRST)) for index in range(len(schedules))]
+    sizes = [8 * 2**index for index in range(len(schedules))]
+    noise |= {"noise_schedule": list(schedules), "lowres_condition": "none"}
+    return Decoder(DecoderConfig.around(unets, image_sizes=sizes, **noise))
 
 
 @pytest.mark.parametrize("noise", [
