@@ -61,25 +61,15 @@ def build_parser() -> ArgumentParser:
 
 
 def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
-    """The cascade with seeded weights, the same on every process, or with those of `--init_from`.
-
-    Args:
-        widths: {"image_embed": d, "text_encodings": (L, d)} of the data; None for what is not used, or not known.
-    """
+    """The cascade with seeded weights, the same on every process, or with those of `--init_from`; for `widths` of the
+    data see `DecoderConfig.of_data`."""
     import torch
 
     from models import Decoder, build_in_memory
     from trained import load_from
 
     torch.manual_seed(args.seed)
-    config = DecoderConfig.of(args)
-    if "image" in args.condition_on:
-        config.image_embed_dim = widths["image_embed"]
-    if "text" in args.condition_on:
-        length, config.text_embed_dim = widths["text_encodings"]
-        if length > args.max_text_len:
-            raise ValueError(f"texts of {length} tokens are longer than --max_text_len {args.max_text_len}: raise it")
-    decoder = build_in_memory(Decoder, **config.plain())
+    decoder = build_in_memory(Decoder, **DecoderConfig.of_data(args, widths).plain())
     if args.init_from:
         decoder.load_weights_from(load_from(args.init_from, "Decoder"), args.init_from)
     for number, unet in enumerate(decoder.unets, start=1):

@@ -4,15 +4,15 @@ Imports no PyTorch, so that `--help` is fast."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tandem.cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet, spread
 from tandem.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
-from tandem.fields import Needs, flag, when
+from tandem.fields import flag, when
 
 from .configs import RecomputingConfig
 
@@ -35,29 +35,6 @@ _OF_UNET = (
     "cross_attn_dim_head", "resnet_groups",
 )  # fmt: skip
 _SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd", "flow")
-
-# Headings in --help.
-ONE_EACH = "diffusion (one value for all Unets, or one for each)"
-SAME_FOR_ALL = "diffusion (the same for all Unets)"
-
-SEVERAL = Needs("image_sizes", "of several Unets", lambda args: len(args.image_sizes) > 1)
-BY_IMAGE, BY_TEXT = (
-    Needs("condition_on", f"{kind}, or image,text", when("condition_on", kind).is_met) for kind in ("image", "text")
-)
-
-
-def per_unet(
-    default: Any, help: str, convert: Callable[[str], Any] | None = None, *, first: Any = None, **options: Any
-) -> Any:
-    """A flag of one value for all Unets, or of one for each; in a run it has one for each, or is None.
-
-    Args:
-        first: What the first of several Unets has if one value is given; None: that one, too.
-        options: Others of `flag`.
-    """
-    said = flag(default, help, convert, nargs="+", **options)
-    said.metadata = {**said.metadata, "first": first}
-    return said
 
 
 @dataclass
@@ -183,6 +160,26 @@ class DecoderConfig(RecomputingConfig):
             )
 
     @classmethod
+    def of_data(cls, args: argparse.Namespace, widths: Mapping[str, Any]) -> DecoderConfig:
+        """What a run's arguments say, for data of these widths.
+
+        Args:
+            widths: {"image_embed": d, "text_encodings": (L, d)}; None for what is not used.
+
+        Raises:
+            ValueError: one line, if texts have more tokens than --max_text_len.
+        """
+        config = DecoderConfig.of(args)
+        if "image" in args.condition_on:
+            config.image_embed_dim = widths["image_embed"]
+        if "text" in args.condition_on:
+            tokens, config.text_embed_dim = widths["text_encodings"]
+            if tokens > args.max_text_len:
+                limit = f"--max_text_len {args.max_text_len}"
+                raise ValueError(f"texts of {tokens} tokens are longer than {limit}: raise it")
+        return config
+
+    @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
         try:
             spread(cls, args)
@@ -243,22 +240,6 @@ class DecoderConfig(RecomputingConfig):
             "max_text_len": self.max_text_len, "channels_out": 6 if learned else 3,
             "gradient_checkpointing": self.gradient_checkpointing,
         }  # fmt: skip
-
-
-def spread(kind: type, holder: Any) -> None:
-    """Give each field of `kind` that is `per_unet` a value for each Unet, in a configuration or in arguments. Raises
-    ValueError, in one line, for another number of values."""
-    count, sides = len(holder.image_sizes), " ".join(map(str, holder.image_sizes))
-    needed = f"1 or {count}" if count > 1 else "1"
-    for each in dataclasses.fields(kind):
-        values = getattr(holder, each.name) if "first" in each.metadata else None
-        if values is not None and len(values) not in (1, count):
-            raise ValueError(
-                f"--{each.name} has {len(values)} values for {count} Unets (--image_sizes {sides}): give {needed}"
-            )
-        if values is not None and len(values) < count:
-            first = each.metadata["first"]
-            setattr(holder, each.name, [values[0] if first is None else first, *values * (count - 1)])
 
 
 def _switches_of(unet: UnetConfig) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from models.decoder_config import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet
+from tandem.cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet
 from tandem.converters import (
     FILE,
     FOLDER,
