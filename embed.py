@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import fetch
 from tandem.converters import positive_int, size
-from training.flags.inference import add_computation_arguments, add_output_arguments
+from training.flags.inference import add_computation_arguments, add_output_arguments, kernel_settings
 from training.flags.parser import ArgumentParser
-from training.run.stages import Say, kernel_settings, run_stages
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
@@ -38,6 +38,8 @@ NEEDS = {
     "query": ("top_k", "json"),
     "fit_quantizer": ("num_quantizers", "codebook_size", "quantizer_epochs"),
 }
+Say = Callable[[str], None]
+Stage = Callable[[argparse.Namespace, distributed.Backend, Say], None]
 FIT_ROWS = 256  # --fit_quantizer uses at most this many embeddings per codebook entry
 
 
@@ -129,8 +131,8 @@ def embedders(
     return of_clips, of_text
 
 
-def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Write the index of a folder of sounds; returns how many shards are left to do after a signal."""
+def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
+    """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     from data.sounds.decoding import ClipDecoder
     from data.sounds.long_sounds import embed_sounds, load_clips, open_long_sounds
     from data.stores.embeddings import embedding_shards, write_embedding_index
@@ -161,12 +163,10 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     stop = args.on_bad_sample == "error"
     index = functools.partial(write_embedding_index, shards, sounds.captions)
     filled = shards.fill(embeddings_of, index, "embedded", stop_at_bad=stop)
-    if not filled.shards_left:
-        say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
-    return filled.shards_left
+    say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
 
 
-def fit_quantizer(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
+def fit_quantizer(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
     """Learn codebooks from an index. Only the root process learns, so the number of processes does not change them."""
     import torch
 
@@ -190,11 +190,10 @@ def fit_quantizer(args: argparse.Namespace, backend: distributed.Backend, say: S
             shares = " ".join(f"{share:.3f}" for share in left)
             say(f"{output.path}: fitted to {len(rows)} embeddings, of which its levels leave {shares}")
             quantizer.save_pretrained(output.path)
-    return 0
 
 
-def write_codes(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Write the codes of all embeddings of an index; returns how many shards are left to do after a signal."""
+def write_codes(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
+    """Write the codes of all embeddings of an index. Raises AskedToStop after a signal."""
     import torch
 
     from data.stores.embeddings import CODES, quantized_shards, read_embeddings
@@ -211,13 +210,11 @@ def write_codes(args: argparse.Namespace, backend: distributed.Backend, say: Say
         for shard in todo:
             yield [quantizer.encode(torch.from_numpy(index.load(shard)).to(backend.device)).cpu()], []
 
-    filled = shards.fill(codes_of, lambda: shards.write_index({"shards": shards.entries()}), "quantized")
-    if not filled.shards_left:
-        say(f"codes of {sum(index.rows)} sounds: {output.path}")
-    return filled.shards_left
+    shards.fill(codes_of, lambda: shards.write_index({"shards": shards.entries()}), "quantized")
+    say(f"codes of {sum(index.rows)} sounds: {output.path}")
 
 
-def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
+def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
@@ -245,10 +242,9 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
             codes = quantizer.encode(vectors.to(backend.device)).tolist() if quantizer else [()] * len(queries)
             for answer in map(Answer, queries, found, codes):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
-    return 0
 
 
-def stages_of(parser: ArgumentParser, args: argparse.Namespace) -> list[Callable[..., int]]:
+def stages_of(parser: ArgumentParser, args: argparse.Namespace) -> list[Stage]:
     """The stages that the flags ask for, in order. Ends with one line if a flag lacks one it needs."""
     searching = bool(args.query or args.query_file)
     asked = {"audio": bool(args.audio), "query": searching, "fit_quantizer": bool(args.fit_quantizer)}
@@ -271,7 +267,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
     stages = stages_of(parser, args)
-    distributed.launch_inference(lambda backend: run_stages(stages, args, backend), parser, args)
+    to = sys.stderr if args.json else sys.stdout  # which is then for data only
+
+    def run(backend: distributed.Backend) -> None:
+        for stage in stages:
+            stage(args, backend, functools.partial(backend.say, file=to))
+
+    distributed.launch_inference(run, parser, args)
 
 
 if __name__ == "__main__":

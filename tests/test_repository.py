@@ -21,7 +21,12 @@ BACKEND_NAMES = re.compile(
 
 
 def absolute_imports(tree: ast.AST) -> Iterator[str]:
+    """Names of the modules that code imports, but for those that it needs for its types alone."""
+    typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    exempt = {id(part) for block in typing for part in ast.walk(block)}
     for node in ast.walk(tree):
+        if id(node) in exempt:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
