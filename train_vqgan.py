@@ -12,7 +12,7 @@ All give the same numbers. Run the same command again to resume; see docs/runnin
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,9 @@ from training.flags.shared import ImageFlags, RateFlags, RunFlags, place_of
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
-    import torch
     from PIL import Image
     from torch import Tensor
 
-    from data import Feed, ImageBatch
     from models import VQGAN, Discriminator
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vqgan" / "demo.yaml"
@@ -125,72 +123,30 @@ def build_discriminator(args: argparse.Namespace) -> Discriminator:
     return discriminator
 
 
-def evaluate(
-    model: VQGAN,
-    feed: Feed[ImageBatch],
-    error: Callable[[Tensor, Tensor], Tensor],
-    networks: Mapping[str, Any],
-    backend: distributed.Backend,
-) -> dict[str, float | Image.Image]:
-    """Quality over the validation split and all processes, and a picture of how often each code was chosen."""
-    from data import to_unit_range
-    from training.measures.reconstruction import ReconstructionQuality
-    from training.pictures.images import code_histogram
-
-    quality = ReconstructionQuality(model.num_codes, backend.device, losses=["recon_loss"], **networks)
-    was_training = model.training
-    model.eval()  # the quantizer updates no statistics and calls no collective
-    for batch in feed.validation():
-        images = to_unit_range(batch["images"])
-        out = model(images)
-        quality.add(images, out.reconstruction, out.codes, recon_loss=error(out.reconstruction, images))
-    model.train(was_training)
-    values, counts = quality.result(backend.sum)
-    return {**values, "codes": code_histogram(counts)}
-
-
-def reconstructions(models: Mapping[str, VQGAN], shown: ImageBatch) -> Image.Image:
-    """Originals and their reconstructions by each model."""
-    from data import to_unit_range
-    from training.pictures.images import grid
-
-    images = to_unit_range(shown["images"])
-    return grid({"original": images, **{name: model.decode(model.encode(images)) for name, model in models.items()}})
-
-
-def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Networks by which validation measures reconstructions, if their weights are given."""
-    from models.files.published import read_state_dict
-    from models.perceptual import load_perceptual
-    from training.measures.fid import Inception
-
-    networks: dict[str, Any] = {}
-    if args.lpips_weights:
-        networks["lpips"] = load_perceptual(
-            "lpips", args.lpips_weights, device, side=args.image_size, flag="--lpips_weights"
-        )
-    if args.fid_weights:
-        networks["inception"] = Inception(read_state_dict(Path(args.fid_weights), network="inception"), device)
-    return networks
-
-
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import torch
     from torch.nn import functional as F
 
     import data
     from models import VQGAN
-    from models.perceptual import load_perceptual
+    from models.files.published import read_state_dict
+    from models.perceptual import load_lpips, load_perceptual
     from training.ema import make_ema
+    from training.measures.autoencoders import evaluated, reconstructions
     from training.measures.collapse import ReconstructionAlarm
+    from training.measures.fid import Inception
+    from training.measures.reconstruction import ReconstructionQuality
     from training.objectives.adversaries import Judge
+    from training.pictures.images import grid
     from training.run.loop import Evaluation
     from training.run.run import Run
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
-        networks = load_metric_networks(args, backend.device)
+        lpips, inception = load_lpips(args.lpips_weights, args.image_size, backend.device), None
+        if args.fid_weights:
+            inception = Inception(read_state_dict(Path(args.fid_weights), network="inception"), backend.device)
     feed = data.image_feed(args, backend)
     run = Run(
         args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
@@ -205,6 +161,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
 
+    def images_of(batch: Mapping[str, Any]) -> Tensor:
+        return data.to_unit_range(batch["images"])
+
     def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         recon = error(fake, images)
         if perceptual is None:
@@ -212,15 +171,21 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         distance = perceptual(fake, images)
         return recon + args.perceptual_loss_weight * distance, {"recon_loss": recon, "perceptual_loss": distance}
 
+    def validate(model: VQGAN, step: int) -> dict[str, float | Image.Image]:
+        quality = ReconstructionQuality(model.num_codes, backend.device, ["recon_loss"], lpips, inception)
+        return evaluated(model, map(images_of, feed.validation()), error, quality, backend.sum)
+
+    def draw(models: Mapping[str, VQGAN], shown: Mapping[str, Any], step: int) -> Image.Image:
+        images = images_of(shown)
+        return grid({"original": images, **reconstructions(models, images)})
+
     judge = Judge(
-        args, vqgan, critic, backend, images=lambda micro: data.to_unit_range(micro["images"]),
-        reconstruction_loss=reconstruction_loss, log=run.add,
+        args, vqgan, critic, backend, images=images_of, reconstruction_loss=reconstruction_loss, log=run.add
     )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
-        validate=in_precision(lambda model, step: evaluate(model, feed, error, networks, backend)),
-        draw=in_precision(lambda models, shown, step: reconstructions(models, shown)),
+        validate=in_precision(validate), draw=in_precision(draw),
         use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
