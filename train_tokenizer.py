@@ -23,6 +23,7 @@ from hub import with_models
 from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
+from trained import built
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
@@ -66,11 +67,7 @@ class TrainingFlags:
         False, "let the learning rate fall to 0 along a cosine; constant otherwise", title="schedule"
     )
     fvd_weights: str | None = flag(
-        None,
-        "report rFVD with these weights of an I3D (a plain state dict)",
-        FILE,
-        needs=VALIDATION,
-        title="evaluation",
+        None, "report rFVD with these weights of I3D (a plain state dict)", FILE, needs=VALIDATION, title="evaluation"
     )
 
 
@@ -111,18 +108,12 @@ def build_parser() -> ArgumentParser:
 
 def build_model(args: argparse.Namespace) -> VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
-    import torch
-
-    from models import VideoTokenizer, build_in_memory
+    from models import VideoTokenizer
     from models.video.layers import check_frames
-    from trained import load_from
 
-    torch.manual_seed(args.seed)
-    generator = build_in_memory(VideoTokenizer, **VideoTokenizerConfig.of(args).plain())
+    load = VideoTokenizer.inflate_from if args.inflate else VideoTokenizer.load_weights_from
+    generator: VideoTokenizer = built(VideoTokenizer, args, load)
     check_frames(args.num_frames, generator.frames_per_code)
-    if args.init_from:
-        load = generator.inflate_from if args.inflate else generator.load_weights_from
-        load_from(args.init_from, "VideoTokenizer", load)
     if args.train_decoder_only:
         generator.freeze_encoder()
     return generator

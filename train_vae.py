@@ -23,6 +23,7 @@ from hub import with_models
 from models.configs import DiscreteVAEConfig
 from tandem.converters import FILE, non_negative_float, positive_float
 from tandem.fields import flag
+from trained import built
 from training import schedules
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
@@ -97,20 +98,6 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def build_model(args: argparse.Namespace) -> DiscreteVAE:
-    """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
-    import torch
-
-    from models import DiscreteVAE, build_in_memory
-    from trained import load_from
-
-    torch.manual_seed(args.seed)
-    model = build_in_memory(DiscreteVAE, **DiscreteVAEConfig.of(args).plain())
-    if args.init_from:
-        load_from(args.init_from, "DiscreteVAE", model.load_weights_from)
-    return model
-
-
 def evaluate(
     model: DiscreteVAE,
     feed: Feed[ImageBatch],
@@ -157,7 +144,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.run.run import Run
 
     with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
-        model = build_model(args).to(backend.device)
+        model = built(DiscreteVAE, args).to(backend.device)
     feed = data.image_feed(args, backend, model.channels)
     run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 

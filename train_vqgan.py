@@ -23,6 +23,7 @@ from hub import with_models
 from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
+from trained import built
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
@@ -91,20 +92,6 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def build_model(args: argparse.Namespace) -> VQGAN:
-    """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
-    import torch
-
-    from models import VQGAN, build_in_memory
-    from trained import load_from
-
-    torch.manual_seed(args.seed)
-    model = build_in_memory(VQGAN, **VQGANConfig.of(args).plain())
-    if args.init_from:
-        load_from(args.init_from, "VQGAN", model.load_weights_from)
-    return model
-
-
 def build_discriminator(args: argparse.Namespace) -> Discriminator:
     """The discriminator with seeded weights, the same on every process, or with those in a file of ``--init_from``."""
     import torch
@@ -142,7 +129,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.run.run import Run
 
     with backend.agreement():
-        generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
+        generator, discriminator = built(VQGAN, args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
         lpips, inception = load_lpips(args.lpips_weights, args.image_size, backend.device), None
         if args.fid_weights:
