@@ -7,7 +7,7 @@ frame, so an image is a clip of one frame, and a film of any length can be encod
     deepspeed train_tokenizer.py --deepspeed_config configs/deepspeed/zero2.json --video_folder clips/
     horovodrun -np 8 python train_tokenizer.py --video_folder clips/
 
-All give the same numbers. Run the same command again to resume; see docs/running.md.
+All give the same numbers. Run the same command again to resume: docs/running.md; its flags: docs/tokenizer.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
@@ -29,7 +29,6 @@ from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perc
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, VideoFlags, place_of
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -45,7 +44,7 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfvd",
 
 @dataclass
 class TrainingFlags:
-    """Where the weights come from, the reconstruction loss, schedules, and what is measured."""
+    """Where the weights come from and which of them learn, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
         None,
@@ -237,9 +236,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from models.configs import DiscreteVAEConfig
 from tandem.converters import FILE, non_negative_float, positive_float
 from tandem.fields import flag
@@ -28,7 +28,6 @@ from training import schedules
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import ImageFlags, RunFlags, place_of
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -98,6 +97,13 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
+def build_model(args: argparse.Namespace) -> DiscreteVAE:
+    """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
+    from models import DiscreteVAE
+
+    return built(DiscreteVAE, args)
+
+
 def evaluate(
     model: DiscreteVAE,
     feed: Feed[ImageBatch],
@@ -144,7 +150,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.run.run import Run
 
     with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
-        model = built(DiscreteVAE, args).to(backend.device)
+        model = build_model(args).to(backend.device)
     feed = data.image_feed(args, backend, model.channels)
     run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
@@ -187,9 +193,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

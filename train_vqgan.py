@@ -6,7 +6,7 @@
     deepspeed train_vqgan.py --deepspeed_config configs/deepspeed/zero2.json --image_folder photos/
     horovodrun -np 8 python train_vqgan.py --image_folder photos/
 
-All give the same numbers. Run the same command again to resume; see docs/running.md.
+All give the same numbers. Run the same command again to resume: docs/running.md; its flags: docs/vqgan.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
@@ -29,7 +29,6 @@ from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perc
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import ImageFlags, RateFlags, RunFlags, place_of
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -46,7 +45,7 @@ COLUMNS = (
 
 @dataclass
 class TrainingFlags:
-    """Where the weights come from, the reconstruction loss, schedules, and what is measured."""
+    """Where the weights and the learning rate come from, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
         None,
@@ -92,6 +91,13 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
+def build_model(args: argparse.Namespace) -> VQGAN:
+    """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
+    from models import VQGAN
+
+    return built(VQGAN, args)
+
+
 def build_discriminator(args: argparse.Namespace) -> Discriminator:
     """The discriminator with seeded weights, the same on every process, or with those in a file of ``--init_from``."""
     import torch
@@ -129,7 +135,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.run.run import Run
 
     with backend.agreement():
-        generator, discriminator = built(VQGAN, args).to(backend.device), build_discriminator(args).to(backend.device)
+        generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
         lpips, inception = load_lpips(args.lpips_weights, args.image_size, backend.device), None
         if args.fid_weights:
@@ -211,9 +217,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":
