@@ -27,7 +27,6 @@ from trained import built
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
-from training.flags.public_names import add_public_names
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, VideoFlags, place_of
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -101,7 +100,6 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_tokenizer.py", text, is_root=distributed.launched_as_root)
     parser.add_config(Config)
     distributed.add_arguments(parser)
-    add_public_names(parser, "train_tokenizer")
     return parser
 
 

@@ -26,7 +26,6 @@ from tandem.fields import flag
 from trained import built
 from training import schedules
 from training.flags.parser import ArgumentParser
-from training.flags.public_names import add_public_names
 from training.flags.shared import ImageFlags, RunFlags, place_of
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -93,7 +92,6 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_vae.py", "Train the discrete VAE of DALL-E.", is_root=distributed.launched_as_root)
     parser.add_config(Config)
     distributed.add_arguments(parser)
-    add_public_names(parser, "train_vae")
     return parser
 
 

@@ -68,7 +68,9 @@ class AdversaryFlags(PerceptualFlags):
         size,
         lasting=True,
     )
-    discr_start_step: int = flag(0, "updates of the generator before the discriminator takes part", updates_or_0)
+    discr_start_step: int = flag(
+        0, "updates of the generator before the discriminator takes part", updates_or_0, also="discr_start_after_step"
+    )
     discr_learning_rate: float | None = flag(
         None, "learning rate of the discriminator (default: --learning_rate)", positive_float
     )
@@ -110,6 +112,7 @@ class AdversaryFlags(PerceptualFlags):
         "updates from one gradient penalty to the next, counted from the first update of the run",
         updates,
         needs=above_0("penalty_weight"),
+        also="apply_gradient_penalty_every",
     )
     lecam_weight: float = flag(0.0, "weight of the discriminator's LeCam regulariser", non_negative_float)
     lecam_decay: float = flag(
