@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from training import schedules
 from training.flags.decoder import DecoderFlags
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ConditionedImageFlags, OptimizerFlags, RunFlags
 from training.flags.unets import flags_of, sampling_of, stages_of
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -255,9 +254,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

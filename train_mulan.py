@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from models.configs import MuLaNConfig
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
@@ -28,7 +28,6 @@ from training import schedules
 from training.flags.parser import ArgumentParser
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, SoundFlags, place_of
 from training.flags.towers import FIXED, LayoutFlags, PretrainedTowerFlags
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -261,9 +260,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

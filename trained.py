@@ -3,10 +3,12 @@ on the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,6 +123,20 @@ def load_from(path: str, kind: str, take: Callable[[Any], None]) -> None:
         renamed = r"(^|, )([a-z]\w*) (?:True|(False)|)"
         flags = re.sub(renamed, lambda at: f"{at[1]}--{'no-' if at[3] else ''}{at[2]} ", differing)
         raise ValueError(before + needed + flags.replace(" ,", ",").strip()) from None
+
+
+def built(kind: Any, args: argparse.Namespace, load: Callable[[Any, Any], None] | None = None) -> Any:
+    """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
+    with those of --init_from, which ``load`` takes (default: ``kind.load_weights_from``)."""
+    import torch
+
+    from models import build_in_memory
+
+    torch.manual_seed(args.seed)
+    model = build_in_memory(kind, **kind.Config.of(args).plain())
+    if args.init_from:
+        load_from(args.init_from, kind.__name__, partial(load or kind.load_weights_from, model))
+    return model
 
 
 def _require_kind(path: str | Path, model: Any, kinds: Sequence[str]) -> None:
