@@ -196,7 +196,7 @@ def picture(embedder: Embedder, shown: SoundBatch, count: int) -> Image.Image:
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import data
-    from training.ema import make_ema
+    from training.ema import kept_metric, make_ema
     from training.measures.collapse import CollapseAlarm
     from training.measures.embedder import Embedder, text_inputs
     from training.noise import Noise
@@ -220,7 +220,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
-    compared = "/".join(["valid", *list(ema.averages())[:1], "r10"])  # metric of the model that is kept
+    compared = kept_metric(ema, "r10")
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
