@@ -208,11 +208,11 @@ def translate(args: argparse.Namespace) -> None:
     import yaml
 
     from models.files.dalle2_config import UNET_KEYS
+    from models.files.dalle2_keys import flags_of_config, without_counterpart
     from models.files.public_decoder import configured_decoder
     from tandem.files.reading import read_json
     from tandem.files.writing import write_atomically
     from train_decoder import build_model, build_parser
-    from training.flags.dalle2_keys import flags_of_config, without_counterpart
     from training.flags.unets import flags_of, unmade
 
     out, parser = new_output(args, is_folder=False, kind="config"), build_parser()

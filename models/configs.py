@@ -28,7 +28,6 @@ _USUAL_OF: dict[str, dict[str, float]] = {
     "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
     "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
 }
-WITH_ENTROPY = ("lfq", "bsq", "ibq")  # quantizers that have an entropy loss
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -44,7 +43,7 @@ class DiscreteVAEConfig(ModelConfig):
     num_tokens: int = flag(8192, "size of the codebook", size, in_weights=True)
     num_layers: int = flag(3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True)
     num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, in_weights=True)
-    codebook_dim: int = flag(512, "width of a codebook entry", width, in_weights=True)
+    codebook_dim: int = flag(512, "width of a codebook entry", width, in_weights=True, also="emb_dim")
     hidden_dim: int = flag(256, "channels of the convolutions", width, in_weights=True)
     smooth_l1_loss: bool = flag(False, "smooth L1 instead of MSE", title="loss and schedules")
     kl_loss_weight: float = flag(
@@ -89,7 +88,7 @@ class QuantizerConfig(ModelConfig):
         1.0,
         "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1",
         non_negative_float,
-        needs=when("quantizer", *WITH_ENTROPY),
+        needs=when("quantizer", "lfq", "bsq", "ibq"),
     )
     inv_temperature: float = flag(
         10.0,
@@ -249,22 +248,31 @@ class MuLaNConfig(RecomputingConfig):
         title="spectrogram",
         in_weights=True,
     )
-    n_fft: int = flag(1024, "length of the Fourier transform's window", size, metavar="SAMPLES", in_weights=True)
+    n_fft: int = flag(
+        1024, "length of the Fourier transform's window", size, metavar="SAMPLES", in_weights=True, also="spec_n_fft"
+    )
     win_length: int | None = flag(
         None,
         "length of the window, in the middle of the Fourier transform's (default: --n_fft)",
         size,
         metavar="SAMPLES",
         in_weights=True,
+        also="spec_win_length",
     )
     spectrogram_padding: str = flag(
         "silence",
         "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
         choices=("silence", "reflect"),
         in_weights=True,
+        also="spec_pad_mode",
     )
     hop_length: int = flag(
-        160, "distance between two windows of the Fourier transform", size, metavar="SAMPLES", in_weights=True
+        160,
+        "distance between two windows of the Fourier transform",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+        also="spec_hop_length",
     )
     n_mels: int = flag(64, "number of mel bands", size, in_weights=True)
     fmin: float = flag(0.0, "lowest frequency of the mel bands", non_negative_float, metavar="HZ", in_weights=True)
@@ -303,9 +311,15 @@ class MuLaNConfig(RecomputingConfig):
         0.0, "part of the inner numbers of the feed-forwards that is dropped in training", fraction
     )
     patch_size: int = flag(16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True)
-    patch_dropout: float = flag(0.25, "part of the patches that is left out in training", fraction)
+    patch_dropout: float = flag(
+        0.25, "part of the patches that is left out in training", fraction, also="patch_dropout_prob"
+    )
     hierarchical_layers: int = flag(
-        0, "apply the loss to the outputs of this number of layers before the last, too", size_or_0, in_weights=True
+        0,
+        "apply the loss to the outputs of this number of layers before the last, too",
+        size_or_0,
+        in_weights=True,
+        also="hierarchical_contrastive_loss_layers",
     )
     hierarchical_spacing: str = flag(
         "last",
