@@ -43,6 +43,9 @@ def run_stages(stages: Sequence[Callable[..., int]], args: argparse.Namespace, p
 
 
 def kernel_settings(args: argparse.Namespace, processes: Backend) -> dict[str, Any]:
-    """Settings that choose the kernels, so that the last bits of a result depend on them besides model and input."""
+    """Settings that choose the kernels, on which a result depends besides model and input."""
     threads = args.cpu_threads if processes.device.type == "cpu" else None
-    return {"deterministic": args.deterministic, "device": processes.device.type, "cpu_threads": threads}
+    return {
+        "precision": processes.options.precision, "deterministic": args.deterministic,
+        "device": processes.device.type, "cpu_threads": threads,
+    }  # fmt: skip
