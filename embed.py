@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import fetch
 from tandem.converters import size
-from training.flags.inference import add_computation_arguments, add_output_arguments
+from training.flags.inference import add_computation_arguments, add_output_arguments, kernel_settings
 from training.flags.parser import ArgumentParser
-from training.run.stages import Say, kernel_settings, run_stages
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
@@ -34,6 +34,8 @@ NEEDS = {
     "audio": ("output", "files_per_shard", "max_clips", "on_bad_sample", "num_workers"),
     "query": ("top_k", "json"),
 }
+Say = Callable[[str], None]
+Stage = Callable[[argparse.Namespace, distributed.Backend, Say], None]
 
 
 def build_parser() -> ArgumentParser:
@@ -103,8 +105,8 @@ def embedders(
     return of_clips, of_text
 
 
-def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Write the index of a folder of sounds; returns how many shards are left to do after a signal."""
+def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
+    """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     from data.sounds.decoding import ClipDecoder
     from data.sounds.long_sounds import embed_sounds, load_clips, open_long_sounds
     from data.stores.embeddings import embedding_shards, write_embedding_index
@@ -135,12 +137,10 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     stop = args.on_bad_sample == "error"
     index = functools.partial(write_embedding_index, shards, sounds.captions)
     filled = shards.fill(embeddings_of, index, "embedded", stop_at_bad=stop)
-    if not filled.shards_left:
-        say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
-    return filled.shards_left
+    say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
 
 
-def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
+def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
@@ -166,10 +166,9 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
             found = index.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
             for answer in map(Answer, queries, found):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
-    return 0
 
 
-def stages_of(parser: ArgumentParser, args: argparse.Namespace) -> list[Callable[..., int]]:
+def stages_of(parser: ArgumentParser, args: argparse.Namespace) -> list[Stage]:
     """The stages that the flags ask for, in order. Ends with one line if a flag lacks one it needs."""
     searching = bool(args.query or args.query_file)
     asked = {"audio": bool(args.audio), "query": searching}
@@ -190,7 +189,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
     stages = stages_of(parser, args)
-    distributed.launch_inference(lambda backend: run_stages(stages, args, backend), parser, args)
+    to = sys.stderr if args.json else sys.stdout  # which is then for data only
+
+    def run(backend: distributed.Backend) -> None:
+        for stage in stages:
+            stage(args, backend, functools.partial(backend.say, file=to))
+
+    distributed.launch_inference(run, parser, args)
 
 
 if __name__ == "__main__":

@@ -442,7 +442,7 @@ vae, vqgan_of = partial(built, DiscreteVAE, **helpers.VAE), partial(built, VQGAN
 tokenizer_of = partial(built, VideoTokenizer, **helpers.TOKENIZER)
 discriminator = partial(models.VideoDiscriminator, dim=4)
 mulan_of, musiclm = partial(MuLaN, **helpers.MULAN), partial(MusicLMMuLaN, **helpers.MUSICLM)
-unet_of = partial(Unet, **helpers.UNET)
+unet_of = partial(built, Unet, **helpers.UNET)
 
 
 def build_in_memory(kind: Callable[..., Any], **arguments: Any) -> Any:

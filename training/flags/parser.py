@@ -98,9 +98,8 @@ class ArgumentParser(argparse.ArgumentParser):
             raise ValueError(message)
         if not self._is_root():
             time.sleep(_ROOT_SPEAKS_FIRST_SECONDS if is_agreed else _OTHERS_SPEAK_AFTER_SECONDS)
-            if is_agreed:
-                leave(MISTAKE)
-        self._print_message(f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n", sys.stderr)
+        if self._is_root() or not is_agreed:
+            self._print_message(f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n", sys.stderr)
         leave(MISTAKE)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
