@@ -28,7 +28,7 @@ from training import schedules
 from training.flags.parser import ArgumentParser
 from training.flags.public_names import add_public_names
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, SoundFlags, place_of
-from training.flags.towers import FIXED, LayoutFlags, PretrainedTowerFlags
+from training.flags.towers import LayoutFlags, PretrainedTowerFlags
 from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -130,16 +130,6 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def model_of_layout(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The name of the model's class, and its constructor arguments that flags say."""
-    arguments = MuLaNConfig.of(args).plain()
-    if args.layout == "tandem":
-        return "MuLaN", arguments
-    has_not = (*FIXED, "n_mels", "fmin", "fmax", "freeze_text_tower", "freeze_audio_tower")
-    of_package = {name: value for name, value in arguments.items() if name not in has_not}
-    return "MusicLMMuLaN", {**of_package, "sigmoid_contrastive_loss": args.loss == "sigmoid"}
-
-
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
     import torch
@@ -149,10 +139,10 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     from trained import load_from, require_same_tokenizer
 
     torch.manual_seed(args.seed)
-    kind, arguments = model_of_layout(args)
+    kind = models.MuLaN if args.layout == "tandem" else models.MusicLMMuLaN
     towers = read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
-    arguments |= {name: tower.config for name, tower in towers.items()}
-    model: MuLaN = models.build_in_memory(getattr(models, kind), vocab_size=tokenizer.vocab_size, **arguments)
+    of_files = {"vocab_size": tokenizer.vocab_size, **{name: tower.config for name, tower in towers.items()}}
+    model: MuLaN = models.build_in_memory(kind, **{**kind.Config.of(args).plain(), **of_files})
     take_towers(model, towers, tokenizer)
     if args.init_from:
 
@@ -160,7 +150,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
             require_same_tokenizer(tokenizer, args.init_from)
             model.load_weights_from(folder)
 
-        load_from(args.init_from, kind, load)
+        load_from(args.init_from, kind.__name__, load)
     return model
 
 
