@@ -108,19 +108,6 @@ class Config(
     save_every_n_steps: int = 1000
     split_seed: int | None = 42
 
-    @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-        for name in ("text_tower", "audio_tower"):
-            if model.get(name) and not getattr(args, name):
-                raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
-        of_layout: dict[str, Any] = {"layout": "musiclm" if model["model"] == "MusicLMMuLaN" else "tandem"}
-        if "layout" in args.explicit and args.layout != of_layout["layout"]:
-            return {}  # a model of another class, which is refused by its name
-        of_layout |= {"loss": "sigmoid"} if model.get("sigmoid_contrastive_loss") else {}
-        of_layout |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
-        of_layout |= {"clip_seconds": model["clip_seconds"]} if "assumed" in model else {}
-        return {**super().shape_of(model, args), **of_layout}
-
 
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_mulan.py", "Train MuLan.", is_root=distributed.launched_as_root)

@@ -74,6 +74,9 @@ class Latents(nn.Module):
 class MuLaN(Pretrained):
     """Two towers: a transformer over log-mel patches and one over tokens, each with a linear map to unit vectors.
 
+    The length of the clips to train on sets only `noise_size`: any length can be encoded. Each of `hierarchical_layers`
+    below the final output has its own linear map, temperature and bias (Shukor et al. 2022, "ViCHA").
+
     Raises:
         ValueError: one line that names the field of the configuration.
     """
@@ -118,10 +121,7 @@ class MuLaN(Pretrained):
         """Set what turns clips into spectrograms. Raise a ValueError if these or captions are too large, or too small
         for a patch."""
         self.frontend = frontend
-        self.time_mask_fraction, self.frequency_mask_fraction = (
-            config.time_mask_fraction,
-            config.frequency_mask_fraction,
-        )
+        self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
         self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MOST_NUMBERS))
         if not self.config.get("audio_tower") and frontend.bands < config.patch_size:
             patch = f"patch_size {config.patch_size} is larger than"
@@ -222,7 +222,7 @@ class MuLaN(Pretrained):
                 use = "train on clips of clip_seconds and use noise_size"
                 raise ValueError(f"noise of shape {tuple(noise.shape)}: {clips}; {use}")
             mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
-            spectrograms = spec_augment(spectrograms, mask_noise, self.time_mask_fraction, self.frequency_mask_fraction)
+            spectrograms = spec_augment(spectrograms, mask_noise, *self.mask_fractions)
         return self.audio_latents(self.audio(spectrograms, noise, keys))
 
     def _text_latents(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
