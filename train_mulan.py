@@ -27,7 +27,7 @@ from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, SoundFlags, place_of
-from training.flags.towers import FIXED, LayoutFlags, PretrainedTowerFlags
+from training.flags.towers import LayoutFlags, PretrainedTowerFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -106,35 +106,12 @@ class Config(
     save_every_n_steps: int = 1000
     split_seed: int | None = 42
 
-    @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-        for name in ("text_tower", "audio_tower"):
-            if model.get(name) and not getattr(args, name):
-                raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
-        of_layout: dict[str, Any] = {"layout": "musiclm" if model["model"] == "MusicLMMuLaN" else "tandem"}
-        if "layout" in args.explicit and args.layout != of_layout["layout"]:
-            return {}  # a model of another class, which is refused by its name
-        of_layout |= {"loss": "sigmoid"} if model.get("sigmoid_contrastive_loss") else {}
-        of_layout |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
-        of_layout |= {"clip_seconds": model["clip_seconds"]} if "assumed" in model else {}
-        return {**super().shape_of(model, args), **of_layout}
-
 
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_mulan.py", "Train MuLan.", is_root=distributed.launched_as_root)
     parser.add_config(Config)
     distributed.add_arguments(parser)
     return parser
-
-
-def model_of_layout(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The name of the model's class, and its constructor arguments that flags say."""
-    arguments = MuLaNConfig.of(args).plain()
-    if args.layout == "tandem":
-        return "MuLaN", arguments
-    has_not = (*FIXED, "n_mels", "fmin", "fmax", "freeze_text_tower", "freeze_audio_tower")
-    of_package = {name: value for name, value in arguments.items() if name not in has_not}
-    return "MusicLMMuLaN", {**of_package, "sigmoid_contrastive_loss": args.loss == "sigmoid"}
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
@@ -146,10 +123,10 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     from trained import load_from, require_same_tokenizer
 
     torch.manual_seed(args.seed)
-    kind, arguments = model_of_layout(args)
+    kind = models.MuLaN if args.layout == "tandem" else models.MusicLMMuLaN
     towers = read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
-    arguments |= {name: tower.config for name, tower in towers.items()}
-    model: MuLaN = models.build_in_memory(getattr(models, kind), vocab_size=tokenizer.vocab_size, **arguments)
+    of_files = {"vocab_size": tokenizer.vocab_size, **{name: tower.config for name, tower in towers.items()}}
+    model: MuLaN = models.build_in_memory(kind, **{**kind.Config.of(args).plain(), **of_files})
     take_towers(model, towers, tokenizer)
     if args.init_from:
 
@@ -157,7 +134,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
             require_same_tokenizer(tokenizer, args.init_from)
             model.load_weights_from(folder)
 
-        load_from(args.init_from, kind, load)
+        load_from(args.init_from, kind.__name__, load)
     return model
 
 
