@@ -78,7 +78,7 @@ def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
         lowres_noise_level=args.lowres_noise_level,
     )  # fmt: skip
     if args.init_from:
-        load_from(args.init_from, "Decoder", decoder.load_weights_from)
+        decoder.load_weights_from(load_from(args.init_from, "Decoder"), args.init_from)
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder

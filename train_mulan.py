@@ -129,12 +129,9 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     model: MuLaN = models.build_in_memory(kind, **{**kind.Config.of(args).plain(), **of_files})
     take_towers(model, towers, tokenizer)
     if args.init_from:
-
-        def load(folder: Path) -> None:
-            require_same_tokenizer(tokenizer, args.init_from)
-            model.load_weights_from(folder)
-
-        load_from(args.init_from, kind.__name__, load)
+        source = load_from(args.init_from, kind.__name__)
+        require_same_tokenizer(tokenizer, args.init_from)
+        model.load_weights_from(source, args.init_from)
     return model
 
 

@@ -491,7 +491,10 @@ class MuLaNConfig(TwoTowersConfig):
         of_layout |= {"loss": "sigmoid"} if model.get("sigmoid_contrastive_loss") else {}
         of_layout |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
         of_layout |= {"clip_seconds": model["clip_seconds"]} if "assumed" in model else {}
-        return {**super().shape_of(model, args), **of_layout}
+        # A file of musiclm-pytorch does not say these: then the flags do.
+        unsaid = {"sample_rate", "n_fft", "hop_length"} & args.explicit if of_layout["layout"] == "musiclm" else set()
+        shape = {**super().shape_of(model, args), **of_layout}
+        return {name: value for name, value in shape.items() if name not in unsaid}
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:

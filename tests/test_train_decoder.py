@@ -150,6 +150,7 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
     for path in rows["short"].iterdir():
         np.save(path, np.load(path)[:1])
     in_tars = ["--image_folder", str(tars), "--image_embeddings"]
+    start = ["--init_from", str(trained / "model")]
     mistakes: list[tuple[list[str], str]] = [
         (["--dim", "8", "16", "8"], "--dim has 3 values for 2 Unets (--image_sizes 8 16): give 1 or 2"),
         (["--image_sizes", "16", "8"], "give them ascending"),
@@ -168,7 +169,9 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         ([*in_tars, str(rows["few"])], "has no file for 1 of 3 tars, the first is"),
         ([*in_tars, str(rows["wide"])], "image embeddings have the shape (7,) in"),
         ([*in_tars, str(rows["short"]), *ONE], "which has only 1"),
-        (["--image_folder", str(captioned), "--init_from", str(trained / "model")], "image_embed_dim"),
+        ([*start, "--image_folder", str(captioned)], "they need stages[0].unet.image_embed_dim "),
+        ([*start, "--dim", "8", "16", "--switches", "self_attn"], "; they need --dim 8 8, --switches none none"),
+        ([*start, "--num_resnet_blocks", "2", "--timesteps", "9"], "need --num_resnet_blocks 1 1, --timesteps 1000"),
         (["--cond_scale", "3", "--image_cond_drop_prob", "0"], "--cond_scale 3"),
         (["--lpips_weights", "w", "--max_steps", "1"], "--lpips_weights has no effect with --n_evaluation_samples 0"),
         ([*ONE, "--lowres_condition", "none"], "has no effect with --image_sizes 8; leave it out"),
