@@ -192,8 +192,8 @@ def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
     """The source of each condition that Unets take. Raises ValueError, in one line, if they take others."""
     from models.unets.given import CONDITIONS
 
-    takes = {name: (unet.config[width], unet.config["max_text_len"])
-             for name, switch, width in CONDITIONS for unet in unets if unet.config[switch]}  # fmt: skip
+    takes = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
+             for name, switch, width in CONDITIONS for unet in unets if getattr(unet.spec, switch)}  # fmt: skip
     chosen = {name: source for source in sources for name in source.shapes if name in takes}
     what = " and ".join(takes) or "no condition"
     for source in sources:

@@ -120,9 +120,9 @@ class UnetTraining:
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
         self.draws = DiffusionDraws(
             args.seed, f"unet{number}", args.timesteps, device=device, time_sampling=args.time_sampling,
-            logit_normal=args.logit_normal, stratified=args.stratified_times, self_cond=unet.config["self_cond"],
-            image_drop=args.image_cond_drop_prob if unet.config["cond_on_image_embeds"] else None,
-            text_drop=args.text_cond_drop_prob if unet.config["cond_on_text_encodings"] else None,
+            logit_normal=args.logit_normal, stratified=args.stratified_times, self_cond=unet.spec.self_cond,
+            image_drop=args.image_cond_drop_prob if unet.spec.cond_on_image_embeds else None,
+            text_drop=args.text_cond_drop_prob if unet.spec.cond_on_text_encodings else None,
             lowres=LowresDraws(levels, blurred, (args.blur_sigma[0], args.blur_sigma[-1])) if self.index else None,
         )  # fmt: skip
 

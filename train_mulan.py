@@ -237,15 +237,15 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         module.save_pretrained(folder)
         tokenizer.save(folder)
 
+    total_steps = run.progress.total_steps
+    alarm = CollapseAlarm(after_steps=schedules.warmup_of(args.lr_warmup_steps, total_steps))
     evaluation = Evaluation(
-        engine, ema, write={"model": write}, best=best, picture_name="sounds and captions",
+        engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
         validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
         draw=lambda models, shown, step: picture(embedder(kept_model(models)), shown, args.num_sounds_shown),
         use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", "index/"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
-    total_steps = run.progress.total_steps
-    alarm = CollapseAlarm(after_steps=schedules.warmup_of(args.lr_warmup_steps, total_steps))
     warmed_up = schedules.warmup_cosine if args.lr_schedule == "cosine" else schedules.warmup_constant
 
     for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN):
@@ -255,15 +255,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             out = engine(**inputs(micro))
             loss = cache.carried(out, micro["caption_ids"])  # of the whole batch
             engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
-        update, result = engine.step(), cache.result
+        update = engine.step()
         ema.update(update.skipped)
-        run.log(update, loss=result.loss, temperature=result.scale[0])
-        run.log(audio_variance=result.spread_audio, text_variance=result.spread_text)
-        if args.loss == "sigmoid":
-            run.log(bias=result.bias[0])
-        if run.line_due:
-            seen = (float(value) for value in (result.loss, result.collapsed, result.spread_audio, result.spread_text))
-            run.warn(alarm.check(step + 1, *seen))
+        run.log(update, **contrastive.metrics(cache.result))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

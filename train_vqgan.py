@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
-from models.configs import VQGANConfig
+from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
 from training import schedules
-from training.flags.autoencoders import VALIDATION, AdversaryFlags, QuantizerLossFlags, without_perceptual_loss
+from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ImageFlags, RateFlags, RunFlags, place_of
 from training.run.starts import last_start

@@ -17,6 +17,7 @@ from tandem.converters import (
     size,
     size_or_0,
     sizes,
+    updates_or_0,
     width,
 )
 from tandem.fields import ModelConfig, Needs, above_0, flag, given, when
@@ -28,6 +29,7 @@ _USUAL_OF: dict[str, dict[str, float]] = {
     "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
     "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
 }
+_ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # those that have an entropy loss
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -64,7 +66,9 @@ class QuantizerConfig(ModelConfig):
         "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", in_weights=True
     )
     codebook_size: int = flag(65536, "a power of two for lfq and bsq", size, in_weights=True)
-    codebook_dim: int = flag(32, "width of a codebook entry (vq, ibq)", width, in_weights=True)
+    codebook_dim: int = flag(
+        32, "width of a codebook entry (vq, ibq)", width, in_weights=True, needs=when("quantizer", "vq", "ibq")
+    )
     vq_decay: float = flag(
         0.8,
         "decay of the moving averages from which the codebook is computed (vq)",
@@ -88,7 +92,7 @@ class QuantizerConfig(ModelConfig):
         1.0,
         "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1",
         non_negative_float,
-        needs=when("quantizer", "lfq", "bsq", "ibq"),
+        needs=_ENTROPY,
     )
     inv_temperature: float = flag(
         10.0,
@@ -102,6 +106,33 @@ class QuantizerConfig(ModelConfig):
         for name, value in _USUAL_OF.get(args.quantizer, {}).items():
             if name not in args.explicit:
                 setattr(args, name, value)
+
+
+@dataclass
+class QuantizerLossFlags:
+    """What the losses of a quantizer weigh. They are no arguments of a model."""
+
+    commitment_loss_weight: float = flag(
+        0.25,
+        "weight of the loss that keeps the encoder near its codes; bsq: 0, ibq: 1",
+        non_negative_float,
+        title="quantizer",
+        needs=when("quantizer", "lfq", "bsq", "vq", "ibq"),
+    )
+    entropy_loss_weight: float = flag(
+        0.1,
+        "weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) "
+        "(lfq, bsq, ibq); ibq: 0.05",
+        non_negative_float,
+        needs=_ENTROPY,
+    )
+    entropy_anneal_factor: float = flag(
+        1.0,
+        "at the start, the entropy loss counts this many times --entropy_loss_weight",
+        positive_float,
+        needs=(_ENTROPY, above_0("entropy_anneal_steps")),
+    )
+    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", updates_or_0, needs=_ENTROPY)
 
 
 @dataclass

@@ -60,7 +60,7 @@ class ShardWriter:
     Args:
         empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
         sizes: Items of each shard, readable or not.
-        names: Relative paths of all items, in order; needed if items may be unreadable or `lines` is used.
+        names: Relative paths of all items, in order.
         name: Name of the array in each file, and the beginning of the file's name.
         paths_in_records: Whether records hold the paths of unreadable items beside their indices.
     """
@@ -70,7 +70,7 @@ class ShardWriter:
         output: OutputFolder,
         empty: Array,
         sizes: Sequence[int],
-        names: Sequence[str] = (),
+        names: Sequence[str],
         *,
         name: str,
         ending: str = "safetensors",

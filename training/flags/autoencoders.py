@@ -23,36 +23,10 @@ from tandem.fields import Needs, above_0, flag, when
 
 _MOST_ALONE = 0.3  # the largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md
 
-_ENTROPY, _PERCEPTUAL = when("quantizer", "lfq", "bsq", "ibq"), when("perceptual", "vgg", "lpips")
+_PERCEPTUAL = when("perceptual", "vgg", "lpips")
 
 #: Of flags that only a validation needs.
 VALIDATION = Needs("valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None)
-
-
-@dataclass
-class QuantizerLossFlags:
-    """Of every script whose model has a quantizer (`models.configs.QuantizerConfig`): what its losses weigh."""
-
-    commitment_loss_weight: float = flag(
-        0.25,
-        "weight of the loss that keeps the encoder near its codes; bsq: 0, ibq: 1",
-        non_negative_float,
-        title="quantizer",
-    )
-    entropy_loss_weight: float = flag(
-        0.1,
-        "weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) "
-        "(lfq, bsq, ibq); ibq: 0.05",
-        non_negative_float,
-        needs=_ENTROPY,
-    )
-    entropy_anneal_factor: float = flag(
-        1.0,
-        "at the start, the entropy loss counts this many times --entropy_loss_weight",
-        positive_float,
-        needs=(_ENTROPY, above_0("entropy_anneal_steps")),
-    )
-    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", updates_or_0, needs=_ENTROPY)
 
 
 @dataclass

@@ -30,24 +30,25 @@ class CollapseAlarm:
         self._loss = _Condition(_CHECKS)
         self._variances = {side: _Condition(1) for side in ("audio", "text")}
 
-    def check(
-        self, step: int, loss: float, collapsed: float, audio_variance: float, text_variance: float
-    ) -> str | None:
-        """A warning in one line when a collapse is first seen, and again only after the run had recovered.
+    def check(self, step: int, line: Mapping[str, float]) -> list[str]:
+        """Warnings, in one line each, when a collapse is first seen, and again only after the run had recovered.
 
         Args:
-            collapsed: Value of the loss if all clips are equally near to all captions (`ContrastiveResult.collapsed`).
-            audio_variance: Variance of the batch's audio embeddings, 1 - |mean unit vector|^2.
-            text_variance: Variance of the batch's text embeddings.
+            step: Completed updates.
+            line: Metrics by name: `loss`, `collapsed_loss`, its value if all clips are equally near to all captions,
+                and `audio_variance` and `text_variance`, those of the batch's embeddings, 1 - |mean unit vector|^2.
         """
         if step <= self._after_steps:
-            return None
+            return []
+        loss, collapsed = line["loss"], line["collapsed_loss"]
         warnings = [
             f"warning: the {side} embeddings are almost one and the same vector (variance {variance:.2g} of at most "
             f"1): the {side} side has collapsed. Check that its inputs differ; try a smaller --lr, a longer warm-up, "
             "or an earlier checkpoint"
-            for side, variance in (("audio", audio_variance), ("text", text_variance))
-            if self._variances[side].begins(variance < _LEAST_VARIANCE, variance >= _RECOVERED_VARIANCE)
+            for side, condition in self._variances.items()
+            if condition.begins(
+                (variance := line[f"{side}_variance"]) < _LEAST_VARIANCE, variance >= _RECOVERED_VARIANCE
+            )
         ]
         distance = abs(loss - collapsed)
         if self._loss.begins(distance <= _NEAR * collapsed, distance > _AWAY * collapsed):
@@ -56,7 +57,7 @@ class CollapseAlarm:
                 "clip is equally near to every caption: nothing is learned. Check that captions belong to their clips "
                 "and that clips are not silent; try a smaller --lr, a longer warm-up or a larger batch"
             )
-        return "; ".join(warnings) or None
+        return warnings
 
 
 class ReconstructionAlarm:

@@ -131,6 +131,14 @@ class Contrastive:
                 text_gradient=result.text_gradient.index_select(0, own),
             )
 
+    def metrics(self, result: ContrastiveResult) -> dict[str, Tensor]:
+        """What a line of metrics has of a result, by name; the bias only if the loss uses it."""
+        values = {
+            "loss": result.loss, "collapsed_loss": result.collapsed, "temperature": result.scale[0],
+            "audio_variance": result.spread_audio, "text_variance": result.spread_text,
+        }  # fmt: skip
+        return {**values, "bias": result.bias[0]} if self.kind == "sigmoid" else values
+
     def _sizes(self, audio: Tensor, is_even: bool) -> list[int]:
         """The number of pairs of each process. Collective, unless they are even."""
         here = self._processes

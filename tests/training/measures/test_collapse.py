@@ -8,9 +8,9 @@ from training.measures.collapse import CollapseAlarm, ReconstructionAlarm
 
 
 def said(alarm: CollapseAlarm, losses: list[float], value: float, first_step: int = 1001, **variances: float) -> list:
-    variances = {"audio_variance": 0.6, "text_variance": 0.5, **variances}
-    checks = [alarm.check(first_step + 10 * i, loss, value, **variances) for i, loss in enumerate(losses)]
-    return [text for text in checks if text]
+    others = {"collapsed_loss": value, "audio_variance": 0.6, "text_variance": 0.5, **variances}
+    lines = enumerate({"loss": loss, **others} for loss in losses)
+    return [text for i, line in lines for text in alarm.check(first_step + 10 * i, line)]
 
 
 def test_loss_stuck_at_6_236_is_told():
