@@ -165,12 +165,11 @@ def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device
     """What makes judges of drawn pictures, by the weights that are given; and unseen samples, if they can be read."""
     from data.images.scenes import drawing, triples_of
     from models.files.published import read_state_dict
-    from models.perceptual import load_perceptual
+    from models.perceptual import load_lpips
     from training.generation import judges
     from training.measures.fid import Inception
 
-    kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
-    lpips = load_perceptual(kind, args.lpips_weights, device, side=side, flag="--lpips_weights")
+    lpips, side = load_lpips(args.lpips_weights, args.image_sizes[-1], device), args.image_sizes[-1]
     unseen = samples.held_out(args.n_evaluation_samples) if clip is None and "image" in args.condition_on else None
     wanted = (lambda batch: triples_of(batch["image_embed"])) if unseen is not None else None
     weights = read_state_dict(Path(args.fid_weights), network="inception") if args.fid_weights else None
