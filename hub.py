@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from training.run.starts import script_of
 CARD = "README.md"
 
 _IMAGES, _VIDEOS = ("image_folder", "images"), ("video_folder", "videos")
+_MULAN = Kind(
+    "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
+    "train_mulan.py", ("audio_data", "sounds with captions"), "tandem-embed --model {} --audio DIR --output index/",
+    ("tandem", "audio-text", "contrastive", "mulan"),
+)  # fmt: skip
 KINDS = {
     "DiscreteVAE": Kind(
         "a discrete VAE like that of DALL-E (Ramesh et al. 2021), which turns an image into a grid of codes and back",
@@ -32,16 +38,9 @@ KINDS = {
         "train_vqgan.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output codes/",
         ("tandem", "image-tokenizer", "vqgan"),
     ),
-    "MuLaN": Kind(
-        "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
-        "train_mulan.py", ("audio_data", "sounds with captions"),
-        "tandem-embed --model {} --audio DIR --output index/", ("tandem", "audio-text", "contrastive", "mulan"),
-    ),
-    "MusicLMMuLaN": Kind(
-        "a MuLan (Huang et al. 2022) with the layout of musiclm-pytorch, which embeds sounds and texts in one space",
-        "train_mulan.py", ("audio_data", "sounds with captions"),
-        "tandem-embed --model {} --audio DIR --output index/",
-        ("tandem", "audio-text", "contrastive", "mulan", "musiclm"),
+    "MuLaN": _MULAN,
+    "MusicLMMuLaN": replace(
+        _MULAN, what=f"{_MULAN.what}, with the layout of musiclm-pytorch", tags=(*_MULAN.tags, "musiclm")
     ),
     "VideoTokenizer": Kind(
         "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2023)",
