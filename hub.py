@@ -171,18 +171,16 @@ def push(args: argparse.Namespace) -> None:
     model, revision = hub.split(args.name) or (None, None)
     if model is None or revision is not None:
         raise ValueError(f"{args.name} is no USER/NAME of the Hub; a branch is named by --branch")
-    if args.dry_run:
-        folder = Path(args.dry_run)
+    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
+        folder = Path(args.dry_run or f"{temporary}/model")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} exists already; give --dry_run another name")
         write_upload(args, folder)
-        print(f"wrote {folder}; nothing was uploaded")
-        return
-    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
-        folder = Path(temporary) / "model"
-        write_upload(args, folder)
-        address = hub.upload(folder, args.name, args.message, is_private=args.private, branch=args.branch)
-    print(f"uploaded {args.path}: {address}")
+        if args.dry_run:
+            print(f"wrote {folder}; nothing was uploaded")
+        else:
+            address = hub.upload(folder, args.name, args.message, is_private=args.private, branch=args.branch)
+            print(f"uploaded {args.path}: {address}")
 
 
 def write_upload(args: argparse.Namespace, folder: Path) -> None:
