@@ -28,7 +28,7 @@ from typing import Any
 
 from hub import add_push
 from tandem.converters import average_length, positive_int
-from tandem.files.exits import FAILED, leave
+from tandem.files.exits import Failed, exit_codes
 from tandem.files.installed import command_of
 from tandem.files.reading import printable
 from trained import find, load, load_discriminator, write_model
@@ -103,7 +103,7 @@ def inspect(args: argparse.Namespace) -> None:
     facts = {"path": str(where), **facts}
     print(json.dumps(facts, indent=2) if args.json else "\n".join(map(printable, lines_of(facts))))
     if facts.get("checksums") not in (None, "hold", "not checked"):
-        leave(FAILED)
+        raise Failed
 
 
 def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
@@ -208,11 +208,11 @@ def translate(args: argparse.Namespace) -> None:
     import yaml
 
     from models.files.dalle2_config import UNET_KEYS
+    from models.files.dalle2_keys import flags_of_config, without_counterpart
     from models.files.public_decoder import configured_decoder
     from tandem.files.reading import read_json
     from tandem.files.writing import write_atomically
     from train_decoder import build_model, build_parser
-    from training.flags.dalle2_keys import flags_of_config, without_counterpart
     from training.flags.unets import flags_of, unmade
 
     out, parser = new_output(args, is_folder=False, kind="config"), build_parser()
@@ -244,13 +244,12 @@ def translate(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
-    try:
-        args.run(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # head has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter flushes at its end
-    except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+    with exit_codes(parser.error):
+        try:
+            args.run(args)
+            sys.stdout.flush()
+        except BrokenPipeError:  # head has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter flushes at its end
 
 
 if __name__ == "__main__":

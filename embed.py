@@ -1,11 +1,8 @@
-"""Use a trained MuLaN: build an index of the embeddings of sound files, search the index by words or by sound, and
-compute the codes of embeddings on which MusicLM is conditioned.
+"""Use a trained MuLaN: build an index of the embeddings of sound files, and search it by words or by sound.
 
     python embed.py --model runs/mulan --audio sounds/ --output index/
     torchrun --nproc_per_node 8 embed.py --model runs/mulan --audio sounds/ --output index/     # or any launcher
     python embed.py --model runs/mulan --index index/ --query "a slow low sine wave" --query some.wav
-    python embed.py --index index/ --fit_quantizer quantizer/      # then the codes of all embeddings:
-    python embed.py --index index/ --quantizer quantizer/
 
 The files are the same, byte for byte, for any number of processes. Run the same command again to continue after an
 interruption.
@@ -16,33 +13,33 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import fetch
-from tandem.converters import positive_int, size
-from training.flags.inference import add_computation_arguments, add_output_arguments
+from tandem.converters import size
+from training.flags.inference import add_computation_arguments, add_output_arguments, kernel_settings
 from training.flags.parser import ArgumentParser
-from training.run.stages import Say, kernel_settings, run_stages
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from models import MuLaN, ResidualQuantizer
+    from models import MuLaN
     from trained import Trained
 # Flag -> flags that have no effect without it.
 NEEDS = {
     "audio": ("output", "files_per_shard", "max_clips", "on_bad_sample", "num_workers"),
     "query": ("top_k", "json"),
-    "fit_quantizer": ("num_quantizers", "codebook_size", "quantizer_epochs"),
 }
-FIT_ROWS = 256  # --fit_quantizer uses at most this many embeddings per codebook entry
+Say = Callable[[str], None]
+Stage = Callable[[argparse.Namespace, distributed.Backend, Say], None]
 
 
 def build_parser() -> ArgumentParser:
-    text = "Embed sounds with a trained MuLaN, search among them, and quantize their embeddings."
+    text = "Embed sounds with a trained MuLaN, and search among them."
     parser = ArgumentParser("embed.py", text, is_root=distributed.launched_as_root)
     parser.usage = "%(prog)s [--model DIR] [--audio PATH --output DIR] [--index DIR] [--query TEXT] [flags]"
     # fmt: off
@@ -53,7 +50,7 @@ def build_parser() -> ArgumentParser:
         help="embed every sound file in this folder, nested as you like; or the sounds of a csv or jsonl manifest, of "
         "webdataset tars or of demo:tones, of each its middle clip alone")
     add_output_arguments(group, output_help="index to write; an index that is not complete is continued")
-    group.add_argument("--index", metavar="DIR", help="index to search or to quantize (default: --output)")
+    group.add_argument("--index", metavar="DIR", help="index to search (default: --output)")
 
     add = parser.add_argument_group("embedding").add_argument
     add("--max_clips", type=size, default=6, metavar="CLIPS",
@@ -68,31 +65,10 @@ def build_parser() -> ArgumentParser:
     add("--top_k", type=size, default=10, metavar="ROWS", help="how many matches to show for each query")
     add("--json", action="store_true", help="print a JSON object per query, not a table")
 
-    add = parser.add_argument_group("codes").add_argument
-    add("--fit_quantizer", metavar="DIR", help="learn residual codebooks from the index and save them here")
-    add("--num_quantizers", type=size, default=12, metavar="LEVELS", help="codes per embedding")
-    add("--codebook_size", type=size, default=1024, metavar="ENTRIES", help="per level")
-    add("--quantizer_epochs", type=positive_int, default=10, metavar="EPOCHS",
-        help=f"passes over the index; of a large one, over {FIT_ROWS} embeddings per codebook entry")
-    add("--quantizer", metavar="DIR",
-        help="write the codes of all embeddings to codes/ in the index; with --query: show the query's codes")
     # fmt: on
     add_computation_arguments(parser, batch_size=16, unit="CLIPS", num_workers_help="loader processes per process")
     distributed.add_arguments(parser, trains=False)
     return parser
-
-
-def load_quantizer(folder: str, backend: distributed.Backend) -> tuple[ResidualQuantizer, dict[str, Any]]:
-    """A quantizer on the device of the run, and the settings that identify it: its configuration and the checksum of
-    its weights. Raises ValueError if there is no such model."""
-    from data.stores.output import sha256_of
-    from models import ResidualQuantizer
-    from models.files.pretrained import read_config, read_headers
-
-    model = ResidualQuantizer.from_pretrained(folder).to(backend.device)
-    name, arguments = read_config(Path(folder))
-    sha256 = sha256_of(Path(folder) / file for file in sorted(read_headers(Path(folder))))
-    return model, {"config": {"model": name, **arguments}, "weights_sha256": sha256}
 
 
 def load_mulan(path: str, backend: distributed.Backend) -> Trained:
@@ -129,8 +105,8 @@ def embedders(
     return of_clips, of_text
 
 
-def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Write the index of a folder of sounds; returns how many shards are left to do after a signal."""
+def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
+    """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     from data.sounds.decoding import ClipDecoder
     from data.sounds.long_sounds import embed_sounds, load_clips, open_long_sounds
     from data.stores.embeddings import embedding_shards, write_embedding_index
@@ -161,63 +137,10 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     stop = args.on_bad_sample == "error"
     index = functools.partial(write_embedding_index, shards, sounds.captions)
     filled = shards.fill(embeddings_of, index, "embedded", stop_at_bad=stop)
-    if not filled.shards_left:
-        say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
-    return filled.shards_left
+    say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
 
 
-def fit_quantizer(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Learn codebooks from an index. Only the root process learns, so the number of processes does not change them."""
-    import torch
-
-    from data.stores.embeddings import read_embeddings
-    from data.stores.output import OutputFolder
-    from models import ResidualQuantizer
-
-    with backend.agreement():
-        index = read_embeddings(args.index)
-    settings = {
-        "task": "fit", "index_sha256": index.sha256, "num_quantizers": args.num_quantizers,
-        "codebook_size": args.codebook_size, "epochs": args.quantizer_epochs, **kernel_settings(args, backend),
-    }  # fmt: skip
-    output = OutputFolder(Path(args.fit_quantizer), settings, backend, fresh=args.fresh, say=say)
-    with backend.agreement():
-        if backend.is_root and not (output.path / "config.json").exists():
-            quantizer = ResidualQuantizer(index.index["dim"], args.num_quantizers, args.codebook_size)
-            quantizer.to(backend.device)
-            rows = torch.from_numpy(index.sample(FIT_ROWS * args.codebook_size, seed=0)).to(backend.device)
-            left = quantizer.fit(rows, args.quantizer_epochs, seed=0, mark=lambda: backend.mark("fitting"))
-            shares = " ".join(f"{share:.3f}" for share in left)
-            say(f"{output.path}: fitted to {len(rows)} embeddings, of which its levels leave {shares}")
-            quantizer.save_pretrained(output.path)
-    return 0
-
-
-def write_codes(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Write the codes of all embeddings of an index; returns how many shards are left to do after a signal."""
-    import torch
-
-    from data.stores.embeddings import CODES, quantized_shards, read_embeddings
-    from data.stores.output import OutputFolder
-
-    with backend.agreement():
-        index = read_embeddings(args.index)
-        quantizer, about = load_quantizer(args.quantizer, backend)
-    settings = {"task": "quantize", "index_sha256": index.sha256, **about, **kernel_settings(args, backend)}
-    output = OutputFolder(index.folder / CODES, settings, backend, fresh=args.fresh, say=say)
-    shards = quantized_shards(output, index.rows, quantizer.num_quantizers, quantizer.codebook_size)
-
-    def codes_of(todo: Sequence[int]) -> Iterator[Any]:
-        for shard in todo:
-            yield [quantizer.encode(torch.from_numpy(index.load(shard)).to(backend.device)).cpu()], []
-
-    filled = shards.fill(codes_of, lambda: shards.write_index({"shards": shards.entries()}), "quantized")
-    if not filled.shards_left:
-        say(f"codes of {sum(index.rows)} sounds: {output.path}")
-    return filled.shards_left
-
-
-def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
+def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
@@ -241,37 +164,38 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
             embed_sound = functools.partial(embed_file, decoder, embed, how["max_clips"], how["batch_size"])
             vectors = torch.stack([(embed_sound if is_sound(query) else embed_text)(query) for query in queries])
             found = index.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
-            quantizer = load_quantizer(args.quantizer, backend)[0] if args.quantizer else None
-            codes = quantizer.encode(vectors.to(backend.device)).tolist() if quantizer else [()] * len(queries)
-            for answer in map(Answer, queries, found, codes):
+            for answer in map(Answer, queries, found):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
-    return 0
 
 
-def stages_of(parser: ArgumentParser, args: argparse.Namespace) -> list[Callable[..., int]]:
+def stages_of(parser: ArgumentParser, args: argparse.Namespace) -> list[Stage]:
     """The stages that the flags ask for, in order. Ends with one line if a flag lacks one it needs."""
     searching = bool(args.query or args.query_file)
-    asked = {"audio": bool(args.audio), "query": searching, "fit_quantizer": bool(args.fit_quantizer)}
+    asked = {"audio": bool(args.audio), "query": searching}
     args.index = args.index or args.output
     for flag, others in NEEDS.items():
         if not asked[flag] and (unused := [name for name in others if name in args.explicit]):
             parser.error(f"--{unused[0]} is for --{flag}; leave it out, or say --{flag}")
-    if not (any(asked.values()) or args.quantizer):
-        parser.error("nothing to do: say --audio, --query, --fit_quantizer or --quantizer")
-    if (args.audio or searching) and not args.model:
+    if not any(asked.values()):
+        parser.error("nothing to do: say --audio or --query")
+    if not args.model:
         parser.error("--audio and --query need --model, the model/ folder of a run of train_mulan.py")
     if (args.audio and not args.output) or not args.index:
         parser.error("which index? say --index, or --output beside --audio to make one")
-    quantizing = args.quantizer and not searching
-    stages = {make_index: args.audio, fit_quantizer: args.fit_quantizer, write_codes: quantizing, search: searching}
-    return [stage for stage, is_asked in stages.items() if is_asked]
+    return [stage for stage, is_asked in ((make_index, args.audio), (search, searching)) if is_asked]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
     stages = stages_of(parser, args)
-    distributed.launch_inference(lambda backend: run_stages(stages, args, backend), parser, args)
+    to = sys.stderr if args.json else sys.stdout  # which is then for data only
+
+    def run(backend: distributed.Backend) -> None:
+        for stage in stages:
+            stage(args, backend, functools.partial(backend.say, file=to))
+
+    distributed.launch_inference(run, parser, args)
 
 
 if __name__ == "__main__":

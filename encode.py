@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import distributed
 from hub import fetch
 from tandem.converters import frame_rate, pixels, positive_int, size
-from training.flags.inference import add_computation_arguments, add_output_arguments
+from training.flags.inference import add_computation_arguments, add_output_arguments, kernel_settings
 from training.flags.parser import ArgumentParser
-from training.run.stages import Say, kernel_settings, run_stages
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     import numpy as np
@@ -298,8 +297,8 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     return coder, {**about, **coder.settings, **computation}
 
 
-def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Encode a folder of images or videos; returns how many shards are left to do after a signal."""
+def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
+    """Encode a folder of images or videos. Raises AskedToStop after a signal."""
     import torch
 
     from data.stores.codes import code_dtype, code_shards, read_codes, write_code_index
@@ -319,7 +318,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         "image_size": side, **coder.of_encoding, coder.kind: len(names), "names_sha256": names_sha256([*names, *parts]),
         per_shard: getattr(args, per_shard), "format": args.format,
     }  # fmt: skip
-    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     shards = code_shards(output, names)
 
     def codes_of(todo: Sequence[int]) -> Iterator[tuple[Any, ...]]:
@@ -327,9 +326,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
 
     stop = args.on_bad_sample == "error"
     filled = shards.fill(codes_of, lambda: write_code_index(shards), "encoded", stop_at_bad=stop)
-    if filled.shards_left:
-        return filled.shards_left
-    say(f"{len(names) - filled.bad} {coder.kind} in {len(shards)} shards of codes: {args.output}")
+    backend.say(f"{len(names) - filled.bad} {coder.kind} in {len(shards)} shards of codes: {args.output}")
     if args.report:
         with backend.agreement():
             counts = read_codes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
@@ -337,13 +334,12 @@ def encode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         n, seconds = filled.items, filled.seconds
         if n:
             speed = f"{n / seconds:.3g} {coder.kind}/s"
-            say(f"{n} {coder.kind} in {seconds:.3g} s, {speed}; {filled.bad} files were left out")
-        say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
-    return 0
+            backend.say(f"{n} {coder.kind} in {seconds:.3g} s, {speed}; {filled.bad} files were left out")
+        backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
-def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Decode a folder of codes to images or videos; returns how many shards are left to do after a signal."""
+def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
+    """Decode a folder of codes to images or videos. Raises AskedToStop after a signal."""
     from data.stores.codes import read_codes
     from data.stores.output import OutputFolder
 
@@ -354,13 +350,12 @@ def decode(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
         stored.require_model(about["weights_sha256"], args.model)
         files = coder.files(Path(args.output), stored)
     settings = {"task": "decode", **about, "index_sha256": stored.sha256, **coder.of_decoding}
-    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     for shard in output.rounds(range(len(files)), "decoded"):
         with backend.agreement():
             if shard is not None:
                 coder.write(stored, shard, files[shard])
-    say(f"{sum(map(len, files[: len(files) - output.shards_left]))} {coder.kind}: {args.output}")
-    return output.shards_left
+    backend.say(f"{sum(map(len, files))} {coder.kind}: {args.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -370,8 +365,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_flags(args, *kinds_of(args))
     except ValueError as error:
         parser.error(str(error))
-    stage = decode if args.decode else encode
-    distributed.launch_inference(lambda backend: run_stages([stage], args, backend), parser, args)
+    run = decode if args.decode else encode
+    distributed.launch_inference(lambda backend: run(args, backend), parser, args)
 
 
 if __name__ == "__main__":

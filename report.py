@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.converters import non_negative_int, positive_int
+from tandem.files.exits import exit_codes
 from training.flags.parser import ArgumentParser
 
 LARGEST_PORT = 65535
@@ -115,12 +116,10 @@ def say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from tandem.files.exits import INTERRUPTED, leave
-
     parser = build_parser()
     args = parser.parse_args(argv)
     check_flags(parser, args)
-    try:
+    with exit_codes(parser.error):
         from training.report.page import library
         from training.report.runs import RunReader, names_of
 
@@ -132,10 +131,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             path = Path(args.output) if args.output else Path(args.runs[0]) / "report.html"
             write(path, readers, is_default=not args.output)
-    except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
-    except KeyboardInterrupt:
-        leave(INTERRUPTED)
 
 
 if __name__ == "__main__":

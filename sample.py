@@ -25,11 +25,10 @@ from hub import fetch
 from tandem.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
 from tandem.fields import flag, given
 from training.flags.decoder import GUIDED, SamplingFlags
-from training.flags.inference import add_computation_arguments, add_output_arguments
+from training.flags.inference import add_computation_arguments, add_output_arguments, kernel_settings
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ClipFlags
 from training.flags.unets import sampling_of
-from training.run.stages import Say, kernel_settings, run_stages
 
 if TYPE_CHECKING:
     import torch
@@ -193,8 +192,8 @@ def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
     """The source of each condition that Unets take. Raises ValueError, in one line, if they take others."""
     from models.unets.given import CONDITIONS
 
-    takes = {name: (unet.config[width], unet.config["max_text_len"])
-             for name, switch, width in CONDITIONS for unet in unets if unet.config[switch]}  # fmt: skip
+    takes = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
+             for name, switch, width in CONDITIONS for unet in unets if getattr(unet.spec, switch)}  # fmt: skip
     chosen = {name: source for source in sources for name in source.shapes if name in takes}
     what = " and ".join(takes) or "no condition"
     for source in sources:
@@ -261,8 +260,8 @@ def contents(
     return {f"{name}_sha256": text for name, text in hashes.items()}
 
 
-def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> int:
-    """Draw the pictures; returns how many shards are left to do after a signal."""
+def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
+    """Draw the pictures. Raises AskedToStop after a signal."""
     import torch
 
     import data
@@ -306,7 +305,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
         "clip": args.clip, "resample_times": args.resample_times if args.masks else None, **hashes,
         "precision": backend.options.precision, **kernel_settings(args, backend),
     }  # fmt: skip
-    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
+    output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     paths = [output.path / f"{number:05d}.png" for number in range(total)]
     firsts = range(0, total, args.batch_size)
 
@@ -338,22 +337,20 @@ def draw(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> in
                 if not all(map(is_complete, here)):
                     for path, pixels in zip(here, to_pixels(pictures(firsts[shard])), strict=False):
                         save(path, pixels)
-    if not output.shards_left:
-        with backend.agreement():
-            if backend.is_root:
-                lines = [
-                    {"path": path.name, "for": labels[n // args.count] if labels else None, "seed": [args.seed, n]}
-                    for n, path in enumerate(paths)
-                ]
-                output.write("index.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-    say(f"{min(total, (len(firsts) - output.shards_left) * args.batch_size)} pictures: {args.output}")
-    return output.shards_left
+    with backend.agreement():
+        if backend.is_root:
+            lines = [
+                {"path": path.name, "for": labels[n // args.count] if labels else None, "seed": [args.seed, n]}
+                for n, path in enumerate(paths)
+            ]
+            output.write("index.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+    backend.say(f"{total} pictures: {args.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
-    distributed.launch_inference(lambda backend: run_stages([draw], args, backend), parser, args)
+    distributed.launch_inference(lambda backend: draw(args, backend), parser, args)
 
 
 if __name__ == "__main__":

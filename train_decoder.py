@@ -24,7 +24,6 @@ from hub import with_models
 from training import schedules
 from training.flags.decoder import DecoderFlags
 from training.flags.parser import ArgumentParser
-from training.flags.public_names import add_public_names
 from training.flags.shared import ConditionedImageFlags, OptimizerFlags, RunFlags
 from training.flags.unets import flags_of, sampling_of, stages_of
 from training.run.starts import last_start
@@ -62,10 +61,6 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_decoder.py", "Train a cascade of Unets.", is_root=distributed.launched_as_root)
     parser.add_config(Config)
     distributed.add_arguments(parser)
-    add_public_names(parser, "train_decoder")
-    # Of a flag, and of the keys of such a configuration.
-    for name in ("--decoder_config", "decoder", "data", "train", "evaluate", "tracker"):
-        parser.answers[name] = parser.answers["--config_file"]
     return parser
 
 
@@ -124,9 +119,9 @@ class UnetTraining:
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
         self.draws = DiffusionDraws(
             args.seed, f"unet{number}", args.timesteps, device=device, time_sampling=args.time_sampling,
-            logit_normal=args.logit_normal, stratified=args.stratified_times, self_cond=unet.config["self_cond"],
-            image_drop=args.image_cond_drop_prob if unet.config["cond_on_image_embeds"] else None,
-            text_drop=args.text_cond_drop_prob if unet.config["cond_on_text_encodings"] else None,
+            logit_normal=args.logit_normal, stratified=args.stratified_times, self_cond=unet.spec.self_cond,
+            image_drop=args.image_cond_drop_prob if unet.spec.cond_on_image_embeds else None,
+            text_drop=args.text_cond_drop_prob if unet.spec.cond_on_text_encodings else None,
             lowres=LowresDraws(levels, blurred, (args.blur_sigma[0], args.blur_sigma[-1])) if self.index else None,
         )  # fmt: skip
 

@@ -26,7 +26,6 @@ from tandem.converters import FOLDER, templates
 from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
-from training.flags.public_names import add_public_names
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, SoundFlags, place_of
 from training.flags.towers import LayoutFlags, PretrainedTowerFlags
 from training.run.starts import last_start
@@ -113,7 +112,6 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_mulan.py", "Train MuLan.", is_root=distributed.launched_as_root)
     parser.add_config(Config)
     distributed.add_arguments(parser)
-    add_public_names(parser, "train_mulan")
     return parser
 
 

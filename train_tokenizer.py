@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
-from models.configs import VideoTokenizerConfig
+from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
 from training import schedules
-from training.flags.autoencoders import VALIDATION, AdversaryFlags, QuantizerLossFlags, without_perceptual_loss
+from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
-from training.flags.public_names import add_public_names
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, VideoFlags, place_of
 from training.run.starts import last_start
 
@@ -107,7 +106,6 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_tokenizer.py", text, is_root=distributed.launched_as_root)
     parser.add_config(Config)
     distributed.add_arguments(parser)
-    add_public_names(parser, "train_tokenizer")
     return parser
 
 

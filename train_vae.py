@@ -25,7 +25,6 @@ from tandem.converters import FILE, non_negative_float, positive_float
 from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
-from training.flags.public_names import add_public_names
 from training.flags.shared import ImageFlags, RunFlags, place_of
 from training.run.starts import last_start
 
@@ -93,7 +92,6 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_vae.py", "Train the discrete VAE of DALL-E.", is_root=distributed.launched_as_root)
     parser.add_config(Config)
     distributed.add_arguments(parser)
-    add_public_names(parser, "train_vae")
     return parser
 
 

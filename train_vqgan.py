@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import with_models
-from models.configs import VQGANConfig
+from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
 from training import schedules
-from training.flags.autoencoders import VALIDATION, AdversaryFlags, QuantizerLossFlags, without_perceptual_loss
+from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
-from training.flags.public_names import add_public_names
 from training.flags.shared import ImageFlags, RateFlags, RunFlags, place_of
 from training.run.starts import last_start
 
@@ -89,7 +88,6 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_vqgan.py", "Train a VQGAN.", is_root=distributed.launched_as_root)
     parser.add_config(Config)
     distributed.add_arguments(parser)
-    add_public_names(parser, "train_vqgan")
     return parser
 
 

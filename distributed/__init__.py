@@ -12,7 +12,10 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+from tandem.files.exits import exit_codes
 
 from .backends import all_backends
 from .base import Backend, Engine
@@ -105,8 +108,8 @@ def launch(
     args: argparse.Namespace,
     last_start: Callable[[str], Mapping[str, Any]],
 ) -> None:
-    """Connect the processes and call ``train(args, settings, backend)``. A ``UserMistake`` ends all processes with one
-    line and exit code 2.
+    """Connect the processes and call ``train(args, settings, backend)``. What it raises becomes the exit code: a
+    ``UserMistake``, which ends all processes with one line, 2; what `tandem.files.exits` names, its own.
 
     Args:
         train: The script's training; settings are all arguments by flag name, a backend's configuration included.
@@ -117,15 +120,10 @@ def launch(
             the run in that folder was last started.
     """
     is_new = args.fresh and not launched_again()
-    try:
+    with exit_codes(parser.error, UserMistake):
         backend = from_args(args, {} if is_new else last_start(args.output_dir))
-    except UserMistake as mistake:
-        parser.error(str(mistake))
-    try:
-        with backend:
-            train(args, parser.settings(args), backend)
-    except UserMistake as mistake:
-        parser.error(str(mistake), is_agreed=True)
+    with exit_codes(partial(parser.error, is_agreed=True), UserMistake), backend:
+        train(args, parser.settings(args), backend)
 
 
 def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = None) -> Backend:
@@ -189,22 +187,20 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
 
 def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse.Namespace) -> None:
     """Like `launch`, for a script that trains nothing: connect the processes and call ``run(backend)``. The processes
-    share no batch, and `args` needs no flags of training. Sets `args.fresh` to False if the launcher starts a job
-    again."""
+    share no batch, and `args` needs no flags of training, but `cpu_threads`, for PyTorch. Sets `args.fresh` to False if
+    the launcher starts a job again."""
     if idle := sorted(_flags_of_training() & args.on_command_line):
         parser.error(f"--{idle[0]} is for training, and this script trains nothing: leave it out")
     args.fresh = args.fresh and not launched_again()
     without_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
     explicit = args.explicit - {"batch_size"}
-    try:
+    with exit_codes(parser.error, UserMistake):
         backend = from_args(
             argparse.Namespace(**{**vars(args), **without_training, "batch_size": 0, "explicit": explicit})
         )
-    except UserMistake as mistake:
-        parser.error(str(mistake))
-    try:
-        with backend:
-            args.fresh = args.fresh and not backend.is_restart
-            run(backend)
-    except UserMistake as mistake:
-        parser.error(str(mistake), is_agreed=True)
+    with exit_codes(partial(parser.error, is_agreed=True), UserMistake), backend:
+        import torch
+
+        torch.set_num_threads(args.cpu_threads)
+        args.fresh = args.fresh and not backend.is_restart
+        run(backend)

@@ -22,7 +22,7 @@ from contextlib import _GeneratorContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tandem.files.exits import FAILED, leave
+from tandem.files.exits import Ended, Failed
 from tandem.files.writing import say
 
 from .engines.base import Engine
@@ -158,14 +158,14 @@ class Backend(Processes, ABC):
             if not isinstance(error, ValueError | ImportError):
                 # A port that is in use, a machine that did not come: the next start may be luckier.
                 say(f"stopped: {text}")
-                leave(FAILED)
+                raise Failed(text) from error
             if not self.is_root:  # the root prints only its own error, and may not have one
                 say(f"error: {text}")
             raise UserMistake(text) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        is_done = error is None or isinstance(error, SystemExit)
+        is_done = error is None or isinstance(error, SystemExit | Ended)
         # All processes raise these errors together, so a graceful disconnect cannot hang.
         is_mistake = isinstance(error, UserMistake)
         is_mutual = is_mistake or (isinstance(error, TrainingStopped) and not error.alone)
@@ -190,7 +190,7 @@ class Backend(Processes, ABC):
                     with contextlib.suppress(OSError, ValueError):
                         stream.flush()
                 self.watchdog.leave_alone()
-            leave(FAILED)
+            raise Failed(str(stopped)) from error
         for work in self._after_leaving if is_done else ():
             work()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tandem.files.exits import CannotGoOn
+from tandem.files.reading import printable
 
 from .errors import TrainingStopped, UserMistake, first_line, lacks_memory
 from .launchers import torchrun_id
@@ -127,6 +128,11 @@ class Processes:
             if text is not None:
                 kind = UserMistake if is_mistake else TrainingStopped
                 raise kind(text if rank == 0 else f"{text} (on rank {rank})")
+
+    def say(self, text: str, *, file: TextIO | None = None) -> None:
+        """The root prints a line, which may quote a file, to ``file`` (default: stdout)."""
+        if self.is_root:
+            print(printable(text), file=file, flush=True)
 
     def mark(self, phase: str) -> None:
         """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too."""

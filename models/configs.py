@@ -19,6 +19,7 @@ from tandem.converters import (
     size,
     size_or_0,
     sizes,
+    updates_or_0,
     width,
 )
 from tandem.fields import ModelConfig, Needs, above_0, flag, flags_of, given, when
@@ -30,9 +31,9 @@ _USUAL_OF: dict[str, dict[str, float]] = {
     "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
     "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
 }
-WITH_ENTROPY = ("lfq", "bsq", "ibq")  # quantizers that have an entropy loss
-MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
+_ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # those that have an entropy loss
 _TANDEM = when("layout", "tandem")
+MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -48,7 +49,7 @@ class DiscreteVAEConfig(ModelConfig):
     num_tokens: int = flag(8192, "size of the codebook", size, in_weights=True)
     num_layers: int = flag(3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True)
     num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, in_weights=True)
-    codebook_dim: int = flag(512, "width of a codebook entry", width, in_weights=True)
+    codebook_dim: int = flag(512, "width of a codebook entry", width, in_weights=True, also="emb_dim")
     hidden_dim: int = flag(256, "channels of the convolutions", width, in_weights=True)
     smooth_l1_loss: bool = flag(False, "smooth L1 instead of MSE", title="loss and schedules")
     kl_loss_weight: float = flag(
@@ -69,7 +70,9 @@ class QuantizerConfig(ModelConfig):
         "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", in_weights=True
     )
     codebook_size: int = flag(65536, "a power of two for lfq and bsq", size, in_weights=True)
-    codebook_dim: int = flag(32, "width of a codebook entry (vq, ibq)", width, in_weights=True)
+    codebook_dim: int = flag(
+        32, "width of a codebook entry (vq, ibq)", width, in_weights=True, needs=when("quantizer", "vq", "ibq")
+    )
     vq_decay: float = flag(
         0.8,
         "decay of the moving averages from which the codebook is computed (vq)",
@@ -93,7 +96,7 @@ class QuantizerConfig(ModelConfig):
         1.0,
         "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1",
         non_negative_float,
-        needs=when("quantizer", *WITH_ENTROPY),
+        needs=_ENTROPY,
     )
     inv_temperature: float = flag(
         10.0,
@@ -107,6 +110,33 @@ class QuantizerConfig(ModelConfig):
         for name, value in _USUAL_OF.get(args.quantizer, {}).items():
             if name not in args.explicit:
                 setattr(args, name, value)
+
+
+@dataclass
+class QuantizerLossFlags:
+    """What the losses of a quantizer weigh. They are no arguments of a model."""
+
+    commitment_loss_weight: float = flag(
+        0.25,
+        "weight of the loss that keeps the encoder near its codes; bsq: 0, ibq: 1",
+        non_negative_float,
+        title="quantizer",
+        needs=when("quantizer", "lfq", "bsq", "vq", "ibq"),
+    )
+    entropy_loss_weight: float = flag(
+        0.1,
+        "weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) "
+        "(lfq, bsq, ibq); ibq: 0.05",
+        non_negative_float,
+        needs=_ENTROPY,
+    )
+    entropy_anneal_factor: float = flag(
+        1.0,
+        "at the start, the entropy loss counts this many times --entropy_loss_weight",
+        positive_float,
+        needs=(_ENTROPY, above_0("entropy_anneal_steps")),
+    )
+    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", updates_or_0, needs=_ENTROPY)
 
 
 @dataclass
@@ -248,7 +278,13 @@ class TwoTowersConfig(RecomputingConfig):
         256, "texts are cut off after this number of tokens", size, metavar="TOKENS", in_weights=True
     )
     n_fft: int = flag(
-        1024, "length of the Fourier transform's window", size, metavar="SAMPLES", in_weights=True, title="spectrogram"
+        1024,
+        "length of the Fourier transform's window",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+        title="spectrogram",
+        also="spec_n_fft",
     )
     win_length: int | None = flag(
         None,
@@ -256,9 +292,15 @@ class TwoTowersConfig(RecomputingConfig):
         size,
         metavar="SAMPLES",
         in_weights=True,
+        also="spec_win_length",
     )
     hop_length: int = flag(
-        160, "distance between two windows of the Fourier transform", size, metavar="SAMPLES", in_weights=True
+        160,
+        "distance between two windows of the Fourier transform",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+        also="spec_hop_length",
     )
     time_mask_fraction: float = flag(0.2, "SpecAugment in training: mask up to this fraction of the time", fraction)
     frequency_mask_fraction: float = flag(
@@ -288,9 +330,15 @@ class TwoTowersConfig(RecomputingConfig):
         0.0, "part of the inner numbers of the feed-forwards that is dropped in training", fraction
     )
     patch_size: int = flag(16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True)
-    patch_dropout: float = flag(0.25, "part of the patches that is left out in training", fraction)
+    patch_dropout: float = flag(
+        0.25, "part of the patches that is left out in training", fraction, also="patch_dropout_prob"
+    )
     hierarchical_layers: int = flag(
-        0, "apply the loss to the outputs of this number of layers before the last, too", size_or_0, in_weights=True
+        0,
+        "apply the loss to the outputs of this number of layers before the last, too",
+        size_or_0,
+        in_weights=True,
+        also="hierarchical_contrastive_loss_layers",
     )
     dim_latent: int = flag(128, "width of the common space", width, title="model", in_weights=True)
     init_temperature: float = flag(
@@ -382,6 +430,7 @@ class MuLaNConfig(TwoTowersConfig):
         "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
         choices=("silence", "reflect"),
         in_weights=True,
+        also="spec_pad_mode",
         needs=_TANDEM,
     )
     n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=_TANDEM)

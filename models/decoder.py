@@ -62,7 +62,7 @@ class Decoder(Pretrained):
 
     Args:
         stages: For each Unet {"image_size": side of its pictures, "noise_schedule", "objective", "learned_variance",
-            "unet": arguments of `Unet`}. Unets but the first have lowres_cond.
+            "unet": those of `UnetConfig`}. Unets but the first have lowres_cond.
         timesteps: Noise levels.
         zero_terminal_snr: The last level is noise alone.
         noise_shift: Side of pictures whose schedule is not shifted; larger ones get more noise. None: no shift.
@@ -88,7 +88,7 @@ class Decoder(Pretrained):
             raise ValueError(f"lowres_noise_level {lowres_noise_level} is no share of the noise levels: give 0 to 1")
         if not stages:
             raise ValueError("a decoder has at least one stage")
-        self.unets = nn.ModuleList(Unet(**stage["unet"]) for stage in stages)
+        self.unets = nn.ModuleList(Unet.made(stage["unet"]) for stage in stages)
         self.image_sizes = [int(stage["image_size"]) for stage in stages]
         self.objectives = [str(stage["objective"]) for stage in stages]
         self.config["stages"] = [{**stage, "unet": unet.config} for stage, unet in zip(stages, self.unets, strict=True)]
@@ -118,7 +118,7 @@ class Decoder(Pretrained):
             if size % multiple:
                 near = f"{size // multiple * multiple or multiple} or {(size // multiple + 1) * multiple}"
                 raise ValueError(f"image size {size} of Unet {number} must be a multiple of {multiple}; use {near}")
-            if unet.config["lowres_cond"] != (number > 1):
+            if unet.spec.lowres_cond != (number > 1):
                 raise ValueError(f"Unet {number} {'lacks' if number > 1 else 'must not have'} lowres_cond")
 
     def unet(self, index: int) -> Unet:
@@ -159,7 +159,7 @@ class Decoder(Pretrained):
         if crop > size or crop % multiple:
             known = f"a multiple of {multiple}, {size} at most"
             raise ValueError(f"crops of {crop} pixels for Unet {index + 1}: give 0 or {known}")
-        return int(unet.config["channels"]), crop or size, crop or size
+        return unet.spec.channels, crop or size, crop or size
 
     def training_pictures(
         self, batch: Mapping[str, Any], index: int, blur_sigma: Tensor | None = None, *, places: Tensor | None = None,
@@ -175,10 +175,10 @@ class Decoder(Pretrained):
                 is given those of its crop in the whole picture.
         """
         images = batch["images"].float() / 127.5 - 1
-        config, given = self.unet(index).config, {}
-        if config["cond_on_image_embeds"]:
+        spec, given = self.unet(index).spec, {}
+        if spec.cond_on_image_embeds:
             given["image_embed"] = batch["image_embed"]
-        if config["cond_on_text_encodings"]:
+        if spec.cond_on_text_encodings:
             given["text_encodings"] = batch["text_encodings"]
         size = self.image_sizes[index]
         if index:
@@ -186,7 +186,7 @@ class Decoder(Pretrained):
             small = small if blur_sigma is None else blur(small, blur_sigma)
             given["lowres_image"] = cropped(resized(small, size), places, crop)
         whole = resized(images, size)
-        if config["coordinates"] and places is not None:
+        if spec.coordinates and places is not None:
             given["coordinates"] = cropped(coordinates_of(whole), places, crop)
         return cropped(whole, places, crop), given
 
@@ -238,7 +238,7 @@ class Decoder(Pretrained):
         check_batch(batch, conditions, images, inpaint_image)
         for given in (images, inpaint_image):
             if given is not None:
-                check_images(given, int(self.unet(0).config["channels"]))
+                check_images(given, self.unet(0).spec.channels)
         pictures = None if images is None else images * 2 - 1
         for index in range(start_at - 1, stop_at):
             side, unet, schedule = self.image_sizes[index], self.unet(index), self.schedule(index)
@@ -246,7 +246,7 @@ class Decoder(Pretrained):
             lowres = self._lowres(pictures, side, source) if index else {}
             passes = self._passes(index, conditions, batch, lowres)
             weaker = guide and guide._passes(index, conditions, batch, lowres)
-            shape = (int(unet.config["channels"]), side, side)
+            shape = (unet.spec.channels, side, side)
             inpaint = None
             if inpaint_image is not None and inpaint_mask is not None:
                 known = resized(inpaint_image, side) * 2 - 1
@@ -293,7 +293,7 @@ class Decoder(Pretrained):
             if blocks not in known:
                 known[blocks] = conditions_of(unet, conditions, batch, blocks)
             of_blocks = {name: torch.cat([value] * len(blocks)) for name, value in lowres.items()}
-            self_cond = previous if unet.config["self_cond"] else None
+            self_cond = previous if unet.spec.self_cond else None
             out: Tensor = unet(x, levels, conditions=known[blocks], self_cond=self_cond, **of_blocks)
             return out
 

@@ -3,19 +3,17 @@ DALLE2-pytorch 1.15.6."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import at_least_fp32
-from .files.pretrained import Pretrained, constructor_arguments
+from .files.pretrained import Pretrained
 from .recompute import recomputed
-from .unets.arguments import complete
 from .unets.attention import CrossAttention
 from .unets.blocks import BlockOptions, ResnetBlock
 from .unets.conditions import Conditions, Context, LevelEmbedding, kept, together, tokens_from
+from .unets.config import UnetConfig
 from .unets.inputs import check_conditions, check_maps
 from .unets.levels import attended, joined, make_levels, self_attention
 from .unets.resampling import CrossEmbed, UpsampleCombiner
@@ -26,116 +24,66 @@ class Unet(Pretrained):
 
     Only parameters that are used exist. The output is 0 at the start.
 
-    Args:
-        dim: Channels at full resolution; level n, finest first, has dim x dim_mults[n].
-        image_embed_dim, text_embed_dim: Widths of the image embedding and of the text encodings.
-        cond_dim: Width of the tokens that the blocks attend to; None: dim.
-        num_image_tokens, num_time_tokens: Tokens that an image embedding and a noise level become.
-        dim_mults: A number for each level; each level but one halves the sides, with memory_efficient each.
-        channels: Of the images.
-        channels_out: Of the output, as 2 x channels for a learned variance; None: channels.
-        self_attn: Self-attention at the end of a level: one value, or one for each level, finest first. The middle
-            always has it.
-        attn_dim_head, attn_heads: Size and number of the heads of self-attention and of linear attention.
-        cross_attn_dim_head, cross_attn_heads: Those of the attention to tokens. The public Unet has 64 and 8.
-        lowres_cond: Conditioned on an image of lower resolution.
-        lowres_noise_cond: Conditioned on the noise level of that image too.
-        self_cond: Conditioned on an earlier prediction (Chen et al. 2022, "Analog bits").
-        coordinates: Two more channels of the input hold the place of each pixel, across and down, from -1 to 1 (Liu et
-            al. 2018, "CoordConv"). Otherwise places are known from the edges alone. The public Unet has no such thing.
-        sparse_attn: Linear attention at the end of each level without self-attention.
-        cosine_sim_cross_attn, cosine_sim_self_attn: Logits are 16 times the cosine of query and key.
-        cond_on_text_encodings: The two blocks in the middle attend to text encodings.
-        max_text_len: Tokens of a text; longer ones are cut off, the place of missing ones has learned tokens.
-        cond_on_image_embeds: Conditioned on an image embedding, as tokens.
-        add_image_embeds_to_time: ... and as a vector that is added to the embedding of the noise level.
-        image_embed_scale: Factor of the image embedding; sqrt(image_embed_dim) gives unit vectors entries of about 1.
-        init_dim: Channels after the first convolution; None: dim.
-        init_conv_kernel_size: Side of its kernel without init_cross_embed.
-        init_cross_embed, init_cross_embed_kernel_sizes: It consists of convolutions of these sizes.
-        resnet_groups, num_resnet_blocks: Groups of the GroupNorms, and blocks on the way down and up besides the first:
-            one number, or one for each level, finest first.
-        resnet_weight_standardization: Standardise the weights of the blocks' convolutions.
-        cross_embed_downsample, cross_embed_downsample_kernel_sizes: Halve the sides by convolutions of these sizes.
-        memory_efficient: Halve the sides before the blocks of a level instead of after them.
-        scale_skip_connection: Maps from the way down are multiplied by 1 / sqrt 2.
-        pixel_shuffle_upsample: Double the sides by pixel shuffle; otherwise each pixel becomes four.
-        final_conv_kernel_size: Side of the last convolution's kernel.
-        combine_upsample_fmaps: The last block sees the maps of all levels on the way up.
-        gradient_checkpointing: In training, compute blocks and attention again in the backward pass instead of keeping
-            what is inside of them: less memory, the same bits, a third more time.
-
     Raises:
-        ValueError: one line, if arguments do not fit one another.
+        ValueError: one line, if an input does not fit.
     """
 
+    Config = UnetConfig
     not_in_the_weights = frozenset(("gradient_checkpointing",))
 
-    def __init__(
-        self, dim: int, *, image_embed_dim: int | None = None, text_embed_dim: int | None = None,
-        cond_dim: int | None = None, num_image_tokens: int = 4, num_time_tokens: int = 2,
-        dim_mults: Sequence[int] = (1, 2, 4, 8), channels: int = 3, channels_out: int | None = None,
-        self_attn: bool | Sequence[bool] = False, attn_dim_head: int = 32, attn_heads: int = 16,
-        cross_attn_dim_head: int = 64, cross_attn_heads: int = 8, lowres_cond: bool = False,
-        lowres_noise_cond: bool = False, self_cond: bool = False, coordinates: bool = False, sparse_attn: bool = False,
-        cosine_sim_cross_attn: bool = False, cosine_sim_self_attn: bool = False, cond_on_text_encodings: bool = False,
-        max_text_len: int = 256, cond_on_image_embeds: bool = False, add_image_embeds_to_time: bool = True,
-        image_embed_scale: float = 1.0, init_dim: int | None = None, init_conv_kernel_size: int = 7,
-        resnet_groups: int | Sequence[int] = 8, resnet_weight_standardization: bool = False,
-        num_resnet_blocks: int | Sequence[int] = 2, init_cross_embed: bool = True,
-        init_cross_embed_kernel_sizes: Sequence[int] = (3, 7, 15), cross_embed_downsample: bool = False,
-        cross_embed_downsample_kernel_sizes: Sequence[int] = (2, 4), memory_efficient: bool = False,
-        scale_skip_connection: bool = False, pixel_shuffle_upsample: bool = True, final_conv_kernel_size: int = 1,
-        combine_upsample_fmaps: bool = False, gradient_checkpointing: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: UnetConfig) -> None:
         super().__init__()
-        self.config = complete(constructor_arguments(locals()))
-        self.recompute = gradient_checkpointing
-        config = self.config
-        cond_dim, dim_time, first = config["cond_dim"], 4 * dim, config["init_dim"]
-        widest, groups = dim * dim_mults[-1], config["resnet_groups"]
+        self.config, self.spec = config.plain(), config
+        self.recompute = config.gradient_checkpointing
+        dim, dim_mults, channels = config.dim, config.dim_mults, config.channels
+        cond_dim, dim_time, first = config.cond_dim, 4 * dim, config.init_dim
+        widest, groups = dim * dim_mults[-1], config.resnet_groups
         options = BlockOptions(
-            dim_time, cond_dim, cross_attn_heads, cross_attn_dim_head, cosine_sim_cross_attn,
-            resnet_weight_standardization,
+            dim_time, cond_dim, config.cross_attn_heads, config.cross_attn_dim_head, config.cosine_sim_cross_attn,
+            config.resnet_weight_standardization,
         )  # fmt: skip
 
-        dim_in = channels * (1 + lowres_cond + self_cond) + 2 * coordinates
-        if init_cross_embed:
-            self.init_conv: nn.Module = CrossEmbed(dim_in, first, init_cross_embed_kernel_sizes, stride=1)
+        dim_in = channels * (1 + config.lowres_cond + config.self_cond) + 2 * config.coordinates
+        if config.init_cross_embed:
+            self.init_conv: nn.Module = CrossEmbed(dim_in, first, config.init_cross_embed_kernel_sizes, stride=1)
         else:
-            self.init_conv = nn.Conv2d(dim_in, first, init_conv_kernel_size, padding=init_conv_kernel_size // 2)
+            self.init_conv = nn.Conv2d(
+                dim_in, first, config.init_conv_kernel_size, padding=config.init_conv_kernel_size // 2
+            )
         self.to_time_hiddens = LevelEmbedding(dim, dim_time)
-        self.to_time_tokens = tokens_from(dim_time, num_time_tokens, cond_dim)
+        self.to_time_tokens = tokens_from(dim_time, config.num_time_tokens, cond_dim)
         self.to_time_cond = nn.Sequential(nn.Linear(dim_time, dim_time))
-        if lowres_noise_cond:
+        if config.lowres_noise_cond:
             self.to_lowres_noise_cond = LevelEmbedding(dim, dim_time, nn.Linear(dim_time, dim_time))
-        if cond_on_image_embeds:
-            assert image_embed_dim is not None
-            self.image_to_tokens = tokens_from(image_embed_dim, num_image_tokens, cond_dim)
-            self.null_image_embed = nn.Parameter(torch.randn(1, num_image_tokens, cond_dim))
-            if add_image_embeds_to_time:
-                self.to_image_hiddens = nn.Sequential(nn.Linear(image_embed_dim, dim_time), nn.GELU())
+        if config.cond_on_image_embeds:
+            assert config.image_embed_dim is not None
+            self.image_to_tokens = tokens_from(config.image_embed_dim, config.num_image_tokens, cond_dim)
+            self.null_image_embed = nn.Parameter(torch.randn(1, config.num_image_tokens, cond_dim))
+            if config.add_image_embeds_to_time:
+                self.to_image_hiddens = nn.Sequential(nn.Linear(config.image_embed_dim, dim_time), nn.GELU())
                 self.null_image_hiddens = nn.Parameter(torch.randn(1, dim_time))
-        if cond_on_text_encodings:
-            assert text_embed_dim is not None
-            self.text_to_cond = nn.Linear(text_embed_dim, cond_dim)
-            self.null_text_embed = nn.Parameter(torch.randn(1, max_text_len, cond_dim))
+        if config.cond_on_text_encodings:
+            assert config.text_embed_dim is not None
+            self.text_to_cond = nn.Linear(config.text_embed_dim, cond_dim)
+            self.null_text_embed = nn.Parameter(torch.randn(1, config.max_text_len, cond_dim))
         self.norm_cond = nn.LayerNorm(cond_dim) if len(dim_mults) > 1 else None  # the finest level does not attend
         self.norm_mid_cond = nn.LayerNorm(cond_dim)
 
-        self.init_resnet_block = ResnetBlock(first, first, groups[0], options) if memory_efficient else None
+        self.init_resnet_block = ResnetBlock(first, first, groups[0], options) if config.memory_efficient else None
         self.downs, ups = make_levels(config, options)
         self.mid_block1 = ResnetBlock(widest, widest, groups[-1], options, attends=True)
         self.mid_attn = self_attention(config, widest)
         self.mid_block2 = ResnetBlock(widest, widest, groups[-1], options, attends=True)
         self.ups = ups  # registered where they are called: gradients are sent in the reverse order of registration
         dims = [dim * mult for mult in reversed(dim_mults)]
-        self.upsample_combiner = UpsampleCombiner(dims, dim) if combine_upsample_fmaps else None
-        combined = (first if memory_efficient else dims[-1]) + (len(dims) * dim if combine_upsample_fmaps else 0)
+        self.upsample_combiner = UpsampleCombiner(dims, dim) if config.combine_upsample_fmaps else None
+        combined = (first if config.memory_efficient else dims[-1]) + (
+            len(dims) * dim if config.combine_upsample_fmaps else 0
+        )
         self.final_resnet_block = ResnetBlock(combined + first, dim, groups[0], options)
         self.to_out = nn.Conv2d(
-            dim + channels * lowres_cond, config["channels_out"], final_conv_kernel_size,
-            padding=final_conv_kernel_size // 2,
+            dim + channels * config.lowres_cond, config.channels_out, config.final_conv_kernel_size,
+            padding=config.final_conv_kernel_size // 2,
         )  # fmt: skip
         nn.init.zeros_(self.to_out.weight)
         nn.init.zeros_(self.to_out.bias)  # type: ignore[arg-type]
@@ -147,8 +95,8 @@ class Unet(Pretrained):
     @property
     def smallest_multiple(self) -> int:
         """The height and the width of the images must be multiples of this."""
-        levels = len(self.config["dim_mults"])
-        return int(2 ** (levels if self.config["memory_efficient"] else levels - 1))
+        levels = len(self.spec.dim_mults)
+        return int(2 ** (levels if self.spec.memory_efficient else levels - 1))
 
     def forward(
         self, x: Tensor | None, time: Tensor | None, *, image_embed: Tensor | None = None,
@@ -178,12 +126,12 @@ class Unet(Pretrained):
         given = (image_embed, text_encodings, keep_image, keep_text)
         if x is None or time is None:
             return self._conditions(*given)  # type: ignore[return-value]
-        check_maps(self.config, self.smallest_multiple, x, time, self_cond, lowres_image, lowres_time, coordinates)
+        check_maps(self.spec, self.smallest_multiple, x, time, self_cond, lowres_image, lowres_time, coordinates)
         dtype = self.to_out.weight.dtype
         maps = [x.to(dtype)]
-        if self.config["self_cond"]:
+        if self.spec.self_cond:
             maps.append(torch.zeros_like(maps[0]) if self_cond is None else self_cond.to(dtype))
-        if self.config["coordinates"]:
+        if self.spec.coordinates:
             maps.append(coordinates_of(maps[0]) if coordinates is None else coordinates.to(dtype))
         if lowres_image is not None:
             maps.append(_of_size(lowres_image.to(dtype), x))
@@ -237,21 +185,21 @@ class Unet(Pretrained):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """The vector (b, 4 dim) of the image, its tokens and those of the text (b, n, cond_dim); None for what the Unet
         does not have."""
-        config, out = self.config, self.to_out.weight
+        config, out = self.spec, self.to_out.weight
         check_conditions(config, batch, image_embed, text_encodings, keep_image, keep_text)
         hidden = image = text = None
         everything = torch.ones(batch, dtype=torch.bool, device=out.device)
-        if config["cond_on_image_embeds"]:
+        if config.cond_on_image_embeds:
             keep = everything if keep_image is None else keep_image
-            embed = None if image_embed is None else image_embed.to(out.dtype) * config["image_embed_scale"]
+            embed = None if image_embed is None else image_embed.to(out.dtype) * config.image_embed_scale
             image = kept(keep, None if embed is None else self.image_to_tokens(embed), self.null_image_embed)
-            if config["add_image_embeds_to_time"]:
+            if config.add_image_embeds_to_time:
                 hidden = kept(keep, None if embed is None else self.to_image_hiddens(embed), self.null_image_hiddens)
-        if config["cond_on_text_encodings"]:
+        if config.cond_on_text_encodings:
             keep = everything if keep_text is None else keep_text
             if text_encodings is not None:
-                encodings = text_encodings[:, : config["max_text_len"]]
-                missing = config["max_text_len"] - encodings.shape[1]
+                encodings = text_encodings[:, : config.max_text_len]
+                missing = config.max_text_len - encodings.shape[1]
                 keep = F.pad((encodings != 0).any(dim=-1) & keep[:, None], (0, missing))
                 text = F.pad(self.text_to_cond(encodings.to(out.dtype)), (0, 0, 0, missing))
             text = kept(keep, text, self.null_text_embed)

@@ -289,8 +289,8 @@ VQGAN = Script(
     "train_vqgan",
     models.VQGAN,
     IMAGES,
-    tiny={"image_size": 16, "num_layers": 2, "dim": 8, "codebook_size": 64, "codebook_dim": 4, "discr_layers": 2},
-    all_parts={"quantizer": "vq", "discr_start_step": 3, "lecam_weight": 0.1},
+    tiny={"image_size": 16, "num_layers": 2, "dim": 8, "codebook_size": 64, "discr_layers": 2},
+    all_parts={"quantizer": "vq", "codebook_dim": 4, "discr_start_step": 3, "lecam_weight": 0.1},
     other_models={"codebook_size": (64, 128), "dim": (8, 4), "num_resnet_blocks": ("1", "1,1"), "discr_dim": (8, 4)},
 )
 MULAN = Script(
@@ -310,12 +310,12 @@ VIDEO_TOKENIZER = Script(
     VIDEOS,
     tiny={
         "image_size": 16, "num_frames": 5, "layers": "compress_space:8,residual,compress_time:8", "init_dim": 4,
-        "input_kernel": 3, "codebook_size": 64, "codebook_dim": 4, "discr_layers": 1, "lr_warmup_steps": 2,
+        "input_kernel": 3, "codebook_size": 64, "discr_layers": 1, "lr_warmup_steps": 2,
         "learning_rate": 1e-3,
     },
     all_parts={
-        "quantizer": "vq", "discr_start_step": 3, "lecam_weight": 0.1, "image_folder": "demo:shapes:64",
-        "image_every": 3,
+        "quantizer": "vq", "codebook_dim": 4, "discr_start_step": 3, "lecam_weight": 0.1,
+        "image_folder": "demo:shapes:64", "image_every": 3,
     },
     samples_per_epoch=77,  # 51 clips and 26 images
     other_models={

@@ -295,7 +295,7 @@ def test_a_training_starts_from_a_public_file_with_its_discriminator(
     assert {"discr_dim": 16, "discr_layers": 2, "num_layers": 2, "quantizer": "lfq"}.items() <= adopted.items()
     for part, ours in (("ema", "generator"), ("discriminator", "discriminator")):
         assert_same_bits(saved(run, ours), saved(vqgan_run, part))
-    said = "--init_from", str(tmp_path / "vae.pt"), "--dim", "16", "--codebook_dim", "32", "--discr_dim", "8"
+    said = "--init_from", str(tmp_path / "vae.pt"), "--dim", "16", "--discr_dim", "8"
     assert "--discr_dim 16 and --discr_layers 2" in VQGAN_SCRIPT.refused(tmp_path / "x", *said)
     # Of a run, --init_from takes the generator alone.
     run = VQGAN_SCRIPT.start_from(vqgan_run, tmp_path / "alone", "--image_size", "16", "--discr_layers", "2")

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import data
-from scripts import coming_from
 from tests.scripts import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,10 +152,6 @@ def test_every_config_builds_its_models(config: Path) -> None:
         assert list(script.build_model(args, *more.get(name, list)()).parameters())
         if name in ("train_vqgan", "train_tokenizer"):
             script.build_discriminator(args)
-
-
-def test_the_page_of_public_names_is_what_the_table_says() -> None:
-    assert coming_from.PAGE.read_text() == coming_from.text(), "write it again: python scripts/coming_from.py"
 
 
 @each_document

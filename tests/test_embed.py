@@ -1,4 +1,4 @@
-"""embed.py: embeddings are the model's, search finds them, codes are the quantizer's. What both scripts do is in
+"""embed.py: embeddings are the model's, search finds them. What both scripts do is in
 test_filled_folders.py."""
 
 # ruff: noqa: F811  (fixtures are imported)
@@ -18,12 +18,10 @@ import soundfile
 import torch
 from filling import CLIP, EMBED, RATE, SOUNDS, mulan, saved, vqgan
 from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
-from safetensors.numpy import load_file
 from torch.nn import functional as F
 
 import data
 import embed
-from models import ResidualQuantizer
 from tests.scripts import lines
 
 
@@ -134,30 +132,6 @@ def test_the_tokenizer_beside_the_model_is_used(source, tmp_path, capsys):
     assert answer["matches"][0]["cosine"] == pytest.approx(max(e @ query for e in EMBED.rows(index).values()), abs=1e-5)
 
 
-# Codes.
-
-
-def fitted(index: Path, folder: Path, *more: str) -> Path:
-    sizes = ["--num_quantizers", "3", "--codebook_size", "4", "--quantizer_epochs", "3"]
-    embed.main(["--index", str(index), "--fit_quantizer", str(folder), *sizes, *more])
-    return folder
-
-
-def test_a_quantizer_is_fitted_and_its_codes_are_written_beside_the_rows(whole, model, source, tmp_path, capsys):
-    index = shutil.copytree(whole, tmp_path / "index")
-    quantizer = ResidualQuantizer.from_pretrained(fitted(index, tmp_path / "quantizer"))
-    embed.main(["--index", str(index), "--quantizer", str(tmp_path / "quantizer")])
-    assert [shard["rows"] for shard in filling.index(index / "codes")["shards"]] == [4, 4, 1]
-    for number in range(3):
-        codes = load_file(index / "codes" / f"codes-{number:05d}.safetensors")["codes"]
-        rows = torch.from_numpy(load_file(index / f"embeddings-{number:05d}.safetensors")["embeddings"])
-        assert codes.dtype == np.uint8 and np.array_equal(codes, quantizer.encode(rows).numpy())
-    rows = torch.from_numpy(np.stack(list(EMBED.rows(index).values())))
-    assert F.mse_loss(quantizer.decode(quantizer.encode(rows)), rows) < 0.1 * rows.var(0).mean()
-    (answer,) = answers(capsys, model, index, str(source / "a.wav"), more=["--quantizer", tmp_path / "quantizer"])
-    assert answer["codes"] == load_file(index / "codes" / "codes-00000.safetensors")["codes"][0].tolist()
-
-
 # Mistakes.
 
 
@@ -185,8 +159,6 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str
     "endless clips": (FILL, lambda tmp: {"--model": saved(tmp / "m", mulan(), clip_seconds=1e300)}, "1.1 GB"),
     "a sound that is none": (QUERY, lambda tmp: {"--query": text_file(tmp, "text")}, "cannot read"),
     "an empty query": (QUERY, lambda tmp: {"--query": " "}, "empty"),
-    "width": (("--index",), lambda tmp: {"--quantizer": saved(tmp / "q", ResidualQuantizer(4, 2, 3))}, "not (b, 4)"),
-    "a codebook of one": (("--index",), lambda tmp: {"--fit_quantizer": tmp / "q", "--codebook_size": 1}, "at least 2"),
 }
 # fmt: on
 

@@ -21,7 +21,14 @@ BACKEND_NAMES = re.compile(
 
 
 def absolute_imports(tree: ast.AST) -> Iterator[str]:
+    """Names of modules, but for those that only a type checker imports."""
+    of_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    unread = {id(part) for node in of_types for part in ast.walk(node)}
     for node in ast.walk(tree):
+        if id(node) in unread:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

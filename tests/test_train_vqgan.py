@@ -143,6 +143,8 @@ def test_the_same_model_in_another_spelling_is_resumed(tmp_path: Path) -> None:
         (["--vq_decay", "0.8"], "--vq_decay has no effect with --quantizer lfq"),
         (["--fsq_levels", "5,5"], "--fsq_levels has no effect with --quantizer lfq"),
         (["--quantizer", "ibq", "--inv_temperature", "3"], "--inv_temperature has no effect with --quantizer ibq"),
+        (["--codebook_dim", "8"], "--codebook_dim has no effect with --quantizer lfq"),
+        (["--quantizer", "fsq", "--commitment_loss_weight", "1"], "--commitment_loss_weight has no effect with"),
         (["--quantizer", "vq", "--diversity_gamma", "2"], "--diversity_gamma has no effect with --quantizer vq"),
         (["--entropy_anneal_factor", "2"], "--entropy_anneal_factor has no effect with --entropy_anneal_steps 0"),
         (["--perceptual_loss_weight", "2"], "--perceptual_loss_weight has no effect with --perceptual none"),

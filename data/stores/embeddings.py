@@ -5,7 +5,6 @@
                                           with "captions": ["..."] where a sound has some
     index/bad.jsonl                       {"path": ..., "reason": ...}, a line per file that could not be read
     index/index.json                      settings and checksums; for the other files see shards.py
-    index/codes/codes-00000.safetensors   "codes" (n, q) of the same rows, and an index.json of its own
 
 Loading needs no code of this repository:
 
@@ -26,8 +25,6 @@ import numpy.typing as npt
 
 from tandem.files.reading import parse_json, read_lines
 
-from ..order import Permutation
-from .codes import CODES, code_dtype
 from .output import OutputFolder
 from .search import Match, TopRows
 from .shards import INDEX_FILE, LINES_FILE, ShardWriter, explained, read_index, read_shard, shard_sizes
@@ -52,11 +49,6 @@ def write_embedding_index(shards: ShardWriter, captions: Callable[[int], Sequenc
     bad = shards.bad()
     head = {"rows": len(lines), "bad": len(bad), "lines_sha256": shards.write_lines(LINES_FILE, lines)}
     shards.write_index({**head, "bad_sha256": shards.write_lines(BAD_FILE, bad), "shards": shards.entries()})
-
-
-def quantized_shards(output: OutputFolder, rows: Sequence[int], num_quantizers: int, codebook_size: int) -> ShardWriter:
-    """A writer of the shards of the codes (n, num_quantizers) of an index, whose shards have these numbers of rows."""
-    return ShardWriter(output, np.zeros((0, num_quantizers), code_dtype(codebook_size)), rows, name=CODES)
 
 
 @dataclass(frozen=True)
@@ -96,21 +88,6 @@ class StoredEmbeddings:
             [Match(rank, float(cosine), *found[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
             for pair in zip(top.rows.tolist(), top.cosines, strict=True)
         ]
-
-    def sample(self, count: int, seed: int) -> Vectors:
-        """`count` rows (n, d), or all rows if there are fewer, drawn without replacement, in the order drawn. The
-        choice depends only on (seed, number of rows)."""
-        total = sum(self.rows)
-        shuffle = Permutation(total, "embeddings", seed)
-        drawn = np.array([shuffle(place) for place in range(min(count, total))])
-        vectors = np.zeros((len(drawn), self.index["dim"]), np.float32)
-        first = 0
-        for shard, size in enumerate(self.rows):
-            places = np.flatnonzero((drawn >= first) & (drawn < first + size))
-            if len(places):
-                vectors[places] = self.load(shard)[drawn[places] - first]
-            first += size
-        return vectors
 
     def _lines(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
         """Path, and caption if there is one, of some rows. Reads index.jsonl once, a line at a time."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.files import writing
+from tandem.files.exits import AskedToStop
 from tandem.files.reading import open_regular, read_json
 
 from ..bad_samples import reason_of
@@ -46,7 +47,6 @@ class OutputFolder:
         say: Callable[[str], None],
     ) -> None:
         self.path, self.settings, self.processes, self.say = path, settings, processes, say
-        self.shards_left = 0  # after the rounds that were made
         on_all = processes.gather_objects(settings)
         with processes.agreement():
             if any(theirs != on_all[0] for theirs in on_all):
@@ -67,18 +67,16 @@ class OutputFolder:
     def rounds(self, shards: Sequence[int], done: str) -> Iterator[int | None]:
         """Spread shards over the processes: yields this process's shard of each round, or None if no shard is left for
         it, so that every process has the same number of rounds. After each round, it says how many shards are `done`
-        (a word such as "encoded"). A signal ends the rounds after the current one; `shards_left` is then above 0."""
-        self.shards_left = len(shards)
-        if self.processes.stop_requested(now=True):
-            return
+        (a word such as "encoded"). Raises AskedToStop after a signal, before the next round."""
         world = self.processes.world_size
         for first in range(0, len(shards), world):
+            if self.processes.stop_requested(now=True):
+                left = len(shards) - first
+                self.say(f"asked to stop: the same command goes on with the {left} shards that are left")
+                raise AskedToStop
             mine = first + self.processes.rank
             yield shards[mine] if mine < len(shards) else None
-            self.shards_left = max(0, self.shards_left - world)
-            self.say(f"{done} {len(shards) - self.shards_left} of {len(shards)} shards")
-            if self.processes.stop_requested(now=True):
-                return
+            self.say(f"{done} {min(first + world, len(shards))} of {len(shards)} shards")
 
     def _open(self, fresh: bool) -> None:
         """Make, lock and claim the folder. Raises OSError and ValueError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,29 +59,26 @@ class Match(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The matches of a query; and the query's codes, if there is a quantizer."""
+    """The matches of a query."""
 
     query: str
     matches: Sequence[Match]
-    codes: Sequence[int] = ()
 
     def as_table(self) -> str:
-        """For people: the query, its codes, and a line per match. Bytes of a path that are not UTF-8 are escaped."""
-        codes = [f"codes {' '.join(map(str, self.codes))}"] if self.codes else []
+        """For people: the query, and a line per match. Bytes of a path that are not UTF-8 are escaped."""
         width = max((len(match.path) for match in self.matches if match.caption), default=0)
         lines = [
             f"{match.rank:4d}  {match.cosine:6.3f}  {match.path:{width}}  {match.caption or ''}".rstrip()
             for match in self.matches
         ]
         head = f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()
-        text = "\n".join([self.query, *codes, head, *lines, ""])
+        text = "\n".join([self.query, head, *lines, ""])
         return text.encode(errors="backslashreplace").decode()
 
     def as_json(self) -> str:
         """For programs, in one line. A match without caption has no such key."""
         matches = [{k: v for k, v in match._asdict().items() if v is not None} for match in self.matches]
-        fields: dict[str, Any] = {"query": self.query, "matches": matches}
-        return json.dumps({**fields, "codes": list(self.codes)} if self.codes else fields)
+        return json.dumps({"query": self.query, "matches": matches})
 
 
 def read_queries(given: Sequence[str], path: str | None) -> list[str]:

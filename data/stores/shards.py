@@ -46,10 +46,9 @@ Compute = Callable[[Sequence[int]], Iterator[tuple[Any, ...]]]
 
 
 class Filled(NamedTuple):
-    """What `ShardWriter.fill` did: the number of shards left to do after a signal; the number of items of this run and
-    of unreadable items of all runs, over all processes; and the time in seconds."""
+    """What `ShardWriter.fill` did: the number of items of this run and of unreadable items of all runs, over all
+    processes; and the time in seconds."""
 
-    shards_left: int
     items: int
     bad: int
     seconds: float
@@ -61,7 +60,7 @@ class ShardWriter:
     Args:
         empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
         sizes: Items of each shard, readable or not.
-        names: Relative paths of all items, in order; needed if items may be unreadable or `lines` is used.
+        names: Relative paths of all items, in order.
         name: Name of the array in each file, and the beginning of the file's name.
         paths_in_records: Whether records hold the paths of unreadable items beside their indices.
     """
@@ -71,7 +70,7 @@ class ShardWriter:
         output: OutputFolder,
         empty: Array,
         sizes: Sequence[int],
-        names: Sequence[str] = (),
+        names: Sequence[str],
         *,
         name: str,
         ending: str = "safetensors",
@@ -92,7 +91,8 @@ class ShardWriter:
 
         `compute` gets the shards of this process; `write_index` is called on one process, once all shards exist;
         `done` says in messages what has been done to a shard, such as "encoded". Raises UserMistake, in one line, if
-        the disk is full, or too many items cannot be read (with `stop_at_bad`: if any item cannot be read).
+        the disk is full, or too many items cannot be read (with `stop_at_bad`: if any item cannot be read); AskedToStop
+        after a signal.
         """
         started = time.perf_counter()
         processes = self.output.processes
@@ -116,11 +116,10 @@ class ShardWriter:
                     self._write(shard, parts, bad, *about)
             self._report(log, bad, stop_at_bad)
         seconds = time.perf_counter() - started
-        if not self.output.shards_left:
-            with processes.agreement():
-                if processes.rank == 0:
-                    write_index()
-        return Filled(self.output.shards_left, sum(len(self.items[k]) for k in todo), log.count, seconds)
+        with processes.agreement():
+            if processes.rank == 0:
+                write_index()
+        return Filled(sum(len(self.items[k]) for k in todo), log.count, seconds)
 
     def lines(self, notes: Callable[[int], Mapping[str, Any]] = lambda index: {}) -> list[dict[str, Any]]:
         """Path, shard and first row of each item, and what else is known of it, in order; `notes` adds to the line of

@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.files.reading import DAMAGES, check_regular, read_json
 
 from ..unet import Unet
+from ..unets.config import UnetConfig
 from .archive import Ignored, check_archive, check_sizes
 from .building import build_with_weights, check_arguments, plain_values
 from .dalle2_config import CROSS_ATTENTION, PUBLIC_VERSION, decoder_part, settings_of, training_config, unet_arguments
@@ -47,7 +48,7 @@ class PublicDecoder(NamedTuple):
     """What files of a decoder hold, in the terms of this package."""
 
     unets: list[tuple[dict[str, Any], dict[str, Tensor]]]
-    """Constructor arguments and weights of each `Unet`, coarsest first."""
+    """The fields of `UnetConfig` and the weights of each Unet, coarsest first."""
     settings: dict[str, Any]
     """Of the decoder around them: see `dalle2_config.settings_of`."""
     tables: list[Tensor | None]
@@ -105,7 +106,7 @@ def build_unets(found: PublicDecoder) -> list[Unet]:
     unets = []
     for number, (arguments, weights) in enumerate(found.unets, start=1):
         try:
-            unets.append(build_with_weights(partial(Unet, **arguments), weights).eval())
+            unets.append(build_with_weights(partial(Unet.made, arguments), weights).eval())
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"unet {number} is not as its configuration says: {one_line(error)}") from None
     return unets
@@ -139,11 +140,11 @@ def to_public(unets: Sequence[Unet], betas: Sequence[Tensor] | None = None) -> d
         raise ValueError(f"schedules are given for {len(betas)} unets, and there are {len(unets)}")
     state: dict[str, Tensor] = {}
     for index, unet in enumerate(unets):
-        check_is_public(unet.config, index)
+        check_is_public(unet.spec, index)
         state |= {f"unets.{index}.{name}": tensor for name, tensor in _public_weights(unet).items()}
     for index, unet in enumerate(unets if betas is not None else ()):
         state |= schedule_tensors(f"noise_schedulers.{index}", betas[index])  # type: ignore[index]
-        if unet.config["lowres_noise_cond"]:
+        if unet.spec.lowres_noise_cond:
             linear = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
             state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", linear)
     return state
@@ -164,32 +165,31 @@ def save_public(path: Path, unets: Sequence[Unet], settings: Mapping[str, Any], 
         torch.save(content, unfinished)
 
 
-def check_is_public(arguments: Mapping[str, Any], index: int) -> None:
+def check_is_public(unet: UnetConfig, index: int) -> None:
     """Raise a ValueError of one line unless the public package has such a unet as number ``index``, from 0."""
-    given = {"cond_on_image_embeds": arguments["cond_on_image_embeds"], "lowres_cond": arguments["lowres_cond"]}
     reasons = {
         f"its unets have {CROSS_ATTENTION} for cross_attn_heads and cross_attn_dim_head":
-            (arguments["cross_attn_heads"], arguments["cross_attn_dim_head"]) != CROSS_ATTENTION,
-        "image_embed_dim must differ from cond_dim": arguments["image_embed_dim"] == arguments["cond_dim"],
-        "the first unet has no low-resolution image": index == 0 and given["lowres_cond"],
-        "unets after the first have a low-resolution image": index > 0 and not given["lowres_cond"],
-        "unets after the first have no image embedding": index > 0 and given["cond_on_image_embeds"],
+            (unet.cross_attn_heads, unet.cross_attn_dim_head) != CROSS_ATTENTION,
+        "image_embed_dim must differ from cond_dim": unet.image_embed_dim == unet.cond_dim,
+        "the first unet has no low-resolution image": index == 0 and unet.lowres_cond,
+        "unets after the first have a low-resolution image": index > 0 and not unet.lowres_cond,
+        "unets after the first have no image embedding": index > 0 and unet.cond_on_image_embeds,
         "the first unet has an image embedding if it has a text":
-            index == 0 and arguments["cond_on_text_encodings"] and not given["cond_on_image_embeds"],
+            index == 0 and unet.cond_on_text_encodings and not unet.cond_on_image_embeds,
         "channels_out must be channels or twice as many":
-            arguments["channels_out"] not in (arguments["channels"], 2 * arguments["channels"]),
-        "its unets do not know coordinates": arguments["coordinates"],
-        "init_dim must be dim, and dim_mults begin with 1 without memory_efficient": not _has_public_widths(arguments),
+            unet.channels_out not in (unet.channels, 2 * unet.channels),
+        "its unets do not know coordinates": unet.coordinates,
+        "init_dim must be dim, and dim_mults begin with 1 without memory_efficient": not _has_public_widths(unet),
     }  # fmt: skip
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"DALLE2-pytorch has no such unet as number {index + 1}: {reason}")
 
 
-def _has_public_widths(arguments: Mapping[str, Any]) -> bool:
-    if arguments["init_dim"] != arguments["dim"]:
+def _has_public_widths(unet: UnetConfig) -> bool:
+    if unet.init_dim != unet.dim:
         return False
-    return bool(arguments["memory_efficient"] or arguments["dim_mults"][0] == 1)
+    return bool(unet.memory_efficient or unet.dim_mults[0] == 1)
 
 
 def _unused(arguments: Mapping[str, Any]) -> set[str]:
@@ -206,17 +206,17 @@ def _unused(arguments: Mapping[str, Any]) -> set[str]:
 
 
 def _public_weights(unet: Unet) -> dict[str, Tensor]:
-    config = unet.config
+    config = unet.spec
     state = {name: tensor.detach().float() for name, tensor in unet.state_dict().items()}
     for name in state:
-        if _QUERIES.fullmatch(name) and not config["cosine_sim_self_attn"]:
-            state[name] = state[name] * config["attn_dim_head"] ** 0.5
+        if _QUERIES.fullmatch(name) and not config.cosine_sim_self_attn:
+            state[name] = state[name] * config.attn_dim_head**0.5
         if name in _FROM_THE_EMBEDDING:
-            state[name] = state[name] * config["image_embed_scale"]
-    cond_dim = config["cond_dim"]
-    state.setdefault("null_image_embed", torch.zeros(1, config["num_image_tokens"], cond_dim))
-    state.setdefault("null_image_hiddens", torch.zeros(1, 4 * config["dim"]))
-    state.setdefault("null_text_embed", torch.zeros(1, config["max_text_len"], cond_dim))
+            state[name] = state[name] * config.image_embed_scale
+    cond_dim = config.cond_dim
+    state.setdefault("null_image_embed", torch.zeros(1, config.num_image_tokens, cond_dim))
+    state.setdefault("null_image_hiddens", torch.zeros(1, 4 * config.dim))
+    state.setdefault("null_text_embed", torch.zeros(1, config.max_text_len, cond_dim))
     state.setdefault("norm_cond.weight", torch.ones(cond_dim))
     state.setdefault("norm_cond.bias", torch.zeros(cond_dim))
     return state

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from inspect import signature
+from dataclasses import fields
 from typing import Any
 
-from ..unet import Unet
+from ..unets.config import UnetConfig
 
 PUBLIC_VERSION = "1.15.6"
 CROSS_ATTENTION = (8, 64)  # heads and their size, which have no name there
@@ -16,7 +16,7 @@ _OBJECTIVES = {"noise": (False, False), "x_start": (True, False), "v": (False, T
 # Arguments that are ours alone, and those that the public decoder sets, whatever the configuration of a unet says.
 _OURS = ("cross_attn_dim_head", "cross_attn_heads", "image_embed_scale", "coordinates", "gradient_checkpointing")
 _OF_THE_DECODER = ("lowres_cond", "lowres_noise_cond", "cond_on_image_embeds", "channels", "channels_out")
-_PUBLIC = tuple(name for name in signature(Unet).parameters if name not in (*_OURS, *_OF_THE_DECODER))
+_PUBLIC = tuple(field.name for field in fields(UnetConfig) if field.name not in (*_OURS, *_OF_THE_DECODER))
 UNET_KEYS = (*_PUBLIC, *_OF_THE_DECODER)
 
 # Settings of the whole decoder, and what they are if nothing is said.
@@ -46,7 +46,7 @@ def decoder_part(config: Any) -> dict[str, Any]:
 
 
 def unet_arguments(decoder: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Arguments of our `Unet` for unet ``index``, from 0. Keys without any effect there are left out."""
+    """Those of our `UnetConfig` for unet ``index``, from 0. Keys without any effect there are left out."""
     given = decoder["unets"][index]
     arguments = {name: given[name] for name in _PUBLIC if given.get(name) is not None}
     is_conditional, channels = not decoder.get("unconditional"), decoder.get("channels", 3)
@@ -120,7 +120,7 @@ def training_config(unets: Sequence[Mapping[str, Any]], settings: Mapping[str, A
     there only because the public package asks for it.
 
     Args:
-        unets: Arguments of `Unet`, complete.
+        unets: Their `config`.
         settings: As those of `settings_of`, of which only image_sizes is needed.
 
     Raises:

@@ -23,11 +23,10 @@ CONDITIONS = (
 
 def conditions_of(unet: Unet, conditions: Mapping[str, Tensor], batch: int, blocks: tuple[bool, ...]) -> Conditions:
     """The conditions of one or two blocks of ``batch`` rows, of which each keeps them or has the null condition."""
-    config = unet.config
     keep = torch.tensor(blocks, device=next(unet.parameters()).device).repeat_interleave(batch)
     given: dict[str, Any] = {}
     for name, switch, _ in CONDITIONS:
-        if config[switch]:
+        if getattr(unet.spec, switch):
             given[name] = torch.cat([conditions[name]] * len(blocks)) if any(blocks) and name in conditions else None
             given[f"keep_{name.split('_')[0]}"] = keep if given[name] is not None else torch.zeros_like(keep)
     return unet.condition(**given)
@@ -35,14 +34,12 @@ def conditions_of(unet: Unet, conditions: Mapping[str, Tensor], batch: int, bloc
 
 def is_conditional(unet: Unet) -> bool:
     """Whether a Unet takes an image embedding or a text."""
-    config = unet.config
-    return bool(config["cond_on_image_embeds"] or config["cond_on_text_encodings"])
+    return unet.spec.cond_on_image_embeds or unet.spec.cond_on_text_encodings
 
 
 def takes_level(unet: Unet) -> bool:
     """Whether a Unet is told the noise level of its low-resolution condition."""
-    config = unet.config
-    return bool(config["lowres_noise_cond"])
+    return unet.spec.lowres_noise_cond
 
 
 def check_batch(batch: int, conditions: Mapping[str, Tensor], *others: Tensor | None) -> None:
@@ -58,22 +55,23 @@ def check_guide(decoder: Decoder, guide: Decoder) -> None:
     if (n := len(guide.unets)) != len(decoder.unets):
         raise ValueError(f"the guide has {n} Unets and the decoder {len(decoder.unets)}: give one with as many")
     for index, (size, other) in enumerate(zip(decoder.image_sizes, guide.image_sizes, strict=True)):
-        unet, theirs = decoder.unet(index), guide.unet(index)
+        mine, theirs = decoder.unet(index).spec, guide.unet(index).spec
         ours, of_guide = decoder.schedule(index), guide.schedule(index)
         wrong = None
         if other != size:
             wrong = f"makes pictures of {other} pixels a side and that of the decoder of {size}"
-        elif theirs.config["channels"] != unet.config["channels"]:
-            wrong = f"has {theirs.config['channels']} channels and that of the decoder {unet.config['channels']}"
+        elif theirs.channels != mine.channels:
+            wrong = f"has {theirs.channels} channels and that of the decoder {mine.channels}"
         elif of_guide.timesteps != ours.timesteps:
             wrong = f"has {of_guide.timesteps} noise levels and that of the decoder {ours.timesteps}"
         elif of_guide.is_flow != ours.is_flow or not torch.equal(of_guide.log_snr.cpu(), ours.log_snr.cpu()):
             wrong = "has another noise schedule than that of the decoder"
-        elif takes_level(theirs) and decoder.lowres_schedule() is None:
+        elif theirs.lowres_noise_cond and decoder.lowres_schedule() is None:
             wrong = "takes the noise level of the smaller picture and the decoder adds no noise to it"
-        for name, switch, width in CONDITIONS:
-            if theirs.config[switch] and (not unet.config[switch] or theirs.config[width] != unet.config[width]):
-                takes = f"of width {unet.config[width]}" if unet.config[switch] else "none"
-                wrong = wrong or f"takes {name} of width {theirs.config[width]} and that of the decoder {takes}"
+        for name, _, width in CONDITIONS:
+            taken, needed = getattr(mine, width), getattr(theirs, width)  # None for a condition that it does not take
+            if needed not in (None, taken):
+                takes = f"of width {taken}" if taken else "none"
+                wrong = wrong or f"takes {name} of width {needed} and that of the decoder {takes}"
         if wrong:
             raise ValueError(f"Unet {index + 1} of the guide {wrong}: give a guide that fits")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from ..recompute import recomputed
 from .attention import Attention, LinearAttention, OnTokens, Residual
 from .blocks import BlockOptions, ResnetBlock
 from .conditions import Context
+from .config import UnetConfig
 from .resampling import downsample, upsample
 
 
@@ -59,23 +59,15 @@ class Up(nn.ModuleList):
         return after(x), x
 
 
-def make_levels(config: Mapping[str, Any], options: BlockOptions) -> tuple[nn.ModuleList, nn.ModuleList]:
-    """The levels on the way down, finest first, and those on the way up, coarsest first.
-
-    Args:
-        config: Arguments of the Unet, complete.
-    """
-    widths = [config["init_dim"], *(config["dim"] * mult for mult in config["dim_mults"])]
-    early = config["memory_efficient"]  # the sides are halved before the blocks
-    kernels = config["cross_embed_downsample_kernel_sizes"] if config["cross_embed_downsample"] else None
-    skip_scale = 2**-0.5 if config["scale_skip_connection"] else 1.0
+def make_levels(config: UnetConfig, options: BlockOptions) -> tuple[nn.ModuleList, nn.ModuleList]:
+    """The levels on the way down, finest first, and those on the way up, coarsest first."""
+    widths = [config.init_dim, *(config.dim * mult for mult in config.dim_mults)]
+    early = config.memory_efficient  # the sides are halved before the blocks
+    kernels = config.cross_embed_downsample_kernel_sizes if config.cross_embed_downsample else None
+    skip_scale = 2**-0.5 if config.scale_skip_connection else 1.0
     downs, ups, last = [], [], len(widths) - 2
     for level, (narrow, wide) in enumerate(pairwise(widths)):
-        groups, count, dim = (
-            config["resnet_groups"][level],
-            config["num_resnet_blocks"][level],
-            wide if early else narrow,
-        )
+        groups, count, dim = config.resnet_groups[level], config.num_resnet_blocks[level], wide if early else narrow
         attends = level > 0
 
         def block(dim_in: int, dim: int, attends: bool, groups: int = groups) -> ResnetBlock:
@@ -92,24 +84,24 @@ def make_levels(config: Mapping[str, Any], options: BlockOptions) -> tuple[nn.Mo
             block(wide + dim, wide, attends),
             [block(wide + dim, wide, attends) for _ in range(count)],
             attention_of(config, level, wide),
-            upsample(wide, narrow, config["pixel_shuffle_upsample"]) if early or level > 0 else nn.Identity(),
+            upsample(wide, narrow, config.pixel_shuffle_upsample) if early or level > 0 else nn.Identity(),
             skip_scale,
         ))  # fmt: skip
     return nn.ModuleList(downs), nn.ModuleList(reversed(ups))
 
 
-def self_attention(config: Mapping[str, Any], dim: int) -> nn.Module:
+def self_attention(config: UnetConfig, dim: int) -> nn.Module:
     """Self-attention with its residual, on maps (b, dim, h, w)."""
-    sizes = (config["attn_heads"], config["attn_dim_head"])
-    return OnTokens(Residual(Attention(dim, *sizes, cosine=config["cosine_sim_self_attn"])))
+    sizes = (config.attn_heads, config.attn_dim_head)
+    return OnTokens(Residual(Attention(dim, *sizes, cosine=config.cosine_sim_self_attn)))
 
 
-def attention_of(config: Mapping[str, Any], level: int, dim: int) -> nn.Module:
+def attention_of(config: UnetConfig, level: int, dim: int) -> nn.Module:
     """The attention of a level with its residual, or an Identity."""
-    if config["self_attn"][level]:
+    if config.self_attn[level]:
         return self_attention(config, dim)
-    if config["sparse_attn"]:
-        return Residual(LinearAttention(dim, config["attn_heads"], config["attn_dim_head"]))
+    if config.sparse_attn:
+        return Residual(LinearAttention(dim, config.attn_heads, config.attn_dim_head))
     return nn.Identity()
 
 

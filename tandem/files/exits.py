@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 FAILED = 1  # by no mistake of the user's: starting again may help
@@ -16,8 +18,42 @@ class CannotGoOn(RuntimeError):
     """What this process needs has failed, in one line: the exit code is ``FAILED``."""
 
 
-class AskedToStop(Exception):
-    """All processes are asked to stop here; whoever catches it saves what there is, and leaves."""
+class Ended(Exception):
+    """The work ends here, on all processes, which have said why: nothing is left to do but to exit with ``code``."""
+
+    code: int
+
+
+class Failed(Ended):
+    """By no mistake of the user's."""
+
+    code = FAILED
+
+
+class AskedToStop(Ended):
+    """Whoever catches it saves what there is, and raises it again."""
+
+    code = ASKED_TO_STOP
+
+
+@contextmanager
+def exit_codes(
+    error: Callable[[str], NoReturn], mistakes: type[Exception] | tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Iterator[None]:
+    """What the work of a script raises inside becomes the end of this process.
+
+    Args:
+        error: Ends it with one line about a mistake of the user's, as ``argparse.ArgumentParser.error`` does.
+        mistakes: Errors that are such mistakes.
+    """
+    try:
+        yield
+    except Ended as end:
+        leave(end.code)
+    except KeyboardInterrupt:
+        leave(INTERRUPTED)
+    except mistakes as mistake:
+        error(str(mistake))
 
 
 def leave(code: int, *, at_once: bool = False) -> NoReturn:

@@ -18,7 +18,7 @@ from filling import mulan, video_tokenizer, vqgan, write_images, write_sounds, w
 from PIL import Image
 from safetensors.torch import save_file
 
-from models import DiscreteVAE, ResidualQuantizer
+from models import DiscreteVAE
 from tests.models.files.test_dalle2 import laion
 from tests.models.reference.tokenizers import state_of as public_vqgan
 from tests.models.test_clip import write_clip
@@ -27,7 +27,7 @@ from tests.scripts import RUN, SCRIPTS, SOUNDS, TOKENIZER, words
 from tests.test_decoder_config import SMALL_UNET, changed
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("vae", "vqgan", "mulan", "video", "decoder", "quantizer")  # of models
+KINDS = ("vae", "vqgan", "mulan", "video", "decoder")  # of models
 ONE_UPDATE = words({**RUN, "batch_size": 4, "max_steps": 1, "valid_fraction": 0.2})
 
 
@@ -83,7 +83,6 @@ def _tools() -> list[Target]:
                ["films", "video"]),
         Target("embed", ["--model", "mulan", "--audio", "sounds", *few, "--output", "out"], ["sounds", "mulan"], 2),
         Target("embed", ["--model", "mulan", "--index", "index", "--query", "a dog"], ["index", "mulan"]),
-        Target("embed", ["--index", "index", "--quantizer", "quantizer"], ["index", "quantizer"], 2),
         Target("sample", ["--model", "decoder", "--image_embeddings", "rows.npy", "--sample_timesteps", "1", *few,
                           "--batch_size", "2", "--output", "out"], ["rows.npy", "decoder"], 2),
         Target("sample", ["--model", "decoder", "--start_at_unet", "2", "--images", "images", "--sample_timesteps", "1",
@@ -121,7 +120,7 @@ def write_inputs(folder: Path) -> None:
     torch.manual_seed(0)
     small = {"image_size": 16, "num_tokens": 16, "codebook_dim": 4, "hidden_dim": 4, "num_layers": 2}
     vae, unets = DiscreteVAE.made(small), decoder()
-    models = vae, vqgan(), mulan(), video_tokenizer(), unets, ResidualQuantizer(8, 2, 3)
+    models = vae, vqgan(), mulan(), video_tokenizer(), unets
     for name, model in zip(KINDS, models, strict=True):
         model.save_pretrained(folder / name)
     vae.save_dalle(folder / "vae.pt")

@@ -39,6 +39,7 @@ from data import open_images
 from data.feed import Feed
 from data.stream import collate_images
 from distributed import Backend, TrainingStopped, UserMistake, torch_comm
+from tandem.files.exits import exit_codes
 from training.checkpoints.store import Checkpoints
 
 PAUSE_SECONDS = 0.2
@@ -174,7 +175,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     torch_comm.GRACE_SECONDS = 0  # a collective's own limit, if it has one, is not later than the watchdog's
     longer = 60 * args.timeout_minutes + 4
-    with distributed.from_args(args) as backend:
+    with exit_codes(parser.error, ()), distributed.from_args(args) as backend:
         if args.fault == "mistake":
             if backend.rank == 1:
                 raise UserMistake("no such folder")

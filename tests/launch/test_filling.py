@@ -24,11 +24,6 @@ N_ITEMS, PER_SHARD = 42, 3
 N_SHARDS = N_ITEMS // PER_SHARD
 
 
-def quantizing(folder: Path) -> list[str]:
-    sizes = ["--num_quantizers", "2", "--codebook_size", "4", "--quantizer_epochs", "2"]
-    return ["--fit_quantizer", str(folder), "--quantizer", str(folder), *sizes]
-
-
 @dataclass(frozen=True, eq=False)
 class Job:
     """A script with larger models and inputs than `filling` gives it."""
@@ -37,9 +32,9 @@ class Job:
     ending: str  # extension of the input files
     sizes: Mapping[str, Any]  # of its model
     write_item: Callable[[Path, int], None]
-    more: Callable[[Path], list[str]]  # flags of a further stage, given a folder
-    n_files: int  # number of files that all stages leave
-    said_once: str  # in what all stages print
+    n_files: int  # number of files that it leaves
+    said_once: str  # in what it prints
+    more: tuple[str, ...] = ()  # further flags
 
     def __str__(self) -> str:
         return str(self.script)
@@ -55,23 +50,22 @@ class Job:
 
 TOKENIZE = Job(
     filling.TOKENIZE, "png", {"image_size": 64, "dim": 16, "codebook_size": 1024},
-    lambda path, seed: filling.write_image(path, seed, 64, 70), lambda folder: ["--report"], 2 * N_SHARDS + 3,
-    "of 1024 codes used, perplexity",
+    lambda path, seed: filling.write_image(path, seed, 64, 70), 2 * N_SHARDS + 3, "of 1024 codes used, perplexity",
+    ("--report",),
 )  # fmt: skip
 TOKENIZE_VIDEOS = Job(
     filling.TOKENIZE_VIDEOS, "mp4",
     {"image_size": 64, "layers": "residual,compress_space:16,residual,compress_time:16,residual", "init_dim": 8,
      "input_kernel": 7, "codebook_size": 1024},
-    lambda path, seed: filling.write_film(path, seed, 1 + 4 * (1 + seed % 7), 64, 70), lambda folder: [],
-    2 * N_SHARDS + 3, f"41 videos in {N_SHARDS} shards of codes",
+    lambda path, seed: filling.write_film(path, seed, 1 + 4 * (1 + seed % 7), 64, 70), 2 * N_SHARDS + 3,
+    f"41 videos in {N_SHARDS} shards of codes",
 )  # fmt: skip
 EMBED = Job(
     filling.EMBED, "wav",
     {"audio_dim": 128, "audio_depth": 3, "dim_head": 16, "sample_rate": 8000, "clip_seconds": 1.0, "n_fft": 512,
      "hop_length": 80, "n_mels": 64, "patch_size": 16},
-    lambda path, seed: filling.write_sound(path, seed, 1 + seed % 7, 8000), quantizing,
-    2 * N_SHARDS + 4 + 2 * N_SHARDS + 2 + 3,  # the index; its codes; the quantizer
-    "codes of 41 sounds:",
+    lambda path, seed: filling.write_sound(path, seed, 1 + seed % 7, 8000), 2 * N_SHARDS + 4,
+    f"41 sounds in {N_SHARDS} shards of embeddings",
 )  # fmt: skip
 
 
@@ -95,8 +89,7 @@ def prepare(tmp_path_factory) -> Callable[[Job], tuple[Path, Path]]:
         for seed in range(N_ITEMS):
             job.write_item(inputs / "source" / f"{seed:03d}.{job.ending}", seed)
         (inputs / "source" / f"040.{job.ending}").write_bytes(b"no such content")
-        more = job.more(results / "quantizer")
-        command = job.command(inputs, results / "output", "--num_workers", "0", *more)
+        command = job.command(inputs, results / "output", "--num_workers", "0", *job.more)
         [finished] = fork(job.module, command, inputs / "log")
         assert finished.returncode == 0, finished.output
         return inputs, results
@@ -112,7 +105,7 @@ def inputs(job, prepare) -> Path:
 
 @pytest.fixture
 def of_one_process(job, prepare) -> Path:
-    """The results of one process: the folder "output", and the folder "quantizer" if the script has one."""
+    """The folder "output" of one process, in a folder of its own."""
     return prepare(job)[1]
 
 
@@ -131,8 +124,7 @@ def started(job: Job, command: list[str], output: Path, log: Path, shards: int) 
     ids=str,
 )
 def test_two_processes_write_the_bytes_of_one(launcher, job, inputs, of_one_process, tmp_path):
-    more = job.more(tmp_path / "left" / "quantizer")
-    command = job.command(inputs, tmp_path / "left" / "output", "--num_workers", "1", *more)
+    command = job.command(inputs, tmp_path / "left" / "output", "--num_workers", "1", *job.more)
     if launcher:
         finished = run(launcher, job.script.name, command)
     else:
@@ -174,8 +166,7 @@ def test_a_killed_job_goes_on_on_another_number_of_processes(job, inputs, of_one
     job.script.main(command)
     assert f"of {N_SHARDS - len(done)} shards" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in done} == before
-    written = files(of_one_process / "output")
-    assert files(output) == {name: content for name, content in written.items() if not name.startswith("codes/")}
+    assert files(output) == files(of_one_process / "output")
 
 
 def test_a_job_of_which_one_process_is_told_to_end_exits_with_75_between_two_shards(job, inputs, tmp_path):
@@ -193,6 +184,6 @@ def test_a_job_of_which_one_process_is_told_to_end_exits_with_75_between_two_sha
 def test_the_root_alone_speaks_of_what_another_process_met(job, inputs, tmp_path):
     command = job.command(inputs, tmp_path / "output", "--on_bad_sample", "error", "--num_workers", "0")
     ranks = fork(job.module, command, tmp_path / "log", 2)
-    errors = [line for line in ranks[0].output.splitlines() if f"{job}: error: " in line]
+    errors = [line for line in ranks[0].output.splitlines() if f"{job.script.name}: error: " in line]
     assert len(errors) == 1 and f"040.{job.ending}" in errors[0], ranks[0].output
     assert [rank.returncode for rank in ranks] == [2, 2], ranks[0].output

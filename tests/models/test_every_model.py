@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import models
 import models.perceptual
-from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, MusicLMMuLaN, ResidualQuantizer, Unet, VideoTokenizer
+from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, MusicLMMuLaN, Unet, VideoTokenizer
 from models.files.pretrained import Pretrained
 from models.perceptual import PerceptualLoss
 from models.quantizers import QUANTIZERS, make_quantizer
@@ -145,11 +145,6 @@ MODELS = {
         **{**helpers.MULAN, "audio_depth": 3, "text_dim": 16, "text_depth": 3}, text_tower=TEXT_TOWER,
         audio_tower=AUDIO_TOWER),
     "musiclm": mulan(MusicLMMuLaN, **helpers.MUSICLM, weight="audio_to_latents.weight"),
-    "residual": Case(
-        ResidualQuantizer, {"dim": 6, "num_quantizers": 4, "codebook_size": 5},
-        lambda model: {"embeddings": some(40, 6).requires_grad_()}, {"decay": 0.5}, {"codebook_size": 7},
-        "levels.0.codebook",
-    ),
     "unet": unet(self_attn=[True, False], image_embed_scale=2.0, channels_out=6),
     "unet of every option": unet(**EVERY_OPTION),
     "discriminator": Case(Discriminator, {"dim": 8, "layers": 2}, images, {}, {"dim": 9}, "layers.0.0.weight"),
@@ -267,7 +262,7 @@ def test_convolutions_see_activations_channels_last_whatever_the_order_of_the_we
     assert all(map_.is_contiguous(memory_format=torch.channels_last) for map_ in seen)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("residual", *DISTANCES)])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in DISTANCES])
 def test_every_weight_has_a_gradient_that_is_finite_and_not_0(name: str) -> None:
     """Silence and an empty caption included."""
     model = made(name).train()
@@ -447,7 +442,7 @@ vae, vqgan_of = partial(built, DiscreteVAE, **helpers.VAE), partial(built, VQGAN
 tokenizer_of = partial(built, VideoTokenizer, **helpers.TOKENIZER)
 discriminator = partial(models.VideoDiscriminator, dim=4)
 mulan_of, musiclm = partial(built, MuLaN, **helpers.MULAN), partial(built, MusicLMMuLaN, **helpers.MUSICLM)
-unet_of, residual = partial(Unet, **helpers.UNET), partial(ResidualQuantizer, dim=6)
+unet_of = partial(built, Unet, **helpers.UNET)
 
 
 def build_in_memory(kind: Callable[..., Any], **arguments: Any) -> Any:
@@ -483,7 +478,6 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
     },
     musiclm: {"audio_dim": (4, 18), "hierarchical_layers": (2,), "patch_size": (66,), "win_length": (129,),
               "clip_seconds": (1e12,), "heads": (0,)},
-    residual: {"num_quantizers": (0,), "decay": (1.0,), "codebook_size": (1,)},
 }  # fmt: skip
 # Other mistakes, and the flags and numbers that the message has to say.
 SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [

@@ -24,7 +24,7 @@ cases = pytest.mark.parametrize("case", CASES)
 def unet(**changes: Any) -> Unet:
     """In eval mode, with an output that is not 0."""
     torch.manual_seed(0)
-    model = Unet(**{**UNET, **changes}).eval()
+    model = Unet.made({**UNET, **changes}).eval()
     nn.init.normal_(model.to_out.weight, std=0.3)
     return model
 
@@ -32,7 +32,7 @@ def unet(**changes: Any) -> Unet:
 def unet_of(case: str) -> Unet:
     torch.manual_seed(0)
     config = public_config(case)
-    model = Unet(**unet_arguments(config, len(config["unets"]) - 1)).eval()
+    model = Unet.made(unet_arguments(config, len(config["unets"]) - 1)).eval()
     nn.init.normal_(model.to_out.weight, std=0.3)
     return model
 
@@ -45,7 +45,7 @@ def test_public_weights_give_the_public_numbers(case: str, tmp_path: Path) -> No
     public = {f"unets.0.{name}": weight for name, weight in weights_of(case, reference.shapes).items()}
     if CASES[case].is_second:
         public = {name.replace("unets.0.", "unets.1."): weight for name, weight in public.items()}
-        public |= to_public([Unet(**unet_arguments(config, 0))])
+        public |= to_public([Unet.made(unet_arguments(config, 0))])
     torch.save({"version": "1.15.6", "config": {"decoder": config}, "model": public}, tmp_path / "latest.pth")
     *_, model = build_unets(read_public([tmp_path / "latest.pth"]))
     inputs, none = inputs_of(case), torch.zeros(2, dtype=torch.bool)
@@ -108,4 +108,4 @@ def test_an_earlier_prediction_that_is_missing_is_zeros_the_embedding_is_scaled_
         assert torch.equal(model(**inputs, self_cond=torch.zeros(2, 3, 8, 8)), out)
         assert not torch.equal(model(**inputs, self_cond=torch.ones(2, 3, 8, 8)), out)
         assert torch.equal(plain(**{**inputs, "image_embed": 4 * inputs["image_embed"]}), out)
-    assert not Unet(**UNET)(**inputs).any()
+    assert not Unet.made(UNET)(**inputs).any()

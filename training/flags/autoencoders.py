@@ -7,7 +7,6 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from models.configs import WITH_ENTROPY
 from tandem.converters import (
     FILE,
     fraction,
@@ -24,36 +23,10 @@ from tandem.fields import Needs, above_0, flag, when
 
 _MOST_ALONE = 0.3  # the largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md
 
-_ENTROPY, _PERCEPTUAL = when("quantizer", *WITH_ENTROPY), when("perceptual", "vgg", "lpips")
+_PERCEPTUAL = when("perceptual", "vgg", "lpips")
 
 #: Of flags that only a validation needs.
 VALIDATION = Needs("valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None)
-
-
-@dataclass
-class QuantizerLossFlags:
-    """Of every script whose model has a quantizer (`models.configs.QuantizerConfig`): what its losses weigh."""
-
-    commitment_loss_weight: float = flag(
-        0.25,
-        "weight of the loss that keeps the encoder near its codes; bsq: 0, ibq: 1",
-        non_negative_float,
-        title="quantizer",
-    )
-    entropy_loss_weight: float = flag(
-        0.1,
-        "weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) "
-        "(lfq, bsq, ibq); ibq: 0.05",
-        non_negative_float,
-        needs=_ENTROPY,
-    )
-    entropy_anneal_factor: float = flag(
-        1.0,
-        "at the start, the entropy loss counts this many times --entropy_loss_weight",
-        positive_float,
-        needs=(_ENTROPY, above_0("entropy_anneal_steps")),
-    )
-    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", updates_or_0, needs=_ENTROPY)
 
 
 @dataclass
@@ -95,7 +68,9 @@ class AdversaryFlags(PerceptualFlags):
         size,
         lasting=True,
     )
-    discr_start_step: int = flag(0, "updates of the generator before the discriminator takes part", updates_or_0)
+    discr_start_step: int = flag(
+        0, "updates of the generator before the discriminator takes part", updates_or_0, also="discr_start_after_step"
+    )
     discr_learning_rate: float | None = flag(
         None, "learning rate of the discriminator (default: --learning_rate)", positive_float
     )
@@ -137,6 +112,7 @@ class AdversaryFlags(PerceptualFlags):
         "updates from one gradient penalty to the next, counted from the first update of the run",
         updates,
         needs=above_0("penalty_weight"),
+        also="apply_gradient_penalty_every",
     )
     lecam_weight: float = flag(0.0, "weight of the discriminator's LeCam regulariser", non_negative_float)
     lecam_decay: float = flag(

@@ -1,7 +1,7 @@
 """Reads a YAML config whose keys are flag names, with the converters that the command line uses."""
 
 import argparse
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import yaml
@@ -18,7 +18,7 @@ def read_config(
     path: str,
     flags: Mapping[str, argparse.Action],
     command_line_only: Container[str],
-    answers: Mapping[str, str],
+    instead_of: Callable[[str], str | None],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Values, and the keys that said them, by dest name from a YAML mapping.
 
@@ -30,7 +30,7 @@ def read_config(
         path: Of a file, or of one in configs/ (`shipped`).
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
-        answers: What to do instead, by names that are no flags here but are elsewhere, with dashes, and by keys.
+        instead_of: What to do instead of a name that is no flag here but is elsewhere; None for others.
 
     Raises:
         ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
@@ -45,9 +45,9 @@ def read_config(
         name = key.replace("-", "_")
         if name in command_line_only:
             raise ValueError(f"{where}: {key} belongs on the command line, not in a config file")
-        if name not in flags and (answer := answers.get(name) or answers.get(f"--{name}")):
-            raise ValueError(f"{where}: unknown key {key!r}: {answer}")
         if name not in flags:
+            if instead := instead_of(name):
+                raise ValueError(f"{where}: unknown key {key!r}: {instead}")
             raise ValueError(f"{where}: unknown key {key!r}{nearest(name, list(flags))}")
         action = flags[name]
         if action.dest in said:

@@ -103,7 +103,7 @@ class SamplingFlags:
         0.0,
         "scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range",
         fraction,
-        also="use_dynamic_thres",
+        also="dynamic_thres_percentile",
     )
 
     @classmethod
@@ -123,6 +123,7 @@ class DecoderFlags(SamplingFlags):
         nargs="+",
         title="model (one value for all Unets, or one for each)",
         lasting=True,
+        also="image_size",
     )
     dim: list[int] = per_unet([128], "channels of the finest level", width, lasting=True)
     dim_mults: list[tuple[int, ...]] = per_unet(
@@ -187,12 +188,12 @@ class DecoderFlags(SamplingFlags):
         "whose shape the flags that are not given take over",
         FOLDER,
     )
-    learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float)
+    learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, also="lr")
     lr_warmup_steps: list[int] = per_unet(
-        [0], "updates of linear warm-up from 0, at most half of the run", updates_or_0
+        [0], "updates of linear warm-up from 0, at most half of the run", updates_or_0, also="warmup_steps"
     )
     weight_decay: list[float] = per_unet(
-        [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float
+        [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, also="wd"
     )
     lr_cosine: bool = flag(False, "let the learning rate fall to 0 along a cosine; constant otherwise")
     n_evaluation_samples: int = flag(
@@ -223,6 +224,7 @@ class DecoderFlags(SamplingFlags):
         choices=SCHEDULES,
         title="diffusion (one value for all Unets, or one for each)",
         lasting=True,
+        also="beta_schedule",
     )
     objective: list[str] = per_unet(
         ["v"], "what a Unet predicts", choices=("noise", "x_start", "v", "flow"), lasting=True

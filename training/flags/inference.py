@@ -1,8 +1,14 @@
 """Flags of the scripts that use trained weights. Standard library only, so that `--help` answers at once."""
 
+from __future__ import annotations
+
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from tandem.converters import PRECISIONS, size, thread_count, worker_count
+
+if TYPE_CHECKING:
+    from distributed import Backend
 
 
 def add_output_arguments(group: argparse._ArgumentGroup, *, output_help: str, required: bool = False) -> None:
@@ -25,3 +31,10 @@ def add_computation_arguments(
     add("--cpu_threads", type=thread_count, default=1, metavar="N",
         help="threads of each process, on a CPU; starting more processes is faster than more threads")
     # fmt: on
+
+
+def kernel_settings(args: argparse.Namespace, processes: Backend) -> dict[str, Any]:
+    """Settings that choose the kernels, so that the last bits of a result depend on them besides model and input."""
+    device = processes.device.type
+    threads = args.cpu_threads if device == "cpu" else None
+    return {"deterministic": args.deterministic, "device": device, "cpu_threads": threads}

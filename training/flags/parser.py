@@ -31,11 +31,11 @@ _UNSET = object()
 # Flags of other trainers for what takes none here.
 _NO_FLAG = {
     **dict.fromkeys(
-        ("--resume", "--resume_from", "--resume_from_checkpoint", "--continue"),
+        ("resume", "resume_from", "resume_from_checkpoint", "continue"),
         "a run is resumed by the same command again, with the same --output_dir",
     ),
     **dict.fromkeys(
-        ("--gpus", "--num_gpus", "--devices", "--ngpus", "--n_gpus"),
+        ("gpus", "num_gpus", "devices", "ngpus", "n_gpus"),
         "the launcher starts the processes, such as torchrun --nproc_per_node 8 in front of the script",
     ),
 }
@@ -86,9 +86,6 @@ class ArgumentParser(argparse.ArgumentParser):
         self.data_flag: str | None = None
         #: What a resumed run may not change: names of flags, each with what of its value is compared.
         self.lasting: dict[str, Callable[[Any], Any]] = {}
-        self._consequences: list[Callable[[argparse.Namespace], None]] = []
-        #: What to do instead, by names that are no flags here but are elsewhere.
-        self.answers = dict(_NO_FLAG)
 
     def error(self, message: str, *, is_agreed: bool = False) -> NoReturn:
         """Print `prog: error: message` as one line on stderr, and exit with code 2.
@@ -101,9 +98,8 @@ class ArgumentParser(argparse.ArgumentParser):
             raise ValueError(message)
         if not self._is_root():
             time.sleep(_ROOT_SPEAKS_FIRST_SECONDS if is_agreed else _OTHERS_SPEAK_AFTER_SECONDS)
-            if is_agreed:
-                leave(MISTAKE)
-        self._print_message(f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n", sys.stderr)
+        if self._is_root() or not is_agreed:
+            self._print_message(f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n", sys.stderr)
         leave(MISTAKE)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -173,8 +169,6 @@ class ArgumentParser(argparse.ArgumentParser):
         args.said_as = {**said_as, **self._names_used(argv)}
         if not getattr(args, "init_from", None):  # the shape of the model that it starts from comes first: `adopt`
             self._settled(args)
-        for consequence in self._consequences:
-            consequence(args)
         return args
 
     def _settled(self, args: argparse.Namespace) -> None:
@@ -223,14 +217,12 @@ class ArgumentParser(argparse.ArgumentParser):
         except ValueError as error:
             raise ValueError(f"{name} {repr(value)[:40]}: {error}") from None
 
-    def add_name(self, flag: str, name: str) -> None:
-        """Give a flag that there is a further name; both with dashes."""
-        action = self._option_string_actions[name] = self._option_string_actions[flag]
-        action.option_strings = [*action.option_strings, name]
+    def _instead_of(self, name: str) -> str | None:
+        """What to do instead of a name that is no flag here but is elsewhere; None for others."""
+        from .public_names import instead_of
 
-    def add_consequence(self, consequence: Callable[[argparse.Namespace], None]) -> None:
-        """Call this with the result of every `parse`, which it may change."""
-        self._consequences.append(consequence)
+        bare = name.lstrip("-").replace("-", "_")
+        return _NO_FLAG.get(bare) or instead_of(bare, self._script)
 
     def shown(self, name: str) -> str:
         """The default of a flag, named without dashes, as people write it; "" for none."""
@@ -299,8 +291,8 @@ class ArgumentParser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(argv, argparse.Namespace(**unset))
         if unknown:
             flag = unknown[0].split("=")[0]
-            if flag in self.answers:
-                self.error(f"unknown flag {flag}: {self.answers[flag]}")
+            if instead := self._instead_of(flag):
+                self.error(f"unknown flag {flag}: {instead}")
             if flag.startswith("-"):
                 self.error(f"unknown flag {flag}{nearest(flag, list(self._option_string_actions))}")
             self.error(f"unexpected argument {flag!r}: every value follows a flag")
@@ -326,7 +318,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
         try:
             flags = {name: flag for flag in self._config_actions() for name in config_names(flag)}
-            return read_config(path, flags, _COMMAND_LINE_ONLY, self.answers)
+            return read_config(path, flags, _COMMAND_LINE_ONLY, self._instead_of)
         except ValueError as error:
             self.error(str(error))
 

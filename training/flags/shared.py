@@ -114,6 +114,7 @@ class ImageFlags(OwnDataset):
         "tars; demo:shapes draws images itself",
         PATH,
         title="images",
+        also="folder",
     )
     random_flip: bool = flag(False, "mirror each training image with probability 1/2")
     crop: str = crop_flag("image_folder")
@@ -165,6 +166,7 @@ class ConditionedImageFlags(ClipFlags, OwnDataset):
         "pictures to draw are left out; demo:shapes draws captioned images itself",
         PATH,
         title="images",
+        also="webdataset_base_url",
     )
     start_shard: int = flag(0, "number of the first tar", non_negative_int)
     end_shard: int | None = flag(None, "number of the last tar (default: of all)", non_negative_int)
@@ -180,7 +182,10 @@ class ConditionedImageFlags(ClipFlags, OwnDataset):
     crop: str = crop_flag("image_folder")
     crop_area: tuple[float, ...] | None = crop_area_flag("image_folder")
     num_images_save: int = flag(
-        6, "images in a sample grid; at most a batch of them if there is no validation split", size
+        6,
+        "images in a sample grid; at most a batch of them if there is no validation split",
+        size,
+        also="n_sample_images",
     )
     image_embeddings: str | None = flag(
         None,
@@ -188,9 +193,13 @@ class ConditionedImageFlags(ClipFlags, OwnDataset):
         "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)",
         PATH,
         title="embeddings",
+        also="img_embeddings_url",
     )
     text_embeddings: str | None = flag(
-        None, "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)", PATH
+        None,
+        "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)",
+        PATH,
+        also="text_embeddings_url",
     )
     index_width: int = flag(
         4, "digits at the end of an image's key that are the number of its row", digit_count, needs=_BY_ROW
@@ -221,6 +230,7 @@ class VideoFlags(OwnDataset):
         "manifest; or webdataset tars; demo:moving draws clips itself",
         PATH,
         title="videos",
+        also="dataset_folder",
     )
     num_frames: int = flag(17, "frames of a clip", size, metavar="FRAMES")
     fps: float | None = flag(
@@ -268,6 +278,7 @@ class SoundFlags(OwnDataset):
         "synthesises sounds",
         PATH,
         title="sounds and texts",
+        also="folder",
     )
     data_max_length: int | None = flag(
         None, "length of the clip in samples, instead of --clip_seconds", positive_int, metavar="SAMPLES"
@@ -280,8 +291,10 @@ class SoundFlags(OwnDataset):
 class RateFlags:
     """Of every script with one learning rate that is warmed up (`training.schedules`)."""
 
-    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule")
-    lr_warmup_steps: int = flag(0, "updates of linear warm-up from 0, at most half of the run", updates_or_0)
+    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", also="lr")
+    lr_warmup_steps: int = flag(
+        0, "updates of linear warm-up from 0, at most half of the run", updates_or_0, also="warmup_steps"
+    )
 
 
 @dataclass
@@ -301,6 +314,7 @@ class DecayingOptimizerFlags(RateFlags, OptimizerFlags):
     )
 
 
+_ENDLESS = 1e9  # epochs, where the number of updates ends a run
 _WANDB = when("report_to", "wandb")
 
 
@@ -308,7 +322,13 @@ _WANDB = when("report_to", "wandb")
 class RunFlags:
     """Of every script."""
 
-    output_dir: str = flag("runs/", "run folder; if it holds a run, that run is resumed", FOLDER, title="run")
+    output_dir: str = flag(
+        "runs/",
+        "run folder; if it holds a run, that run is resumed",
+        FOLDER,
+        title="run",
+        also=("results_folder", "checkpoints_folder"),
+    )
     config: str | None = flag(
         None, "YAML file of flags, written without dashes; flags on the command line override it", FILE
     )
@@ -320,7 +340,9 @@ class RunFlags:
     )
     seed: int = flag(0, "seed of the initial weights, the data order and the noise", non_negative_int)
     epochs: float = flag(20, "passes over the training data", epoch_count)
-    max_steps: int | None = flag(None, "stop after this number of updates, if --epochs would last longer", updates)
+    max_steps: int | None = flag(
+        None, "stop after this number of updates, if --epochs would last longer", updates, also="num_train_steps"
+    )
     batch_size: int = flag(
         8,
         "samples per update, over all processes and accumulation steps",
@@ -328,7 +350,9 @@ class RunFlags:
         metavar="SAMPLES",
         title="optimisation",
     )
-    grad_accum_steps: int = flag(1, "gradient accumulation: micro-batches per update, on each process", size)
+    grad_accum_steps: int = flag(
+        1, "gradient accumulation: micro-batches per update, on each process", size, also="grad_accum_every"
+    )
     max_grad_norm: float = flag(0.0, "clip the gradient to this 2-norm; 0: no clipping", non_negative_float)
     ema_decay: float = flag(
         0.0, "decay per update of an exponential moving average of the weights; 0: no average", fraction
@@ -359,12 +383,17 @@ class RunFlags:
     num_workers: int = flag(
         2, "loader processes per training process; 0: load in the training process", worker_count, title="data loading"
     )
-    valid_fraction: float = flag(0.05, "fraction of the data that is held out for validation; 0: none", fraction)
+    valid_fraction: float = flag(
+        0.05, "fraction of the data that is held out for validation; 0: none", fraction, also="valid_frac"
+    )
     valid_folder: str | None = flag(
         None, "another set of the same kind, all of which is the validation split, instead of --valid_fraction", PATH
     )
     split_seed: int | None = flag(
-        None, "seed that chooses the validation split; without one, that of --seed", non_negative_int
+        None,
+        "seed that chooses the validation split; without one, that of --seed",
+        non_negative_int,
+        also="random_split_seed",
     )
     valid_samples: int | None = flag(
         None,
@@ -373,6 +402,7 @@ class RunFlags:
         "a tenth of the samples that are trained on between two validations)",
         non_negative_int,
         metavar="SAMPLES",
+        also="validation_samples",
     )
     on_bad_sample: str = flag(
         "replace",
@@ -387,9 +417,14 @@ class RunFlags:
         title="validation and logging",
     )
     validate_every_n_steps: int = flag(
-        100, "updates between two measurements on the validation split; 0: only at the end", updates_or_0
+        100,
+        "updates between two measurements on the validation split; 0: only at the end",
+        updates_or_0,
+        also="validate_every_step",
     )
-    sample_every_n_steps: int = flag(100, "updates between two pictures in samples/; 0: only at the end", updates_or_0)
+    sample_every_n_steps: int = flag(
+        100, "updates between two pictures in samples/; 0: only at the end", updates_or_0, also="save_results_every"
+    )
     profile_steps: tuple[int, int] | None = flag(
         None,
         "record these updates, counted from 1, with torch.profiler; the trace and a table come into "
@@ -402,17 +437,29 @@ class RunFlags:
         Names("tensorboard", "wandb"),
     )
     wandb_project: str | None = flag(
-        None, "project of the run on Weights & Biases (default: wandb's own choice)", NAME, needs=_WANDB
+        None,
+        "project of the run on Weights & Biases (default: wandb's own choice)",
+        NAME,
+        needs=_WANDB,
+        also="project_name",
     )
     wandb_entity: str | None = flag(
         None, "user or team of the project (default: that of wandb's login)", NAME, needs=_WANDB
     )
     wandb_name: str | None = flag(
-        None, "name of the run on Weights & Biases (default: that of its folder)", NAME, needs=_WANDB
+        None,
+        "name of the run on Weights & Biases (default: that of its folder)",
+        NAME,
+        needs=_WANDB,
+        also=("run_name", "wandb_run_name"),
     )
     wandb_tags: tuple[str, ...] | None = flag(None, "tags of the run on Weights & Biases", words, needs=_WANDB)
     save_every_n_steps: int = flag(
-        100, "updates between two checkpoints; 0: only at the end", updates_or_0, title="checkpoints"
+        100,
+        "updates between two checkpoints; 0: only at the end",
+        updates_or_0,
+        title="checkpoints",
+        also=("save_model_every", "checkpoint_every_step"),
     )
     keep_n_checkpoints: int = flag(3, "keep this number of newest checkpoints and delete older ones", positive_int)
     save_before_minutes: float | None = flag(
@@ -424,5 +471,7 @@ class RunFlags:
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        if args.said_as.get("max_steps") == "num_train_steps" and "epochs" not in args.explicit:
+            args.epochs = _ENDLESS
         parser.choose(args, ema_power=None, ema_decay=0.0)
         parser.choose(args, valid_folder=None, valid_fraction=0.0)

@@ -100,8 +100,8 @@ def updates(run: Run, evaluations: Sequence[Evaluation], preview: int) -> Iterat
     if the run is complete.
 
     Raises:
-        SystemExit: with code 75 after a stop request, for which the run is saved; with code 1 if the last checkpoint or
-            model cannot be written.
+        AskedToStop: after a stop request, for which the run is saved.
+        Failed: the last checkpoint or model cannot be written.
     """
     run.tell("start", evaluations)
     for evaluation in evaluations:
@@ -154,7 +154,7 @@ def updates(run: Run, evaluations: Sequence[Evaluation], preview: int) -> Iterat
             if not run.progress.finished:
                 batch = feed.next()
     except AskedToStop:
-        run.save_and_exit()
+        run.save_and_stop()
     run.finish(evaluations)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from tandem.files.exits import FAILED, AskedToStop, leave
+from tandem.files.exits import AskedToStop, Failed
 from tandem.files.writing import hold, is_left_behind
 
 from .clock import peak_memory
@@ -90,7 +90,7 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
             failure = run.checkpoints.why_not_saved()
         if failure:
             run.say(failure)
-            leave(FAILED)
+            raise Failed
         every, *others = action.every
         taken[action.name] = once[0]
         whole += once[0] * (total // every + (total % every > 0) if every else 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from PIL import Image
 
-from tandem.files.exits import ASKED_TO_STOP, FAILED, leave
+from tandem.files.exits import AskedToStop, Failed
 
 from ..checkpoints.averages import AverageFiles
 from ..checkpoints.format import damaged
@@ -309,17 +309,18 @@ class Run:
         logged, with the times of now."""
         self.progress.unfinished_line = {**line, **self.clock.times(self.progress.samples)} if line else {}
 
-    def save_and_exit(self) -> NoReturn:
-        """Stop because the run was asked to: save a checkpoint of this update and exit with code 75, or with code 1 if
-        it cannot be written. A dry run saves nothing.
+    def save_and_stop(self) -> NoReturn:
+        """Stop because the run was asked to: save a checkpoint of this update. A dry run saves nothing.
 
         Raises:
+            AskedToStop: it is saved.
+            Failed: it cannot be written.
             UserMistake: on all processes, if it was the deadline that ended an evaluation in a start that made nothing
                 else, so that each further start would end in the same place.
         """
         step = self.progress.step
         if self.args.dry_run:
-            leave(ASKED_TO_STOP)
+            raise AskedToStop
         with self.processes.agreement():
             if self._is_late and step == self._resumed_step:
                 raise ValueError(
@@ -332,11 +333,11 @@ class Run:
             self.say(f"asked to stop: saved update {step}; run the same command {again} to go on")
             self._say_how_it_ended("asked to stop")
         self.close()
-        leave(ASKED_TO_STOP)
+        raise AskedToStop
 
     def finish(self, evaluations: Sequence[Evaluation]) -> None:
-        """Write the models of the end of the run, on the root, and `close`. If one cannot be written, the run ends with
-        exit code 1; the next start tries again."""
+        """Write the models of the end of the run, on the root, and `close`. Raises Failed if one cannot be written; the
+        next start tries again."""
         for evaluation in evaluations:
             with evaluation.average.kept(evaluation.engine.gathered)() as kept:
                 for name, write in evaluation.write.items():
@@ -359,7 +360,7 @@ class Run:
 
     def close(self, use: Sequence[str] = ()) -> None:
         """Wait until everything is on the disk, and say what the run has written and how to use its model (see
-        `Evaluation.use`). If the last writes failed, the run ends here with exit code 1."""
+        `Evaluation.use`). Raises Failed if the last writes failed."""
         self.checkpoints.wait()
         self._tell_of_saves(at_end=True)
         self.profiler.close()
@@ -383,7 +384,7 @@ class Run:
         # Last, because an upload may take longer than other processes or a scheduler wait.
         self.processes.after_leaving(lambda: self.tracker.close(models))
         if failure:
-            leave(FAILED)
+            raise Failed
 
     def _say_how_it_ended(self, how: str) -> None:
         """Write it into starts.jsonl, on the root; the run goes on without it."""

@@ -27,6 +27,7 @@ from models.files.dalle2 import (
     to_public,
 )  # fmt: skip
 from models.files.dalle2_config import DECODER_WIDE
+from models.unets.config import UnetConfig
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused
 from tests.models.reference.unets import (
     BASE,
@@ -190,7 +191,7 @@ def test_what_the_public_package_would_load_strictly_is_written_and_comes_back(t
 def test_every_unet_comes_back_from_the_public_form_bit_by_bit(case: str) -> None:
     """Heads of size 16, because 1/4 is a number of fp32, and 8^-1/2 is none."""
     arguments = public_config(case)["unets"][-1]
-    mine = Unet(**{**arguments, "attn_dim_head": 16, "cond_on_image_embeds": True, "lowres_cond": False})
+    mine = Unet.made({**arguments, "attn_dim_head": 16, "cond_on_image_embeds": True, "lowres_cond": False})
     public = {name.removeprefix("unets.0."): tensor for name, tensor in to_public([mine]).items()}
     scaled = {**arguments, "attn_dim_head": 16, "cond_on_image_embeds": True}
     assert_same_bits(from_public(scaled, public), mine.state_dict())
@@ -200,10 +201,10 @@ def test_every_unet_comes_back_from_the_public_form_bit_by_bit(case: str) -> Non
 
 def test_a_scaled_embedding_is_written_as_larger_weights() -> None:
     plain, scaled = ({**BASE, "cond_on_image_embeds": True, "image_embed_scale": scale} for scale in (1.0, 4.0))
-    weights = Unet(**plain).state_dict()
+    weights = Unet.made(plain).state_dict()
     states = []
     for arguments in (plain, scaled):
-        unet = Unet(**arguments)
+        unet = Unet.made(arguments)
         unet.load_state_dict(weights)
         states.append(to_public([unet]))
     changed = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
@@ -309,7 +310,7 @@ PRIVATE: dict[str, tuple[int, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", PRIVATE)
 def test_a_unet_that_the_public_package_cannot_have_is_not_written(name: str) -> None:
     index, changes, complaint = PRIVATE[name]
-    said = refused(check_is_public, Unet(**{**BASE, "cond_on_image_embeds": True, **changes}).config, index)
+    said = refused(check_is_public, UnetConfig(**{**BASE, "cond_on_image_embeds": True, **changes}), index)
     assert complaint in said and f"number {index + 1}" in said
-    check_is_public(Unet(**BASE, cond_on_image_embeds=True).config, 0)
-    check_is_public(Unet(**BASE, lowres_cond=True).config, 1)
+    check_is_public(UnetConfig(**BASE, cond_on_image_embeds=True), 0)
+    check_is_public(UnetConfig(**BASE, lowres_cond=True), 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distributed import Backend
+from tandem.files.exits import Failed
 from tests.processes import Process, on_processes, single
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 from training.objectives.grad_cache import GradCache
@@ -169,7 +170,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_named(capfd: pytest.C
     model, batch = Towers(), make_batch()
     batch["sounds"][7] = torch.nan
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with pytest.raises(SystemExit), single(batch_size=BATCH, grad_accum_steps=4, max_skipped_updates=1) as backend:
+    with pytest.raises(Failed), single(batch_size=BATCH, grad_accum_steps=4, max_skipped_updates=1) as backend:
         engine = backend.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
         backward(engine, backend, Contrastive("decoupled", backend), batch)
         engine.step()
