@@ -122,7 +122,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
         sounds = open_long_sounds(args.audio, decoder, args.max_clips)
     settings = {
         "task": "embed", **about, "dim": model.config["dim_latent"], "max_clips": args.max_clips,
-        "batch_size": args.batch_size, "precision": backend.options.precision, **kernel_settings(args, backend),
+        "batch_size": args.batch_size, **kernel_settings(args, backend),
         "files": len(sounds.names), "names_sha256": names_sha256([*sounds.names, *sounds.parts]),
         "files_per_shard": args.files_per_shard,
     }  # fmt: skip

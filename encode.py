@@ -293,8 +293,7 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     model, about, _ = open_model(args.model, *wanted)
     check_flags(args, wanted[type(model).__name__].kind)
     coder = wanted[type(model).__name__](model.to(backend.device).requires_grad_(False), args, backend)
-    computation = {"precision": backend.options.precision, **kernel_settings(args, backend)}
-    return coder, {**about, **coder.settings, **computation}
+    return coder, {**about, **coder.settings, **kernel_settings(args, backend)}
 
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from models.configs import MuLaNConfig
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
@@ -28,7 +28,6 @@ from training import schedules
 from training.flags.parser import ArgumentParser
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, SoundFlags, place_of
 from training.flags.towers import LayoutFlags, PretrainedTowerFlags
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -130,12 +129,9 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     model: MuLaN = models.build_in_memory(kind, **{**kind.Config.of(args).plain(), **of_files})
     take_towers(model, towers, tokenizer)
     if args.init_from:
-
-        def load(folder: Path) -> None:
-            require_same_tokenizer(tokenizer, args.init_from)
-            model.load_weights_from(folder)
-
-        load_from(args.init_from, kind.__name__, load)
+        source = load_from(args.init_from, kind.__name__)
+        require_same_tokenizer(tokenizer, args.init_from)
+        model.load_weights_from(source, args.init_from)
     return model
 
 
@@ -174,7 +170,7 @@ def picture(embedder: Embedder, shown: SoundBatch, count: int) -> Image.Image:
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import data
-    from training.ema import make_ema
+    from training.ema import kept_metric, make_ema
     from training.measures.collapse import CollapseAlarm
     from training.measures.embedder import Embedder, text_inputs
     from training.noise import Noise
@@ -198,7 +194,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
-    compared = "/".join(["valid", *list(ema.averages())[:1], "r10"])  # metric of the model that is kept
+    compared = kept_metric(ema, "r10")
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
@@ -238,9 +234,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

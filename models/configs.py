@@ -1,4 +1,4 @@
-"""What models of this package are built from: a dataclass for each, whose fields are the arguments of its
+"""What the autoencoders of this package are built from: a dataclass for each, whose fields are the arguments of its
 constructor, the entries of its config.json, and flags of its script. Imports no PyTorch, so that `--help` is fast."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _USUAL_OF: dict[str, dict[str, float]] = {
     "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
 }
 _ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # those that have an entropy loss
-_TANDEM = when("layout", "tandem")
 MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
+_TANDEM = when("layout", "tandem")
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -430,8 +430,8 @@ class MuLaNConfig(TwoTowersConfig):
         "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
         choices=("silence", "reflect"),
         in_weights=True,
-        also="spec_pad_mode",
         needs=_TANDEM,
+        also="spec_pad_mode",
     )
     n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=_TANDEM)
     fmin: float = flag(
@@ -491,7 +491,10 @@ class MuLaNConfig(TwoTowersConfig):
         of_layout |= {"loss": "sigmoid"} if model.get("sigmoid_contrastive_loss") else {}
         of_layout |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
         of_layout |= {"clip_seconds": model["clip_seconds"]} if "assumed" in model else {}
-        return {**super().shape_of(model, args), **of_layout}
+        # A file of musiclm-pytorch does not say these: then the flags do.
+        unsaid = {"sample_rate", "n_fft", "hop_length"} & args.explicit if of_layout["layout"] == "musiclm" else set()
+        shape = {**super().shape_of(model, args), **of_layout}
+        return {name: value for name, value in shape.items() if name not in unsaid}
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:

@@ -37,4 +37,5 @@ def kernel_settings(args: argparse.Namespace, processes: Backend) -> dict[str, A
     """Settings that choose the kernels, so that the last bits of a result depend on them besides model and input."""
     device = processes.device.type
     threads = args.cpu_threads if device == "cpu" else None
-    return {"deterministic": args.deterministic, "device": device, "cpu_threads": threads}
+    precision = processes.options.precision
+    return {"precision": precision, "deterministic": args.deterministic, "device": device, "cpu_threads": threads}
