@@ -1,5 +1,5 @@
-"""Models of the Hugging Face Hub for the scripts: `--init_from USER/NAME` on any number of processes, and
-`convert.py push`."""
+"""The start of a training script, with the model of its --init_from on any number of processes; models of the Hugging
+Face Hub, and `convert.py push`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import argparse
 import contextlib
 import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import distributed
 from tandem.fields import itself
 from tandem.files.reading import printable
 from trained import as_named, find, load, load_discriminator, newest, tokenizer_file, write_model
 from training.flags.parser import ArgumentParser
 from training.run.card import PICTURE, Kind, model_card, newest_picture, public_settings
-from training.run.starts import script_of
+from training.run.starts import last_start, script_of
 
 CARD = "README.md"
 
 _IMAGES, _VIDEOS = ("image_folder", "images"), ("video_folder", "videos")
+_MULAN = Kind(
+    "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
+    "train_mulan.py", ("audio_data", "sounds with captions"), "tandem-embed --model {} --audio DIR --output index/",
+    ("tandem", "audio-text", "contrastive", "mulan"),
+)  # fmt: skip
 KINDS = {
     "DiscreteVAE": Kind(
         "a discrete VAE like that of DALL-E (Ramesh et al. 2021), which turns an image into a grid of codes and back",
@@ -32,16 +39,9 @@ KINDS = {
         "train_vqgan.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output codes/",
         ("tandem", "image-tokenizer", "vqgan"),
     ),
-    "MuLaN": Kind(
-        "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
-        "train_mulan.py", ("audio_data", "sounds with captions"),
-        "tandem-embed --model {} --audio DIR --output index/", ("tandem", "audio-text", "contrastive", "mulan"),
-    ),
-    "MusicLMMuLaN": Kind(
-        "a MuLan (Huang et al. 2022) with the layout of musiclm-pytorch, which embeds sounds and texts in one space",
-        "train_mulan.py", ("audio_data", "sounds with captions"),
-        "tandem-embed --model {} --audio DIR --output index/",
-        ("tandem", "audio-text", "contrastive", "mulan", "musiclm"),
+    "MuLaN": _MULAN,
+    "MusicLMMuLaN": replace(
+        _MULAN, what=f"{_MULAN.what}, with the layout of musiclm-pytorch", tags=(*_MULAN.tags, "musiclm")
     ),
     "VideoTokenizer": Kind(
         "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2023)",
@@ -56,10 +56,11 @@ KINDS = {
 }  # fmt: skip
 
 
-def with_models(train: Callable[..., None], parser: ArgumentParser) -> Callable[..., None]:
-    """``train(args, settings, backend)``, called when every process has the model of --init_from, whose shape the run
-    adopts where no flag says another one. The settings name the commit of a model of the Hub, so that config.yaml says
-    what the run started from."""
+def launch(train: Callable[..., None], parser: ArgumentParser, argv: Sequence[str] | None, demonstration: Path) -> None:
+    """Parse a script's arguments, see `ArgumentParser.parse`, and call ``train(args, settings, backend)`` on connected
+    processes, see `distributed.launch`, when every one has the model of --init_from, whose shape the run adopts where
+    no flag says another one. The settings name the commit of a model of the Hub, so that config.yaml says what the run
+    started from."""
 
     def start(args: argparse.Namespace, settings: dict[str, Any], backend: Any) -> None:
         pinned = fetch(args.init_from, backend)
@@ -77,7 +78,7 @@ def with_models(train: Callable[..., None], parser: ArgumentParser) -> Callable[
             settings = parser.settings(args)
         train(args, {**settings, "init_from": pinned}, backend)
 
-    return start
+    distributed.launch(start, parser, parser.parse(argv, demonstration), last_start)
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -172,18 +173,16 @@ def push(args: argparse.Namespace) -> None:
     model, revision = hub.split(args.name) or (None, None)
     if model is None or revision is not None:
         raise ValueError(f"{args.name} is no USER/NAME of the Hub; a branch is named by --branch")
-    if args.dry_run:
-        folder = Path(args.dry_run)
+    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
+        folder = Path(args.dry_run or f"{temporary}/model")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} exists already; give --dry_run another name")
         write_upload(args, folder)
-        print(f"wrote {folder}; nothing was uploaded")
-        return
-    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
-        folder = Path(temporary) / "model"
-        write_upload(args, folder)
-        address = hub.upload(folder, args.name, args.message, is_private=args.private, branch=args.branch)
-    print(f"uploaded {args.path}: {address}")
+        if args.dry_run:
+            print(f"wrote {folder}; nothing was uploaded")
+        else:
+            address = hub.upload(folder, args.name, args.message, is_private=args.private, branch=args.branch)
+            print(f"uploaded {args.path}: {address}")
 
 
 def write_upload(args: argparse.Namespace, folder: Path) -> None:

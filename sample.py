@@ -79,6 +79,7 @@ class Config(ClipFlags, SamplingFlags):
         "folder with an image for each of --images, black where something new is to be drawn, white where the picture "
         "stays",
         FOLDER,
+        needs=given("images", "DIR"),
     )
     resample_times: int = flag(
         5,
@@ -100,8 +101,6 @@ class Config(ClipFlags, SamplingFlags):
             parser.error(f"--start_at_unet {args.start_at_unet} needs --images to enlarge")
         if enlarges and args.masks is not None:
             parser.error("--masks and --start_at_unet: --images are filled in or enlarged; leave one of the two out")
-        if args.masks is not None and args.images is None:
-            parser.error("--masks needs --images, and as many of them")
         if args.images is not None and not (enlarges or args.masks or args.clip):
             parser.error(
                 "--images is used for nothing: give --start_at_unet to enlarge them, --masks to fill them in, or "
@@ -140,6 +139,16 @@ class Source(NamedTuple):
     load: Callable[[list[int]], Mapping[str, Tensor]]
 
 
+def stored(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> Source:
+    """Conditions (n, ...) that are in memory."""
+    shapes = {name: tuple(rows.shape[1:]) for name, rows in conditions.items()}
+    return Source(flag, labels, shapes, lambda rows: {name: every[rows] for name, every in conditions.items()})
+
+
+def names_of(images: Any) -> list[str]:
+    return [images.name(index) for index in range(len(images or []))]
+
+
 def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Source]:
     """What each flag gives. Raises ValueError, in one line, and OSError."""
     import torch
@@ -163,10 +172,7 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
         )  # fmt: skip
     elif prompts:
         each = [condition_of(prompt) for prompt in prompts]
-        yield Source(
-            flag, prompts, {name: tuple(each[0][name].shape) for name in KINDS},
-            lambda rows: {name: torch.stack([each[row][name] for row in rows]) for name in KINDS},
-        )  # fmt: skip
+        yield stored(flag, prompts, {name: torch.stack([condition[name] for condition in each]) for name in KINDS})
     for name, option in zip(KINDS, ("image_embeddings", "text_embeddings"), strict=True):
         if path := getattr(args, option):
             try:
@@ -176,13 +182,10 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
             if found.ndim != KINDS[name] or not len(found):
                 shape = tuple(found.shape)
                 raise ValueError(f"--{option} {path} has the shape {shape}: give rows of {KINDS[name] - 1} dimensions")
-            labels = [f"{path}[{row}]" for row in range(len(found))]
-            yield Source(f"--{option}", labels, {name: tuple(found.shape[1:])},
-                         lambda rows, name=name, found=found: {name: found[rows]})  # type: ignore[misc]  # fmt: skip
+            yield stored(f"--{option}", [f"{path}[{row}]" for row in range(len(found))], {name: found})
     if embeds_images(args):
-        names = [images.name(row) for row in range(len(images))]
         yield Source(
-            "--images", names, {"image_embed": (clip.embed_dim,)},
+            "--images", names_of(images), {"image_embed": (clip.embed_dim,)},
             lambda rows: {"image_embed": clip.embed_images(torch.stack([images.load(r) for r in rows]).to(device))},
         )  # fmt: skip
 
@@ -288,7 +291,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         clip = Clip.from_file(args.clip, args.clip_weights, backend.device) if args.clip else None
         sources = list(sources_of(args, images, clip, backend.device))
         conditions = chosen_sources(sources, [decoder.unet(index) for index in unets])
-        names = [images.name(index) for index in range(len(images))] if images is not None else []
+        names = names_of(images)
         labels = sources[0].labels if sources else names
         if names and len(names) != len(labels):
             raise ValueError(f"{len(names)} --images and {len(labels)} conditions: give one for each")
@@ -302,7 +305,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         "task": "sample", "seed": args.seed, "count": args.count, "labels_sha256": names_sha256(labels),
         "pictures": total, "batch_size": args.batch_size, "sampling": how, "unets": [unets[0] + 1, unets[-1] + 1],
         "clip": args.clip, "resample_times": args.resample_times if args.masks else None, **hashes,
-        "precision": backend.options.precision, **kernel_settings(args, backend),
+        **kernel_settings(args, backend),
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     paths = [output.path / f"{number:05d}.png" for number in range(total)]

@@ -3,8 +3,9 @@ on the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,6 +113,20 @@ def load_from(path: str, kind: str) -> Any:
     with as_named(path):
         model = load(newest(Path(path)))
     _require_kind(path, model, (kind,))
+    return model
+
+
+def built(kind: Any, args: argparse.Namespace, load: Callable[[Any, Any, str], None] | None = None) -> Any:
+    """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
+    with those of --init_from, which ``load`` takes (default: ``kind.load_weights_from``)."""
+    import torch
+
+    from models import build_in_memory
+
+    torch.manual_seed(args.seed)
+    model = build_in_memory(kind, **kind.Config.of(args).plain())
+    if args.init_from:
+        (load or kind.load_weights_from)(model, load_from(args.init_from, kind.__name__), args.init_from)
     return model
 
 

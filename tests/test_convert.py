@@ -190,7 +190,9 @@ def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_started_from(
     VideoTokenizer.made({**VideoTokenizer.from_pretrained(run / "model").config, "heads": 4}).save_pretrained(
         tmp_path / "odd"
     )
-    assert " heads 4" in VIDEO_TOKENIZER.refused(tmp_path / "other", "--init_from", str(tmp_path / "odd"))
+    odd = ("--init_from", str(tmp_path / "odd"))
+    assert " heads 4" in VIDEO_TOKENIZER.refused(tmp_path / "other", *odd, *words(given))
+    assert "--fsq_levels 8,5" in VIDEO_TOKENIZER.refused(tmp_path / "other", *odd, "--fsq_levels", "8,8")
 
 
 def test_a_run_of_mulan_is_exported_from_mid_run_and_started_from_with_its_tokenizer(

@@ -204,7 +204,7 @@ def demonstration_size(spec: str, name: str, noun: str) -> int | None:
 
 
 def missing_package(what: str, package: str, extra: str = "audio") -> ValueError:
-    """The error that says how to install `package`, without which `what` does not work, by an extra of setup.py."""
+    """The error that says how to install `package`, without which `what` does not work, by an extra."""
     return ValueError(
         f'{what} needs the package {package}: pip install "tandem-training[{extra}]", or from a checkout '
         f'pip install -e ".[{extra}]"'

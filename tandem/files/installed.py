@@ -43,5 +43,5 @@ def shipped(path: str) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra of setup.py."""
+    """The command that installs an extra of pyproject.toml."""
     return f'pip install "tandem-training[{extra}]"' if IS_INSTALLED else f'pip install -e ".[{extra}]"'

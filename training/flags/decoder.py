@@ -116,14 +116,13 @@ class DecoderFlags(SamplingFlags):
     lr_cosine: bool = flag(False, "let the learning rate fall to 0 along a cosine; constant otherwise")
     n_evaluation_samples: int = flag(
         0,
-        "pictures to draw for conditions of the validation split and to judge by the measures below; those "
-        "of demo:shapes are read, too, and as many of combinations that it never shows",
+        "pictures to draw for conditions of the validation split and to judge by the measures below",
         size_or_0,
         title="evaluation",
     )
     evaluate_every_n_steps: int = flag(
         0,
-        "updates between two such evaluations, which measure what a validation does too; 0: only at the end",
+        "updates between two such evaluations; 0: only at the end",
         updates_or_0,
         needs=above_0("n_evaluation_samples"),
     )

@@ -200,7 +200,7 @@ class ArgumentParser(argparse.ArgumentParser):
         model = argparse.Namespace(**vars(args))  # the arguments, if the user had said nothing else
         model.on_command_line, model.lasting = frozenset(), dict(args.lasting)
         for name in taken:
-            setattr(model, name, self._converted(name, values[name]))
+            setattr(model, name, self._converted(name, values[name], args.init_from))
         before = {name: getattr(args, name) for name in taken if name not in args.explicit}
         for name in before:
             setattr(args, name, getattr(model, name))
@@ -219,8 +219,8 @@ class ArgumentParser(argparse.ArgumentParser):
     def _said(self, args: argparse.Namespace, names: Sequence[str]) -> list[str]:
         return [said_as_flag(self._of_configs[name], getattr(args, name)) for name in names]
 
-    def _converted(self, name: str, value: Any) -> Any:
-        """A value of JSON's types as the flag has it."""
+    def _converted(self, name: str, value: Any, source: str) -> Any:
+        """A value of JSON's types, which stands in ``source``, as the flag has it."""
         from .config_file import converted
 
         action = self._of_configs[name]
@@ -229,7 +229,7 @@ class ArgumentParser(argparse.ArgumentParser):
         try:
             return converted(as_config(action, value), action)
         except ValueError as error:
-            raise ValueError(f"{name} {repr(value)[:40]}: {error}") from None
+            raise ValueError(f"{source} has {name} {repr(value)[:40]}: {error}") from None
 
     def _instead_of(self, name: str) -> str | None:
         """What to do instead of a name that is no flag here but is elsewhere; None for others."""

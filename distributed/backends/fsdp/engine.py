@@ -106,7 +106,7 @@ class FSDPEngine(ReplicatedEngine):
         if not hasattr(module._get_fsdp_state(), _END_OF_BACKWARD):
             raise UserMistake(
                 f"FSDP of PyTorch {torch.__version__} has no {_END_OF_BACKWARD}: it differs from that of the versions "
-                "which setup.py allows; install one of those, or leave --distributed_backend fsdp out"
+                "which pyproject.toml allows; install one of those, or leave --distributed_backend fsdp out"
             )
 
     def _watched(self) -> Iterable[tuple[str, nn.Parameter]]:
