@@ -195,8 +195,8 @@ class ArgumentParser(argparse.ArgumentParser):
         Raises:
             ValueError: one line, if a value does not fit its flag, or what the user has set does not fit the weights.
         """
-        refused = args.explicit - self._of_weights  # of these, what the user says holds
-        taken = [name for name in self._of_configs if name in values and name not in refused]
+        free = args.explicit - self._of_weights  # of these, what the user says holds
+        taken = [name for name in self._of_configs if name in values and name not in free]
         model = argparse.Namespace(**vars(args))  # the arguments, if the user had said nothing else
         model.on_command_line, model.lasting = frozenset(), dict(args.lasting)
         for name in taken:
