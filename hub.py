@@ -1,5 +1,5 @@
-"""Models of the Hugging Face Hub for the scripts: `--init_from USER/NAME` on any number of processes, and
-`convert.py push`."""
+"""The start of a training script, with the model of its --init_from on any number of processes; models of the Hugging
+Face Hub, and `convert.py push`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import argparse
 import contextlib
 import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import distributed
 from tandem.fields import itself
 from tandem.files.reading import printable
 from trained import as_named, find, load, load_discriminator, newest, tokenizer_file, write_model
 from training.flags.parser import ArgumentParser
 from training.run.card import PICTURE, Kind, model_card, newest_picture, public_settings
-from training.run.starts import script_of
+from training.run.starts import last_start, script_of
 
 CARD = "README.md"
 
@@ -55,10 +56,11 @@ KINDS = {
 }  # fmt: skip
 
 
-def with_models(train: Callable[..., None], parser: ArgumentParser) -> Callable[..., None]:
-    """``train(args, settings, backend)``, called when every process has the model of --init_from, whose shape the run
-    adopts where no flag says another one. The settings name the commit of a model of the Hub, so that config.yaml says
-    what the run started from."""
+def launch(train: Callable[..., None], parser: ArgumentParser, argv: Sequence[str] | None, demonstration: Path) -> None:
+    """Parse a script's arguments, see `ArgumentParser.parse`, and call ``train(args, settings, backend)`` on connected
+    processes, see `distributed.launch`, when every one has the model of --init_from, whose shape the run adopts where
+    no flag says another one. The settings name the commit of a model of the Hub, so that config.yaml says what the run
+    started from."""
 
     def start(args: argparse.Namespace, settings: dict[str, Any], backend: Any) -> None:
         pinned = fetch(args.init_from, backend)
@@ -76,7 +78,7 @@ def with_models(train: Callable[..., None], parser: ArgumentParser) -> Callable[
             settings = parser.settings(args)
         train(args, {**settings, "init_from": pinned}, backend)
 
-    return start
+    distributed.launch(start, parser, parser.parse(argv, demonstration), last_start)
 
 
 def describe(path: str | Path) -> dict[str, Any]:

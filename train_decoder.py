@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from training import schedules
 from training.flags.decoder import DecoderFlags
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ConditionedImageFlags, OptimizerFlags, RunFlags
 from training.flags.unets import flags_of, sampling_of, stages_of
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -36,10 +35,11 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from models import Decoder
     from models.clip import Clip
     from models.diffusion import Losses
+    from training.measures.generation import GenerationQuality
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "decoder" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl, beside the error of each Unet.
-COLUMNS = ("grad_norm", "valid/loss", "valid/fid", "valid/clip_score", "valid/lpips", "valid/shape")
+COLUMNS = ("grad_norm", "valid/loss", "valid/fid", "valid/clip_score", "valid/lpips")
 
 
 @dataclass
@@ -78,7 +78,7 @@ def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
         lowres_noise_level=args.lowres_noise_level,
     )  # fmt: skip
     if args.init_from:
-        load_from(args.init_from, "Decoder", decoder.load_weights_from)
+        decoder.load_weights_from(load_from(args.init_from, "Decoder"), args.init_from)
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder
@@ -162,21 +162,18 @@ def evaluate(
     return measured.result(backend.sum)
 
 
-def load_judge(args: argparse.Namespace, samples: Any, clip: Clip | None, device: torch.device) -> tuple[Any, Any]:
-    """What makes judges of drawn pictures, by the weights that are given; and unseen samples, if they can be read."""
-    from data.images.scenes import drawing, triples_of
+def load_quality(args: argparse.Namespace, clip: Clip | None, device: torch.device) -> Callable[[], GenerationQuality]:
+    """What makes empty measures of drawn pictures, by the weights that are given."""
     from models.files.published import read_state_dict
-    from models.perceptual import load_perceptual
-    from training.generation import judges
+    from models.perceptual import load_lpips
     from training.measures.fid import Inception
+    from training.measures.generation import GenerationQuality
 
-    kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
-    lpips = load_perceptual(kind, args.lpips_weights, device, side=side, flag="--lpips_weights")
-    unseen = samples.held_out(args.n_evaluation_samples) if clip is None and "image" in args.condition_on else None
-    wanted = (lambda batch: triples_of(batch["image_embed"])) if unseen is not None else None
+    lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], device)
     weights = read_state_dict(Path(args.fid_weights), network="inception") if args.fid_weights else None
     inception = Inception(weights, device) if weights else None
-    return judges(inception, lpips and lpips.distances, clip, drawing(), wanted, side, device), unseen
+    names = clip.cosines if clip else ()
+    return partial(GenerationQuality, device, inception=inception, lpips=lpips and lpips.distances, cosines=names)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -185,11 +182,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models.clip import Clip, with_embeddings
     from models.decoder import Sampling
     from training.cascade import Cascade
-    from training.ema import make_ema
+    from training.ema import kept_metric, kept_weights, make_ema
     from training.generation import Generation, sampling_example
     from training.measures.generation import left_out
     from training.run.best import BestModel
-    from training.run.loop import Evaluation, kept_model
+    from training.run.loop import Action, Evaluation, kept_model
     from training.run.run import Run
 
     takes = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
@@ -203,7 +200,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     widths = feed.first.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
-        judge, unseen = load_judge(args, feed.first, clip, backend.device)
+        quality = load_quality(args, clip, backend.device)
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     columns = [*(f"unet{number}/error" for number in trained), *COLUMNS]
@@ -211,25 +208,27 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     generation = Generation(
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
-        Sampling(**sampling_of(args)), backend, args.seed, unseen,
+        Sampling(**sampling_of(args)), backend, args.seed,
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
     ema = make_ema(cascade, args.ema_decay, args.ema_power)
-    metric = "/".join(["valid", *list(ema.averages())[:1], "loss"])  # of the model that the run keeps
+    metric = kept_metric(ema, "loss")
     best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
-    def validate(model: Decoder, step: int) -> dict[str, float]:
-        errors = evaluate(model, feed, unets, embed, backend)
-        is_judged = args.n_evaluation_samples and ema.keeps(model) and run.due(args.evaluate_every_n_steps)
-        return {**errors, **(generation.judge(model, args.n_evaluation_samples, judge) if is_judged else {})}
+    def judge() -> dict[str, float]:
+        with kept_weights(cascade, ema) as model:
+            values = generation.judge(model, args.n_evaluation_samples, quality(), clip)
+        return {kept_metric(ema, name): value for name, value in values.items()}
 
     evaluation = Evaluation(
-        cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures", validate=validate,
+        cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures",
+        validate=lambda model, step: evaluate(model, feed, unets, embed, backend),
         draw=lambda models, shown, step: generation.draw(kept_model(models), shown), drawn_together=True,
-        also_every_n_steps=args.evaluate_every_n_steps if args.n_evaluation_samples else 0,
         use=("sample.py", *sampling_example(args)),
     )  # fmt: skip
+    judging = [Action("judged pictures", args.evaluate_every_n_steps, judge, measures=True)]
+    is_judged = args.n_evaluation_samples and (args.fid_weights or args.lpips_weights or clip)
     made: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if args.n_evaluation_samples:
@@ -239,7 +238,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     vb_weight = args.vb_loss_weight * args.timesteps
     warmed_up = schedules.warmup_cosine if args.lr_cosine else schedules.warmup_constant
 
-    for step, batch in run.updates(evaluation, preview=args.num_images_save):
+    for step, batch in run.updates(evaluation, preview=args.num_images_save, also=judging if is_judged else ()):
         batch = embed(batch)
         for (number, engine), unet in zip(engines.items(), unets.values(), strict=True):
             engine.lr = warmed_up(step, run.progress.total_steps, unet.learning_rate, unet.warmup)
@@ -255,9 +254,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from models.configs import MuLaNConfig
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, SoundFlags, place_of
-from training.flags.towers import FIXED, LayoutFlags, PretrainedTowerFlags
-from training.run.starts import last_start
+from training.flags.towers import LayoutFlags, PretrainedTowerFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -107,35 +106,12 @@ class Config(
     save_every_n_steps: int = 1000
     split_seed: int | None = 42
 
-    @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-        for name in ("text_tower", "audio_tower"):
-            if model.get(name) and not getattr(args, name):
-                raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
-        of_layout: dict[str, Any] = {"layout": "musiclm" if model["model"] == "MusicLMMuLaN" else "tandem"}
-        if "layout" in args.explicit and args.layout != of_layout["layout"]:
-            return {}  # a model of another class, which is refused by its name
-        of_layout |= {"loss": "sigmoid"} if model.get("sigmoid_contrastive_loss") else {}
-        of_layout |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
-        of_layout |= {"clip_seconds": model["clip_seconds"]} if "assumed" in model else {}
-        return {**super().shape_of(model, args), **of_layout}
-
 
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("train_mulan.py", "Train MuLan.", is_root=distributed.launched_as_root)
     parser.add_config(Config)
     distributed.add_arguments(parser)
     return parser
-
-
-def model_of_layout(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The name of the model's class, and its constructor arguments that flags say."""
-    arguments = MuLaNConfig.of(args).plain()
-    if args.layout == "tandem":
-        return "MuLaN", arguments
-    has_not = (*FIXED, "n_mels", "fmin", "fmax", "freeze_text_tower", "freeze_audio_tower")
-    of_package = {name: value for name, value in arguments.items() if name not in has_not}
-    return "MusicLMMuLaN", {**of_package, "sigmoid_contrastive_loss": args.loss == "sigmoid"}
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
@@ -147,18 +123,15 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     from trained import load_from, require_same_tokenizer
 
     torch.manual_seed(args.seed)
-    kind, arguments = model_of_layout(args)
+    kind = models.MuLaN if args.layout == "tandem" else models.MusicLMMuLaN
     towers = read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
-    arguments |= {name: tower.config for name, tower in towers.items()}
-    model: MuLaN = models.build_in_memory(getattr(models, kind), vocab_size=tokenizer.vocab_size, **arguments)
+    of_files = {"vocab_size": tokenizer.vocab_size, **{name: tower.config for name, tower in towers.items()}}
+    model: MuLaN = models.build_in_memory(kind, **{**kind.Config.of(args).plain(), **of_files})
     take_towers(model, towers, tokenizer)
     if args.init_from:
-
-        def load(folder: Path) -> None:
-            require_same_tokenizer(tokenizer, args.init_from)
-            model.load_weights_from(folder)
-
-        load_from(args.init_from, kind, load)
+        source = load_from(args.init_from, kind.__name__)
+        require_same_tokenizer(tokenizer, args.init_from)
+        model.load_weights_from(source, args.init_from)
     return model
 
 
@@ -197,7 +170,7 @@ def picture(embedder: Embedder, shown: SoundBatch, count: int) -> Image.Image:
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import data
-    from training.ema import make_ema
+    from training.ema import kept_metric, make_ema
     from training.measures.collapse import CollapseAlarm
     from training.measures.embedder import Embedder, text_inputs
     from training.noise import Noise
@@ -221,7 +194,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
-    compared = "/".join(["valid", *list(ema.averages())[:1], "r10"])  # metric of the model that is kept
+    compared = kept_metric(ema, "r10")
     best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
@@ -261,9 +234,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

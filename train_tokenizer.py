@@ -7,34 +7,32 @@ frame, so an image is a clip of one frame, and a film of any length can be encod
     deepspeed train_tokenizer.py --deepspeed_config configs/deepspeed/zero2.json --video_folder clips/
     horovodrun -np 8 python train_tokenizer.py --video_folder clips/
 
-All give the same numbers. Run the same command again to resume; see docs/running.md.
+All give the same numbers. Run the same command again to resume: docs/running.md; its flags: docs/tokenizer.md.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
+from trained import built
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
 from training.flags.shared import DecayingOptimizerFlags, RunFlags, VideoFlags, place_of
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
-    import torch
     from PIL import Image
     from torch import Tensor
 
-    from data import Feed, VideoBatch
     from models import VideoDiscriminator, VideoTokenizer
     from training.pictures.images import Sample
 
@@ -45,7 +43,7 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfvd",
 
 @dataclass
 class TrainingFlags:
-    """Where the weights come from, the reconstruction loss, schedules, and what is measured."""
+    """Where the weights come from and which of them learn, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
         None,
@@ -67,11 +65,7 @@ class TrainingFlags:
         False, "let the learning rate fall to 0 along a cosine; constant otherwise", title="schedule"
     )
     fvd_weights: str | None = flag(
-        None,
-        "report rFVD with these weights of an I3D (a plain state dict)",
-        FILE,
-        needs=VALIDATION,
-        title="evaluation",
+        None, "report rFVD with these weights of I3D (a plain state dict)", FILE, needs=VALIDATION, title="evaluation"
     )
 
 
@@ -111,18 +105,12 @@ def build_parser() -> ArgumentParser:
 
 def build_model(args: argparse.Namespace) -> VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
-    import torch
-
-    from models import VideoTokenizer, build_in_memory
+    from models import VideoTokenizer
     from models.video.layers import check_frames
-    from trained import load_from
 
-    torch.manual_seed(args.seed)
-    generator = build_in_memory(VideoTokenizer, **VideoTokenizerConfig.of(args).plain())
+    load = VideoTokenizer.inflate_from if args.inflate else VideoTokenizer.load_weights_from
+    generator: VideoTokenizer = built(VideoTokenizer, args, load)
     check_frames(args.num_frames, generator.frames_per_code)
-    if args.init_from:
-        load = generator.inflate_from if args.inflate else generator.load_weights_from
-        load_from(args.init_from, "VideoTokenizer", load)
     if args.train_decoder_only:
         generator.freeze_encoder()
     return generator
@@ -140,64 +128,29 @@ def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
     return discriminator
 
 
-def evaluate(
-    model: VideoTokenizer, feed: Feed[VideoBatch], error: Callable[[Tensor, Tensor], Tensor], num_frames: int,
-    networks: Mapping[str, Any], backend: distributed.Backend,
-) -> dict[str, float | Image.Image]:  # fmt: skip
-    """Quality over the validation split and all processes, and a picture of how often each code was chosen."""
-    from data import to_unit_range
-    from training.measures.videos import VideoQuality
-    from training.pictures.images import code_histogram
-
-    quality = VideoQuality(model.num_codes, num_frames, backend.device, losses=["recon_loss"], **networks)
-    was_training = model.training
-    model.eval()
-    for batch in feed.validation():
-        videos = to_unit_range(batch["videos"])
-        out = model(videos)
-        quality.add(videos, out.reconstruction, out.codes, recon_loss=error(out.reconstruction, videos))
-    model.train(was_training)
-    values, counts = quality.result(backend.sum)
-    return {**values, "codes": code_histogram(counts)}
-
-
-def reconstructions(models: Mapping[str, VideoTokenizer], shown: VideoBatch, fps: float) -> Sample:
-    """Clips and their reconstructions by each model, frame by frame."""
-    from data import to_unit_range
-    from training.pictures.film import film
-
-    clips = to_unit_range(shown["videos"])
-    return film(clips, {name: model.decode(model.encode(clips)) for name, model in models.items()}, fps=fps)
-
-
-def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Networks by which validation measures reconstructions, if their weights are given."""
-    from models.i3d import i3d_features
-    from models.perceptual import load_perceptual
-
-    kind = "lpips" if args.lpips_weights else "none"
-    lpips = load_perceptual(kind, args.lpips_weights, device, side=args.image_size, flag="--lpips_weights")
-    return {"lpips": lpips, "i3d": i3d_features(args.fvd_weights, args.num_frames, device)}
-
-
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     from torch.nn import functional as F
 
     import data
     from models import VideoTokenizer
-    from models.perceptual import load_perceptual
+    from models.i3d import i3d_features
+    from models.perceptual import load_lpips, load_perceptual
     from training.ema import make_ema
+    from training.measures.autoencoders import evaluated, reconstructions
     from training.measures.collapse import ReconstructionAlarm
+    from training.measures.videos import VideoQuality
     from training.noise import Noise
     from training.objectives.adversaries import Judge, frames_of
     from training.optimizers import make_optimizer
+    from training.pictures.film import film
     from training.run.loop import Evaluation
     from training.run.run import Run
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
-        networks = load_metric_networks(args, backend.device)
+        lpips = load_lpips(args.lpips_weights, args.image_size, backend.device)
+        i3d = i3d_features(args.fvd_weights, args.num_frames, backend.device)
         both = ((generator, args.betas), (discriminator, args.discr_betas or args.betas))
         adam = [make_optimizer(model, args.learning_rate, betas, args.weight_decay, lion=args.use_lion)
                 for model, betas in both]  # fmt: skip
@@ -212,6 +165,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     ema, noise = make_ema(tokenizer, args.ema_decay, args.ema_power), Noise(args.seed, "frame")
     critic = backend.wrap(discriminator, adam[1], name="discriminator", max_grad_norm=args.discr_max_grad_norm)
 
+    def videos_of(batch: Mapping[str, Any]) -> Tensor:
+        return data.to_unit_range(batch["videos"])
+
     def drawn_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         """A frame of each clip, for the losses that judge single frames."""
         shares = noise.uniform(step, micro["positions"], ())  # on the CPU, so that every device draws the same
@@ -225,15 +181,22 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         loss = of_pixels + args.perceptual_loss_weight * of_frames
         return loss, {"recon_loss": of_pixels, "perceptual_loss": of_frames}
 
+    def validate(model: VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
+        quality = VideoQuality(model.num_codes, args.num_frames, backend.device, ["recon_loss"], lpips, i3d)
+        return evaluated(model, map(videos_of, feed.validation()), error, quality, backend.sum)
+
+    def draw(models: Mapping[str, VideoTokenizer], shown: Mapping[str, Any], step: int) -> Sample:
+        clips = videos_of(shown)
+        return film(clips, reconstructions(models, clips), fps=args.fps or 8)
+
     error = F.l1_loss if args.l1_recon_loss else F.mse_loss
     judge = Judge(
-        args, tokenizer, critic, backend, images=lambda micro: data.to_unit_range(micro["videos"]), given=drawn_frames,
+        args, tokenizer, critic, backend, images=videos_of, given=drawn_frames,
         reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     evaluation = Evaluation(
         tokenizer, ema, write={"model": VideoTokenizer.save_pretrained}, watch=ReconstructionAlarm().check,
-        validate=in_precision(lambda model, step: evaluate(model, feed, error, args.num_frames, networks, backend)),
-        draw=in_precision(lambda models, shown, step: reconstructions(models, shown, args.fps or 8)),
+        validate=in_precision(validate), draw=in_precision(draw),
         use=("encode.py", "--video_folder", place_of(args, "video_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=critic, lecam=judge.lecam, ema=ema)
@@ -271,9 +234,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

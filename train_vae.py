@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from models.configs import DiscreteVAEConfig
 from tandem.converters import FILE, non_negative_float, positive_float
 from tandem.fields import flag
+from trained import built
 from training import schedules
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ImageFlags, RunFlags, place_of
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -97,16 +97,9 @@ def build_parser() -> ArgumentParser:
 
 def build_model(args: argparse.Namespace) -> DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
-    import torch
+    from models import DiscreteVAE
 
-    from models import DiscreteVAE, build_in_memory
-    from trained import load_from
-
-    torch.manual_seed(args.seed)
-    model = build_in_memory(DiscreteVAE, **DiscreteVAEConfig.of(args).plain())
-    if args.init_from:
-        load_from(args.init_from, "DiscreteVAE", model.load_weights_from)
-    return model
+    return built(DiscreteVAE, args)
 
 
 def evaluate(
@@ -198,9 +191,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

@@ -6,35 +6,33 @@
     deepspeed train_vqgan.py --deepspeed_config configs/deepspeed/zero2.json --image_folder photos/
     horovodrun -np 8 python train_vqgan.py --image_folder photos/
 
-All give the same numbers. Run the same command again to resume; see docs/running.md.
+All give the same numbers. Run the same command again to resume: docs/running.md; its flags: docs/vqgan.md.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import with_models
+from hub import launch
 from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
+from trained import built
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ImageFlags, RateFlags, RunFlags, place_of
-from training.run.starts import last_start
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
-    import torch
     from PIL import Image
     from torch import Tensor
 
-    from data import Feed, ImageBatch
     from models import VQGAN, Discriminator
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vqgan" / "demo.yaml"
@@ -46,7 +44,7 @@ COLUMNS = (
 
 @dataclass
 class TrainingFlags:
-    """Where the weights come from, the reconstruction loss, schedules, and what is measured."""
+    """Where the weights and the learning rate come from, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
         None,
@@ -93,16 +91,9 @@ def build_parser() -> ArgumentParser:
 
 def build_model(args: argparse.Namespace) -> VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
-    import torch
+    from models import VQGAN
 
-    from models import VQGAN, build_in_memory
-    from trained import load_from
-
-    torch.manual_seed(args.seed)
-    model = build_in_memory(VQGAN, **VQGANConfig.of(args).plain())
-    if args.init_from:
-        load_from(args.init_from, "VQGAN", model.load_weights_from)
-    return model
+    return built(VQGAN, args)
 
 
 def build_discriminator(args: argparse.Namespace) -> Discriminator:
@@ -123,72 +114,30 @@ def build_discriminator(args: argparse.Namespace) -> Discriminator:
     return discriminator
 
 
-def evaluate(
-    model: VQGAN,
-    feed: Feed[ImageBatch],
-    error: Callable[[Tensor, Tensor], Tensor],
-    networks: Mapping[str, Any],
-    backend: distributed.Backend,
-) -> dict[str, float | Image.Image]:
-    """Quality over the validation split and all processes, and a picture of how often each code was chosen."""
-    from data import to_unit_range
-    from training.measures.reconstruction import ReconstructionQuality
-    from training.pictures.images import code_histogram
-
-    quality = ReconstructionQuality(model.num_codes, backend.device, losses=["recon_loss"], **networks)
-    was_training = model.training
-    model.eval()  # the quantizer updates no statistics and calls no collective
-    for batch in feed.validation():
-        images = to_unit_range(batch["images"])
-        out = model(images)
-        quality.add(images, out.reconstruction, out.codes, recon_loss=error(out.reconstruction, images))
-    model.train(was_training)
-    values, counts = quality.result(backend.sum)
-    return {**values, "codes": code_histogram(counts)}
-
-
-def reconstructions(models: Mapping[str, VQGAN], shown: ImageBatch) -> Image.Image:
-    """Originals and their reconstructions by each model."""
-    from data import to_unit_range
-    from training.pictures.images import grid
-
-    images = to_unit_range(shown["images"])
-    return grid({"original": images, **{name: model.decode(model.encode(images)) for name, model in models.items()}})
-
-
-def load_metric_networks(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Networks by which validation measures reconstructions, if their weights are given."""
-    from models.files.published import read_state_dict
-    from models.perceptual import load_perceptual
-    from training.measures.fid import Inception
-
-    networks: dict[str, Any] = {}
-    if args.lpips_weights:
-        networks["lpips"] = load_perceptual(
-            "lpips", args.lpips_weights, device, side=args.image_size, flag="--lpips_weights"
-        )
-    if args.fid_weights:
-        networks["inception"] = Inception(read_state_dict(Path(args.fid_weights), network="inception"), device)
-    return networks
-
-
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import torch
     from torch.nn import functional as F
 
     import data
     from models import VQGAN
-    from models.perceptual import load_perceptual
+    from models.files.published import read_state_dict
+    from models.perceptual import load_lpips, load_perceptual
     from training.ema import make_ema
+    from training.measures.autoencoders import evaluated, reconstructions
     from training.measures.collapse import ReconstructionAlarm
+    from training.measures.fid import Inception
+    from training.measures.reconstruction import ReconstructionQuality
     from training.objectives.adversaries import Judge
+    from training.pictures.images import grid
     from training.run.loop import Evaluation
     from training.run.run import Run
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
         perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
-        networks = load_metric_networks(args, backend.device)
+        lpips, inception = load_lpips(args.lpips_weights, args.image_size, backend.device), None
+        if args.fid_weights:
+            inception = Inception(read_state_dict(Path(args.fid_weights), network="inception"), backend.device)
     feed = data.image_feed(args, backend)
     run = Run(
         args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
@@ -203,6 +152,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
 
+    def images_of(batch: Mapping[str, Any]) -> Tensor:
+        return data.to_unit_range(batch["images"])
+
     def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         recon = error(fake, images)
         if perceptual is None:
@@ -210,15 +162,21 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         distance = perceptual(fake, images)
         return recon + args.perceptual_loss_weight * distance, {"recon_loss": recon, "perceptual_loss": distance}
 
+    def validate(model: VQGAN, step: int) -> dict[str, float | Image.Image]:
+        quality = ReconstructionQuality(model.num_codes, backend.device, ["recon_loss"], lpips, inception)
+        return evaluated(model, map(images_of, feed.validation()), error, quality, backend.sum)
+
+    def draw(models: Mapping[str, VQGAN], shown: Mapping[str, Any], step: int) -> Image.Image:
+        images = images_of(shown)
+        return grid({"original": images, **reconstructions(models, images)})
+
     judge = Judge(
-        args, vqgan, critic, backend, images=lambda micro: data.to_unit_range(micro["images"]),
-        reconstruction_loss=reconstruction_loss, log=run.add,
+        args, vqgan, critic, backend, images=images_of, reconstruction_loss=reconstruction_loss, log=run.add
     )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
-        validate=in_precision(lambda model, step: evaluate(model, feed, error, networks, backend)),
-        draw=in_precision(lambda models, shown, step: reconstructions(models, shown)),
+        validate=in_precision(validate), draw=in_precision(draw),
         use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
@@ -257,9 +215,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse(argv, demonstration=DEMO_CONFIG)
-    distributed.launch(with_models(train, parser), parser, args, last_start)
+    launch(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

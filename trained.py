@@ -3,8 +3,8 @@ on the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import argparse
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,19 +108,26 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
     return Trained(model.eval(), about, tokenizer_file(where))
 
 
-def load_from(path: str, kind: str, take: Callable[[Any], None]) -> None:
-    """Call ``take`` with the model of this ``kind`` that a user calls a model, see `open_model`. Errors name ``path``,
-    and flags instead of arguments."""
+def load_from(path: str, kind: str) -> Any:
+    """The model of this ``kind`` that a user calls a model, see `open_model`. Errors name ``path``."""
     with as_named(path):
         model = load(newest(Path(path)))
     _require_kind(path, model, (kind,))
-    try:
-        take(model)
-    except ValueError as error:
-        before, needed, differing = str(error).replace(str(model), path).partition("; they need ")
-        renamed = r"(^|, )([a-z]\w*) (?:True|(False)|)"
-        flags = re.sub(renamed, lambda at: f"{at[1]}--{'no-' if at[3] else ''}{at[2]} ", differing)
-        raise ValueError(before + needed + flags.replace(" ,", ",").strip()) from None
+    return model
+
+
+def built(kind: Any, args: argparse.Namespace, load: Callable[[Any, Any, str], None] | None = None) -> Any:
+    """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
+    with those of --init_from, which ``load`` takes (default: ``kind.load_weights_from``)."""
+    import torch
+
+    from models import build_in_memory
+
+    torch.manual_seed(args.seed)
+    model = build_in_memory(kind, **kind.Config.of(args).plain())
+    if args.init_from:
+        (load or kind.load_weights_from)(model, load_from(args.init_from, kind.__name__), args.init_from)
+    return model
 
 
 def _require_kind(path: str | Path, model: Any, kinds: Sequence[str]) -> None:

@@ -186,13 +186,6 @@ class Feed(Generic[BatchType]):
         alone. Not collective."""
         return self._received(self._whole_validation.load(places))
 
-    def others(self, samples: Samples, places: range) -> BatchType:
-        """The samples at these places of another set of the same kind, which begins again after its end, loaded in this
-        process alone. Raises OSError or ValueError, in one line, if one cannot be read. Not collective."""
-        ids = [place % len(samples) for place in places]
-        entries = self._loading["collate"]([samples.load(index) for index in ids])
-        return self._received({**entries, "positions": list(places), "ids": ids, "bad": []})
-
     def test(self) -> Iterator[BatchType]:
         """This process's part of one pass over the test split, as `validation`."""
         return map(self._received, self._processes.each("test data", self._test))

@@ -18,8 +18,6 @@ LOGIT_SCALE = 8.0
 # there is a graph, but gradient caching computes features without one and again with one, and needs equal bits.
 SDPA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-SPACINGS = ("last", "even")  # of `layers_read`
-
 # Added to a squared length, so that a zero vector has a finite gradient. The length of a normalised vector is then less
 # than 1, by 5e-7 if it was 0.1 before, and by less if it was longer.
 _EPSILON = 1e-8

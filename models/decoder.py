@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -74,7 +74,9 @@ class Decoder(Pretrained):
         ValueError: one line, if stages do not fit one another.
     """
 
-    not_in_the_weights = frozenset(("zero_terminal_snr", "noise_shift", "lowres_condition", "lowres_noise_level"))
+    not_in_the_weights = Unet.not_in_the_weights | {
+        "zero_terminal_snr", "noise_shift", "lowres_condition", "lowres_noise_level"
+    }  # fmt: skip
 
     def __init__(
         self, stages: Sequence[Mapping[str, Any]], timesteps: int = 1000, zero_terminal_snr: bool = True,
@@ -99,14 +101,6 @@ class Decoder(Pretrained):
             # A list, which `with_unets` shares: tables that were moved to a device stay there.
             self._lowres_schedules = [Schedule(LOWRES_SCHEDULE, timesteps)] if has_noise else []
         self._lowres_level = min(int(lowres_noise_level * timesteps), timesteps - 1)
-
-    def _take_weights(self, other: Decoder, source: object) -> None:
-        ours, theirs = (_flat(model.config, self.not_in_the_weights) for model in (self, other))
-        differing = [f"{name} {value}{where}" for (name, where), value in theirs.items()
-                     if ours.get((name, where), value) != value]  # fmt: skip
-        if differing:
-            raise ValueError(f"the weights in {source} are of another model; they need {', '.join(differing)}")
-        self.load_state_dict(other.state_dict())
 
     def _check_sizes(self) -> None:
         for size, larger in itertools.pairwise(self.image_sizes):
@@ -306,17 +300,6 @@ def schedule_of(
     """The schedule of a Unet; arguments as for `Decoder`."""
     shift = 2 * math.log(noise_shift / stage["image_size"]) if noise_shift else 0.0
     return Schedule(stage["noise_schedule"], timesteps, zero_terminal_snr=zero_terminal_snr, log_snr_shift=shift)
-
-
-def _flat(config: Mapping[str, Any], left_out: Collection[str]) -> dict[tuple[str, str], Any]:
-    """What the weights depend on: (name of an argument, " of Unet 1" for one of a Unet) -> value."""
-    flat = {(name, ""): value for name, value in config.items() if name != "stages" and name not in left_out}
-    flat["number of Unets", ""] = len(config["stages"])
-    for number, stage in enumerate(config["stages"], start=1):
-        unet = {name: value for name, value in stage["unet"].items() if name not in Unet.not_in_the_weights}
-        of_stage = {name: value for name, value in stage.items() if name != "unet"}
-        flat |= {(name, f" of Unet {number}"): value for name, value in {**of_stage, **unet}.items()}
-    return flat
 
 
 def _clipped(x: Tensor) -> Tensor:

@@ -214,12 +214,11 @@ class DiscreteVAE(Pretrained):
         """
         return cls.with_weights(Path(path), *load_dalle_file(Path(path)))
 
-    def load_weights_from(self, source: str | Path | Pretrained) -> None:
+    def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
         """Take the weights of a vae-final.pt, or as `Pretrained` says."""
-        if isinstance(source, Pretrained) or Path(source).is_dir():
-            super().load_weights_from(source)
-        else:
-            self._take_weights(self.from_dalle(source), source)
+        if not isinstance(source, Pretrained) and not Path(source).is_dir():
+            source, name = self.from_dalle(source), str(source)
+        super().load_weights_from(source, name)
 
 
 def _half(channels: int) -> list[nn.Module]:

@@ -10,9 +10,6 @@ from torch.nn import functional as F
 
 from .attention import at_least_fp32
 
-SPECTROGRAMS = ("log_mel", "power")
-PADDINGS = ("silence", "reflect")
-
 # Decibels are relative to a power of 1, and clamped at 80 below the loudest of the clip.
 _AMIN, _TOP_DB = 1e-10, 80.0
 
@@ -58,12 +55,8 @@ class Spectrogram:
         fmin: float = 0.0, fmax: float | None = None, kind: str = "log_mel", min_frames: int = 1,
         win_length: int | None = None, padding: str = "silence",
     ) -> None:  # fmt: skip
-        if kind not in SPECTROGRAMS:
-            raise ValueError(f"spectrogram {kind!r} is unknown; use {' or '.join(SPECTROGRAMS)}")
         if not 2 <= n_fft <= _LONGEST_FFT:
             raise ValueError(f"n_fft {n_fft} is not between 2 and {_LONGEST_FFT} samples")
-        if padding not in PADDINGS:
-            raise ValueError(f"spectrogram_padding {padding!r} is unknown; use {' or '.join(PADDINGS)}")
         if win_length is not None and not 1 <= win_length <= n_fft:
             raise ValueError(f"win_length {win_length} is not between 1 and n_fft {n_fft}")
         self.win_length, self.padding = n_fft if win_length is None else win_length, padding

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .attention import at_least_fp32, l2_normalize
 from .audio_transformer import AudioTransformer
+from .configs import MAX_SCALE, MuLaNConfig, TwoTowersConfig
 from .dropout import derived
 from .fbank import Fbank
-from .files.pretrained import Pretrained, constructor_arguments
+from .files.pretrained import Pretrained
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
-from .mulan_config import MAX_SCALE, check_config, with_own_sizes
 from .pretrained_towers import PretrainedAudioTower, PretrainedTextTower, patches_of
 from .text_transformer import TextTransformer
 
@@ -74,95 +74,60 @@ class Latents(nn.Module):
 class MuLaN(Pretrained):
     """Two towers: a transformer over log-mel patches and one over tokens, each with a linear map to unit vectors.
 
-    Args:
-        sample_rate: Sample rate of the waveforms, in Hz.
-        clip_seconds: Length of the clips to train on. It only sets ``noise_size``: any length can be encoded.
-        n_fft, hop_length, n_mels, fmin, fmax, win_length, spectrogram_padding: Settings of the spectrogram; see
-            ``log_mel.Spectrogram``.
-        spectrogram: "log_mel", or "power" for the n_fft / 2 + 1 powers in place of the mel bands.
-        patch_size: Side of a patch, in bands and frames.
-        patch_dropout: Share of the patches left out of each sample while training.
-        time_mask_fraction, frequency_mask_fraction: The longest SpecAugment mask as a share of the side; 0: none.
-        audio_dim, audio_depth: Width (a multiple of 4) and layers of the audio tower.
-        text_dim, text_depth: Width and layers of the text tower.
-        heads, dim_head: Number and width of the attention heads of both towers.
-        audio_heads, audio_dim_head, text_heads, text_dim_head: Those of one tower; None for those of both.
-        ff_mult: Inner width of the feed-forwards, as a multiple of the tower's width, before the 2/3 of GEGLU.
-        attn_dropout: Share of the weights of attention, and of its outputs, that are dropped while training.
-        ff_dropout: Share of the inner numbers of the feed-forwards that are dropped while training.
-        vocab_size: Number of tokens of the tokenizer.
-        max_text_tokens: Length of the longest caption.
-        dim_latent: Width of the common space.
-        hierarchical_layers: Layers below the final output, in both towers, that have their own linear map,
-            temperature and bias (Shukor et al. 2022, "ViCHA"); less than either depth.
-        hierarchical_spacing: Which layers these are: "last", those next to the output, or "even"; see
-            `attention.layers_read`.
-        init_temperature: The factor of the similarities at the start, in (0, 100].
-        init_bias: The bias of the sigmoid loss at the start (Zhai et al. 2023).
-        text_tower, audio_tower: Configuration of a `PretrainedTextTower` or `PretrainedAudioTower` in place of the own
-            one, whose sizes, vocabulary and spectrogram it then decides; None for the own one.
-        freeze_text_tower, freeze_audio_tower: Give its weights no gradient.
+    The length of the clips to train on sets only `noise_size`: any length can be encoded. Each of `hierarchical_layers`
+    below the final output has its own linear map, temperature and bias (Shukor et al. 2022, "ViCHA").
 
     Raises:
-        ValueError: one line that names the argument.
+        ValueError: one line that names the field of the configuration.
     """
 
-    not_in_the_weights = frozenset({
-        "clip_seconds", "patch_dropout", "time_mask_fraction", "frequency_mask_fraction", "init_temperature",
-        "init_bias", "gradient_checkpointing", "attn_dropout", "ff_dropout",
-        "freeze_text_tower", "freeze_audio_tower",
-    })  # fmt: skip
+    Config: ClassVar[type[TwoTowersConfig]] = MuLaNConfig
+    not_in_the_weights = MuLaNConfig.not_in_the_weights()
     cut_before = ("text",)  # see distributed.engines.replicated.cut_graph
     marks_texts = True  # CLIP's tokenizer puts marks of start and end around texts
 
-    def __init__(
-        self, sample_rate: int = 16000, clip_seconds: float = 10.0,
-        n_fft: int = 1024, hop_length: int = 160, n_mels: int = 64, fmin: float = 0.0, fmax: float | None = None,
-        spectrogram: str = "log_mel", patch_size: int = 16, patch_dropout: float = 0.25,
-        time_mask_fraction: float = 0.2, frequency_mask_fraction: float = 0.25,
-        audio_dim: int = 512, audio_depth: int = 6, text_dim: int = 512, text_depth: int = 6,
-        heads: int = 8, dim_head: int = 64, vocab_size: int = 49408, max_text_tokens: int = 256,
-        dim_latent: int = 128, hierarchical_layers: int = 0, init_temperature: float = 10.0, init_bias: float = -10.0,
-        gradient_checkpointing: bool = False,
-        audio_heads: int | None = None, text_heads: int | None = None,
-        audio_dim_head: int | None = None, text_dim_head: int | None = None, ff_mult: int = 4,
-        attn_dropout: float = 0.0, ff_dropout: float = 0.0, win_length: int | None = None,
-        spectrogram_padding: str = "silence", hierarchical_spacing: str = "last",
-        text_tower: dict[str, Any] | None = None, audio_tower: dict[str, Any] | None = None,
-        freeze_text_tower: bool = False, freeze_audio_tower: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: MuLaNConfig) -> None:
         super().__init__()
-        self.config = config = with_own_sizes(constructor_arguments(locals()))
-        check_config(config)
-        self.time_mask_fraction, self.frequency_mask_fraction = time_mask_fraction, frequency_mask_fraction
-        self.clip_samples = round(min(clip_seconds * sample_rate, _MOST_NUMBERS))
-        own = n_fft, hop_length, n_mels, fmin, fmax, spectrogram, patch_size, win_length, spectrogram_padding
-        self.frontend = Fbank(audio_tower) if audio_tower else Spectrogram(sample_rate, *own)
-        if not audio_tower and self.frontend.bands < patch_size:
-            raise ValueError(f"patch_size {patch_size} is larger than the {self.frontend.bands} bands of a spectrogram")
+        config.check()
+        self.config = config.plain()
+        self._listen(config, Fbank(config.audio_tower) if config.audio_tower else Spectrogram(
+            config.sample_rate, config.n_fft, config.hop_length, config.n_mels, config.fmin, config.fmax,
+            config.spectrogram, config.patch_size, config.win_length, config.spectrogram_padding,
+        ))  # fmt: skip
+        options = {name: self.config[name] for name in ("ff_mult", "attn_dropout", "ff_dropout")}
+        both = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
+        self.audio: AudioTransformer | PretrainedAudioTower
+        if config.audio_tower:
+            self.audio = PretrainedAudioTower(config.audio_tower, *both, config.freeze_audio_tower)
+        else:
+            self.audio = AudioTransformer(
+                *config.sizes("audio"), config.patch_size, config.patch_dropout, *both, **options
+            )
+        text: TextTransformer | PretrainedTextTower
+        if config.text_tower:
+            text = PretrainedTextTower(config.text_tower, *both, config.freeze_text_tower)
+        else:
+            sizes = *config.sizes("text"), config.vocab_size, config.max_text_tokens
+            text = TextTransformer(*sizes, *both, **options)
+        outputs = config.hierarchical_layers + 1
+        # Registered in the order of calls: gradients are sent in the reverse order of registration.
+        self.audio_latents = Latents(outputs, config.audio_dim, config.dim_latent)
+        self.text = text
+        self.text_latents = Latents(outputs, config.text_dim, config.dim_latent)
+        self.tau = nn.Parameter(torch.full((outputs,), math.log(config.init_temperature)))
+        self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
+
+    def _listen(self, config: TwoTowersConfig, frontend: Fbank | Spectrogram) -> None:
+        """Set what turns clips into spectrograms. Raise a ValueError if these or captions are too large, or too small
+        for a patch."""
+        self.frontend = frontend
+        self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
+        self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MOST_NUMBERS))
+        if not self.config.get("audio_tower") and frontend.bands < config.patch_size:
+            patch = f"patch_size {config.patch_size} is larger than"
+            raise ValueError(f"{patch} the {frontend.bands} bands of a spectrogram")
         self._check_clip()
         self._check_caption()
-        options: dict[str, Any] = {"ff_mult": ff_mult, "attn_dropout": attn_dropout, "ff_dropout": ff_dropout}
-        both = hierarchical_layers, gradient_checkpointing, hierarchical_spacing
-        self.audio: AudioTransformer | PretrainedAudioTower
-        if audio_tower:
-            self.audio = PretrainedAudioTower(audio_tower, *both, freeze_audio_tower)
-        else:
-            audio = audio_dim, audio_depth, config["audio_heads"], config["audio_dim_head"]
-            self.audio = AudioTransformer(*audio, patch_size, patch_dropout, *both, **options)
-        text: TextTransformer | PretrainedTextTower
-        if text_tower:
-            text = PretrainedTextTower(text_tower, *both, freeze_text_tower)
-        else:
-            sizes = text_dim, text_depth, config["text_heads"], config["text_dim_head"]
-            text = TextTransformer(*sizes, vocab_size, max_text_tokens, *both, **options)
-        outputs = hierarchical_layers + 1
-        # Registered in the order of calls: gradients are sent in the reverse order of registration.
-        self.audio_latents = Latents(outputs, config["audio_dim"], dim_latent)
-        self.text = text
-        self.text_latents = Latents(outputs, config["text_dim"], dim_latent)
-        self.tau = nn.Parameter(torch.full((outputs,), math.log(init_temperature)))
-        self.bias = nn.Parameter(torch.full((outputs,), float(init_bias)))
 
     def _check_clip(self) -> None:
         """Set `clip_numbers`, how many numbers a clip of clip_seconds has at once: its samples, its spectrum and the
@@ -257,7 +222,7 @@ class MuLaN(Pretrained):
                 use = "train on clips of clip_seconds and use noise_size"
                 raise ValueError(f"noise of shape {tuple(noise.shape)}: {clips}; {use}")
             mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
-            spectrograms = spec_augment(spectrograms, mask_noise, self.time_mask_fraction, self.frequency_mask_fraction)
+            spectrograms = spec_augment(spectrograms, mask_noise, *self.mask_fractions)
         return self.audio_latents(self.audio(spectrograms, noise, keys))
 
     def _text_latents(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:

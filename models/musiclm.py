@@ -7,7 +7,6 @@ other names, and override what the public package computes otherwise.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,10 @@ from torch.nn import functional as F
 
 from .attention import Attention, FeedForward, Transformer, l2_normalize
 from .audio_transformer import AudioTransformer, PreciseLayerNorm, between_patches, displacements_in
-from .files.pretrained import Pretrained, constructor_arguments
+from .configs import MusicLMMuLaNConfig
+from .files.pretrained import Pretrained
 from .log_mel import Spectrogram
 from .mulan import MuLaN
-from .mulan_config import check_config, with_own_sizes
 from .text_transformer import TextTransformer
 
 
@@ -32,64 +31,44 @@ class MusicLMMuLaN(MuLaN):
     The public package's weights load strictly, but for constants that it saves and that have no name here: see
     `files.musiclm`.
 
-    Args:
-        n_fft, win_length, hop_length: Settings of the spectrogram; see ``log_mel.Spectrogram``.
-        hierarchical_layers: Layers that have their own linear map, temperature and bias: floor(i depth /
-            hierarchical_layers) of a tower, i from hierarchical_layers - 1 down to 0; less than either depth.
-        sigmoid_contrastive_loss: The model learns the biases of the sigmoid loss; otherwise they stay ``init_bias``.
-        others: As for `MuLaN`, dropout included; audio_dim is a multiple of 4 of at least 8.
+    The intermediate layers are floor(i depth / hierarchical_layers) of a tower, i from hierarchical_layers - 1 down to
+    0. audio_dim is a multiple of 4 of at least 8.
 
     Raises:
-        ValueError: one line that names the argument.
+        ValueError: one line that names the field of the configuration.
     """
 
+    Config = MusicLMMuLaNConfig
     # A public file does not say the last three.
-    not_in_the_weights = MuLaN.not_in_the_weights | {"sample_rate", "n_fft", "hop_length"}
+    not_in_the_weights = MusicLMMuLaNConfig.not_in_the_weights() | {"sample_rate", "n_fft", "hop_length"}
     marks_texts = False
 
-    def __init__(
-        self, sample_rate: int = 16000, clip_seconds: float = 10.0, n_fft: int = 128, win_length: int | None = 24,
-        hop_length: int = 12, patch_size: int = 16, patch_dropout: float = 0.25,
-        time_mask_fraction: float = 0.2, frequency_mask_fraction: float = 0.25,
-        audio_dim: int = 512, audio_depth: int = 6, text_dim: int = 512, text_depth: int = 6,
-        heads: int = 8, dim_head: int = 64, vocab_size: int = 49408, max_text_tokens: int = 256,
-        dim_latent: int = 128, hierarchical_layers: int = 0, sigmoid_contrastive_loss: bool = False,
-        init_temperature: float = 10.0, init_bias: float = -10.0, gradient_checkpointing: bool = False,
-        audio_heads: int | None = None, text_heads: int | None = None,
-        audio_dim_head: int | None = None, text_dim_head: int | None = None, ff_mult: int = 4,
-        attn_dropout: float = 0.0, ff_dropout: float = 0.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: MusicLMMuLaNConfig) -> None:
         Pretrained.__init__(self)  # not that of MuLaN, which makes other towers
-        self.config = config = with_own_sizes(constructor_arguments(locals()))
-        check_config({"n_mels": 1, "hierarchical_spacing": "even", **config})
-        self.time_mask_fraction, self.frequency_mask_fraction = time_mask_fraction, frequency_mask_fraction
-        self.frontend = Spectrogram(
-            sample_rate, n_fft, hop_length, kind="power", min_frames=patch_size, win_length=win_length,
-            padding="reflect",
-        )  # fmt: skip
-        if self.frontend.bands < patch_size:
-            raise ValueError(f"patch_size {patch_size} is larger than the {self.frontend.bands} bands of a spectrogram")
-        self.clip_samples = round(min(clip_seconds * sample_rate, 1 << 32))  # more are refused, and are no fp64 integer
-        self._check_clip()
-        self._check_caption()
-        options: dict[str, Any] = {"ff_mult": ff_mult, "attn_dropout": attn_dropout, "ff_dropout": ff_dropout}
-        read = [
-            [depth - 1, *reversed(compared_layers(hierarchical_layers, depth))] for depth in (audio_depth, text_depth)
-        ]
+        config.check()
+        self.config = config.plain()
+        self._listen(config, Spectrogram(
+            config.sample_rate, config.n_fft, config.hop_length, kind="power", min_frames=config.patch_size,
+            win_length=config.win_length, padding="reflect",
+        ))  # fmt: skip
+        audio, text = config.sizes("audio"), config.sizes("text")
+        layers, dim_latent, recompute = config.hierarchical_layers, config.dim_latent, config.gradient_checkpointing
+        options = {name: self.config[name] for name in ("ff_mult", "attn_dropout", "ff_dropout")}
+        read = [[depth - 1, *reversed(compared_layers(layers, depth))] for _, depth, *_ in (audio, text)]
         # Registered in the order of calls, as in MuLaN.
-        sizes = audio_dim, audio_depth, config["audio_heads"], config["audio_dim_head"]
-        of_audio = _Transformer(*sizes, gradient_checkpointing, **options)
-        self.audio = _AudioTower(of_audio, audio_dim, config["audio_heads"], patch_size, patch_dropout, read[0])
+        audio_dim, _, heads, _ = audio
+        of_audio = _Transformer(*audio, recompute, **options)
+        self.audio = _AudioTower(of_audio, audio_dim, heads, config.patch_size, config.patch_dropout, read[0])
         self.audio_to_latents = nn.Linear(audio_dim, dim_latent)
-        sizes = text_dim, text_depth, config["text_heads"], config["text_dim_head"]
-        of_text = _Transformer(*sizes, gradient_checkpointing, **options)
-        self.text = _TextTower(of_text, text_dim, vocab_size, max_text_tokens, read[1])
-        self.text_to_latents = nn.Linear(text_dim, dim_latent)
-        starts = math.log(init_temperature), float(init_bias) if sigmoid_contrastive_loss else None
+        of_text = _Transformer(*text, recompute, **options)
+        self.text = _TextTower(of_text, config.text_dim, config.vocab_size, config.max_text_tokens, read[1])
+        self.text_to_latents = nn.Linear(config.text_dim, dim_latent)
+        bias = float(config.init_bias) if config.sigmoid_contrastive_loss else None
+        starts = math.log(config.init_temperature), bias
         self.contrast = _Contrast(1, *starts)
-        if hierarchical_layers:
-            of_layers = _Contrast(hierarchical_layers, *starts)
-            self.multi_layer_contrastive_learning = _MultiLayer(audio_dim, text_dim, dim_latent, of_layers)
+        if layers:
+            of_layers = _Contrast(layers, *starts)
+            self.multi_layer_contrastive_learning = _MultiLayer(audio_dim, config.text_dim, dim_latent, of_layers)
 
     @property
     def tau(self) -> Tensor:  # type: ignore[override]

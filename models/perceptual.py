@@ -163,6 +163,12 @@ def load_perceptual(
     return model.to(device)
 
 
+def load_lpips(weights: str | None, side: int, device: torch.device | str = "cpu") -> PerceptualLoss | None:
+    """The LPIPS that a validation reports of images with this side in pixels, with the weights of --lpips_weights; None
+    without any. Raises ValueError as `load_perceptual`."""
+    return load_perceptual("lpips" if weights else "none", weights, device, side=side, flag="--lpips_weights")
+
+
 def _published_name(name: str) -> str:
     """heads.2.weight -> lin2.model.1.weight, LPIPS's name of it; a name of the trunk, which is torchvision's, stays."""
     part, index, kind = name.split(".")

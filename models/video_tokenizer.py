@@ -238,7 +238,7 @@ class VideoTokenizer(Pretrained):
         return self.decoder.last_layer_gradient(features, gradient)
 
     @torch.no_grad()
-    def inflate_from(self, source: str | Path) -> None:
+    def inflate_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
         """Take the weights of a tokenizer of the same arguments that was trained on images alone, to train on videos.
 
         Images train only the last time slice of each kernel; the others, still random, become 0 here, and so do the
@@ -250,7 +250,7 @@ class VideoTokenizer(Pretrained):
         Raises:
             ValueError: one line, naming the arguments in which the two models differ.
         """
-        self.load_weights_from(source)
+        self.load_weights_from(source, name)
         for module in self.modules():
             if isinstance(module, CausalConv3d):
                 module.weight[:, :, :-1] = 0

@@ -255,8 +255,10 @@ def shown_default(action: argparse.Action) -> str:
 
 
 def said_as_flag(action: argparse.Action, value: Any) -> str:
-    """A flag with a value as a command line says it, such as "--dim 64"."""
+    """A flag with a value as a command line says it, such as "--dim 64"; "no --x" where it is to be left out."""
     flag = action.option_strings[0]
+    if value is None or (value is False and not isinstance(action, argparse.BooleanOptionalAction)):
+        return f"no {flag}"
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"
     return f"{flag} {_as_text(action, value)}"

@@ -22,10 +22,10 @@ PICTURE = "samples/step_00000002.png"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return DECODER.train(tmp_path_factory.mktemp("decoder"), "--max_steps", "3", "--n_evaluation_samples", "20")
+    return DECODER.train(tmp_path_factory.mktemp("decoder"), "--max_steps", "3")
 
 
-def test_the_log_has_the_error_of_each_unet_by_quarter_of_the_noise_and_what_pictures_show(trained: Path) -> None:
+def test_the_log_has_the_error_of_each_unet_by_quarter_of_the_noise(trained: Path) -> None:
     line = metrics(trained)[-1]
     for number in (1, 2):
         assert line[f"valid/unet{number}/error"] > 0 and line[f"unet{number}/loss"] > 0
@@ -33,9 +33,6 @@ def test_the_log_has_the_error_of_each_unet_by_quarter_of_the_noise_and_what_pic
         # 13 stratified levels: the quarters hold 4, 3, 3 and 3 of them, in some order.
         assert min(quarters) < line[f"valid/unet{number}/error"] < max(quarters)
     assert line["valid/loss"] == pytest.approx(line["valid/unet1/error"] + line["valid/unet2/error"])
-    assert all(
-        0 <= line[f"valid/{kind}{name}"] <= 1 for name in ("shape", "colour", "place") for kind in ("", "unseen/")
-    )
 
 
 def test_only_the_unets_that_are_named_are_trained_and_the_others_keep_every_bit(trained: Path, tmp_path: Path) -> None:
@@ -79,13 +76,13 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_clip_compares_pictures_with_captions_and_images_where_an_evaluation_is_due(
     clip: list[str], tmp_path: Path
 ) -> None:
-    """Evaluations have their own steps, also without a validation."""
+    """Evaluations have their own steps, where no validation is due."""
     said = ["--condition_on", "image,text", "--n_evaluation_samples", "5", "--evaluate_every_n_steps", "2", *clip]
     text = DECODER.output_of(tmp_path, "--max_steps", "3", *said)
     assert text.count("--fid_weights") == text.count("--lpips_weights") == 1  # what needs them is not measured
     lines = metrics(tmp_path)
     assert ["valid/clip_score" in line for line in lines] == [False, True, True]
-    assert ["valid/loss" in line for line in lines] == [False, True, True]
+    assert ["valid/loss" in line for line in lines] == [False, False, True]
     assert -1 <= lines[-1]["valid/clip_score"] <= 1 and -1 <= lines[-1]["valid/clip_image_score"] <= 1
 
 
@@ -153,6 +150,7 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
     for path in rows["short"].iterdir():
         np.save(path, np.load(path)[:1])
     in_tars = ["--image_folder", str(tars), "--image_embeddings"]
+    start = ["--init_from", str(trained / "model")]
     mistakes: list[tuple[list[str], str]] = [
         (["--dim", "8", "16", "8"], "--dim has 3 values for 2 Unets (--image_sizes 8 16): give 1 or 2"),
         (["--image_sizes", "16", "8"], "give them ascending"),
@@ -171,7 +169,9 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         ([*in_tars, str(rows["few"])], "has no file for 1 of 3 tars, the first is"),
         ([*in_tars, str(rows["wide"])], "image embeddings have the shape (7,) in"),
         ([*in_tars, str(rows["short"]), *ONE], "which has only 1"),
-        (["--image_folder", str(captioned), "--init_from", str(trained / "model")], "image_embed_dim"),
+        ([*start, "--image_folder", str(captioned)], "they need stages[0].unet.image_embed_dim "),
+        ([*start, "--dim", "8", "16", "--switches", "self_attn"], "; they need --dim 8 8, --switches none none"),
+        ([*start, "--num_resnet_blocks", "2", "--timesteps", "9"], "need --num_resnet_blocks 1 1, --timesteps 1000"),
         (["--cond_scale", "3", "--image_cond_drop_prob", "0"], "--cond_scale 3"),
         (["--lpips_weights", "w", "--max_steps", "1"], "--lpips_weights has no effect with --n_evaluation_samples 0"),
         ([*ONE, "--lowres_condition", "none"], "has no effect with --image_sizes 8; leave it out"),

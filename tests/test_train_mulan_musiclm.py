@@ -119,8 +119,19 @@ def test_the_configuration_builds_the_public_defaults() -> None:
                 "vocab_size": 49408, "max_text_tokens": 256, "dim_latent": 128, "hierarchical_layers": 0,
                 "sigmoid_contrastive_loss": False, "init_temperature": 10.0}  # fmt: skip
     assert type(model) is MusicLMMuLaN and model.config.items() >= defaults.items()
-    assert args.spectrogram == "power"
     trainer = {"learning_rate": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "max_grad_norm": 0.5,
                "use_lion": False, "lr_schedule": "constant", "lr_warmup_steps": 0,
                "duplicates": "negatives"}  # fmt: skip
     assert vars(args).items() >= trainer.items()
+
+
+def test_the_layout_has_its_own_windows_unless_one_is_given_and_refuses_what_it_fixes(tmp_path: Path) -> None:
+    def windows(*said: str) -> tuple[int, int, int]:
+        args = MULAN.parsed("--layout", "musiclm", *said)
+        return args.n_fft, args.win_length, args.hop_length
+
+    assert windows() == (128, 24, 12) and windows("--hop_length", "100") == (1024, 1024, 100)
+    for flag, value in (("spectrogram", "power"), ("spectrogram_padding", "reflect"), ("hierarchical_spacing", "even")):
+        assert f"--{flag} has no effect with --layout musiclm" in MUSICLM.refused(tmp_path, f"--{flag}", value)
+        (tmp_path / "said.yaml").write_text(f"{flag}: {value}")
+        assert windows("--config", str(tmp_path / "said.yaml")) == (128, 24, 12)

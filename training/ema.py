@@ -146,14 +146,6 @@ class ExponentialMovingAverage:
         model is whole on every process. Collective."""
         return {"ema": self._average.gathered}
 
-    def kept(self, trained: Gathered) -> Gathered:
-        """The model that the run keeps: the average, not the `trained` one."""
-        return self._average.gathered
-
-    def keeps(self, module: Any) -> bool:
-        """Whether the run keeps this model."""
-        return module is self._average.module
-
     def live_state(self) -> dict[str, Any]:
         """The count of updates and the averaged weights; those that are sharded as functions that return them whole."""
         return {"updates": int(self._updates), "weights": self._average.state()}
@@ -211,14 +203,6 @@ class PowerAverages:
         averaged model is whole on every process. Collective."""
         return {f"ema_{name}": average.gathered for name, average in self._averages.items()}
 
-    def kept(self, trained: Gathered) -> Gathered:
-        """The model that the run keeps: the average of the first length."""
-        return self._first.gathered
-
-    def keeps(self, module: Any) -> bool:
-        """Whether the run keeps this model."""
-        return module is self._first.module
-
     def live_state(self) -> dict[str, Any]:
         """The count of updates, and the averaged weights by length; those that are sharded as functions that return
         them whole."""
@@ -254,12 +238,6 @@ class NoAverage:
     def averages(self) -> dict[str, Gathered]:
         return {}
 
-    def kept(self, trained: Gathered) -> Gathered:
-        return trained
-
-    def keeps(self, module: Any) -> bool:
-        return True
-
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -279,6 +257,17 @@ def make_ema(weights: Engine | Cascade, decay: float, lengths: Sequence[float] |
     if lengths:
         return PowerAverages(weights, lengths)
     return ExponentialMovingAverage(weights, decay) if decay > 0 else NoAverage()
+
+
+def kept_weights(engine: Engine | Cascade, average: Average) -> AbstractContextManager[Any]:
+    """Context of the model that the run keeps, whole on every process, to read and evaluate, not to change: the first
+    average of the engine's weights, or these where there is none. Collective."""
+    return next(iter(average.averages().values()), engine.gathered)()
+
+
+def kept_metric(average: Average, name: str) -> str:
+    """What a metric of a validation of that model is called: "valid/ema/psnr", or "valid/psnr" without an average."""
+    return "/".join(["valid", *list(average.averages())[:1], name])
 
 
 def _fetched(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,10 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from .measures.averages import Averages
-from .measures.fid import Inception
 from .measures.generation import GenerationQuality, Pairs
-from .measures.shapes_reader import Reading, ShapesReader
 from .noise import Noise
 from .pictures.images import grid
 
@@ -51,79 +47,6 @@ class PictureEmbedder(Protocol):
     def compared(self, pictures: Tensor, batch: Batch) -> Mapping[str, Pairs]: ...
 
 
-class PictureJudge:
-    """Measures of drawn pictures beside the real ones of the same conditions.
-
-    Args:
-        quality: FID and the like; None without their weights.
-        embed: (pictures (b, 3, h, w) in [0, 1], batch) -> two embeddings each by name, whose cosines `quality` takes;
-            None without a network for it.
-        read: (pictures (b, 3, h, w) in [0, 1], batch) -> 1 or 0 for each, (b,), by name: whether they show what they
-            should; None if nobody can read them.
-    """
-
-    def __init__(
-        self,
-        quality: GenerationQuality | None,
-        embed: Callable[[Tensor, Batch], Mapping[str, Pairs]] | None,
-        read: Callable[[Tensor, Batch], Mapping[str, Tensor]] | None,
-        names: Sequence[str],
-        device: torch.device,
-    ) -> None:
-        self._quality, self._embed, self._read = quality, embed, read
-        self._right = Averages(*names, device=device)
-
-    def add(self, batch: Batch, pictures: Tensor, numbers: Sequence[int]) -> None:
-        """Add drawn pictures (b, 3, s, s) in [0, 1], their batch, and their numbers, each once."""
-        if self._quality:
-            real = F.interpolate(
-                batch["images"].float() / 255, size=pictures.shape[-2:], mode="bilinear", antialias=True
-            )
-            cosines = self._embed(pictures, batch) if self._embed else {}
-            self._quality.add(real, pictures, numbers, **cosines)
-        if self._read:
-            self._right.add(**self._read(pictures, batch))
-
-    def result(self, processes: Backend) -> dict[str, float]:
-        """Values by name over all processes. Collective."""
-        values = self._quality.result(processes.sum, processes.gather) if self._quality else {}
-        return {**values, **(self._right.result(processes.sum) if self._read else {})}
-
-
-def judges(
-    inception: Inception | None,
-    lpips: Callable[[Tensor, Tensor], Tensor] | None,
-    clip: PictureEmbedder | None,
-    drawing: Mapping[str, Any],
-    wanted: Callable[[Batch], Sequence[Any]] | None,
-    image_size: int,
-    device: torch.device,
-) -> Callable[[bool], PictureJudge]:
-    """Makes empty judges, with True one that only reads what pictures show.
-
-    Args:
-        inception, lpips, clip: Networks; None leaves out what needs them.
-        drawing: How shapes are drawn, for `ShapesReader`.
-        wanted: Batch -> what each picture should show, (shape, colour, place); None if the pictures show no shapes.
-    """
-    reader = ShapesReader(image_size, **drawing) if wanted else None
-
-    def read(pictures: Tensor, batch: Batch) -> Mapping[str, Tensor]:
-        assert reader is not None and wanted is not None
-        return reader.accuracy(pictures, wanted(batch))
-
-    def empty(only_reads: bool) -> PictureJudge:
-        names = clip.cosines if clip else ()
-        quality = GenerationQuality(device, inception=inception, lpips=lpips, cosines=names)
-        is_measured = (inception or lpips or clip) and not only_reads
-        return PictureJudge(
-            quality if is_measured else None, clip.compared if clip else None, read if reader else None,
-            Reading._fields if reader else (), device,
-        )  # fmt: skip
-
-    return empty
-
-
 def noise_of(seed: int, numbers: Sequence[int], device: torch.device) -> Callable[[int], Callable[..., Tensor]]:
     """The source of noise for `models.Decoder.sample`: that of a picture depends on its number and the seed alone."""
 
@@ -142,8 +65,6 @@ class Generation:
     Args:
         conditions: Batch -> the conditions of its pictures, (b, ...) each.
         sampling: How noise becomes pictures, as the decoder takes it.
-        unseen: Samples of combinations that training never shows, of which is read what pictures of them show; None if
-            there are none.
     """
 
     def __init__(
@@ -153,39 +74,29 @@ class Generation:
         sampling: Any,
         processes: Backend,
         seed: int,
-        unseen: Any = None,
     ) -> None:
-        self._feed, self._conditions, self._sampling, self._unseen = feed, conditions, sampling, unseen
+        self._feed, self._conditions, self._sampling = feed, conditions, sampling
         self._processes, self._seed = processes, seed
 
-    def judge(self, decoder: Decoder, count: int, judges: Callable[[bool], PictureJudge]) -> dict[str, float]:
-        """Draw one picture for each of `count` samples of the validation split, which is begun again if it holds fewer,
-        and as many for unseen samples; return what judges say of them, "unseen/..." of the latter. Nothing in the pass
-        over the whole split that follows the last one over a part, which judged the same pictures. Collective.
-
-        Args:
-            judges: Makes a judge, see the function `judges`.
-        """
-        if self._feed.sees_whole_split:
-            return {}
-        values = self._judged(decoder, count, judges(False), self._feed.validation_samples)
-        if self._unseen is not None:
-            load = partial(self._feed.others, self._unseen)
-            unseen = self._judged(decoder, count, judges(True), load)
-            values |= {f"unseen/{name}": value for name, value in unseen.items()}
-        return values
-
-    def _judged(
-        self, decoder: Decoder, count: int, judge: PictureJudge, load: Callable[[range], Batch]
+    @torch.no_grad()
+    def judge(
+        self, decoder: Decoder, count: int, quality: GenerationQuality, clip: PictureEmbedder | None
     ) -> dict[str, float]:
+        """Draw one picture for each of `count` samples of the validation split, which is begun again if it holds fewer;
+        return their quality beside the real ones, which takes what clip compares too. Collective."""
+
         def add(numbers: range) -> None:
-            batch = load(numbers)
+            batch = self._feed.validation_samples(numbers)
             pictures = self.pictures(decoder, self._conditions(batch), numbers)
             wanted = slice(0, min(len(numbers), count - numbers[0]))
-            judge.add({name: value[wanted] for name, value in batch.items()}, pictures[wanted], numbers[wanted])
+            batch, pictures = {name: value[wanted] for name, value in batch.items()}, pictures[wanted]
+            real = F.interpolate(
+                batch["images"].float() / 255, size=pictures.shape[-2:], mode="bilinear", antialias=True
+            )
+            quality.add(real, pictures, numbers[wanted], **(clip.compared(pictures, batch) if clip else {}))
 
         self._in_rounds(count, CHUNK, add)
-        return judge.result(self._processes)
+        return quality.result(self._processes.sum, self._processes.gather)
 
     def draw(self, decoder: Decoder, shown: Batch) -> Image.Image:
         """A row for each sample: its image, then what each Unet draws for its condition; labelled by its caption.

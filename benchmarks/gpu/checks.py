@@ -21,7 +21,7 @@ _DATA = {
     "train_vqgan": "--image_folder demo:shapes:512 --discr_start_step 3",
     "train_mulan": "--audio_data demo:tones:512",
     "train_tokenizer": "--video_folder demo:moving:256 --discr_start_step 3",
-    "train_decoder": "--image_folder demo:shapes:512 --n_evaluation_samples 8 --sample_timesteps 2",
+    "train_decoder": "--image_folder demo:shapes:512 --sample_timesteps 2",
 }
 # Nothing but updates, each of them logged; a picture and a validation at the end.
 QUIET = ("--num_workers", "0", "--log_every_n_steps", "1", "--validate_every_n_steps", "0",

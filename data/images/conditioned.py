@@ -64,15 +64,6 @@ class ConditionedImages:
         shapes: dict[str, Any] = {key: embeddings.shape for key, embeddings in self._embeddings.items()}
         return {"image_embed": shapes.get(IMAGE.key, (None,))[0], "text_encodings": shapes.get(TEXT.key)}
 
-    def held_out(self, n: int) -> ConditionedImages | None:
-        """n samples of combinations that the demonstration never shows, with the same conditions; None for other
-        sets."""
-        if not isinstance(self.images, Scenes):
-            return None
-        images = self.images.held_out(n)
-        embeddings = {kind.key: images.embeddings(kind) for kind in KINDS if kind.key in self._embeddings}
-        return ConditionedImages(images, embeddings, self._tokenize)
-
     def __len__(self) -> int:
         return len(self.images)
 

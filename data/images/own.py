@@ -109,9 +109,6 @@ class OwnConditionedImages:
         """As those of `ConditionedImages`."""
         return {"image_embed": self._shapes.get(IMAGE.key, (None,))[0], "text_encodings": self._shapes.get(TEXT.key)}
 
-    def held_out(self, n: int) -> None:
-        """No combinations are known that such a dataset never shows."""
-
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         """As that of `ConditionedImages`."""
         item = self._items.item(index, epoch, augment)

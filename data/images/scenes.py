@@ -2,7 +2,7 @@
 says as numbers, an embedding that nobody has to learn.
 
 One in ten combinations of shape, colour and place is held out: no picture of the set has it, though every pair out of
-the three occurs. So it can be measured whether a model combines what it has only seen apart.
+the three occurs. Pictures of these captions show whether a model combines what it has only seen apart.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..hashing import Draws
 from .decoding import randomly_flipped
 from .embeddings import IMAGE, Kind
-from .shapes import COLOURS, PLACES, SHAPES, SIZES, Item, cover_of, draw_scene, is_dark, placed
+from .shapes import COLOURS, PLACES, SHAPES, SIZES, Item, draw_scene, is_dark, placed
 
 TOKENS, TOKEN_DIM = 9, 32  # of an encoded caption: "a small red circle on the left, on dark" has 9 words
 
@@ -44,15 +44,6 @@ def is_held_out(triple: Triple) -> bool:
 
 
 _SEEN = [triple for triple in TRIPLES if not is_held_out(triple)]
-_HELD_OUT = [triple for triple in TRIPLES if is_held_out(triple)]
-
-
-def drawing() -> dict[str, Any]:
-    """How pictures are drawn, as a reader of their attributes has to know it: the names of the shapes, the colours and
-    places by name, the radii, and the function that draws a cover."""
-    return {
-        "shapes": _SHAPES, "colours": COLOURS, "places": PLACES, "radii": list(SIZES.values()), "cover": cover_of
-    }  # fmt: skip
 
 
 def attributes(item: Item, background: str) -> Tensor:
@@ -63,15 +54,6 @@ def attributes(item: Item, background: str) -> Tensor:
     """
     has = (item.place, item.shape, item.colour, item.size, background)
     return torch.cat([torch.eye(len(table))[table.index(name)] for table, name in zip(_TABLES, has, strict=True)])
-
-
-def triples_of(embeddings: Tensor) -> list[Triple]:
-    """Embeddings (b, 30) of scenes -> shape, colour and place of each."""
-    places, shapes, colours, *_ = (part.argmax(1).tolist() for part in embeddings.split([*map(len, _TABLES)], 1))
-    return [
-        Triple(_SHAPES[shape], _COLOURS[colour], _PLACES[place])
-        for shape, colour, place in zip(shapes, colours, places, strict=True)
-    ]
 
 
 def _caption(item: Item, background: str) -> str:
@@ -115,23 +97,14 @@ def _vector(*key: int | str) -> list[float]:
 
 class Scenes:
     """`n` pictures of one shape each, with captions and embeddings; each depends only on (seed, index). Methods: see
-    `Captioned`.
-
-    Args:
-        held_out: Draw the combinations of shape, colour and place that are held out, and no others.
-    """
+    `Captioned`."""
 
     shards: Sequence[range] | None = None
     has_captions = True
     fingerprint = ""
 
-    def __init__(self, n: int, *, image_size: int, flip: bool = False, seed: int = 0, held_out: bool = False) -> None:
+    def __init__(self, n: int, *, image_size: int, flip: bool = False, seed: int = 0) -> None:
         self.n, self.image_size, self.flip, self.seed = n, image_size, flip, seed
-        self._triples, self._kind = (_HELD_OUT, "held out") if held_out else (_SEEN, "seen")
-
-    def held_out(self, n: int) -> Scenes:
-        """Scenes of the combinations that this set never shows."""
-        return Scenes(n, image_size=self.image_size, seed=self.seed, held_out=True)
 
     def __len__(self) -> int:
         return self.n
@@ -144,8 +117,8 @@ class Scenes:
         """The shape of scene `index`."""
         if not 0 <= index < self.n:
             raise IndexError(index)
-        draws = Draws("scene", self._kind, self.seed, index)
-        shape, colour, place = self._triples[draws.below(len(self._triples))]
+        draws = Draws("scene", "seen", self.seed, index)
+        shape, colour, place = _SEEN[draws.below(len(_SEEN))]
         return placed(shape, colour, _SIZES[draws.below(len(_SIZES))], place, draws)
 
     def background(self, index: int) -> str:
@@ -153,7 +126,7 @@ class Scenes:
         return "dark" if is_dark(self._background_draws(index)) else "light"
 
     def _background_draws(self, index: int) -> Draws:
-        return Draws("scene background", self._kind, self.seed, index)
+        return Draws("scene background", "seen", self.seed, index)
 
     def caption(self, index: int) -> str:
         return _caption(self.item(index), self.background(index))

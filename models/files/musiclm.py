@@ -54,7 +54,7 @@ def load_public_mulan(path: Path, *, weights: str = "best") -> MusicLMMuLaN:
     arguments, state = _read(path, weights)
     try:
         check_arguments(arguments, state)
-        return build_with_weights(lambda: MusicLMMuLaN(**arguments), state).eval()
+        return build_with_weights(lambda: MusicLMMuLaN.made(arguments), state).eval()
     except (TypeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path} does not hold a MuLaN of {PACKAGE}: {one_line(error)}") from None
 

@@ -84,17 +84,19 @@ class Pretrained(nn.Module):
             weights = _weights(folder)
         return cls.with_weights(folder, config, weights)
 
-    def load_weights_from(self, source: str | Path | Pretrained) -> None:
-        """Take the weights of a ``save_pretrained`` folder, or of another model of this class.
+    def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
+        """Take the weights of a ``save_pretrained`` folder, or of another model of this class, which errors call
+        ``name``.
 
         Raises:
             ValueError: one line, naming the arguments in which the two models differ.
         """
-        if isinstance(source, Pretrained):
-            assert isinstance(source, type(self)), type(source)
-            self._take_weights(source, source)
-        else:
-            self._take_weights(self.from_pretrained(source), source)
+        if not isinstance(source, Pretrained):
+            source, name = self.from_pretrained(source), str(source)
+        assert isinstance(source, type(self)), type(source)
+        if differing := list(_differing("", self.config, source.config, self.not_in_the_weights)):
+            raise ValueError(f"the weights in {name} are of another model; they need {', '.join(differing)}")
+        self.load_state_dict(source.state_dict())
 
     @classmethod
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
@@ -113,12 +115,21 @@ class Pretrained(nn.Module):
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
 
-    def _take_weights(self: Self, other: Self, source: object) -> None:
-        keys = [key for key in self.config if key not in self.not_in_the_weights]
-        differing = [f"{key} {other.config[key]}" for key in keys if other.config[key] != self.config[key]]
-        if differing:
-            raise ValueError(f"the weights in {source} are of another model; they need {', '.join(differing)}")
-        self.load_state_dict(other.state_dict())
+
+def _differing(name: str, ours: Any, theirs: Any, left_out: frozenset[str]) -> Iterator[str]:
+    """Names and values of the arguments ``theirs`` that are not as ``ours``, at any depth; but for those left out."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for key in (key for key in theirs if key not in left_out):
+            yield from _differing(f"{name}.{key}" if name else key, ours.get(key), theirs[key], left_out)
+    elif _are_parts(ours) and _are_parts(theirs) and len(ours) == len(theirs):
+        for index, parts in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differing(f"{name}[{index}]", *parts, left_out)
+    elif ours != theirs:
+        yield f"{name} {theirs}"
+
+
+def _are_parts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, Mapping) for part in value)
 
 
 def constructor_arguments(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
         "train_decoder",
         {"switches": ["self_cond", "none"], "loss_weight": ["learned", "none"], "learned_variance": [0, 1],
          "lowres_condition": "noise", "random_crop_sizes": [0, 8], "condition_on": "image,text",
-         "cond_scale": [2, 1], "num_images_save": 3, "n_evaluation_samples": 6},
+         "cond_scale": [2, 1], "num_images_save": 3},
     ),
     "mulan-softmax": ("train_mulan", {**HIERARCHICAL, "loss": "softmax", "duplicates": "negatives"}),
     "mulan-sigmoid": ("train_mulan", {"loss": "sigmoid", "use_lion": None, "learning_rate": 1e-4}),

@@ -441,7 +441,7 @@ def test_names_and_shapes_of_the_weights_stay_what_they_are(name: str) -> None:
 vae, vqgan_of = partial(built, DiscreteVAE, **helpers.VAE), partial(built, VQGAN, **helpers.VQGAN)
 tokenizer_of = partial(built, VideoTokenizer, **helpers.TOKENIZER)
 discriminator = partial(models.VideoDiscriminator, dim=4)
-mulan_of, musiclm = partial(MuLaN, **helpers.MULAN), partial(MusicLMMuLaN, **helpers.MUSICLM)
+mulan_of, musiclm = partial(built, MuLaN, **helpers.MULAN), partial(built, MusicLMMuLaN, **helpers.MUSICLM)
 unet_of = partial(built, Unet, **helpers.UNET)
 
 

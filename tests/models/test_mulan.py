@@ -19,12 +19,12 @@ from tests.models.helpers import MULAN, MUSICLM, some_pairs
 
 def small(seed: int = 0, **overrides: Any) -> MuLaN:
     torch.manual_seed(seed)
-    return MuLaN(**{**MULAN, **overrides})
+    return MuLaN.made({**MULAN, **overrides})
 
 
 def small_musiclm(**overrides: Any) -> MusicLMMuLaN:
     torch.manual_seed(0)
-    return MusicLMMuLaN(**{**MUSICLM, **overrides})
+    return MusicLMMuLaN.made({**MUSICLM, **overrides})
 
 
 layouts = pytest.mark.parametrize("kind", [small, small_musiclm])

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.processes import Process, Root, on_processes
-from training.generation import CHUNK_SHOWN, Generation
+from training.generation import CHUNK, CHUNK_SHOWN, Generation
 
 
 def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_collective() -> None:
@@ -62,3 +63,33 @@ def test_all_processes_end_after_the_chunk_in_which_one_is_asked_to_stop_and_tha
         return steps
 
     assert on_processes(2, work) == [[10, 10], [10, 3]]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_each_wanted_picture_is_measured_once_beside_its_own_real_one_on_any_number_of_processes(world: int) -> None:
+    count, judged = 2 * CHUNK + 3, list[tuple[int, float, float]]()
+
+    class Quality:
+        def add(self, real: Tensor, generated: Tensor, positions: list[int]) -> None:
+            judged.extend(
+                zip(positions, real.mean((1, 2, 3)).tolist(), generated.mean((1, 2, 3)).tolist(), strict=True)
+            )
+
+        def result(self, all_reduce: Any, gather: Any) -> dict[str, float]:
+            return {}
+
+    def of(numbers: range) -> dict[str, Tensor]:
+        shades = torch.tensor([number / 64 for number in numbers])
+        return {"images": 255 * shades[:, None, None, None].expand(-1, 3, 8, 8), "shades": shades}
+
+    def sample(conditions: dict[str, Tensor], *given: Any, **how: Any) -> Tensor:
+        return conditions["shades"][:, None, None, None].expand(-1, 3, 4, 4)
+
+    def work(process: Process) -> None:
+        feed = SimpleNamespace(ask=lambda: None, validation_samples=of)
+        generation = Generation(feed, lambda batch: {"shades": batch["shades"]}, None, process, 0)
+        generation.judge(SimpleNamespace(image_sizes=[4], sample=sample), count, Quality(), None)
+
+    on_processes(world, work)
+    assert sorted(number for number, *_ in judged) == list(range(count))
+    assert all(real == generated == pytest.approx(number / 64, abs=1e-6) for number, real, generated in judged)

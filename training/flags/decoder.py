@@ -122,36 +122,36 @@ class DecoderFlags(SamplingFlags):
         pixels,
         nargs="+",
         title="model (one value for all Unets, or one for each)",
-        lasting=True,
+        in_weights=True,
         also="image_size",
     )
-    dim: list[int] = per_unet([128], "channels of the finest level", width, lasting=True)
+    dim: list[int] = per_unet([128], "channels of the finest level", width, in_weights=True)
     dim_mults: list[tuple[int, ...]] = per_unet(
         [(1, 2, 3, 4)],
         "channels of each level, finest first, as multiples of --dim; each further level halves the side",
         sizes,
-        lasting=True,
+        in_weights=True,
     )
     cond_dim: list[int] | None = per_unet(
-        None, "width of the tokens that cross-attention sees (default: --dim)", width, lasting=True
+        None, "width of the tokens that cross-attention sees (default: --dim)", width, in_weights=True
     )
     num_resnet_blocks: list[tuple[int, ...]] = per_unet(
-        [(2,)], "residual blocks per level: one number, or one for each level", sizes, lasting=True
+        [(2,)], "residual blocks per level: one number, or one for each level", sizes, in_weights=True
     )
-    attn_heads: list[int] = per_unet([16], "heads of self-attention", size, lasting=True)
-    attn_dim_head: list[int] = per_unet([32], "width of such a head", width, lasting=True)
-    cross_attn_heads: list[int] = per_unet([8], "heads of the attention to the condition", size, lasting=True)
-    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", width, lasting=True)
-    resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, lasting=True)
+    attn_heads: list[int] = per_unet([16], "heads of self-attention", size, in_weights=True)
+    attn_dim_head: list[int] = per_unet([32], "width of such a head", width, in_weights=True)
+    cross_attn_heads: list[int] = per_unet([8], "heads of the attention to the condition", size, in_weights=True)
+    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", width, in_weights=True)
+    resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, in_weights=True)
     switches: list[tuple[str, ...]] = per_unet(
-        [()], f"none, or a comma list of {', '.join(SWITCHES)}", Names(*SWITCHES), lasting=True
+        [()], f"none, or a comma list of {', '.join(SWITCHES)}", Names(*SWITCHES), in_weights=True
     )
     condition_on: tuple[str, ...] = flag(
         ("image",),
         "what the first Unet is given: none, or a comma list of image, text",
         Names("image", "text"),
         title="conditions",
-        lasting=True,
+        in_weights=True,
     )
     image_embed_scale: float = flag(
         0.0,
@@ -166,7 +166,7 @@ class DecoderFlags(SamplingFlags):
         "text encodings are padded to so many tokens; longer ones are refused",
         size,
         metavar="TOKENS",
-        lasting=True,
+        in_weights=True,
         needs=_BY_TEXT,
     )
     image_cond_drop_prob: float = flag(
@@ -198,14 +198,13 @@ class DecoderFlags(SamplingFlags):
     lr_cosine: bool = flag(False, "let the learning rate fall to 0 along a cosine; constant otherwise")
     n_evaluation_samples: int = flag(
         0,
-        "pictures to draw for conditions of the validation split and to judge by the measures below; those "
-        "of demo:shapes are read, too, and as many of combinations that it never shows",
+        "pictures to draw for conditions of the validation split and to judge by the measures below",
         size_or_0,
         title="evaluation",
     )
     evaluate_every_n_steps: int = flag(
         0,
-        "updates between two such evaluations, which measure what a validation does too; 0: only at the end",
+        "updates between two such evaluations; 0: only at the end",
         updates_or_0,
         needs=above_0("n_evaluation_samples"),
     )
@@ -223,11 +222,11 @@ class DecoderFlags(SamplingFlags):
         "how the signal-to-noise ratio falls over the noise levels",
         choices=SCHEDULES,
         title="diffusion (one value for all Unets, or one for each)",
-        lasting=True,
+        in_weights=True,
         also="beta_schedule",
     )
     objective: list[str] = per_unet(
-        ["v"], "what a Unet predicts", choices=("noise", "x_start", "v", "flow"), lasting=True
+        ["v"], "what a Unet predicts", choices=("noise", "x_start", "v", "flow"), in_weights=True
     )
     loss_weight: list[str] = per_unet(
         ["none"], "weight of the loss by noise level", choices=("none", "min_snr", "p2", "sigmoid", "learned")
@@ -238,7 +237,7 @@ class DecoderFlags(SamplingFlags):
         int,
         choices=(0, 1),
         metavar="0|1",
-        lasting=True,
+        in_weights=True,
     )
     random_crop_sizes: list[int] = per_unet(
         [0],
@@ -247,7 +246,7 @@ class DecoderFlags(SamplingFlags):
         pixels_or_0,
         first=0,
     )
-    timesteps: int = flag(1000, "noise levels", size, title="diffusion (the same for all Unets)", lasting=True)
+    timesteps: int = flag(1000, "noise levels", size, title="diffusion (the same for all Unets)", in_weights=True)
     zero_terminal_snr: bool = flag(True, "the highest noise level is noise alone (Lin et al. 2023)", lasting=True)
     noise_shift: int | None = flag(
         None,
@@ -321,6 +320,10 @@ class DecoderFlags(SamplingFlags):
         count, sides = len(args.image_sizes), " ".join(map(str, args.image_sizes))
         _spread(cls, args, parser)
         args.cond_dim = args.cond_dim or list(args.dim)
+        args.num_resnet_blocks = [  # "2,2" of two levels is "2"
+            blocks[:1] if blocks == blocks[:1] * len(mults) else blocks
+            for blocks, mults in zip(args.num_resnet_blocks, args.dim_mults, strict=True)
+        ]
         if args.random_crop_sizes[0]:
             crops = " ".join(map(str, args.random_crop_sizes))
             parser.error(f"--random_crop_sizes {crops}: Unet 1 is trained on whole pictures; give 0 for it")

@@ -81,6 +81,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self._settle: list[Callable[[argparse.Namespace, ArgumentParser], None]] = []
         self._of_configs: dict[str, argparse.Action] = {}
         self._needs: dict[str, tuple[Needs, ...]] = {}
+        self._of_weights: set[str] = set()
         #: The dataclass of the flags, if there is one, and of these the flag of the data.
         self.config: Any = None
         self.data_flag: str | None = None
@@ -128,6 +129,8 @@ class ArgumentParser(argparse.ArgumentParser):
             self._needs[name] = said.needs
             if said.lasting:
                 self.lasting[name] = said.lasting
+            if said.is_of_weights:
+                self._of_weights.add(name)
         self._settle += [
             partial(vars(kind)["settle"].__func__, config) for kind in config.__mro__ if "settle" in vars(kind)
         ]
@@ -190,20 +193,31 @@ class ArgumentParser(argparse.ArgumentParser):
             What was adopted and is no default, as a command line says it.
 
         Raises:
-            ValueError: one line, if a value does not fit its flag, or contradicts what the user has set.
+            ValueError: one line, if a value does not fit its flag, or what the user has set does not fit the weights.
         """
-        adopted = {name: self._of_configs[name] for name in values.keys() & self._of_configs.keys() - args.explicit}
-        before = {name: getattr(args, name) for name in adopted}
-        for name in adopted:
-            setattr(args, name, self._converted(name, values[name]))
-        args.explicit |= adopted.keys()
+        refused = args.explicit - self._of_weights  # of these, what the user says holds
+        taken = [name for name in self._of_configs if name in values and name not in refused]
+        model = argparse.Namespace(**vars(args))  # the arguments, if the user had said nothing else
+        model.on_command_line, model.lasting = frozenset(), dict(args.lasting)
+        for name in taken:
+            setattr(model, name, self._converted(name, values[name]))
+        before = {name: getattr(args, name) for name in taken if name not in args.explicit}
+        for name in before:
+            setattr(args, name, getattr(model, name))
+        args.explicit |= before.keys()
+        model.explicit = args.explicit
         self._raises = True
         try:
-            self._settled(args)
+            for each in (args, model):
+                self._settled(each)
         finally:
             self._raises = False
-        changed = [name for name in self._of_configs if name in adopted and getattr(args, name) != before[name]]
-        return [said_as_flag(adopted[name], getattr(args, name)) for name in changed]
+        if needed := self._said(model, [name for name in taken if getattr(args, name) != getattr(model, name)]):
+            raise ValueError(f"the weights in {args.init_from} are of another model; they need {', '.join(needed)}")
+        return self._said(args, [name for name in before if getattr(args, name) != before[name]])
+
+    def _said(self, args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+        return [said_as_flag(self._of_configs[name], getattr(args, name)) for name in names]
 
     def _converted(self, name: str, value: Any) -> Any:
         """A value of JSON's types as the flag has it."""

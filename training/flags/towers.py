@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +13,6 @@ from tandem.fields import flag, given
 if TYPE_CHECKING:
     from .parser import ArgumentParser
 
-#: The one value that a flag has with --layout musiclm, whose model is not given it.
-FIXED: Mapping[str, str] = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
-# Samples of a window, its transform and its hop in that package, taken if none of the three is given.
-_WINDOWS = {"n_fft": 128, "win_length": 24, "hop_length": 12}
 # Flags that have no effect beside a pretrained tower.
 _DECIDED_BY_TOWER = {
     "text": ("text_dim", "text_depth", "text_heads", "text_dim_head"),
@@ -68,7 +63,7 @@ class PretrainedTowerFlags:
 
 @dataclass
 class LayoutFlags:
-    """Which model is trained. Stands before `MuLaNConfig`, whose other sizes follow from these."""
+    """Which model is trained."""
 
     layout: str = flag(
         "tandem",
@@ -80,18 +75,10 @@ class LayoutFlags:
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        """Give --layout musiclm the windows and the settings of its package."""
+        """Refuse pretrained towers beside --layout musiclm, in a config file, too."""
         if args.layout == "tandem":
             return
         args.lasting["loss"] = lambda loss: loss == "sigmoid"  # that model learns a bias for it alone
-        parser.refuse_idle(args, ["n_mels", "fmin", "fmax"], "layout", "tandem", False)
-        if not _WINDOWS.keys() & args.explicit:
-            for name, length in _WINDOWS.items():
-                setattr(args, name, length)
-        for name, value in FIXED.items():
-            if name in args.explicit and (given := getattr(args, name)) != value:
-                parser.error(f"--{name} {given} is not for --layout musiclm, which has {value} alone")
-            setattr(args, name, value)
         for name in ("text_tower", "audio_tower"):
             if getattr(args, name):
                 parser.error(f"--{name} is for --layout tandem; the towers of musiclm-pytorch are its own")

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tandem.files.exits import AskedToStop
 
-from ..ema import Average
+from ..ema import Average, kept_weights
 from .rehearsal import rehearse
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ class Action:
 
     Args:
         name: What a dry run calls it.
-        every: Numbers n of updates (0: only at the end); one of them is enough.
+        every: The number n of updates; 0: only at the end.
         do: Returns values for the line of metrics.
         measures: The line of metrics waits for it, which may take long: a checkpoint of the same update, which stands
             before it in the list, says that it is still to be made.
     """
 
     name: str
-    every: Sequence[int]
+    every: int
     do: Callable[[], Mapping[str, Any]]
     measures: bool = False
 
@@ -61,8 +61,6 @@ class Evaluation:
         picture_name: What the trackers call the picture.
         use: A command that uses the model in the first path of `write`, for the last line of the run: the script and
             its flags besides --model; empty: none.
-        also_every_n_steps: Call `validate` after these updates too (0: only at the end), besides those of
-            --validate_every_n_steps; it may then do more.
         watch: (completed updates, line of metrics) -> warnings to print, each in one line. Called on every process for
             every line, which holds the same reduced values everywhere, those of `validate` among them.
         drawn_together: Call `draw` on every process, so that it may share its work between them and contain
@@ -78,7 +76,6 @@ class Evaluation:
     name: str = ""
     picture_name: str = "reconstructions"
     use: Sequence[str] = ()
-    also_every_n_steps: int = 0
     watch: Callable[[int, Mapping[str, Any]], Sequence[str]] = lambda step, line: ()
     drawn_together: bool = False
 
@@ -92,12 +89,14 @@ def kept_model(models: Mapping[str, Any]) -> Any:
     return next((model for name, model in models.items() if name != "online"), models["online"])
 
 
-def updates(run: Run, evaluations: Sequence[Evaluation], preview: int) -> Iterator[tuple[int, Any]]:
+def updates(
+    run: Run, evaluations: Sequence[Evaluation], preview: int, also: Sequence[Action] = ()
+) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
     order: count the update, exit if the run is asked to stop, and do what is due of `actions`. The line of metrics is
     written before them, or after those that measure; before a validation or a picture, and within one, a request to
-    stop is answered at once, and the next start makes it. After the last update the models are written. Yields nothing
-    if the run is complete.
+    stop is answered at once, and the next start makes it. What is `also` to be done needs the validation split, and is
+    left out without one. After the last update the models are written. Yields nothing if the run is complete.
 
     Raises:
         AskedToStop: after a stop request, for which the run is saved.
@@ -123,7 +122,7 @@ def updates(run: Run, evaluations: Sequence[Evaluation], preview: int) -> Iterat
             raise AskedToStop
 
     feed.ask = ask
-    listed = actions(run, evaluations, shown)
+    listed = actions(run, evaluations, shown, also)
     try:
         if run.args.dry_run:
             yield from rehearse(run, listed, batch)
@@ -158,7 +157,7 @@ def updates(run: Run, evaluations: Sequence[Evaluation], preview: int) -> Iterat
     run.finish(evaluations)
 
 
-def actions(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> list[Action]:
+def actions(run: Run, evaluations: Sequence[Evaluation], shown: Any, also: Sequence[Action]) -> list[Action]:
     """What happens every n updates, in this order. The save comes first, because a validation may take longer than a
     scheduler waits."""
 
@@ -182,16 +181,19 @@ def actions(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> list[Act
         _draw(run, evaluations, shown)
         return {}
 
-    of_validation = [args.validate_every_n_steps, *(each.also_every_n_steps for each in evaluations)]
     return [
-        Action("checkpoint", [args.save_every_n_steps], save),
-        *([Action("validation", of_validation, validate, measures=True)] if len(feed.valid_set) else []),
-        Action("pictures", [args.sample_every_n_steps], draw, measures=True),
+        Action("checkpoint", args.save_every_n_steps, save),
+        *(
+            [Action("validation", args.validate_every_n_steps, validate, measures=True), *also]
+            if len(feed.valid_set)
+            else []
+        ),
+        Action("pictures", args.sample_every_n_steps, draw, measures=True),
     ]
 
 
 def _due(run: Run, listed: Sequence[Action]) -> list[Action]:
-    return [action for action in listed if any(map(run.due, action.every))]
+    return [action for action in listed if run.due(action.every)]
 
 
 def _do(run: Run, evaluations: Sequence[Evaluation], due: Sequence[Action]) -> None:
@@ -233,7 +235,7 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     values = _values(run, evaluation, "valid")
     if best := evaluation.best:
         (write, *_) = evaluation.write.values()
-        with evaluation.average.kept(evaluation.engine.gathered)() as kept:
+        with kept_weights(evaluation.engine, evaluation.average) as kept:
             step, whole = run.progress.step, partial(run.writing, "the best model", partial(write, kept))
             best.save_if_better(values[best.metric], step, whole, run.folder.check_is_here)
         run.warn(best.failure)

@@ -82,7 +82,6 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
             raise AskedToStop
     per_update, whole = min(seconds), total * min(seconds)
     taken: dict[str, float] = {}
-    rarer: set[int] = set()
     for action in sorted(actions, key=lambda action: not action.measures):
         once: list[float] = []
         with _timed(once, device):
@@ -91,15 +90,12 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
         if failure:
             run.say(failure)
             raise Failed
-        every, *others = action.every
         taken[action.name] = once[0]
-        whole += once[0] * (total // every + (total % every > 0) if every else 1)
-        rarer |= {*others} - {0}
+        whole += once[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
     feed = run.feed
     feed.report_bad_samples(run.say)
     if part := len(feed.validated):
         whole += taken["validation"] * (len(feed.valid_set) / part if part < len(feed.valid_set) else 0)
-    without = f" (but what is measured every {min(rarer)} updates besides)" if rarer else ""
     first = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{first}")
     run.say("; ".join(f"{name} {once:.3g} s" for name, once in taken.items()))
@@ -108,7 +104,7 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
     newest = run.checkpoints.latest() if run.is_root else None
     n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
     run.say(f"memory, the most of a process: {most}; a checkpoint has {n_bytes / 1e6:.3g} MB")
-    takes = f"the whole run, {total} updates with all that{without}, would take {duration(whole)}"
+    takes = f"the whole run, {total} updates with all that, would take {duration(whole)}"
     run.say(f"{takes}; dry run: nothing of it was kept")
     run.close()
     if run.is_root:

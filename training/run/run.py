@@ -17,11 +17,12 @@ from ..checkpoints.averages import AverageFiles
 from ..checkpoints.format import damaged
 from ..checkpoints.models import MODELS, Models
 from ..checkpoints.store import Checkpoints, Stateful, step_of
+from ..ema import kept_weights
 from ..flags.public_names import batch_arithmetic
 from ..pictures.images import Sample, to_png
 from .clock import TIMES, Clock
 from .folder import RunFolder, check_apart
-from .loop import Evaluation, updates
+from .loop import Action, Evaluation, updates
 from .metrics import Metrics
 from .profiling import Profiler
 from .progress import Progress, ProgressDisplay, changes, described, duration, last_words, plain, total_samples_from
@@ -223,9 +224,9 @@ class Run:
         """Print one line on the root's terminal."""
         self.display.say(text)
 
-    def updates(self, *evaluations: Evaluation, preview: int) -> Iterator[tuple[int, Any]]:
+    def updates(self, *evaluations: Evaluation, preview: int, also: Sequence[Action] = ()) -> Iterator[tuple[int, Any]]:
         """The loop over the updates that are left; see `training.run.loop.updates`."""
-        return updates(self, evaluations, preview)
+        return updates(self, evaluations, preview, also)
 
     def line(self) -> dict[str, Any]:
         """What `add` and `log` recorded for the newest update, the number of skipped updates and what was waited for;
@@ -339,7 +340,7 @@ class Run:
         """Write the models of the end of the run, on the root, and `close`. Raises Failed if one cannot be written; the
         next start tries again."""
         for evaluation in evaluations:
-            with evaluation.average.kept(evaluation.engine.gathered)() as kept:
+            with kept_weights(evaluation.engine, evaluation.average) as kept:
                 for name, write in evaluation.write.items():
                     path = self.folder.path / name
                     if self.is_root:

@@ -32,9 +32,6 @@ def test_held_out_combinations_are_never_shown_and_all_others_are():
     shown = scenes()
     seen = {triple(shown.item(i)) for i in range(len(shown))}
     assert seen == {t for t in TRIPLES if not is_held_out(t)}
-    unseen = shown.held_out(1000)
-    assert {triple(unseen.item(i)) for i in range(1000)} == {t for t in TRIPLES if is_held_out(t)}
-    assert unseen.load(3).shape == (3, 24, 24) and unseen.embeddings(IMAGE).load(3).sum() == 5
 
 
 def test_sentences_are_conditions():

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models import MusicLMMuLaN
+from models.configs import MusicLMMuLaNConfig
 from models.files.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
 from models.files.public import format_of
 from tests.models.helpers import Call, assert_same_bits, one_line_of
@@ -31,7 +32,7 @@ def loaded(case: str, folder: Path) -> MusicLMMuLaN:
     torch.save(state_of(case), folder / "mulan.pt")
     read, audio = load_public_mulan(folder / "mulan.pt"), musiclm.CASES[case].audio
     said = {"n_fft": "spec_n_fft", "hop_length": "spec_hop_length"}
-    model = MusicLMMuLaN(**{**read.config, **{ours: audio[name] for ours, name in said.items() if name in audio}})
+    model = MusicLMMuLaN.made({**read.config, **{ours: audio[name] for ours, name in said.items() if name in audio}})
     model.load_state_dict(read.state_dict())
     return model.eval()
 
@@ -83,10 +84,10 @@ def test_what_is_written_is_the_public_state_dict_with_the_arguments_that_load_i
 
 
 def test_towers_of_unequal_heads_and_another_inner_width_go_out_and_come_back(tmp_path: Path) -> None:
-    model = MusicLMMuLaN(
+    model = MusicLMMuLaN(MusicLMMuLaNConfig(
         n_fft=128, win_length=60, hop_length=30, audio_dim=16, audio_depth=2, text_dim=12, text_depth=2, dim_head=4,
         vocab_size=40, max_text_tokens=10, dim_latent=6, audio_heads=3, text_heads=2, text_dim_head=6, ff_mult=3,
-    )  # fmt: skip
+    ))  # fmt: skip
     said = save_public_mulan(model, tmp_path / "mulan.pt")
     assert "dim_head=4, heads=3, ff_mult=3" in said and "dim_head=6, heads=2, ff_mult=3" in said
     read = load_public_mulan(tmp_path / "mulan.pt")
