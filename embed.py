@@ -35,17 +35,16 @@ NEEDS = {
     "query": ("top_k", "json"),
 }
 Say = Callable[[str], None]
-Stage = Callable[[argparse.Namespace, distributed.Backend, Say], None]
 
 
 def build_parser() -> ArgumentParser:
     text = "Embed sounds with a trained MuLaN, and search among them."
     parser = ArgumentParser("embed.py", text, is_root=distributed.launched_as_root)
-    parser.usage = "%(prog)s [--model DIR] [--audio PATH --output DIR] [--index DIR] [--query TEXT] [flags]"
+    parser.usage = "%(prog)s --model DIR [--audio PATH --output DIR] [--index DIR] [--query TEXT] [flags]"
     # fmt: off
     group = parser.add_argument_group("from and to")
-    group.add_argument("--model", metavar="DIR",
-        help="run of train_mulan.py, its model/ or best/ folder, or USER/NAME of the Hub, for --audio and --query")
+    group.add_argument("--model", required=True, metavar="DIR",
+        help="run of train_mulan.py, its model/ or best/ folder, or USER/NAME of the Hub")
     group.add_argument("--audio", metavar="PATH",
         help="embed every sound file in this folder, nested as you like; or the sounds of a csv or jsonl manifest, of "
         "webdataset tars or of demo:tones, of each its middle clip alone")
@@ -64,7 +63,6 @@ def build_parser() -> ArgumentParser:
     add("--query_file", metavar="FILE", help="more queries, one per line")
     add("--top_k", type=size, default=10, metavar="ROWS", help="how many matches to show for each query")
     add("--json", action="store_true", help="print a JSON object per query, not a table")
-
     # fmt: on
     add_computation_arguments(parser, batch_size=16, unit="CLIPS", num_workers_help="loader processes per process")
     distributed.add_arguments(parser, trains=False)
@@ -140,7 +138,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
     say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
 
 
-def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
+def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
@@ -168,32 +166,31 @@ def search(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> 
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 
 
-def stages_of(parser: ArgumentParser, args: argparse.Namespace) -> list[Stage]:
-    """The stages that the flags ask for, in order. Ends with one line if a flag lacks one it needs."""
-    searching = bool(args.query or args.query_file)
-    asked = {"audio": bool(args.audio), "query": searching}
+def check_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in --index. Ends with one line if a flag lacks one it needs."""
+    asked = {"audio": args.audio, "query": args.query or args.query_file}
     args.index = args.index or args.output
     for flag, others in NEEDS.items():
         if not asked[flag] and (unused := [name for name in others if name in args.explicit]):
             parser.error(f"--{unused[0]} is for --{flag}; leave it out, or say --{flag}")
     if not any(asked.values()):
         parser.error("nothing to do: say --audio or --query")
-    if not args.model:
-        parser.error("--audio and --query need --model, the model/ folder of a run of train_mulan.py")
     if (args.audio and not args.output) or not args.index:
         parser.error("which index? say --index, or --output beside --audio to make one")
-    return [stage for stage, is_asked in ((make_index, args.audio), (search, searching)) if is_asked]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
-    stages = stages_of(parser, args)
+    check_flags(parser, args)
     to = sys.stderr if args.json else sys.stdout  # which is then for data only
 
     def run(backend: distributed.Backend) -> None:
-        for stage in stages:
-            stage(args, backend, functools.partial(backend.say, file=to))
+        say = functools.partial(backend.say, file=to)
+        if args.audio:
+            make_index(args, backend, say)
+        if args.query or args.query_file:
+            search(args, backend)
 
     distributed.launch_inference(run, parser, args)
 

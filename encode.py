@@ -117,7 +117,26 @@ def check_flags(args: argparse.Namespace, *kinds: str) -> None:
         args.format = args.format or next(iter(formats))
 
 
-class Images:
+class Coder:
+    """What encodes and decodes, and the settings that both, and either, depend on."""
+
+    kind: str
+
+    def __init__(self, model: Any, args: argparse.Namespace, backend: distributed.Backend) -> None:
+        self.model, self._args, self._backend = model, args, backend
+        self._threads = max(1, args.num_workers)
+        self.settings: dict[str, Any] = {}
+        self.of_encoding: dict[str, Any] = {}
+        self.of_decoding: dict[str, Any] = {}
+
+    def _computed(self, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any) -> Tensor:
+        """What a method of the model makes of values, in the precision of the run."""
+        self._backend.mark(doing)
+        with self._backend.autocast():
+            return method(values.to(self._backend.device), *state)
+
+
+class Images(Coder):
     """Images in batches, through a DiscreteVAE or a VQGAN.
 
     All batches are padded to one size, because at a fixed size neither the place of an image in its batch nor the other
@@ -128,10 +147,8 @@ class Images:
     kind = "images"
 
     def __init__(self, model: Any, args: argparse.Namespace, backend: distributed.Backend) -> None:
-        self.model, self._args, self._backend = model, args, backend
-        self.settings = {"batch_size": args.batch_size}  # that codes and images depend on
-        self.of_encoding: dict[str, Any] = {}
-        self.of_decoding: dict[str, Any] = {}
+        super().__init__(model, args, backend)
+        self.settings = {"batch_size": args.batch_size}
 
     def grid(self, side: int) -> list[int]:
         """[h', w'] of the codes of images of this side. Raises ValueError, in one line, if the model does not take
@@ -175,25 +192,19 @@ class Images:
         """Write the images of a shard."""
         from data.stores.pngs import decode_shard
 
-        sizes = {"batch_size": self._args.batch_size, "num_threads": max(1, self._args.num_workers)}
+        sizes = {"batch_size": self._args.batch_size, "num_threads": self._threads}
         decode_shard(codes, shard, files, self._decode, **sizes)
 
     def _encode(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) in [0, 1] -> codes int64 (b, h', w')."""
-        self._backend.mark("encoding")
-        with self._backend.autocast():
-            codes: Tensor = self.model.encode(images)
-            return codes
+        return self._computed("encoding", self.model.encode, images)
 
     def _decode(self, codes: Tensor) -> Tensor:
         """Codes (b, h', w') -> images, about in [0, 1]."""
-        self._backend.mark("decoding")
-        with self._backend.autocast():
-            images: Tensor = self.model.decode(codes.to(self._backend.device))
-            return images
+        return self._computed("decoding", self.model.decode, codes)
 
 
-class Videos:
+class Videos(Coder):
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer. Methods: see `Images`."""
 
     kind = "videos"
@@ -207,10 +218,8 @@ class Videos:
             raise ValueError(f"the model in {args.model} {what}; videos are coded by models of RGB without a condition")
         if args.format == "mp4" and not can_write_mp4():
             raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
-        self.model, self._args, self._backend = model, args, backend
-        self._threads = max(1, args.num_workers)
+        super().__init__(model, args, backend)
         self._speed = {"fps": args.fps, "frame_stride": args.frame_stride}
-        self.settings: dict[str, Any] = {}
         self.of_encoding = {**self._speed, "frames_per_code": model.frames_per_code}
         self.of_decoding = {"format": args.format}
 
@@ -264,10 +273,8 @@ class Videos:
         state, dtype = self.model.start_encoding(), code_dtype(self.model.num_codes)
 
         def codes_of(frames: Tensor) -> np.ndarray:
-            self._backend.mark("encoding")
-            with self._backend.autocast():
-                codes = self.model.encode_next(to_unit_range(frames.to(self._backend.device))[None], state)
-            return codes[0].cpu().numpy().astype(dtype)
+            pixels = to_unit_range(frames.to(self._backend.device))[None]
+            return self._computed("encoding", self.model.encode_next, pixels, state)[0].cpu().numpy().astype(dtype)
 
         return codes_of
 
@@ -276,9 +283,7 @@ class Videos:
         state = self.model.start_decoding()
 
         def frames_of(codes: Tensor) -> Tensor:
-            self._backend.mark("decoding")
-            with self._backend.autocast():
-                return self.model.decode_next(codes.to(self._backend.device)[None], state)[0]
+            return self._computed("decoding", self.model.decode_next, codes[None], state)[0]
 
         return frames_of
 

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from training.run.starts import last_start, script_of
 CARD = "README.md"
 
 _IMAGES, _VIDEOS = ("image_folder", "images"), ("video_folder", "videos")
+_MULAN = Kind(
+    "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
+    "train_mulan.py", ("audio_data", "sounds with captions"), "tandem-embed --model {} --audio DIR --output index/",
+    ("tandem", "audio-text", "contrastive", "mulan"),
+)  # fmt: skip
 KINDS = {
     "DiscreteVAE": Kind(
         "a discrete VAE like that of DALL-E (Ramesh et al. 2021), which turns an image into a grid of codes and back",
@@ -33,16 +39,9 @@ KINDS = {
         "train_vqgan.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output codes/",
         ("tandem", "image-tokenizer", "vqgan"),
     ),
-    "MuLaN": Kind(
-        "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
-        "train_mulan.py", ("audio_data", "sounds with captions"),
-        "tandem-embed --model {} --audio DIR --output index/", ("tandem", "audio-text", "contrastive", "mulan"),
-    ),
-    "MusicLMMuLaN": Kind(
-        "a MuLan (Huang et al. 2022) with the layout of musiclm-pytorch, which embeds sounds and texts in one space",
-        "train_mulan.py", ("audio_data", "sounds with captions"),
-        "tandem-embed --model {} --audio DIR --output index/",
-        ("tandem", "audio-text", "contrastive", "mulan", "musiclm"),
+    "MuLaN": _MULAN,
+    "MusicLMMuLaN": replace(
+        _MULAN, what=f"{_MULAN.what}, with the layout of musiclm-pytorch", tags=(*_MULAN.tags, "musiclm")
     ),
     "VideoTokenizer": Kind(
         "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2023)",
@@ -174,18 +173,16 @@ def push(args: argparse.Namespace) -> None:
     model, revision = hub.split(args.name) or (None, None)
     if model is None or revision is not None:
         raise ValueError(f"{args.name} is no USER/NAME of the Hub; a branch is named by --branch")
-    if args.dry_run:
-        folder = Path(args.dry_run)
+    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
+        folder = Path(args.dry_run or f"{temporary}/model")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} exists already; give --dry_run another name")
         write_upload(args, folder)
-        print(f"wrote {folder}; nothing was uploaded")
-        return
-    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
-        folder = Path(temporary) / "model"
-        write_upload(args, folder)
-        address = hub.upload(folder, args.name, args.message, is_private=args.private, branch=args.branch)
-    print(f"uploaded {args.path}: {address}")
+        if args.dry_run:
+            print(f"wrote {folder}; nothing was uploaded")
+        else:
+            address = hub.upload(folder, args.name, args.message, is_private=args.private, branch=args.branch)
+            print(f"uploaded {args.path}: {address}")
 
 
 def write_upload(args: argparse.Namespace, folder: Path) -> None:

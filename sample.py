@@ -80,6 +80,7 @@ class Config(ClipFlags, SamplingFlags):
         "folder with an image for each of --images, black where something new is to be drawn, white where the picture "
         "stays",
         FOLDER,
+        needs=given("images", "DIR"),
     )
     resample_times: int = flag(
         5,
@@ -101,8 +102,6 @@ class Config(ClipFlags, SamplingFlags):
             parser.error(f"--start_at_unet {args.start_at_unet} needs --images to enlarge")
         if enlarges and args.masks is not None:
             parser.error("--masks and --start_at_unet: --images are filled in or enlarged; leave one of the two out")
-        if args.masks is not None and args.images is None:
-            parser.error("--masks needs --images, and as many of them")
         if args.images is not None and not (enlarges or args.masks or args.clip):
             parser.error(
                 "--images is used for nothing: give --start_at_unet to enlarge them, --masks to fill them in, or "

@@ -165,12 +165,11 @@ def evaluate(
 def load_quality(args: argparse.Namespace, clip: Clip | None, device: torch.device) -> Callable[[], GenerationQuality]:
     """What makes empty measures of drawn pictures, by the weights that are given."""
     from models.files.published import read_state_dict
-    from models.perceptual import load_perceptual
+    from models.perceptual import load_lpips
     from training.measures.fid import Inception
     from training.measures.generation import GenerationQuality
 
-    kind, side = "lpips" if args.lpips_weights else "none", args.image_sizes[-1]
-    lpips = load_perceptual(kind, args.lpips_weights, device, side=side, flag="--lpips_weights")
+    lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], device)
     weights = read_state_dict(Path(args.fid_weights), network="inception") if args.fid_weights else None
     inception = Inception(weights, device) if weights else None
     names = clip.cosines if clip else ()

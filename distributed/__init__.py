@@ -106,7 +106,7 @@ def launch(
     train: Callable[[argparse.Namespace, dict[str, Any], Backend], None],
     parser: Any,
     args: argparse.Namespace,
-    last_start: Callable[[str], Mapping[str, Any]],
+    previous_batch_plan: Callable[[str], Mapping[str, Any]],
 ) -> None:
     """Connect the processes and call ``train(args, settings, backend)``. What it raises becomes the exit code: a
     ``UserMistake``, which ends all processes with one line, 2; what `tandem.files.exits` names, its own.
@@ -116,24 +116,24 @@ def launch(
         parser: The parser that made ``args``; it has ``add_arguments``, ``error(text, is_agreed=...)``, which ends the
             process, and ``settings(args)``. An error is agreed on if all processes end with it.
         args: The parsed arguments, which the script has checked.
-        last_start: Takes an output folder and returns what ``Backend.describe`` returned when
+        previous_batch_plan: Takes an output folder and returns what ``Backend.describe`` returned when
             the run in that folder was last started.
     """
     is_new = args.fresh and not launched_again()
     with exit_codes(parser.error, UserMistake):
-        backend = from_args(args, {} if is_new else last_start(args.output_dir))
+        backend = from_args(args, {} if is_new else previous_batch_plan(args.output_dir))
     with exit_codes(partial(parser.error, is_agreed=True), UserMistake), backend:
         train(args, parser.settings(args), backend)
 
 
-def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = None) -> Backend:
+def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] | None = None) -> Backend:
     """Return the chosen backend, not connected yet. Check the batch arithmetic and the configuration, and set the flags
     in ``args`` that the backend's own configuration gives.
 
     Args:
         args: The result of a parser that ``add_arguments`` has given its flags.
-        last_start: What ``Backend.describe`` returned when this run was last started, if it is resumed. If there
-            are fewer processes now, each accumulates over more steps, so that none holds more samples at a time.
+        previous_batch_plan: What ``Backend.describe`` returned when this run was last started, if it is resumed. If
+            there are fewer processes now, each accumulates over more steps, so that none holds more samples at a time.
 
     Raises:
         UserMistake: the backend is not installed, the batch size does not fit, or flags contradict one another.
@@ -170,7 +170,9 @@ def from_args(args: argparse.Namespace, last_start: Mapping[str, Any] | None = N
             f"--batch_parts gives the same bits on any number of processes, and --reduce_precision "
             f"{args.reduce_precision} rounds what they exchange; leave out one of the two"
         )
-    plan = plan_batches(args.batch_size, args.grad_accum_steps, launch.world_size, last_start, args.batch_parts)
+    plan = plan_batches(
+        args.batch_size, args.grad_accum_steps, launch.world_size, previous_batch_plan, args.batch_parts
+    )
     options = Options(
         plan=plan,
         precision=args.precision,

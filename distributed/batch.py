@@ -50,13 +50,14 @@ def plan_batches(
     global_batch_size: int,
     grad_accum_steps: int,
     world_size: int,
-    last_start: Mapping[str, Any] | None = None,
+    previous_batch_plan: Mapping[str, Any] | None = None,
     batch_parts: int = 0,
 ) -> BatchPlan:
     """Distribute the samples of an update over processes and accumulation steps.
 
-    ``last_start`` describes the processes that trained this run before. If more of them trained the same batch with the
-    same flags, each now gets more samples per update; accumulation grows so that none holds more samples at a time.
+    ``previous_batch_plan`` describes the processes that trained this run before. If more of them trained the same batch
+    with the same flags, each now gets more samples per update; accumulation grows so that none holds more samples at a
+    time.
 
     ``batch_parts`` above 0 fixes the micro-batch: every process accumulates over its share of the parts, which must
     divide by ``grad_accum_steps``.
@@ -76,7 +77,7 @@ def plan_batches(
             f"{global_batch_size / unit:.12g}; use --batch_size {_nearest(global_batch_size, unit)}"
             f"{of_each if grad_accum_steps > 1 else ''}"
         )
-    needed = _needed_steps(global_batch_size, grad_accum_steps, world_size, last_start or {})
+    needed = _needed_steps(global_batch_size, grad_accum_steps, world_size, previous_batch_plan or {})
     if needed > grad_accum_steps:
         return BatchPlan(global_batch_size, needed, world_size, asked_grad_accum_steps=grad_accum_steps)
     return BatchPlan(global_batch_size, grad_accum_steps, world_size)

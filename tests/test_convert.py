@@ -20,7 +20,7 @@ from torch import Tensor
 import convert
 from data.stores.output import sha256_of
 from models import VQGAN, Decoder, DiscreteVAE, MuLaN, VideoTokenizer
-from tests.models.helpers import TOKENIZER, assert_same_bits
+from tests.models.helpers import assert_same_bits
 from tests.models.reference import tokenizers
 from tests.scripts import DECODER, MULAN, VAE, VIDEO_TOKENIZER, words
 from tests.scripts import TOKENIZER as TOKENIZER_FILE
@@ -187,8 +187,12 @@ def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_started_from(
     assert_same_bits(saved(new, "generator"), saved(run, "ema"))
     adopted = yaml.safe_load((new / "config.yaml").read_text())
     assert adopted.items() >= given.items()
-    VideoTokenizer.made({**TOKENIZER, "heads": 4}).save_pretrained(tmp_path / "odd")
-    assert " heads 4" in VIDEO_TOKENIZER.refused(tmp_path / "other", "--init_from", str(tmp_path / "odd"))
+    VideoTokenizer.made({**VideoTokenizer.from_pretrained(run / "model").config, "heads": 4}).save_pretrained(
+        tmp_path / "odd"
+    )
+    odd = ("--init_from", str(tmp_path / "odd"))
+    assert " heads 4" in VIDEO_TOKENIZER.refused(tmp_path / "other", *odd, *words(given))
+    assert "--fsq_levels 8,5" in VIDEO_TOKENIZER.refused(tmp_path / "other", *odd, "--fsq_levels", "8,8")
 
 
 def test_a_run_of_mulan_is_exported_from_mid_run_and_started_from_with_its_tokenizer(

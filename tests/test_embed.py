@@ -153,7 +153,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str
     "another class of model": (FILL, lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "train_vqgan.py, not a MuLaN"),
     "an empty folder": (FILL, lambda tmp: {"--audio": empty(tmp)}, "no sound in"),
     "audio without output": (("--model", "--audio"), lambda tmp: {}, "which index?"),
-    "nothing": ((), lambda tmp: {}, "nothing to do"),
+    "nothing": (("--model",), lambda tmp: {}, "nothing to do"),
     "a folder of something else": (QUERY, lambda tmp: {"--index": empty(tmp)}, "holds no index"),
     "index of another model": (QUERY, lambda tmp: {"--model": saved(tmp / "m", mulan(1))}, "not made by"),
     "endless clips": (FILL, lambda tmp: {"--model": saved(tmp / "m", mulan(), clip_seconds=1e300)}, "1.1 GB"),

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from tandem.files.reading import parse_json, read_lines
 
 from .output import OutputFolder
-from .search import Match, TopRows
+from .search import Match
 from .shards import INDEX_FILE, LINES_FILE, ShardWriter, explained, read_index, read_shard, shard_sizes
 
 EMBEDDINGS = "embeddings"
@@ -78,15 +78,26 @@ class StoredEmbeddings:
 
     def nearest(self, queries: Vectors, count: int, mark: Callable[[], None] = lambda: None) -> list[list[Match]]:
         """For each of the queries (m, d), unit vectors, the `count` rows of the largest cosine, or all rows if there
-        are fewer; see `TopRows`. One shard is in memory at a time; `mark` is called for each, as a sign of life."""
-        top = TopRows(queries, count)
-        for shard in range(len(self.rows)):
+        are fewer; of equal cosines, the first rows. Every row is compared. One shard is in memory at a time; `mark` is
+        called for each, as a sign of life.
+
+        Cosines are summed in fp64 and then rounded to fp32, so that one depends neither on the rows of its shard nor on
+        the other queries, and equal rows have equal cosines.
+        """
+        exact, seen = queries.astype(np.float64), 0
+        cosines, rows = (np.zeros((len(queries), 0), dtype) for dtype in (np.float32, np.int64))
+        for shard, size in enumerate(self.rows):
             mark()
-            top.add(self.load(shard))
-        found = self._lines(set(top.rows.ravel().tolist()))
+            found = (exact @ self.load(shard).astype(np.float64).T).astype(np.float32)
+            numbers = np.broadcast_to(np.arange(seen, seen + size), found.shape)
+            cosines, rows, seen = np.hstack([cosines, found]), np.hstack([rows, numbers]), seen + size
+            # Rows of equal cosines are in order here, and a stable sort keeps that order.
+            best = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
+            cosines, rows = (np.take_along_axis(each, best, axis=1) for each in (cosines, rows))
+        lines = self._lines(set(rows.ravel().tolist()))
         return [
-            [Match(rank, float(cosine), *found[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
-            for pair in zip(top.rows.tolist(), top.cosines, strict=True)
+            [Match(rank, float(cosine), *lines[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
+            for pair in zip(rows.tolist(), cosines, strict=True)
         ]
 
     def _lines(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:

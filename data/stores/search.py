@@ -1,4 +1,4 @@
-"""Search among embedded sounds: the rows of a matrix that are nearest to queries, and how to show them."""
+"""Search among embedded sounds: queries, and how to show what they find."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from tandem.files.reading import read_bytes
@@ -17,35 +15,6 @@ from ..bad_samples import reason_of
 from ..tokenizers import open_tokenizer
 
 _LONGEST_QUERIES = 1 << 26  # bytes
-
-
-class TopRows:
-    """For each of the queries (m, d), the `count` rows of the largest inner product among all rows that were added; of
-    equal products, the first rows. The search is exact: it compares every row.
-
-    Products are summed in fp64 and then rounded to fp32, so that a product depends neither on the rows that are added
-    together nor on the other queries, and equal rows have equal products.
-    """
-
-    rows: npt.NDArray[np.int64]
-    """(m, k) row numbers, the best first; k = count, or the number of rows if that is smaller."""
-    cosines: npt.NDArray[np.float32]
-    """(m, k), inner products with these rows: cosines if all vectors are unit vectors."""
-
-    def __init__(self, queries: npt.NDArray[np.float32], count: int) -> None:
-        self._queries, self._count, self._seen = queries.astype(np.float64), count, 0
-        self.rows = np.zeros((len(queries), 0), np.int64)
-        self.cosines = np.zeros((len(queries), 0), np.float32)
-
-    def add(self, vectors: npt.NDArray[np.float32]) -> None:
-        """Add the next rows (n, d)."""
-        found = (self._queries @ vectors.astype(np.float64).T).astype(np.float32)
-        numbers = np.broadcast_to(np.arange(self._seen, self._seen + len(vectors)), found.shape)
-        cosines, rows = np.hstack([self.cosines, found]), np.hstack([self.rows, numbers])
-        # Equal products are in the order of their rows here, and a stable sort keeps that order.
-        best = np.argsort(-cosines, axis=1, kind="stable")[:, : self._count]
-        self.cosines, self.rows = (np.take_along_axis(each, best, axis=1) for each in (cosines, rows))
-        self._seen += len(vectors)
 
 
 class Match(NamedTuple):

@@ -18,13 +18,12 @@ def add_output_arguments(group: argparse._ArgumentGroup, *, output_help: str, re
 
 
 def add_computation_arguments(
-    parser: argparse.ArgumentParser, *, batch_size: int | None = None, unit: str = "", num_workers_help: str
+    parser: argparse.ArgumentParser, *, batch_size: int, unit: str, num_workers_help: str
 ) -> None:
-    """Add the flags of the forward pass. `unit` is what a batch is counted in: "IMAGES"; no batch_size: no batches."""
+    """Add the flags of the forward pass. `unit` is what a batch is counted in: "IMAGES"."""
     # fmt: off
     add = parser.add_argument_group("computation").add_argument
-    if batch_size is not None:
-        add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
+    add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
     add("--precision", type=str.lower, choices=PRECISIONS, default="fp32",
         help="precision of the forward pass; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa")
     add("--num_workers", type=worker_count, default=2, metavar="N", help=num_workers_help)

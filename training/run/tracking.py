@@ -31,10 +31,11 @@ class JsonlTracker:
 
     Args:
         check: Raises OSError if `folder` is no longer that of the run.
+        is_root: Whether this process reads and writes the file; the others have no lines.
     """
 
-    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
-        self.path, self._check = folder / "metrics.jsonl", check
+    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None, *, is_root: bool = True) -> None:
+        self.path, self._check, self._is_root = folder / "metrics.jsonl", check, is_root
         #: Why lines are waiting, in one line; None if none are.
         self.failure: str | None = None
         #: The newest line with a validation that `cut_back` has found.
@@ -44,7 +45,10 @@ class JsonlTracker:
         self._waiting: list[bytes] = []
 
     def cut_back(self, step: int) -> None:
-        """Delete the lines after `step`, and a last line that is incomplete."""
+        """Delete the lines after `step`, at which the run continues (0: a new run), and a last line that is incomplete.
+        Call it before the first `log`."""
+        if not self._is_root:
+            return
         if self.path.is_symlink():
             raise ValueError(f"{self.path} is a link; put the file itself there, or remove it")
         self._size, self._last_step, is_changed, newest = 0, -1, False, b"{}"
@@ -61,17 +65,24 @@ class JsonlTracker:
 
     def line(self, step: int) -> dict[str, Any] | None:
         """The line of a step as it is on the disk; None if there is none."""
+        if not self._is_root:
+            return None
         return next((parse_json(line) for line in _lines_of(self.path) if _step_of(line) == step), None)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write a line."""
+        """Write a line of numbers by name, at most one per step."""
+        if not self._is_root:
+            return
         assert step > self._last_step, f"step {step} was logged after {self._last_step}: one line per step"
         self._last_step = step
         values = {name: _plain(value) for name, value in {"step": step, **metrics}.items()}
         self._waiting.append(json.dumps(values, allow_nan=False).encode() + b"\n")
-        self._write()
+        self.write_lines()
 
-    def _write(self) -> None:
+    def write_lines(self) -> None:
+        """Write the lines that are waiting."""
+        if not self._waiting:
+            return
         content = b"".join(self._waiting)
         try:
             self._check()
@@ -93,11 +104,6 @@ class JsonlTracker:
             return
         self._size += len(content)
         self._waiting, self.failure = [], None
-
-    def close(self) -> None:
-        """Write the lines that are waiting."""
-        if self._waiting:
-            self._write()
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
@@ -155,10 +161,7 @@ class TensorBoardTracker:
                 global_step=step,
             )  # fmt: skip
 
-    def log_models(self, models: Mapping[str, Path]) -> None:
-        pass
-
-    def close(self) -> None:
+    def close(self, models: Mapping[str, Path]) -> None:
         self._writer.close()
 
 
@@ -216,14 +219,12 @@ class WandbTracker:
             values[f"{name}_histogram"] = self._wandb.Histogram(np_histogram=_binned(image.info["counts"]))
         self._run.log(values)
 
-    def log_models(self, models: Mapping[str, Path]) -> None:
+    def close(self, models: Mapping[str, Path]) -> None:
         for alias, path in models.items():
             about = {"config": self._config}  # as one entry: wandb takes a hundred, and a script may have more flags
             artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata=about)
             artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
             self._run.log_artifact(artifact, aliases=[alias])
-
-    def close(self) -> None:
         self._run.finish()
 
 
@@ -240,16 +241,18 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not isinstance(value, str)}
 
 
-class Trackers:
+class Trackers(JsonlTracker):
     """metrics.jsonl, which must be written, and trackers that are switched off at their first error, with a message.
 
     Args:
-        lines: The tracker of metrics.jsonl; None on processes other than the root.
-        optional: Constructors of the other trackers by name; they have the same methods.
+        folder, check, is_root: Of `JsonlTracker`.
+        optional: Constructors of the other trackers by name, which have the same methods.
     """
 
-    def __init__(self, lines: JsonlTracker | None, optional: Mapping[str, Callable[[], Any]]) -> None:
-        self._lines = lines
+    def __init__(
+        self, folder: Path, check: Callable[[], None], optional: Mapping[str, Callable[[], Any]], *, is_root: bool
+    ) -> None:
+        super().__init__(folder, check, is_root=is_root)
         self._optional: dict[str, Any] = {}
         for name, make in optional.items():
             try:
@@ -257,41 +260,17 @@ class Trackers:
             except Exception as error:
                 self._switch_off(name, error)
 
-    @property
-    def failure(self) -> str | None:
-        """Why lines of metrics.jsonl are not on the disk yet, in one line; None if all are."""
-        return self._lines.failure if self._lines else None
-
-    @property
-    def last_validation(self) -> Mapping[str, Any]:
-        """The newest line of metrics.jsonl with a validation that `cut_back` has found."""
-        return self._lines.last_validation if self._lines else NOTHING
-
     def cut_back(self, step: int) -> None:
-        """Delete what was logged after `step`, at which the run continues (0: a new run). Call it before the first
-        log."""
-        if self._lines:
-            self._lines.cut_back(step)
+        super().cut_back(step)
         self._each("cut_back", step)
 
-    def line(self, step: int) -> dict[str, Any] | None:
-        """The line of a step in metrics.jsonl, on the root; None if there is none."""
-        return self._lines.line(step) if self._lines else None
-
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log numbers by name, at most once per step."""
-        if self._lines:
-            self._lines.log(step, metrics)
+        super().log(step, metrics)
         self._each("log", step, metrics)
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
         """Log a picture; metrics.jsonl holds none."""
         self._each("log_image", step, name, image)
-
-    def write_lines(self) -> None:
-        """Write the lines of metrics.jsonl that are waiting."""
-        if self._lines:
-            self._lines.close()
 
     def close(self, models: Mapping[str, Path] = NOTHING) -> None:
         """Log trained models, folders or files by alias, such as "final", and finish writing. May wait for a server for
@@ -300,8 +279,7 @@ class Trackers:
         try:
             if "wandb" in self._optional:
                 say("wandb ends its run, which may take long; everything is in the run folder already")
-            self._each("log_models", {alias: path for alias, path in models.items() if path.exists()})
-            self._each("close")
+            self._each("close", {alias: path for alias, path in models.items() if path.exists()})
         except KeyboardInterrupt:
             say("wandb was interrupted: its part of the run may be incomplete, the run folder is not")
 
@@ -344,10 +322,8 @@ def make_trackers(
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:  # a plain folder of this name is no package
             raise ValueError(f"--report_to {name}: {name} is not installed; run `pip install {name}` or leave it out")
-    if not is_root:
-        return Trackers(None, {})
     optional: dict[str, Callable[[], Any]] = {
         "tensorboard": lambda: TensorBoardTracker(folder),
         "wandb": lambda: WandbTracker(folder, config, wandb_names),
     }
-    return Trackers(JsonlTracker(folder, check), {name: optional[name] for name in report_to})
+    return Trackers(folder, check, {name: optional[name] for name in report_to if is_root}, is_root=is_root)
