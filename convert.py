@@ -48,11 +48,15 @@ def build_parser() -> ArgumentParser:
     def command(
         run: Callable[[argparse.Namespace], None], name: str, text: str,
         path: tuple[str, str] = ("PATH", "run folder, checkpoint, model folder, public file or USER/NAME of the Hub"),
+        out: tuple[str, str] | None = None,
     ) -> Callable[..., Any]:  # fmt: skip
         sub = commands.add_parser(name, description=text, help=text)
         sub.usage = None
         sub.set_defaults(run=run)
         sub.add_argument("path", metavar=path[0], help=path[1])
+        if out:
+            sub.add_argument("out", metavar=out[0], help=out[1])
+            sub.add_argument("--force", action="store_true", help=f"replace {out[0]} where it exists")
         return sub.add_argument
 
     # fmt: off
@@ -63,27 +67,22 @@ def build_parser() -> ArgumentParser:
     add("--json", action="store_true", help="print JSON")
     add("--no_checksums", action="store_true", help="do not read all of a checkpoint to verify its checksums")
 
-    add = command(export, "export", "Write a model folder or a public package's file.")
-    add("out", metavar="OUT", help="folder or file to write")
+    add = command(export, "export", "Write a model folder or a public package's file.",
+                  out=("OUT", "folder or file to write"))
     add("--to", choices=("model", "dalle", "muse", "dalle2", "musiclm"), required=True,
         help="a folder of model.safetensors and config.json, DALLE-pytorch's vae-final.pt, a VQGanVAE of "
         "muse-maskgit-pytorch with its discriminator, a decoder of DALLE2-pytorch, or a MuLaN of musiclm-pytorch")
     add("--weights", **weights)
-    add("--force", action="store_true", help="replace OUT where it exists")
 
     add = command(translate, "config", "Turn a training configuration of DALLE2-pytorch into one for train_decoder.py.",
-                  ("OLD", "the configuration, JSON"))
-    add("out", metavar="NEW", help="YAML file to write, for --config")
+                  ("OLD", "the configuration, JSON"), ("NEW", "YAML file to write, for --config"))
     add("--processes", type=positive_int, default=1, metavar="N",
         help="how many will train together: its batch_size is that of one, ours that of all")
-    add("--force", action="store_true", help="replace NEW where it exists")
 
     add = command(average, "average", "Write a model folder with an average of the weights of another length.",
-                  ("RUN", "folder of a run with --ema_power"))
-    add("out", metavar="OUT", help="folder to write")
+                  ("RUN", "folder of a run with --ema_power"), ("OUT", "folder to write"))
     add("--ema_length", type=average_length, required=True, metavar="LENGTH",
         help="standard deviation of the average's profile as a fraction of the run up to its last save, such as 0.07")
-    add("--force", action="store_true", help="replace OUT where it exists")
     add_push(command, weights)
     # fmt: on
     return parser

@@ -1,4 +1,4 @@
-"""What the autoencoders of this package are built from: a dataclass for each, whose fields are the arguments of its
+"""What models of this package are built from: a dataclass for each, whose fields are the arguments of its
 constructor, the entries of its config.json, and flags of its script. Imports no PyTorch, so that `--help` is fast."""
 
 from __future__ import annotations

@@ -117,7 +117,41 @@ class _Count:
         return is_made, self._number
 
 
-class ExponentialMovingAverage:
+class _Averages:
+    """Averages of the same weights by name, each of which starts from a copy of them; the run keeps the first."""
+
+    def __init__(self, weights: Engine | Cascade, names: Sequence[str]) -> None:
+        self._weights = weights
+        self._averages = {name: AveragedModel(weights) for name in names}
+        self._updates = _Count(self._averages[names[0]].device)
+
+    def update(self, *skipped: Tensor) -> None:
+        """Add the weights after one update, unless one of these flags (0-d bool) says that it was skipped, as that of
+        an engine's `Update`. Collective."""
+        is_made, n = self._updates.next(skipped)
+        held = self._weights.held_weights()
+        for name, average in self._averages.items():
+            average.move_towards(held, torch.where(is_made, self._share(name, n), 0.0))
+
+    def averages(self) -> dict[str, Gathered]:
+        """Models to evaluate beside the trained one, by name ("ema", or "ema_0.05" for each length): in the context of
+        averages()[name]() the averaged model is whole on every process. Collective."""
+        return {name: average.gathered for name, average in self._averages.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """`live_state` with the tensors themselves. Collective."""
+        return _fetched(self.live_state())
+
+    def live_state(self) -> dict[str, Any]:
+        """The count of updates and the averaged weights; those that are sharded as functions that return them whole."""
+        raise NotImplementedError
+
+    def _share(self, name: str, n: Tensor) -> Tensor:
+        """How far update n moves an average towards the weights."""
+        raise NotImplementedError
+
+
+class ExponentialMovingAverage(_Averages):
     """Average a <- d a + (1 - d) w after every update, with d = min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
 
     The smaller d of the first updates removes the random initial weights from the average sooner; it is the rule of
@@ -130,29 +164,14 @@ class ExponentialMovingAverage:
 
     def __init__(self, weights: Engine | Cascade, decay: float) -> None:
         assert 0 < decay < 1, decay
+        super().__init__(weights, ["ema"])
         self.decay = decay
-        self._weights, self._average = weights, AveragedModel(weights)
-        self._updates = _Count(self._average.device)
 
-    def update(self, *skipped: Tensor) -> None:
-        """Add the weights after one update, unless one of these flags (0-d bool) says that it was skipped, as that of
-        an engine's `Update`. Collective."""
-        is_made, n = self._updates.next(skipped)
-        share = (9 / (10 + n)).clamp_min(1 - self.decay)
-        self._average.move_towards(self._weights.held_weights(), torch.where(is_made, share, 0.0))
-
-    def averages(self) -> dict[str, Gathered]:
-        """Models to evaluate beside the trained one, by name: in the context of {"ema": function}["ema"]() the averaged
-        model is whole on every process. Collective."""
-        return {"ema": self._average.gathered}
+    def _share(self, name: str, n: Tensor) -> Tensor:
+        return (9 / (10 + n)).clamp_min(1 - self.decay)
 
     def live_state(self) -> dict[str, Any]:
-        """The count of updates and the averaged weights; those that are sharded as functions that return them whole."""
-        return {"updates": int(self._updates), "weights": self._average.state()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The count of updates and the averaged weights. Collective."""
-        return _fetched(self.live_state())
+        return {"updates": int(self._updates), "weights": self._averages["ema"].state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore count and weights; missing or unexpected names are a ValueError."""
@@ -160,11 +179,11 @@ class ExponentialMovingAverage:
             raise ValueError("the checkpoint holds no average of the weights: continue with --ema_decay 0")
         if "powers" in state:
             raise ValueError(f"the checkpoint holds averages of another kind: continue with {_flag_of(state)}")
-        self._average.restore(state["weights"])
+        self._averages["ema"].restore(state["weights"])
         self._updates.start_from(state["updates"])
 
 
-class PowerAverages:
+class PowerAverages(_Averages):
     """Averages whose profile is a power of time: the weights of update k of n count in proportion to
     k^(g+1) - (k-1)^(g+1), about k^g. So an average grows with the run, and forgets the initial weights at once.
 
@@ -184,48 +203,27 @@ class PowerAverages:
         names = [f"{length:g}" for length in lengths]
         if len(set(names)) < len(names):
             raise ValueError(f"--ema_power {' '.join(names)}: give each length once")
-        self._exponents = {name: exponent_of(float(name)) for name in names}
-        self._weights = weights
-        self._averages = {name: AveragedModel(weights) for name in names}
-        self._updates = _Count(self._first.device)
+        self._exponents = {f"ema_{name}": exponent_of(float(name)) for name in names}
+        super().__init__(weights, [*self._exponents])
 
-    def update(self, *skipped: Tensor) -> None:
-        """Add the weights after one update, unless one of these flags (0-d bool) says that it was skipped, as that of
-        an engine's `Update`. Collective."""
-        is_made, n = self._updates.next(skipped)
-        held = self._weights.held_weights()
-        for name, average in self._averages.items():
-            share = 1 - (1 - 1 / n) ** (self._exponents[name] + 1)
-            average.move_towards(held, torch.where(is_made, share, 0.0))
-
-    def averages(self) -> dict[str, Gathered]:
-        """Models to evaluate beside the trained one, by name: in the context of {"ema_0.05": function, ...}[name]() the
-        averaged model is whole on every process. Collective."""
-        return {f"ema_{name}": average.gathered for name, average in self._averages.items()}
+    def _share(self, name: str, n: Tensor) -> Tensor:
+        return 1 - (1 - 1 / n) ** (self._exponents[name] + 1)
 
     def live_state(self) -> dict[str, Any]:
         """The count of updates, and the averaged weights by length; those that are sharded as functions that return
         them whole."""
-        powers = {name: {"weights": average.state()} for name, average in self._averages.items()}
+        powers = {name.removeprefix("ema_"): {"weights": of.state()} for name, of in self._averages.items()}
         return {"updates": int(self._updates), "powers": powers}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The count of updates, and the averaged weights by length. Collective."""
-        return _fetched(self.live_state())
-
-    @property
-    def _first(self) -> AveragedModel:
-        return next(iter(self._averages.values()))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore count and weights; other lengths than those of the state are a ValueError, as are missing or
         unexpected names."""
         if not state:
             raise ValueError("the checkpoint holds no average of the weights: continue without --ema_power")
-        if set(state.get("powers", ())) != set(self._averages):
+        if {f"ema_{length}" for length in state.get("powers", ())} != set(self._averages):
             raise ValueError(f"the checkpoint holds other averages: continue with {_flag_of(state)}")
         for name, average in self._averages.items():
-            average.restore(state["powers"][name]["weights"])
+            average.restore(state["powers"][name.removeprefix("ema_")]["weights"])
         self._updates.start_from(state["updates"])
 
 
