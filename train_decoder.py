@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from hub import launch
 from models.decoder_config import DecoderConfig
+from trained import built
 from training import schedules
 from training.flags.decoder import DecoderFlags, sampling_of
 from training.flags.parser import ArgumentParser
@@ -63,15 +64,9 @@ def build_parser() -> ArgumentParser:
 def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`; for `widths` of the
     data see `DecoderConfig.of_data`."""
-    import torch
+    from models import Decoder
 
-    from models import Decoder, build_in_memory
-    from trained import load_from
-
-    torch.manual_seed(args.seed)
-    decoder = build_in_memory(Decoder, **DecoderConfig.of_data(args, widths).plain())
-    if args.init_from:
-        decoder.load_weights_from(load_from(args.init_from, "Decoder"), args.init_from)
+    decoder: Decoder = built(Decoder, args, config=DecoderConfig.of_data(args, widths))
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder

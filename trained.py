@@ -116,15 +116,18 @@ def load_from(path: str, kind: str) -> Any:
     return model
 
 
-def built(kind: Any, args: argparse.Namespace, load: Callable[[Any, Any, str], None] | None = None) -> Any:
+def built(
+    kind: Any, args: argparse.Namespace, load: Callable[[Any, Any, str], None] | None = None, config: Any = None
+) -> Any:
     """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
-    with those of --init_from, which ``load`` takes (default: ``kind.load_weights_from``)."""
+    with those of --init_from, which ``load`` takes (default: ``kind.load_weights_from``). ``config``: of a model that
+    depends on more than the arguments."""
     import torch
 
     from models import build_in_memory
 
     torch.manual_seed(args.seed)
-    model = build_in_memory(kind, **kind.Config.of(args).plain())
+    model = build_in_memory(kind, **(config or kind.Config.of(args)).plain())
     if args.init_from:
         (load or kind.load_weights_from)(model, load_from(args.init_from, kind.__name__), args.init_from)
     return model
