@@ -2,7 +2,7 @@
 
 distributed.add_arguments(parser)
 args = parser.parse(argv)
-with distributed.from_args(args) as backend:
+with exit_codes(parser.error, UserMistake), distributed.from_args(args) as backend:  # as `launch` does
     ...
 """
 

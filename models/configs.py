@@ -34,6 +34,7 @@ _USUAL_OF: dict[str, dict[str, float]] = {
 _ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # those that have an entropy loss
 MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
 _TANDEM = when("layout", "tandem")
+_OF_MUSICLM = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
 _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
@@ -498,11 +499,19 @@ class MuLaNConfig(TwoTowersConfig):
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        """Take the windows of the other layout's model, unless one is given."""
+        """Take what the other layout's model has: its windows, unless one is given, and what it always has."""
+        if args.layout == "tandem":
+            return
         windows = ("n_fft", "win_length", "hop_length")
-        if args.layout == "musiclm" and not args.explicit & set(windows):
+        if not args.explicit & set(windows):
             for name in windows:
                 setattr(args, name, getattr(MusicLMMuLaNConfig, name))
+        for name, fixed in _OF_MUSICLM.items():
+            if name in args.on_command_line:  # which is refused as without effect
+                continue
+            if name in args.explicit and getattr(args, name) != fixed:
+                parser.error(f"--{name} {getattr(args, name)}: --layout musiclm has {fixed} alone; leave it out")
+            setattr(args, name, fixed)
 
     def check(self) -> None:
         super().check()

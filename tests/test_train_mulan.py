@@ -202,6 +202,20 @@ def towers(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "bert"), str(tmp_path / "ast")
 
 
+def test_a_validation_between_two_lines_of_metrics_alarms_nobody(tmp_path: Path) -> None:
+    MULAN.train(
+        tmp_path,
+        "--max_steps",
+        "4",
+        "--log_every_n_steps",
+        "4",
+        "--validate_every_n_steps",
+        "3",
+        "--lr_warmup_steps",
+        "0",
+    )
+
+
 def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_was(
     towers: tuple[str, str], tmp_path: Path
 ) -> None:

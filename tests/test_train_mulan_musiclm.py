@@ -135,3 +135,6 @@ def test_the_layout_has_its_own_windows_unless_one_is_given_and_refuses_what_it_
         assert f"--{flag} has no effect with --layout musiclm" in MUSICLM.refused(tmp_path, f"--{flag}", value)
         (tmp_path / "said.yaml").write_text(f"{flag}: {value}")
         assert windows("--config", str(tmp_path / "said.yaml")) == (128, 24, 12)
+    (tmp_path / "said.yaml").write_text("spectrogram: log_mel")
+    line = MUSICLM.refused(tmp_path, "--config", str(tmp_path / "said.yaml"))
+    assert "--spectrogram log_mel: --layout musiclm has power alone" in line

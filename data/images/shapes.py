@@ -169,15 +169,6 @@ def paint(picture: Array, item: Item) -> None:
     region += cover * (colour - region)
 
 
-def cover_of(size: int, shape: str, x: float, y: float, radius: float) -> Array:
-    """Which part of each pixel a shape covers that is not turned, float32 (size, size) in [0, 1]; x, y and radius as in
-    `Item`."""
-    whole = np.zeros((size, size), np.float32)
-    rows, columns, cover = _cover(size, Item(shape, "", "", "", x, y, radius, 0.0))
-    whole[rows, columns] = cover
-    return whole
-
-
 def _cover(size: int, item: Item) -> tuple[slice, slice, Array]:
     """The rows and columns that a shape reaches, and which part of each pixel there it covers."""
     reach = 1.05 * item.radius + 1 / size

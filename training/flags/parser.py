@@ -284,7 +284,8 @@ class ArgumentParser(argparse.ArgumentParser):
             value = getattr(args, other)
             each = value if isinstance(value, list) else [value]
             now = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in each)
-            self.error(f"--{idle[0]} has no effect with --{other} {now}; leave it out, or give --{other} {needed}")
+            said = args.said_as.get(idle[0], idle[0])
+            self.error(f"--{said} has no effect with --{other} {now}; leave it out, or give --{other} {needed}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from tandem.files.installed import HOME
+from tandem.files.installed import HOME, command_of
 
 PAGE = HOME / "docs" / "coming_from.md"
 
@@ -42,7 +42,9 @@ def instead_of(name: str, script: str) -> str | None:
     not; None for others."""
     package, known = rows(script)
     notes = [row.note for row in known if row.name == name and not row.flag]
-    return f"{package} has it: {notes[0]}" if notes else None
+    if not notes:
+        return None
+    return f"{package} has it: {notes[0]}".replace("convert.py", " ".join(command_of("convert.py")))
 
 
 def batch_arithmetic(args: argparse.Namespace, world_size: int) -> str | None:

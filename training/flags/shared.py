@@ -341,7 +341,11 @@ class RunFlags:
     seed: int = flag(0, "seed of the initial weights, the data order and the noise", non_negative_int)
     epochs: float = flag(20, "passes over the training data", epoch_count)
     max_steps: int | None = flag(
-        None, "stop after this number of updates, if --epochs would last longer", updates, also="num_train_steps"
+        None,
+        "stop after this number of updates, if --epochs would last longer; as --num_train_steps, epochs alone do not "
+        "end the run",
+        updates,
+        also="num_train_steps",
     )
     batch_size: int = flag(
         8,

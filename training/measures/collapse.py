@@ -38,7 +38,7 @@ class CollapseAlarm:
             line: Metrics by name: `loss`, `collapsed_loss`, its value if all clips are equally near to all captions,
                 and `audio_variance` and `text_variance`, those of the batch's embeddings, 1 - |mean unit vector|^2.
         """
-        if step <= self._after_steps:
+        if step <= self._after_steps or "collapsed_loss" not in line:  # a line of a validation alone
             return []
         loss, collapsed = line["loss"], line["collapsed_loss"]
         warnings = [

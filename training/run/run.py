@@ -133,11 +133,6 @@ class Run:
         """Whether `log_codes` needs the codes of the update that is being made."""
         return self._metrics.codes_due
 
-    @property
-    def line_due(self) -> bool:
-        """Whether a line of metrics follows the update that is being made (`due` is about the one just made)."""
-        return self._metrics.due
-
     def resume(self, **parts: Stateful) -> None:
         """Register the parts of a checkpoint, once, and restore them from the newest checkpoint if there is any. Then
         print what this run is and where it stands.
