@@ -5,7 +5,7 @@
 # (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by side; the same bits
 # of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at random; MACHINES=2: on
 # machines of lab), fuzz MINUTES=10 (damaged files for every tool), faults (how many of a hundred seeded faults the tests
-# find: hours, in which a second start goes on), lab (several machines, made of Linux namespaces)
+# find: half an hour, in which a second start goes on), lab (several machines, made of Linux namespaces)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
