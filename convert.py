@@ -222,7 +222,8 @@ def translate(args: argparse.Namespace) -> None:
             lost += [
                 f"decoder.unets[{index}].{name} {value}: no flag gives it" for name, value in sorted(beyond.items())
             ]
-        shape = parser.config.shape_of(model.config, args)
+        nobody = argparse.Namespace(explicit=frozenset())  # has said a flag
+        shape = parser.config.shape_of(model.config, nobody)
         said = parser.settings(parser.with_values(shape))
         flags = flags_of_config(config, around, {name: said[name] for name in shape}, args.processes)
         for name, (key, value) in flags.items():

@@ -294,10 +294,13 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     from trained import open_model
 
     coders: dict[str, type[Images] | type[Videos]] = {"DiscreteVAE": Images, "VQGAN": Images, "VideoTokenizer": Videos}
-    wanted = {name: coder for name, coder in coders.items() if coder.kind in kinds_of(args)}
-    model, about, _ = open_model(args.model, *wanted)
-    check_flags(args, wanted[type(model).__name__].kind)
-    coder = wanted[type(model).__name__](model.to(backend.device).requires_grad_(False), args, backend)
+    model, about, _ = open_model(args.model, *coders)
+    name = type(model).__name__
+    kind = coders[name].kind
+    if kind not in kinds_of(args):
+        raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
+    check_flags(args, kind)
+    coder = coders[name](model.to(backend.device).requires_grad_(False), args, backend)
     return coder, {**about, **coder.settings, **kernel_settings(args, backend)}
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from hub import launch
-from models.configs import MuLaNConfig
+from models.mulan_config import MuLaNConfig
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
 from training import schedules

@@ -194,6 +194,10 @@ class DecoderConfig(RecomputingConfig):
 
     @classmethod
     def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        sizes = model["image_sizes"]
+        if "image_sizes" in args.explicit and len(args.image_sizes) != len(sizes):  # no other flag can be compared
+            needed = f"they need --image_sizes {' '.join(map(str, sizes))}"
+            raise ValueError(f"the weights in {args.init_from} are of another model; {needed}")
         return {**super().shape_of(model, args), "lowres_noise_level": model["lowres_noise_level"]}
 
     @classmethod

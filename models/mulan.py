@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from .attention import at_least_fp32, l2_normalize
 from .audio_transformer import AudioTransformer
-from .configs import MAX_SCALE, MuLaNConfig, TwoTowersConfig
 from .dropout import derived
 from .fbank import Fbank
 from .files.pretrained import Pretrained
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
+from .mulan_config import MAX_SCALE, MuLaNConfig, TwoTowersConfig
 from .pretrained_towers import PretrainedAudioTower, PretrainedTextTower, patches_of
 from .text_transformer import TextTransformer
 

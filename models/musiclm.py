@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from .attention import Attention, FeedForward, Transformer, l2_normalize
 from .audio_transformer import AudioTransformer, PreciseLayerNorm, between_patches, displacements_in
-from .configs import MusicLMMuLaNConfig
 from .files.pretrained import Pretrained
 from .log_mel import Spectrogram
 from .mulan import MuLaN
+from .mulan_config import MusicLMMuLaNConfig
 from .text_transformer import TextTransformer
 
 

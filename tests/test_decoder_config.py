@@ -219,7 +219,7 @@ def test_a_training_names_the_command_that_reads_such_a_configuration(tmp_path: 
     for config in (EXAMPLE, dict(reversed(EXAMPLE.items()))):
         for flag in ("--config", "--decoder_config"):
             line = DECODER.refused_alone(flag, written(tmp_path, config))
-            assert "`convert.py config OLD.json NEW.yaml`" in line
+            assert "`python convert.py config OLD.json NEW.yaml`" in line
 
 
 def test_a_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,7 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         ([*in_tars, str(rows["short"]), *ONE], "which has only 1"),
         ([*start, "--image_folder", str(captioned)], "they need image_embed_dim "),
         ([*start, "--dim", "8", "16", "--switches", "self_attn"], "; they need --dim 8 8, --switches none none"),
+        ([*start, "--image_sizes", "8"], "of another model; they need --image_sizes 8 16"),
         ([*start, "--num_resnet_blocks", "2", "--timesteps", "9"], "need --num_resnet_blocks 1 1, --timesteps 1000"),
         (["--cond_scale", "3", "--image_cond_drop_prob", "0"], "--cond_scale 3"),
         (["--lpips_weights", "w", "--max_steps", "1"], "--lpips_weights has no effect with --n_evaluation_samples 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -117,7 +118,7 @@ class _Count:
         return is_made, self._number
 
 
-class _Averages:
+class _Averages(ABC):
     """Averages of the same weights by name, each of which starts from a copy of them; the run keeps the first."""
 
     def __init__(self, weights: Engine | Cascade, names: Sequence[str]) -> None:
@@ -142,13 +143,13 @@ class _Averages:
         """`live_state` with the tensors themselves. Collective."""
         return _fetched(self.live_state())
 
+    @abstractmethod
     def live_state(self) -> dict[str, Any]:
         """The count of updates and the averaged weights; those that are sharded as functions that return them whole."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _share(self, name: str, n: Tensor) -> Tensor:
         """How far update n moves an average towards the weights."""
-        raise NotImplementedError
 
 
 class ExponentialMovingAverage(_Averages):

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models import MusicLMMuLaN
-from models.configs import MusicLMMuLaNConfig
 from models.files.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
 from models.files.public import format_of
+from models.mulan_config import MusicLMMuLaNConfig
 from tests.models.helpers import Call, assert_same_bits, one_line_of
 from tests.models.reference import musiclm
 from tests.processes import Process

@@ -1,0 +1,314 @@
+"""Configurations of the two models that train_mulan.py trains: their fields are flags of that script. Imports no
+PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.converters import (
+    any_float,
+    fraction,
+    non_negative_float,
+    positive_float,
+    size,
+    size_or_0,
+    width,
+)
+from tandem.fields import above_0, flag, flags_of, given, when
+
+from .configs import RecomputingConfig
+
+MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
+_TANDEM = when("layout", "tandem")
+_OF_MUSICLM = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
+
+
+@dataclass
+class TwoTowersConfig(RecomputingConfig):
+    """What a `MuLaN` and a `MusicLMMuLaN` have in common. Sizes that are None take the value of those of both towers,
+    and the window that of the Fourier transform."""
+
+    sample_rate: int = flag(
+        16000,
+        "sample rate to which all sounds are resampled",
+        size,
+        metavar="HZ",
+        title="sounds and texts",
+        in_weights=True,
+    )
+    clip_seconds: float = flag(
+        10.0,
+        "length of the clip cut from a sound: at a random place in training, from the middle in validation",
+        positive_float,
+        metavar="SECONDS",
+    )
+    max_text_tokens: int = flag(
+        256, "texts are cut off after this number of tokens", size, metavar="TOKENS", in_weights=True
+    )
+    n_fft: int = flag(
+        1024,
+        "length of the Fourier transform's window",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+        title="spectrogram",
+        also="spec_n_fft",
+    )
+    win_length: int | None = flag(
+        None,
+        "length of the window, in the middle of the Fourier transform's (default: --n_fft)",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+        also="spec_win_length",
+    )
+    hop_length: int = flag(
+        160,
+        "distance between two windows of the Fourier transform",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+        also="spec_hop_length",
+    )
+    time_mask_fraction: float = flag(0.2, "SpecAugment in training: mask up to this fraction of the time", fraction)
+    frequency_mask_fraction: float = flag(
+        0.25, "SpecAugment in training: mask up to this fraction of the frequencies", fraction
+    )
+    audio_dim: int = flag(512, "width of the audio tower", width, title="towers", in_weights=True)
+    audio_depth: int = flag(6, "transformer layers of the audio tower", size, in_weights=True)
+    text_dim: int = flag(512, "width of the text tower", width, in_weights=True)
+    text_depth: int = flag(6, "transformer layers of the text tower", size, in_weights=True)
+    heads: int = flag(8, "attention heads of both towers", size, in_weights=True)
+    dim_head: int = flag(64, "width of an attention head", width, in_weights=True)
+    audio_heads: int | None = flag(None, "attention heads of the audio tower (default: --heads)", size, in_weights=True)
+    audio_dim_head: int | None = flag(
+        None, "width of an attention head of the audio tower (default: --dim_head)", width, in_weights=True
+    )
+    text_heads: int | None = flag(None, "attention heads of the text tower (default: --heads)", size, in_weights=True)
+    text_dim_head: int | None = flag(
+        None, "width of an attention head of the text tower (default: --dim_head)", width, in_weights=True
+    )
+    ff_mult: int = flag(
+        4, "inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU", size, in_weights=True
+    )
+    attn_dropout: float = flag(
+        0.0, "part of the attention weights, and of the outputs of attention, that is dropped in training", fraction
+    )
+    ff_dropout: float = flag(
+        0.0, "part of the inner numbers of the feed-forwards that is dropped in training", fraction
+    )
+    patch_size: int = flag(16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True)
+    patch_dropout: float = flag(
+        0.25, "part of the patches that is left out in training", fraction, also="patch_dropout_prob"
+    )
+    hierarchical_layers: int = flag(
+        0,
+        "apply the loss to the outputs of this number of layers before the last, too",
+        size_or_0,
+        in_weights=True,
+        also="hierarchical_contrastive_loss_layers",
+    )
+    dim_latent: int = flag(128, "width of the common space", width, title="model", in_weights=True)
+    init_temperature: float = flag(
+        10.0,
+        "temperature in the log, at the start: cosines are multiplied by it (1 / tau); it is learned, up to 100",
+        positive_float,
+        title="loss",
+    )
+    init_bias: float = flag(
+        -10.0,
+        "number added to the scaled cosines at the start; it is learned (sigmoid)",
+        any_float,
+        needs=when("loss", "sigmoid"),
+    )
+    vocab_size: int = 49408
+
+    def __post_init__(self) -> None:
+        for tower in ("audio", "text"):
+            for name in ("heads", "dim_head"):
+                if getattr(self, f"{tower}_{name}") is None:
+                    setattr(self, f"{tower}_{name}", getattr(self, name))
+        if self.win_length is None:
+            self.win_length = self.n_fft
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        """Fill in the sizes that are not given."""
+        filled = TwoTowersConfig.of(args)
+        for _, name, _, _ in flags_of(TwoTowersConfig):
+            setattr(args, name, getattr(filled, name))
+
+    def sizes(self, tower: str) -> tuple[int, int, int, int]:
+        """Width, layers, heads and width of a head of the "audio" or the "text" tower."""
+        dim, depth, heads, dim_head = (
+            getattr(self, f"{tower}_{name}") for name in ("dim", "depth", "heads", "dim_head")
+        )
+        return dim, depth, heads, dim_head
+
+    def check(self) -> None:
+        """Raise a ValueError, in one line that names the field, if there is no such model."""
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "hierarchical_layers" else 1
+            if str(field.type).startswith("int") and (type(value) is not int or value < least):
+                raise ValueError(f"{field.name} {value!r} is not a whole number of at least {least}")
+        for _, name, said, _ in flags_of(type(self)):
+            value, choices = getattr(self, name), said.options.get("choices")
+            if choices and value not in choices:
+                raise ValueError(f"{name} {value!r} is unknown; use {' or '.join(choices)}")
+            if said.convert is fraction and not 0 <= value < 1:
+                raise ValueError(f"{name} {value} is not in [0, 1)")
+        depth = min(self.audio_depth, self.text_depth)
+        if self.hierarchical_layers >= depth:
+            below = f"a tower of {depth} layers has {depth - 1} below its output"
+            raise ValueError(
+                f"hierarchical_layers {self.hierarchical_layers}: {below}; use at most {depth - 1} or more layers"
+            )
+        if not 0 < self.clip_seconds < math.inf:
+            raise ValueError(f"clip_seconds {self.clip_seconds} is no positive length")
+        visible = (1 - self.time_mask_fraction) * (1 - self.frequency_mask_fraction)
+        if visible <= self.patch_dropout:
+            left = f"the largest masks leave {visible:.2g} of a spectrogram, and all of that could be dropped"
+            lower = "lower it, time_mask_fraction or frequency_mask_fraction"
+            raise ValueError(f"patch_dropout {self.patch_dropout}: {left}; {lower}")
+        if not 0 < self.init_temperature <= MAX_SCALE:
+            raise ValueError(f"init_temperature {self.init_temperature} is not in (0, {MAX_SCALE:g}]")
+        if not math.isfinite(self.init_bias):
+            raise ValueError(f"init_bias {self.init_bias} is not finite")
+
+
+@dataclass
+class MuLaNConfig(TwoTowersConfig):
+    """Of a `MuLaN`. Its towers are its own, unless there is the configuration of a `PretrainedTextTower` or a
+    `PretrainedAudioTower`, which then decides sizes, vocabulary and spectrogram.
+
+    Raises:
+        ValueError: one line, if a tower has no configuration that is possible.
+    """
+
+    spectrogram: str = flag(
+        "log_mel",
+        "kind of spectrogram that the model is given",
+        choices=("log_mel", "power"),
+        title="spectrogram",
+        in_weights=True,
+        needs=_TANDEM,
+    )
+    spectrogram_padding: str = flag(
+        "silence",
+        "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
+        choices=("silence", "reflect"),
+        in_weights=True,
+        needs=_TANDEM,
+        also="spec_pad_mode",
+    )
+    n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=_TANDEM)
+    fmin: float = flag(
+        0.0,
+        "lowest frequency of the mel bands",
+        non_negative_float,
+        metavar="HZ",
+        in_weights=True,
+        needs=_TANDEM,
+    )
+    fmax: float | None = flag(
+        None,
+        "highest frequency of the mel bands (default: half of --sample_rate)",
+        positive_float,
+        metavar="HZ",
+        in_weights=True,
+        needs=_TANDEM,
+    )
+    hierarchical_spacing: str = flag(
+        "last",
+        "layers of --hierarchical_layers: those next to the last, or spaced evenly from the first one on",
+        choices=("last", "even"),
+        in_weights=True,
+        needs=(_TANDEM, above_0("hierarchical_layers")),
+        title="towers",
+    )
+    freeze_text_tower: bool = flag(
+        False, "do not train the weights of --text_tower", title="pretrained towers", needs=given("text_tower", "PATH")
+    )
+    freeze_audio_tower: bool = flag(
+        False, "do not train the weights of --audio_tower", needs=given("audio_tower", "PATH")
+    )
+    text_tower: Any = None
+    audio_tower: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("audio", "text"):
+            if isinstance(tower := getattr(self, f"{name}_tower"), Mapping):
+                from .pretrained_towers import TEXT_KINDS, check_audio_tower, check_tower
+
+                check_audio_tower(tower) if name == "audio" else check_tower(tower, TEXT_KINDS)
+                for size in ("dim", "depth", "heads"):
+                    setattr(self, f"{name}_{size}", tower[size])
+                setattr(self, f"{name}_dim_head", tower["dim"] // tower["heads"])
+                if name == "text":
+                    self.vocab_size = tower["vocab_size"]
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        for name in ("text_tower", "audio_tower"):
+            if model.get(name) and not getattr(args, name):
+                raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
+        of_layout: dict[str, Any] = {"layout": "musiclm" if model["model"] == "MusicLMMuLaN" else "tandem"}
+        if "layout" in args.explicit and args.layout != of_layout["layout"]:
+            return {}  # a model of another class, which is refused by its name
+        of_layout |= {"loss": "sigmoid"} if model.get("sigmoid_contrastive_loss") else {}
+        of_layout |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
+        of_layout |= {"clip_seconds": model["clip_seconds"]} if "assumed" in model else {}
+        # A file of musiclm-pytorch does not say these: then the flags do.
+        unsaid = {"sample_rate", "n_fft", "hop_length"} & args.explicit if of_layout["layout"] == "musiclm" else set()
+        shape = {**super().shape_of(model, args), **of_layout}
+        return {name: value for name, value in shape.items() if name not in unsaid}
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        """Take what the other layout's model has: its windows, unless one is given, and what it always has."""
+        if args.layout == "tandem":
+            return
+        windows = ("n_fft", "win_length", "hop_length")
+        if not args.explicit & set(windows):
+            for name in windows:
+                setattr(args, name, getattr(MusicLMMuLaNConfig, name))
+        for name, fixed in _OF_MUSICLM.items():
+            if name in args.on_command_line:  # which is refused as without effect
+                continue
+            if name in args.explicit and getattr(args, name) != fixed:
+                parser.error(f"--{name} {getattr(args, name)}: --layout musiclm has {fixed} alone; leave it out")
+            setattr(args, name, fixed)
+
+    def check(self) -> None:
+        super().check()
+        text, audio = self.text_tower, self.audio_tower
+        for name, tower in (("text_tower", text), ("audio_tower", audio)):
+            if tower is not None and not isinstance(tower, Mapping):
+                raise ValueError(f"{name} {str(tower)[:40]!r} is no configuration of a tower")
+        if text and self.max_text_tokens > text["max_tokens"]:
+            longest = f"the text tower takes up to {text['max_tokens']} tokens"
+            raise ValueError(f"max_text_tokens {self.max_text_tokens}: {longest}; lower it")
+        if audio and self.sample_rate != audio["sample_rate"]:
+            heard = f"the audio tower hears sounds of {audio['sample_rate']} Hz"
+            raise ValueError(f"sample_rate {self.sample_rate}: {heard}; use that")
+
+
+@dataclass
+class MusicLMMuLaNConfig(TwoTowersConfig):
+    """Of a `MusicLMMuLaN`. With `sigmoid_contrastive_loss` it learns the biases of the sigmoid loss; otherwise they
+    stay `init_bias`."""
+
+    n_fft: int = 128
+    win_length: int | None = 24
+    hop_length: int = 12
+    sigmoid_contrastive_loss: bool = False
+
+    @classmethod
+    def of(cls, args: Any) -> MusicLMMuLaNConfig:
+        return dataclasses.replace(super().of(args), sigmoid_contrastive_loss=args.loss == "sigmoid")
