@@ -200,7 +200,9 @@ def conditional() -> VideoTokenizer:
 
 MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no model": (lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
-    "a model of images": (lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "holds a VQGAN, which codes images: give --image_folder"),
+    "a model of images": (
+        lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "holds a VQGAN, which codes images: give --image_folder"
+    ),
     "a conditional model": (lambda tmp: {"--model": saved(tmp / "m", conditional())}, "needs a condition"),
     "a model of RGBA": (lambda tmp: {"--model": saved(tmp / "m", video_tokenizer(channels=4))}, "4 channels"),
     "no videos": (lambda tmp: {"--video_folder": tmp}, "no video in"),
