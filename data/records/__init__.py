@@ -1,0 +1,2 @@
+"""Records: what storage holds of each sample. Four kinds of sources give numbered records: a folder, tars, a table or
+manifest, and a user's own dataset; `data.fields` decodes them."""

@@ -1,0 +1,189 @@
+"""A record: what a source holds of one sample; and where the bytes of its files are: in a file of their own, in a part
+of a tar, or in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tandem.files.reading import open_regular
+
+
+class Wanted(NamedTuple):
+    """What a field looks for in the records of a source. The first one that a script lists makes a sample: every file,
+    member or row that has it is one; what the others want stands beside it.
+
+    Args:
+        name: The key in a record.
+        noun: What messages call it, in the singular.
+        endings: Of its files, lower case, with the dot; of several files the one whose ending comes first is taken.
+            Files that are read are found by them in any case of letters.
+        columns: Of tables and manifests, and keys of the items of a user's dataset.
+        feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
+        takes_rows: Whether a record holds a mapping of all its columns that a row has, such as texts; else the first.
+    """
+
+    name: str
+    noun: str
+    endings: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    feature: str = ""
+    takes_rows: bool = False
+
+
+class Entry(NamedTuple):
+    """A file, or the byte range of a file that holds one; and the part of the sound or video that clips are taken from.
+    `member` is the name of the file inside a tar; `content` is a file in memory, of `size` bytes (`in_memory`)."""
+
+    path: str
+    offset: int = 0
+    size: int | None = None
+    start_seconds: float = 0.0
+    end_seconds: float = math.inf
+    member: str = ""
+    content: Any = None
+
+    @classmethod
+    def in_memory(cls, content: Any, path: str, member: str = "") -> Entry:
+        """The bytes of a file, from something with the buffer protocol; `path` is what messages call it."""
+        return cls(path, 0, len(content), member=member, content=content)
+
+    @property
+    def name(self) -> str:
+        """The name of the file, by whose ending its kind is known."""
+        return self.member or self.path
+
+    def read(self, limit: int) -> bytes:
+        """At most the first `limit` bytes. Raises OSError and ValueError."""
+        if self.content is not None:
+            return bytes(memoryview(self.content)[:limit])
+        with open_bytes(self.path) as file:
+            return file.pread(limit if self.size is None else min(self.size, limit), self.offset)
+
+
+# By the name of what is wanted; a name is missing where a sample lacks it. A value is an Entry; or, of a table or
+# manifest, a mapping of cells (`takes_rows`) or a list of numbers; or, of a user's dataset, whatever an item holds; or,
+# of a demonstration, a function that draws it.
+Record = Mapping[str, Any]
+
+
+class Source(Protocol):
+    """Numbered records. `fingerprint` is equal where equally many records have the same names in the same order;
+    `skipped` is a line about files that are no samples, or ""; `shards` are the indices of the records of each tar (or
+    file of a table), None where there are none."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def skipped(self) -> str: ...
+    @property
+    def shards(self) -> Sequence[range] | None: ...
+    def __len__(self) -> int: ...
+    def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
+        """Raises OSError or ValueError, in one line, if it cannot be read. Only a user's dataset may draw, by its seed
+        and the arguments."""
+        ...
+
+    def name(self, index: int) -> str:
+        """The name of a sample in a store: its path relative to the folder or in its tar, with '/' between parts."""
+        ...
+
+    def describe(self, index: int) -> str:
+        """The name by which a user finds the sample: its path."""
+        ...
+
+    def sizes(self, name: str) -> Any:
+        """int64 (n,): the bytes of the file of this name in each record, -1 where there is none, 0 where it cannot be
+        known; all -1 where the source has nothing of that name."""
+        ...
+
+
+class Bytes(Protocol):
+    """An open file that is read at random."""
+
+    size: int
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """At most `size` bytes from `offset`; fewer only at the end of the file. Raises OSError."""
+        ...
+
+
+class _LocalBytes:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self.size = descriptor, os.fstat(descriptor).st_size
+
+    def pread(self, size: int, offset: int) -> bytes:
+        return os.pread(self._descriptor, size, offset)
+
+
+@contextlib.contextmanager
+def open_bytes(path: str) -> Iterator[Bytes]:
+    """An open file. Raises OSError, and ValueError, in one line, if it is a pipe or a device."""
+    with open_regular(path) as file:
+        yield _LocalBytes(file.fileno())
+
+
+class FileWindow(io.RawIOBase):
+    """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `error` keeps an error of the file
+    system, if there was one, because C code that calls this class cannot pass it on."""
+
+    def __init__(self, file: Bytes, offset: int, size: int) -> None:
+        self._file, self._offset, self._size, self._at = file, offset, size, 0
+        self.error: OSError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        n = min(len(buffer), self._size - self._at)
+        if n <= 0:
+            return 0
+        try:
+            content = self._file.pread(n, self._offset + self._at)
+        except OSError as error:
+            self.error = error
+            return 0
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+class MemoryFile(io.BytesIO):
+    """A file in memory, in the form of a `FileWindow`; reading it causes no error."""
+
+    error: OSError | None = None
+
+
+@contextlib.contextmanager
+def open_entry(entry: Entry) -> Iterator[FileWindow | MemoryFile]:
+    """The bytes of an entry. Raises OSError, and ValueError, in one line, if there are none."""
+    if entry.content is not None:
+        if not entry.size:
+            raise ValueError("the file is empty")
+        yield MemoryFile(entry.content)
+        return
+    with open_bytes(entry.path) as file:
+        size = file.size if entry.size is None else entry.size
+        if size == 0:
+            raise ValueError("the file is empty")
+        yield FileWindow(file, entry.offset, size)
+
+
+def parts_of(entries: Sequence[Entry]) -> list[str]:
+    """Which part of its file each entry is, in seconds; empty if all are whole files."""
+    parts = [(entry.start_seconds, entry.end_seconds) for entry in entries]
+    return [f"{begin} {end}" for begin, end in parts] if any(part != (0.0, math.inf) for part in parts) else []
