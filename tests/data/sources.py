@@ -159,9 +159,10 @@ def cells(record: Record) -> dict[str, Any]:
     captions, found = captions_in(record), dict[str, Any]()
     if "txt" in record:
         found |= {"captions": captions} if "wav" in record else {"text": "".join(captions)}
-    if "img_emb.npy" in record:
-        found["image_embed"] = np.load(io.BytesIO(record["img_emb.npy"])).tolist()
-    return found
+    arrays = {"img_emb.npy": "image_embed", "text_emb.npy": "text_encodings"}
+    return found | {
+        name: np.load(io.BytesIO(record[ending])).tolist() for ending, name in arrays.items() if ending in record
+    }
 
 
 def captions_in(record: Record) -> list[str]:
@@ -212,6 +213,7 @@ class Items:
 
     def __init__(self, records: Records) -> None:
         self.records, self.fingerprint = [*records.values()], " ".join(map(str, records))
+        self.columns = dict.fromkeys(itertools.chain(*map(cells, self.records)))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -227,7 +229,9 @@ class Items:
             n = getattr(picture, "n_frames", 1)
             frames = [np.asarray(picture.convert("RGB")) for place in range(n) if not picture.seek(place)]
             return np.stack(frames).transpose(0, 3, 1, 2).copy()
-        beside = {name: np.float32(value) if name == "image_embed" else value for name, value in cells(record).items()}
+        beside = {**self.columns, **cells(record)}
+        for name in beside.keys() & {"image_embed", "text_encodings"}:
+            beside[name] = None if beside[name] is None else np.float32(beside[name])
         return {"image": picture, **beside} if beside else picture
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from data.bad_samples import Incomplete
 from data.decoding import sounds, videos
-from data.fields import IMAGE, CaptionField, ClipField, EmbeddingField, Field, ImageField, SoundField, TextsField
+from data.fields import IMAGE, TEXT, CaptionField, ClipField, EmbeddingField, Field, ImageField, SoundField, TextsField
 from data.records.own import OwnData
 from data.samples import Samples
 from data.sets import open_records
@@ -55,7 +55,8 @@ def wav(waveform: np.ndarray) -> bytes:
 PICTURE, OTHER = pixels(0, SIZE, SIZE, 3), pixels(1, SIZE, SIZE, 3)
 FRAMES = pixels(2, 4, SIZE, SIZE)
 WAVE = np.random.default_rng(3).uniform(-1, 1, 2 * CLIP).astype(np.float32)
-ROW = np.random.default_rng(4).standard_normal(6).astype(np.float32)
+ROWS = np.random.default_rng(4).standard_normal((3, 6)).astype(np.float32)
+ROW = ROWS[0]
 IMAGED: Record = {"png": png(PICTURE)}
 HEARD: Record = {"wav": wav(WAVE[:CLIP])}
 
@@ -127,6 +128,13 @@ FIELDS = {
         Sample({**IMAGED, "img_emb.npy": npy(ROW * np.nan)}, (BAD, "not all numbers are finite")),
         Sample({**IMAGED, "img_emb.npy": npy(ROW[:5])}, (BAD, "(5,)")),
         Sample({**IMAGED, "txt": b"a house"}, (LEFT_OUT, "it has no image embedding")),
+    ),
+    "encoding": Case(
+        lambda: [ImageField(SIZE), EmbeddingField(TEXT, (3, 6))],
+        Sample({**IMAGED, "text_emb.npy": npy(ROWS[:2])}, {"text_encodings": np.float32([[1], [1], [0]]) * ROWS}),
+        Sample({**IMAGED, "text_emb.npy": npy(ROWS * np.inf)}, (BAD, "not all numbers are finite")),
+        Sample({**IMAGED, "text_emb.npy": npy(ROWS[:, :5])}, (BAD, "(3, 5)")),
+        Sample({**IMAGED, "img_emb.npy": npy(ROW)}, (LEFT_OUT, "it has no text encoding")),
     ),
 }  # fmt: skip
 
