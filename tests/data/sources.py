@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import soundfile
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from data import Feed, decoder_feed, image_feed, open_tokenizer, sound_feed, video_feed
 from tests.data.files.tables import save_to_disk, table, write_parquet
@@ -226,12 +226,11 @@ class Items:
             return samples.T, rate, captions_in(record)
         picture = Image.open(content)
         if "gif" in record:
-            n = getattr(picture, "n_frames", 1)
-            frames = [np.asarray(picture.convert("RGB")) for place in range(n) if not picture.seek(place)]
+            frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(picture)]
             return np.stack(frames).transpose(0, 3, 1, 2).copy()
         beside = {**self.columns, **cells(record)}
         for name in beside.keys() & {"image_embed", "text_encodings"}:
-            beside[name] = None if beside[name] is None else np.float32(beside[name])
+            beside[name] = None if beside[name] is None else np.array(beside[name], np.float32)
         return {"image": picture, **beside} if beside else picture
 
 
