@@ -213,7 +213,6 @@ class Items:
 
     def __init__(self, records: Records) -> None:
         self.records, self.fingerprint = [*records.values()], " ".join(map(str, records))
-        self.columns = dict.fromkeys(itertools.chain(*map(cells, self.records)))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -228,9 +227,9 @@ class Items:
         if "gif" in record:
             frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(picture)]
             return np.stack(frames).transpose(0, 3, 1, 2).copy()
-        beside = {**self.columns, **cells(record)}
+        beside = cells(record)
         for name in beside.keys() & {"image_embed", "text_encodings"}:
-            beside[name] = None if beside[name] is None else np.array(beside[name], np.float32)
+            beside[name] = np.array(beside[name], np.float32)
         return {"image": picture, **beside} if beside else picture
 
 
