@@ -27,8 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import data
 import distributed
+from data.order import split
+from data.sets import open_images
+from data.stream import TrainingStream
 from distributed.torch_comm import leave_process_group
 
 from .references import HOROVOD, REFERENCES
@@ -211,10 +213,10 @@ class Reference(Side):
             path = _batches(self._options.folder, self._rank)
             self._wait_for(path.name)
             return list(torch.load(path, weights_only=False))
-        images = data.open_images(self._args.image_folder, image_size=self._args.image_size)
-        subset, _ = data.split(len(images), 0.0, self._args.seed, at_least=self._args.batch_size)
+        images = open_images(self._args.image_folder, image_size=self._args.image_size)
+        subset, _ = split(len(images), 0.0, self._args.seed, at_least=self._args.batch_size)
         loading = {"batch_size": self._args.batch_size, "rank": 0, "world_size": 1, "seed": self._args.seed}
-        return list(itertools.islice(data.TrainingStream(images, subset, **loading), _DECODED_BATCHES))
+        return list(itertools.islice(TrainingStream(images, subset, **loading), _DECODED_BATCHES))
 
     def _pinned(self, batch: Mapping[str, Any]) -> Any:
         """With a GPU, tensors in pinned memory, as the script's loader makes them."""

@@ -66,7 +66,7 @@ class Field(Protocol):
 
 @dataclass(frozen=True)
 class ImageField:
-    """"images": uint8 (channels, image_size, image_size).
+    """ "images": uint8 (channels, image_size, image_size).
 
     Args:
         channels: 3 (RGB) or 4 (RGBA).
@@ -104,7 +104,7 @@ class ImageField:
 
 @dataclass(frozen=True)
 class OneFrameField(ImageField):
-    """"videos": images as clips of one frame, uint8 (channels, 1, image_size, image_size)."""
+    """ "videos": images as clips of one frame, uint8 (channels, 1, image_size, image_size)."""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         return {"videos": super().load(record, index, epoch, augment)["images"][:, None]}
@@ -112,7 +112,7 @@ class OneFrameField(ImageField):
 
 @dataclass(frozen=True)
 class ClipField:
-    """"videos": uint8 (3, num_frames, image_size, image_size), as the decoder cuts them; an image is a video of one
+    """ "videos": uint8 (3, num_frames, image_size, image_size), as the decoder cuts them; an image is a video of one
     frame. `flip`: whether half of the augmented clips are mirrored left to right."""
 
     clips: videos.ClipDecoder
@@ -169,7 +169,7 @@ class ClipField:
 
 @dataclass(frozen=True)
 class SoundField:
-    """"waveforms": float32 (clip_samples,) in [-1, 1], as the decoder cuts them."""
+    """ "waveforms": float32 (clip_samples,) in [-1, 1], as the decoder cuts them."""
 
     clips: sounds.ClipDecoder
 
@@ -193,9 +193,7 @@ class TextsField:
     tokenizer: Tokenizer
     seed: int = 0
 
-    wanted: ClassVar[Wanted] = Wanted(
-        "texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), takes_rows=True
-    )
+    wanted: ClassVar[Wanted] = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), takes_rows=True)
     fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
@@ -213,7 +211,7 @@ class TextsField:
 
 @dataclass(frozen=True)
 class CaptionField:
-    """"captions": the first caption of an image, "" if it has none; and, with `tokenize` (texts -> int64 (b, t)),
+    """ "captions": the first caption of an image, "" if it has none; and, with `tokenize` (texts -> int64 (b, t)),
     "tokens"."""
 
     tokenize: Callable[[Sequence[str]], Tensor] | None = None
@@ -244,16 +242,20 @@ class Kind(NamedTuple):
         return {1: "(d,)", 2: "(tokens, d)"}[self.dimensions]
 
 
-IMAGE = Kind(Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"), ("image_embed",)), 1, "--image_embeddings")
+IMAGE = Kind(
+    Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"), ("image_embed",)), 1, "--image_embeddings"
+)
 TEXT = Kind(
-    Wanted("text_encodings", "text encoding", (".text_emb.npy", ".text.npy"), ("text_encodings",)), 2, "--text_embeddings"
+    Wanted("text_encodings", "text encoding", (".text_emb.npy", ".text.npy"), ("text_encodings",)),
+    2,
+    "--text_embeddings",
 )
 KINDS = (IMAGE, TEXT)
 
 
 @dataclass(frozen=True)
 class EmbeddingField:
-    """"image_embed" or "text_encodings", which were computed beforehand: float32 of `shape`, which is that of one
+    """ "image_embed" or "text_encodings", which were computed beforehand: float32 of `shape`, which is that of one
     image: (d,), or (L, d) where no caption has more than L tokens; encodings of fewer tokens end with rows of 0. An
     image that has none, or zeros only, is `Incomplete`. `rows`: index -> array, if they do not stand in records."""
 
@@ -273,7 +275,11 @@ class EmbeddingField:
             raise Incomplete(f"it has no {noun}")
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_own:
-                most = f"at most {self.shape} (--max_text_len)" if self.kind == TEXT else f"{self.shape}, as in the first item"
+                most = (
+                    f"at most {self.shape} (--max_text_len)"
+                    if self.kind == TEXT
+                    else f"{self.shape}, as in the first item"
+                )
                 raise refused(array, f"a {noun} of {most}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
@@ -307,8 +313,12 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
         name = source.describe(example)
         raise ValueError(f"cannot read the {kind.wanted.noun} of {name!r}: {reason_of(error)}") from None
     # Of files, the longest is known; of rows and items, what the model takes.
-    is_longest = kind == IMAGE or isinstance(record.get(kind.wanted.name), Entry) or callable(record.get(kind.wanted.name))
-    return EmbeddingField(kind, array.shape if is_longest else (longest_text, *array.shape[1:]), fingerprint=str(array.shape))
+    is_longest = (
+        kind == IMAGE or isinstance(record.get(kind.wanted.name), Entry) or callable(record.get(kind.wanted.name))
+    )
+    return EmbeddingField(
+        kind, array.shape if is_longest else (longest_text, *array.shape[1:]), fingerprint=str(array.shape)
+    )
 
 
 def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -> EmbeddingField:
@@ -404,7 +414,11 @@ def numbers_of(record: Record, kind: Kind) -> Array | None:
     found = record.get(name)
     if isinstance(found, Entry):
         array = find_array(found).read()
-        return array.reshape(array.shape[-kind.dimensions :]) if array.size == np.prod(array.shape[-kind.dimensions :]) else array
+        return (
+            array.reshape(array.shape[-kind.dimensions :])
+            if array.size == np.prod(array.shape[-kind.dimensions :])
+            else array
+        )
     return np.asarray(found()) if callable(found) else found
 
 

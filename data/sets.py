@@ -262,7 +262,10 @@ def open_conditioned(
     Raises ValueError, in one line, if there is no such set, it lacks what the model takes, or flags contradict it.
     """
     crop = dataclasses.replace(crop, least=image_size)
-    fields: list[Field] = [ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop), CaptionField(tokenize)]
+    fields: list[Field] = [
+        ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop),
+        CaptionField(tokenize),
+    ]
     for kind in rows:
         if tokenize or kind not in takes:
             why = "--clip computes embeddings itself" if tokenize else "the model does not take them"
@@ -289,7 +292,7 @@ def open_conditioned(
             )
         fields.append(found)
     is_own = isinstance(source, OwnSource)
-    if flip and (takes and not tokenize or (not is_own and has(source, "texts"))):
+    if flip and ((takes and not tokenize) or (not is_own and has(source, "texts"))):
         raise ValueError(_NO_FLIP)
     return Samples(source, fields)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
 
-from .files.opening import missing_package
+from .records.opening import missing_package
 
 _NAME_OF_CLIP = "clip"
 FILE = "tokenizer.json"

@@ -21,9 +21,8 @@ from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from PIL import Image
 from torch import Tensor
 
-import data
-from data.files.source import Source
-from data.videos.decoding import ClipDecoder
+from data.decoding.videos import ClipDecoder
+from data.feed import to_unit_range
 from data.videos.moving import Moving
 from models import VideoTokenizer
 from tests.data.videos.files import write_video
@@ -47,7 +46,7 @@ def clip(path: Path, frames: int, **speed: Any) -> Tensor:
     """A whole file (1, 3, f, h, w) in [0, 1]; its last frame is held until the frames fill the codes of 1 + 2 n."""
     n = frames + (1 - frames) % 2
     decoder = ClipDecoder(SIZE, n + 2, short_clips="hold", **speed)  # longer than the file, so from its beginning
-    return data.to_unit_range(decoder.load(Source(str(path)), 0))[None, :, :n]
+    return to_unit_range(decoder.load(Entry(str(path)), 0))[None, :, :n]
 
 
 def decode(model: Path, codes: Path, output: Path, *more: str) -> Path:
@@ -132,7 +131,7 @@ def test_the_demonstration_needs_no_pyav(model, tmp_path, monkeypatch):
         (f"demo:moving[{i}]", 41, 24.0) for i in range(2)
     ]
     scene = Moving(2, image_size=SIZE, num_frames=41).load(1)
-    expected = video_tokenizer().encode(data.to_unit_range(scene)[None])[0].numpy()
+    expected = video_tokenizer().encode(to_unit_range(scene)[None])[0].numpy()
     np.testing.assert_array_equal(TOKENIZE_VIDEOS.rows(folder)["demo:moving[1]"], expected)
     assert len(files(decode(model, folder, tmp_path / "gifs", "--format", "gif"))) == 2 + 1
 

@@ -25,8 +25,8 @@ from torch.utils.data import get_worker_info
 from tandem.files.reading import open_regular
 
 from ..bad_samples import accept_part, parts_are_accepted
-from ..records.opening import missing_package
 from ..hashing import Draws
+from ..records.opening import missing_package
 from ..records.record import Entry, FileWindow, MemoryFile, open_entry
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")

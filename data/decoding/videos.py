@@ -21,9 +21,9 @@ from ..crops import CENTER, Crop, Cut
 from ..hashing import Draws
 from ..records.opening import missing_package
 from ..records.record import Entry
+from .container import HALF_TICK, Converter, Frame, Picture, Video, opened
 from .images import ENDINGS as IMAGE_ENDINGS
 from .images import decode_image
-from .container import HALF_TICK, Converter, Frame, Picture, Video, opened
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
 SHORT_CLIPS = ("repeat", "hold", "skip")

@@ -15,7 +15,6 @@ from tandem.files.exits import AskedToStop
 from tandem.files.reading import open_regular, read_json
 
 from ..bad_samples import reason_of
-from ..contracts import Processes
 
 SETTINGS_FILE = "settings.json"
 _LONGEST_VALUE = 40

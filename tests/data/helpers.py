@@ -13,7 +13,8 @@ import torch
 import webdataset
 from torch import Tensor
 
-from data import TrainingStream, split
+from data.order import split
+from data.stream import TrainingStream
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,9 +12,9 @@ import torch
 from PIL import Image, ImageFile
 from torch import Tensor
 
-from data import open_images
 from data.bad_samples import accepting_parts
 from data.images.decoding import decode_image_file
+from data.sets import open_images
 from tests.data.helpers import one_line, write_tar
 
 SIDE = 48

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from data import open_images
 from data.crops import Crop, Square
 from data.hashing import Draws
 from data.images.captioned import open_captioned
 from data.images.decoding import decode_image
+from data.sets import open_images
 from data.videos.sets import open_videos
 from tests.data.videos.files import write_video
 

@@ -6,7 +6,7 @@ import hashlib
 import subprocess
 import sys
 
-from data import open_images, open_sounds, open_videos
+from data.sets import open_images, open_sounds, open_videos
 from tests.data.helpers import ROOT
 
 SIZES = {

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from data import ImageBatch, to_unit_range
-from data.feed import Feed
+from data.feed import Feed, to_unit_range
+from data.sets import ImageBatch
 from tests.data.helpers import assert_same, ids, one_line
 from tests.data.images.conditions import write_tars
 from tests.data.sources import CONDITIONED, IMAGES, VIDEOS, N, in_folder, training

@@ -16,10 +16,10 @@ import soundfile
 import torch
 from PIL import Image
 
-from data import open_images, open_sounds, open_videos
 from data.bad_samples import NotASample
 from data.images.conditioned import open_conditioned
 from data.own import OwnData
+from data.sets import open_images, open_sounds, open_videos
 from tests.data.helpers import global_batches, one_line
 
 N = 12

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data import Images, ValidationStream, open_images, split
+from data.order import split
+from data.sets import open_images
+from data.stream import ValidationStream
 from tests.data.helpers import assert_same, global_batches, ids, one_line, stream
 from tests.scripts import write_images
 

@@ -6,8 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from data import open_images
 from data.images.captioned import open_captioned
+from data.sets import open_images
 from tests.data.helpers import one_line
 
 

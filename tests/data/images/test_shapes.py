@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from data import open_images
 from data.images.shapes import COLOURS, SHAPES, SIZES
+from data.sets import open_images
 
 # of an outline of radius 1, from elementary geometry; of the crescent see below
 AREAS = {
