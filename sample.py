@@ -185,10 +185,12 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
                 raise ValueError(f"--{option} {path} has the shape {shape}: give rows of {KINDS[name] - 1} dimensions")
             yield stored(f"--{option}", [f"{path}[{row}]" for row in range(len(found))], {name: found})
     if embeds_images(args):
-        yield Source(
-            "--images", names_of(images), {"image_embed": (clip.embed_dim,)},
-            lambda rows: {"image_embed": clip.embed_images(torch.stack([images.load(r)["images"] for r in rows]).to(device))},
-        )  # fmt: skip
+
+        def embedded(rows: Sequence[int]) -> dict[str, Tensor]:
+            pictures = torch.stack([images.load(row)["images"] for row in rows])
+            return {"image_embed": clip.embed_images(pictures.to(device))}
+
+        yield Source("--images", names_of(images), {"image_embed": (clip.embed_dim,)}, embedded)
 
 
 def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:

@@ -207,7 +207,7 @@ class Reference(Side):
             # A thread of the group that still runs while Python ends would abort the process.
             leave_process_group(gracefully=True)
 
-    def _load(self) -> list[data.Batch]:
+    def _load(self) -> list[dict[str, Any]]:
         """The script's batches; without the script, those of the loader of images."""
         if SCRIPT in self._sides:
             path = _batches(self._options.folder, self._rank)
@@ -224,7 +224,7 @@ class Reference(Side):
         return {key: value.pin_memory() if pins and torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def decode(run: Run) -> list[data.Batch]:
+def decode(run: Run) -> list[dict[str, Any]]:
     """The next batches of a run, which from now on gets these again and again."""
     decoded = list(itertools.islice(run.feed.batches, _DECODED_BATCHES))
     run.feed.batches = itertools.cycle(decoded)

@@ -1,5 +1,5 @@
-"""Fields: what a script takes out of each record, decoded. A field knows what it wants of a source, and by which key its
-augmentation draws; so every field works with every source."""
+"""Fields: what a script takes out of each record, decoded. A field knows what it wants of a source, and by which key
+its augmentation draws; so every field works with every source."""
 
 from __future__ import annotations
 

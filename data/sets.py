@@ -212,8 +212,8 @@ def open_sounds(
         sounds.require_decoders()
     if tokenizer and not isinstance(source, OwnSource) and not has(source, "texts"):
         raise ValueError(
-            f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has to be a "
-            ".txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, captions, "
+            f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has to be "
+            "a .txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, captions, "
             "text or caption_1"
         )
     return Samples(source, fields)
@@ -333,7 +333,8 @@ def decoder_feed(
 
     feed: Feed[ConditionedBatch] = Feed(
         partial(open_set, source, **of_training), args, processes, split_seed=split_seed_of(args), noun="image",
-        source=str(source), divide=divide, open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
+        source=str(source), divide=divide,
+        open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
     )  # fmt: skip
     with processes.agreement():
         if feed.valid_samples is not None:

@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from data.decoding.videos import ClipDecoder
+from data.records.record import Entry
 from data.feed import to_unit_range
 from data.videos.moving import Moving
 from models import VideoTokenizer
@@ -108,7 +109,7 @@ def test_a_long_film_is_never_in_memory(model, tmp_path, monkeypatch):
     read, given, waiting = [0], [0], [0]
     frames, encode_next = ClipDecoder.frames, VideoTokenizer.encode_next
 
-    def counted(self: Any, source: Source) -> Any:
+    def counted(self: Any, source: Entry) -> Any:
         for frame in frames(self, source):
             read[0] += 1
             yield frame
