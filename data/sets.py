@@ -212,9 +212,9 @@ def open_sounds(
         sounds.require_decoders()
     if tokenizer and not isinstance(source, OwnSource) and not has(source, "texts"):
         raise ValueError(
-            f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has to be "
-            "a .txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, captions, "
-            "text or caption_1"
+            f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has "
+            "to be a .txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, "
+            "captions, text or caption_1"
         )
     return Samples(source, fields)
 

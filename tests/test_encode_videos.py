@@ -22,8 +22,8 @@ from PIL import Image
 from torch import Tensor
 
 from data.decoding.videos import ClipDecoder
-from data.records.record import Entry
 from data.feed import to_unit_range
+from data.records.record import Entry
 from data.videos.moving import Moving
 from models import VideoTokenizer
 from tests.data.videos.files import write_video

@@ -13,7 +13,7 @@ from PIL import Image, ImageFile
 from torch import Tensor
 
 from data.bad_samples import accepting_parts
-from data.images.decoding import decode_image_file
+from data.decoding.images import decode_image_file
 from data.sets import open_images
 from tests.data.helpers import one_line, write_tar
 

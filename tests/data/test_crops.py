@@ -12,9 +12,10 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
 from data.crops import Crop, Square
+from data.decoding.images import decode_image
 from data.hashing import Draws
 from data.images.captioned import open_captioned
-from data.images.decoding import decode_image
+from data.records.record import Entry
 from data.sets import open_images
 from data.videos.sets import open_videos
 from tests.data.videos.files import write_video
@@ -107,7 +108,7 @@ def test_a_random_square_of_an_image_is_cut_in_training_alone(tmp_path, width, h
         assert torch.equal(image[0, 0], torch.arange(left, left + 40).to(torch.uint8))
         assert torch.equal(image[1, :, 0], torch.arange(top, top + 40).to(torch.uint8))
         begins.add((left, top))
-        assert torch.equal(images.load(0, epoch), decode_image(str(tmp_path / "a.png"), 40, 3)), "the middle"
+        assert torch.equal(images.load(0, epoch), decode_image(Entry(str(tmp_path / "a.png")), 40, 3)), "the middle"
     assert len(begins) > 10
 
 
@@ -118,7 +119,7 @@ def test_a_region_is_resized_as_pillow_resizes_it(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     Image.fromarray(pixels.astype(np.uint8)).save(path, **({"quality": 100} if ending == "jpg" else {}))
     square = Square(100, 40, 160)
-    found = decode_image(str(path), 32, 3, cut=lambda width, height: square)
+    found = decode_image(Entry(str(path)), 32, 3, cut=lambda width, height: square)
     expected = Image.open(path).resize((32, 32), Image.Resampling.BILINEAR, box=(100, 40, 260, 200))
     difference = np.abs(found.permute(1, 2, 0).numpy().astype(int) - np.asarray(expected).astype(int))
     assert difference.max() <= (0 if ending == "png" else 3)  # the JPEG is decoded at a quarter of its size
@@ -134,7 +135,7 @@ def test_a_region_of_a_turned_image_is_turned(tmp_path):
     def cut(width: int, height: int) -> Square:
         return Square(width - 40, 0, 40)
 
-    plain, turned = (decode_image(str(tmp_path / f"{name}.png"), 40, 3, cut=cut) for name in "ab")
+    plain, turned = (decode_image(Entry(str(tmp_path / f"{name}.png")), 40, 3, cut=cut) for name in "ab")
     assert torch.equal(turned, torch.rot90(plain, -1, (1, 2)))
 
 

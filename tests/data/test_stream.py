@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from data.order import split
+from data.samples import Samples
 from data.sets import open_images
 from data.stream import ValidationStream
 from tests.data.helpers import assert_same, global_batches, ids, one_line, stream
