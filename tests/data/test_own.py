@@ -20,10 +20,12 @@ from data.bad_samples import NotASample
 from data.fields import KINDS
 from data.records.own import OwnData
 from data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
+from data.tokenizers import open_tokenizer
 from tests.data.helpers import OfOne, global_batches, one_line
-from tests.data.sources import words
+from tests.scripts import TOKENIZER
 
 N = 12
+WORDS = open_tokenizer(str(TOKENIZER), 8)
 
 
 class Items:
@@ -148,7 +150,7 @@ def waves(index: int, n: int = 5000) -> np.ndarray:
 
 
 def hearing(spec: Any) -> OfOne:
-    return OfOne(open_sounds(spec, sample_rate=8000, clip_seconds=0.2, tokenizer=words(), seed=3), "waveforms")
+    return OfOne(open_sounds(spec, sample_rate=8000, clip_seconds=0.2, tokenizer=WORDS, seed=3), "waveforms")
 
 
 def test_sounds_of_every_form_are_clips_as_those_of_a_folder(own, tmp_path):

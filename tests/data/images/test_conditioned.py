@@ -90,7 +90,8 @@ def test_embeddings_in_files_of_rows_are_found_by_the_number_of_the_tar_and_the_
 @pytest.mark.parametrize(
     "spec, selected, numbers",
     [("{}.tar", {"shard_width": 5}, range(12)), ("{}.tar", {"shard_width": 5, "start_shard": 1}, range(4, 12)),
-     ("{}.tar", {"shard_width": 5, "end_shard": 1}, range(8)), ("*.tar", {"start_shard": 1, "end_shard": 1}, range(4, 8)),
+     ("{}.tar", {"shard_width": 5, "end_shard": 1}, range(8)),
+     ("*.tar", {"start_shard": 1, "end_shard": 1}, range(4, 8)),
      ("", {"end_shard": 1}, range(8)), ("{00001..00002}.tar", {"start_shard": 2}, range(8, 12))],
 )  # fmt: skip
 def test_tars_are_selected_by_their_numbers_the_last_one_included(tmp_path, spec, selected, numbers):
