@@ -153,8 +153,8 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
     """What each flag gives. Raises ValueError, in one line, and OSError."""
     import torch
 
-    from data.demo import condition_of
     from data.files.arrays import find_array
+    from data.images.scenes import condition_of
     from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
 
     prompts = list(args.prompts or [])
