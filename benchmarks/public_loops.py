@@ -146,7 +146,7 @@ def dalle2(args: argparse.Namespace, precision: str, folder: Path) -> Iterator[N
     from accelerate import Accelerator
     from dalle2_pytorch import Decoder, DecoderTrainer, Unet
 
-    from data.images.scenes import WIDTH
+    from data.demo import WIDTH
 
     unets = [
         Unet(

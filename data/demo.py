@@ -64,7 +64,7 @@ class DemoSource:
         return _KINDS[self.kind][1](self.seed, index, epoch if augment else "plain")
 
     def describe(self, index: int) -> str:
-        return f"{PREFIX}{_KINDS[self.kind][0]}[{index}]"
+        return f"{demo_name(self.kind)}[{index}]"
 
     name = describe
 
@@ -72,25 +72,30 @@ class DemoSource:
         return np.full(self.n, 0 if name in self.record(0) else -1)
 
 
+def demo_name(kind: str) -> str:
+    """The name of the demonstration with samples of a kind, such as "demo:shapes" of scenes."""
+    return f"{PREFIX}{_KINDS[kind][0]}"
+
+
 def open_demo(spec: str, kind: str, noun: str, seed: int = 0) -> DemoSource | None:
     """The samples of `demo:<name>` or `demo:<name>:<number>`; None if `spec` names no demonstration. `kind`: see
-    `DemoSource`; its name is itself, but for that of scenes, shapes. `noun` is what messages call the samples.
+    `DemoSource`. `noun` is what messages call the samples, in the plural.
 
     Raises ValueError, in one line, if `spec` names another demonstration, or its number is not a positive integer.
     """
     if not spec.startswith(PREFIX):
         return None
-    name = _KINDS[kind][0]
+    name = demo_name(kind)
     said, _, number = spec.removeprefix(PREFIX).partition(":")
-    if said != name:
-        raise ValueError(f"there is no demonstration set {spec!r}: the only one is {PREFIX}{name}")
+    if PREFIX + said != name:
+        raise ValueError(f"there is no demonstration set {spec!r}: the only one is {name}")
     if number == "":
         return DemoSource(kind, DEFAULT_SIZE, seed)
     is_number = number.isascii() and number.isdigit() and len(number) <= len(str(LARGEST_SIZE))
     if not (is_number and 0 < int(number) <= LARGEST_SIZE):
         raise ValueError(
             f"{spec[:_LONGEST_QUOTE]!r} asks for {number[:_LONGEST_QUOTE]!r} {noun}, which is no number from 1 to "
-            f"{LARGEST_SIZE}: write e.g. {PREFIX}{name}:{DEFAULT_SIZE}"
+            f"{LARGEST_SIZE}: write e.g. {name}:{DEFAULT_SIZE}"
         )
     return DemoSource(kind, int(number), seed)
 
