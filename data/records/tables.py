@@ -300,7 +300,7 @@ def _plain(cell: Any) -> Any:
         return cell.as_buffer()
     if cell.is_valid and str(kind).startswith(_LISTS) and "string" not in str(kind):
         numbers = cell.values.to_numpy(zero_copy_only=False)  # faster than lists by a hundred times
-        return np.stack(list(numbers)) if numbers.dtype == object and len(numbers) else numbers
+        return list(numbers) if numbers.dtype == object else numbers
     return cell.as_py()
 
 
