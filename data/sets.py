@@ -164,7 +164,7 @@ def open_videos(
         seed=seed, crop=crop,
     )  # fmt: skip
     fields = [ClipField(clips, flip)]
-    source = open_records(spec, fields, "moving", "videos", seed)
+    source = open_records(spec, fields, "moving", "clips", seed)
     if not isinstance(source, DemoSource | OwnSource):
         videos.require_decoder()
     return Samples(source, fields)

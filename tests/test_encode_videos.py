@@ -24,7 +24,7 @@ from torch import Tensor
 from data.decoding.videos import ClipDecoder
 from data.feed import to_unit_range
 from data.records.record import Entry
-from data.videos.moving import Moving
+from data.demo import DemoSource
 from models import VideoTokenizer
 from tests.data.videos.files import write_video
 from tests.scripts import files, lines
@@ -131,7 +131,7 @@ def test_the_demonstration_needs_no_pyav(model, tmp_path, monkeypatch):
     assert [(line["path"], line["frames"], line["fps"]) for line in lines(folder / "index.jsonl")] == [
         (f"demo:moving[{i}]", 41, 24.0) for i in range(2)
     ]
-    scene = Moving(2, image_size=SIZE, num_frames=41).load(1)
+    scene = DemoSource("moving", 2).record(1)["clip"](SIZE, 41)
     expected = video_tokenizer().encode(to_unit_range(scene)[None])[0].numpy()
     np.testing.assert_array_equal(TOKENIZE_VIDEOS.rows(folder)["demo:moving[1]"], expected)
     assert len(files(decode(model, folder, tmp_path / "gifs", "--format", "gif"))) == 2 + 1
