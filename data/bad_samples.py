@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,26 @@ _ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 @dataclass(frozen=True)
 class BadSample:
     """A sample that could not be read: its dataset index, the path of its file and the reason, in one line; or a sample
-    that is `Incomplete`, or one that was accepted though only a part of it could be read (`accepting_parts`)."""
+    that is `Incomplete`, or one that was accepted though only a part of it could be read (`accepting_parts`).
+    `traceback` is that of a user's code which raised an error."""
 
     index: int
     path: str
     reason: str
     is_incomplete: bool = False
     is_partial: bool = False
+    traceback: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
+
+
+class Raised(ValueError):
+    """What a user's own code has raised, in one line; `traceback` is Python's own text about it."""
+
+    def __init__(self, text: str, traceback: str = "") -> None:
+        super().__init__(text)
+        self.traceback = traceback
 
 
 class Unsuitable(ValueError):
@@ -119,7 +129,7 @@ class BadSampleLog:
                 self._incomplete.add(sample.index)
             else:
                 self._bad.add(sample.index)
-                self._named += [sample] if len(self._named) < _NAMED else []
+                self._named += [replace(sample, traceback="")] if len(self._named) < _NAMED else []
             new.append(sample)
         return new
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from .bad_samples import BadSample, Incomplete, NotASample, Unsuitable, accepting_parts, reason_of
+from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, accepting_parts, reason_of
 from .contracts import Samples
 from .order import AlternatingOrder, Indices, TrainingOrder, ValidationOrder
 from .workers import Loader
@@ -202,11 +202,16 @@ class _BatchLoader:
                 raise
             except (OSError, ValueError) as error:
                 is_incomplete = isinstance(error, Incomplete)
-                failure = BadSample(index, self.samples.describe(index), reason_of(error), is_incomplete)
+                failure = BadSample(
+                    index, self.samples.describe(index), reason_of(error), is_incomplete,
+                    traceback=getattr(error, "traceback", ""),
+                )  # fmt: skip
                 is_bad = not isinstance(error, Unsuitable)
             if is_bad or is_incomplete:
                 bad[index] = failure
             if is_bad and self.on_bad_sample == "error":
-                raise ValueError(f"{failure} (--on_bad_sample replace goes on without it)")
+                text = f"{failure} (--on_bad_sample replace goes on without it)"
+                raise Raised(text, failure.traceback)
             first_failure = first_failure or failure
-        raise ValueError(f"none of {tries} {self.noun} could be read: {first_failure}")
+        traceback = first_failure.traceback if first_failure else ""
+        raise Raised(f"none of {tries} {self.noun} could be read: {first_failure}", traceback)
