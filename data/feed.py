@@ -116,7 +116,7 @@ class Feed(Generic[BatchType]):
         self.batches: Iterator[Any] = iter(())
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
-        self._said: dict[str, int] = {}  # how many were left out, or accepted in part, when it was said last
+        self._said = 0  # how many were left out, when it was said last
 
     @property
     def validated(self) -> Indices:
@@ -220,17 +220,15 @@ class Feed(Generic[BatchType]):
         }
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say which files any process could not read since the last call, each file once, and how many were left out or
-        accepted in part. Raises UserMistake if those that could not be read are too many to continue. Collective."""
+        """Say which files any process could not read since the last call, each file once, and how many were left out.
+        Raises UserMistake if those that could not be read are too many to continue. Collective."""
         new: list[BadSample] = []
         # Ask first: this comes with every line of metrics, and hardly ever has anything to exchange.
         if self._processes.sum({"unreported": len(self._unreported)})["unreported"]:
             new = self.bad_samples.share(self._unreported, self._processes.gather_objects)
         for sample in new:
-            if sample.is_partial:
-                self._say_seldom(say, "accepted a part of", self.bad_samples.count_partial, sample)
-            elif sample.is_incomplete:
-                self._say_seldom(say, "left out", self.bad_samples.count_incomplete, sample)
+            if sample.is_incomplete:
+                self._say_seldom(say, sample)
             else:
                 say(f"cannot read {sample}; the next {self.noun} takes its place")
                 self._show_traceback(sample.traceback)
@@ -254,11 +252,11 @@ class Feed(Generic[BatchType]):
             self._has_shown_traceback = True
             print("\n".join(map(printable, traceback.splitlines())), file=sys.stderr, flush=True)
 
-    def _say_seldom(self, say: Callable[[str], None], what: str, count: int, sample: BadSample) -> None:
-        """Say how many samples something was done with, if they have doubled since that was said."""
-        if count >= 2 * self._said.get(what, 0):
-            self._said[what] = count
-            say(f"{what} {count} {self.noun}{'' if count == 1 else 's'} so far, such as {sample}")
+    def _say_seldom(self, say: Callable[[str], None], sample: BadSample) -> None:
+        """Say how many samples were left out, if they have doubled since that was said."""
+        if (count := self.bad_samples.count_incomplete) >= 2 * self._said:
+            self._said = count
+            say(f"left out {count} {self.noun}{'' if count == 1 else 's'} so far, such as {sample}")
 
     def _received(self, batch: Mapping[str, Any]) -> BatchType:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 import torch
+from PIL import ImageFile
 from torch import Tensor
 
-from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, accepting_parts, reason_of
+from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, reason_of
 from .contracts import Samples
 from .order import AlternatingOrder, Indices, TrainingOrder, ValidationOrder
 from .workers import Loader
@@ -23,7 +24,7 @@ _MOST_TRIES = 100
 
 class Batch(TypedDict):
     """images: uint8 (b, c, h, w); positions: place of each sample in the global batch; ids: dataset index of the sample
-    that was loaded; bad: the samples that could not be read while loading the batch, or only in part."""
+    that was loaded; bad: the samples that could not be read while loading the batch."""
 
     images: Tensor
     positions: list[int]
@@ -54,8 +55,8 @@ class TrainingStream:
     `start_samples` of the endless order, in O(1).
 
     A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
-    ValueError ("error"). With "accept", a sample of which a part can be read is that part ("bad" then says so), and
-    others are replaced. Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
+    ValueError ("error"). With "accept", an image that is cut off is what Pillow reads of it, and other samples are
+    replaced. Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
     empty.
 
     Yields a `Batch` if the samples are images; for other samples, the entries that `collate` makes replace "images".
@@ -177,6 +178,7 @@ class _BatchLoader:
 
     def __call__(self, request: _Request) -> dict[str, Any]:
         first, positions = request
+        ImageFile.LOAD_TRUNCATED_IMAGES = self.on_bad_sample == "accept"  # of this process, which may be a worker
         bad: dict[int, BadSample] = {}
         samples = [self._load(first + position, bad) for position in positions]
         return {
@@ -193,11 +195,7 @@ class _BatchLoader:
         for skip in range(tries):
             epoch, index = self.order(position, skip)
             try:
-                with accepting_parts(self.on_bad_sample == "accept") as reasons:
-                    sample = self.samples.load(index, epoch, self.augment)
-                if reasons:
-                    bad[index] = BadSample(index, self.samples.describe(index), reasons[0], is_partial=True)
-                return sample, index
+                return self.samples.load(index, epoch, self.augment), index
             except NotASample:
                 raise
             except (OSError, ValueError) as error:
