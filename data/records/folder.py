@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,57 +131,19 @@ def _said(folder: str, counts: Sequence[str], n: int) -> str:
 
 
 class _Tree:
-    """What a folder holds. A list of one folder's names is sorted at a time, and no longer one than `_LONGEST_RUN`,
-    because sorting holds the interpreter: the thread that tells the root what this process does would wait for it."""
+    """What a folder holds, found in order. A list of one folder's names is sorted at a time, and no longer one than
+    `_LONGEST_RUN`, because sorting holds the interpreter: the thread that tells the root what this process does would
+    wait for it."""
 
     def __init__(self, folder: str, first: Wanted, beside: Sequence[Wanted]) -> None:
         self._folder, self._first, self._beside = folder, first, beside
-        self._watched, self._skipped = Watched(), collections.Counter[str]()
-        self._files: dict[str, list[PackedStrings]] = {}  # sorted names, in runs
-        self._folders: dict[str, list[str]] = {}
+        self._watched, self._skipped, self._n_files = Watched(), collections.Counter[str](), 0
+        self._visited: set[tuple[int, int]] = set()
         self._spellings: dict[str, int] = {}
-        self._endings = [*dict.fromkeys(ending for one in beside for ending in one.endings)]
-        visited = set()
-        pending = [""]
-        while pending:
-            relative = pending.pop()
-            path = os.path.join(folder, relative)
-            try:
-                status = os.stat(path)
-                self._watched.add(relative, status)  # before the folder is read, so that no change after it is missed
-                if (status.st_dev, status.st_ino) in visited:  # they identify the folder under any path
-                    continue
-                visited.add((status.st_dev, status.st_ino))
-                self._files[relative] = list(self._read(path, relative))
-            except OSError as error:
-                raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
-            # Of two links to one folder, follow the first in order.
-            pending += [_joined(relative, name) for name in sorted(self._folders[relative], reverse=True)]
-
-    def _read(self, path: str, relative: str) -> Iterator[PackedStrings]:
-        """Sorted names of the files in a folder, in runs."""
-        endings = (*self._first.endings, _TAR, *self._endings)
-        folders, files = self._folders.setdefault(relative, []), list[str]()
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_symlink():  # what it leads to may change without a change of this folder
-                    self._watched.add(_joined(relative, entry.name), _status_of(entry))
-                is_folder, is_file = _kind(entry)
-                if is_folder:
-                    folders.append(entry.name)
-                elif entry.name.lower().endswith(endings) and is_file:
-                    files.append(entry.name)
-                else:
-                    self._skipped[_ending(entry.name)] += 1
-                if len(files) == _LONGEST_RUN:
-                    yield PackedStrings(sorted(files))
-                    files.clear()
-        yield PackedStrings(sorted(files))
+        self._endings = tuple(dict.fromkeys(ending for one in beside for ending in one.endings))
 
     def made(self) -> Made:
-        """Raises NothingFoundError."""
+        """Raises ValueError, in one line, if a folder cannot be read, and NothingFoundError."""
         names, tars = PackedStrings(), PackedStrings()
         which, sizes = ([array("q") for _ in self._beside] for _ in range(2))
         for name, beside in self._in_order():
@@ -193,7 +155,7 @@ class _Tree:
                 which[place].append(spelling)
                 sizes[place].append(size)
         if not len(names) and not len(tars):
-            n = self._skipped.total() + sum(len(run) for runs in self._files.values() for run in runs)
+            n = self._skipped.total() + self._n_files
             raise NothingFoundError(
                 f"no {self._first.noun} in {self._folder!r}, which holds {n} other file{'' if n == 1 else 's'}: files "
                 f"that end in {' '.join((*self._first.endings, _TAR))} are read, in the folder and in those below it"
@@ -208,7 +170,11 @@ class _Tree:
             "skipped": [f"{n} {ending}" for ending, n in self._skipped.most_common(_MOST_ENDINGS + 1)],
             "n_skipped": self._skipped.total(),
         }
-        parts = [*names.buffers, repr(facts["spellings"]).encode(), *map(memoryview, which)]
+        parts: list[bytes | memoryview] = [
+            *names.buffers,
+            json.dumps(facts["spellings"]).encode(),
+            *(places.tobytes() for places in which),
+        ]
         return Made(columns, fingerprint_of(parts), facts, self._watched)
 
     def _in_order(self) -> Iterator[tuple[str, _Beside | None]]:
@@ -217,52 +183,82 @@ class _Tree:
         while open_folders:
             relative, entries = open_folders[-1]
             for entry, beside in entries:
-                if not entry.endswith("/"):
-                    yield _joined(relative, entry), beside
-                elif (inner := _joined(relative, entry[:-1])) in self._files:
-                    open_folders.append((inner, self._entries(inner)))
+                path = f"{relative}/{entry}" if relative else entry
+                if entry.endswith("/"):
+                    open_folders.append((path[:-1], self._entries(path[:-1])))
                     break
+                yield path, beside
             else:
                 open_folders.pop()
 
     def _entries(self, relative: str) -> Iterator[tuple[str, _Beside | None]]:
+        path = os.path.join(self._folder, relative)
+        try:
+            status = os.stat(path)
+            self._watched.add(relative, status)  # before the folder is read, so that no change after it is missed
+            if (status.st_dev, status.st_ino) in self._visited:  # they identify the folder under any path
+                return iter(())
+            self._visited.add((status.st_dev, status.st_ino))
+            folders = list[str]()
+            runs = list(self._read(path, relative, folders))
+        except OSError as error:
+            raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
         # With the slash, folders stand among files where the paths of their files do.
-        folders = ((f"{name}/", None) for name in sorted(self._folders[relative]))
-        return heapq.merge(self._samples(relative), folders, key=operator.itemgetter(0))
+        inner = ((name, None) for name in sorted(f"{name}/" for name in folders))
+        return heapq.merge(self._samples(path, heapq.merge(*runs)), inner, key=operator.itemgetter(0))
 
-    def _samples(self, relative: str) -> Iterator[tuple[str, _Beside | None]]:
-        """The samples and tars in one folder. Names that are equal up to their first dot follow each other."""
-        folder = os.path.join(self._folder, relative)
-        for _, group in itertools.groupby(heapq.merge(*self._files[relative]), lambda name: name.partition(".")[0]):
-            found, names = dict[str, str](), list[str]()
-            for name in group:
-                if name.lower().endswith((*self._first.endings, _TAR)):
-                    names.append(name)
+    def _read(self, path: str, relative: str, folders: list[str]) -> Iterator[Iterable[str]]:
+        """Sorted names of the files in a folder, in runs; those of the folders in it are appended to `folders`."""
+        endings, files = (*self._first.endings, _TAR, *self._endings), list[str]()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith("."):
+                    continue
+                if entry.is_symlink():  # what it leads to may change without a change of this folder
+                    self._watched.add(os.path.join(relative, name), _status_of(entry))
+                is_folder, is_file = _kind(entry)
+                if is_folder:
+                    folders.append(name)
+                elif name.lower().endswith(endings) and is_file:
+                    files.append(name)
                 else:
-                    found |= dict.fromkeys(self._keys(name), name)
-            for name in names:
-                is_sample = name.lower().endswith(self._first.endings)
-                yield name, [self._place(folder, name, found, one) for one in self._beside] if is_sample else None
+                    self._skipped[_ending(name)] += 1
+                if len(files) == _LONGEST_RUN:
+                    self._n_files += len(files)
+                    yield PackedStrings(sorted(files))
+                    files.clear()
+        self._n_files += len(files)
+        yield sorted(files)
 
-    def _keys(self, name: str) -> Iterator[str]:
-        """The name of a file that may stand beside a sample, with each ending that it has in lower case."""
-        for ending in self._endings:
-            if name[-len(ending) :].lower() == ending:
-                yield name[: -len(ending)] + ending
+    def _samples(self, folder: str, names: Iterable[str]) -> Iterator[tuple[str, _Beside | None]]:
+        """The samples and tars among the files of a folder. Names that are equal up to their first dot follow each
+        other."""
+        firsts, tar = self._first.endings, (_TAR,)
+        for _, group in itertools.groupby(names, lambda name: name.partition(".")[0]):
+            found, here = dict[str, str](), list[str]()
+            for name in group:
+                lower = name.lower()
+                if lower.endswith(firsts) or lower.endswith(tar):
+                    here.append(name)
+                    continue
+                for ending in self._endings:
+                    if lower.endswith(ending):
+                        found[name[: -len(ending)] + ending] = name
+            for name in here:
+                is_sample = name.lower().endswith(firsts)
+                yield name, [self._place(folder, name, found, one) for one in self._beside] if is_sample else None
 
     def _place(self, folder: str, name: str, found: Mapping[str, str], one: Wanted) -> tuple[int, int]:
         """The number of the spelling of the ending of the file beside a sample, and its bytes."""
-        stem = os.path.splitext(name)[0]
-        beside = next((found[stem + ending] for ending in one.endings if stem + ending in found), None)
-        if beside is None:
-            return _NONE, -1
-        status = None if is_text(one) else status_of(os.path.join(folder, beside))
-        spelling = self._spellings.setdefault(beside[len(stem) :], len(self._spellings))
-        return spelling, status.st_size if status else 0
-
-
-def _joined(relative: str, name: str) -> str:
-    return f"{relative}/{name}" if relative else name
+        if found:
+            stem = os.path.splitext(name)[0]
+            for ending in one.endings:
+                if (beside := found.get(stem + ending)) is not None:
+                    status = None if is_text(one) else status_of(os.path.join(folder, beside))
+                    spelling = self._spellings.setdefault(beside[len(stem) :], len(self._spellings))
+                    return spelling, status.st_size if status else 0
+        return _NONE, -1
 
 
 def _status_of(entry: os.DirEntry[str]) -> os.stat_result | None:

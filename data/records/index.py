@@ -285,10 +285,9 @@ def _places(path: str, kind: str) -> list[str]:
     ending = f".{fingerprint_of([kind.encode()])[:8]}.index"
     # Absolute, because a user without a home has "~" for one, and the variable may say anything.
     user = os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"))
-    is_remote = "://" in path
-    number = fingerprint_of([_here(path if is_remote else os.path.realpath(path))])
+    number = fingerprint_of([_here(path if is_address(path) else os.path.realpath(path))])
     places = [os.path.join(user, "tandem", "lists", f"{number}{ending}")]
-    if not is_remote:
+    if not is_address(path):
         parent, name = os.path.split(os.path.abspath(path))
         places.insert(0, os.path.join(parent, f".{name}{ending}"))
     return places
@@ -308,7 +307,7 @@ def _save(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
         with create(temporary, 0o600) as file:
             for part in parts:
                 file.write(part)
-        readers = 0 if "://" in path else stat.S_IMODE(os.stat(path).st_mode) & 0o444
+        readers = 0 if is_address(path) else stat.S_IMODE(os.stat(path).st_mode) & 0o444
         temporary.chmod(readers | 0o600)
 
 
@@ -357,6 +356,11 @@ def _state(status: os.stat_result | None) -> str:
         return "none"
     times = status.st_mtime_ns, status.st_ctime_ns  # tools that copy folders set the former as they like
     return ":".join(map(str, (stat.S_IFMT(status.st_mode), status.st_ino, status.st_size, *times)))
+
+
+def is_address(path: str) -> bool:
+    """Whether a path is that of a file on a server."""
+    return "://" in path
 
 
 def fingerprint_of(parts: Iterable[bytes | memoryview]) -> str:
