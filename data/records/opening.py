@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from braceexpand import braceexpand
 
 from .folder import FolderSource, NothingFoundError, inside
+from .manifest import ENDINGS as MANIFEST_ENDINGS
+from .manifest import ManifestSource
 from .record import Source, Wanted
+from .tables import ENDINGS as TABLE_ENDINGS
+from .tables import TableFiles, TableSource, saved_files, tables_below
 from .tars import TarSource, number_of
 
-MANIFEST_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
-TABLE_ENDINGS = (".arrow", ".parquet")
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
 _BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
 _MOST_FILES = 1 << 20  # that a pattern stands for
@@ -59,20 +61,14 @@ def _tars_or_source(path: str, wanted: Sequence[Wanted], what: str, demo: str) -
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
     is_pattern = not os.path.exists(path) and bool(_BRACES.search(path) or glob.has_magic(path))
     if path.lower().endswith(TABLE_ENDINGS) and not os.path.isdir(path):
-        from .tables import TableFiles, TableSource
-
         return TableSource(TableFiles([path] if os.path.exists(path) else expanded(path)), wanted)
     if os.path.isfile(path) and path.lower().endswith(MANIFEST_ENDINGS):
-        from .tables import ManifestSource
-
         return ManifestSource(path, wanted)
     if is_pattern or os.path.isfile(path):
         return [_only_tar(one, what) for one in (expanded(path) if is_pattern else [path])]
     try:
         folder = FolderSource(path, wanted, demo)
     except NothingFoundError:
-        from .tables import TableSource, saved_files, tables_below
-
         if (tables := saved_files(path) or tables_below(path)) is not None:
             return TableSource(tables, wanted)
         raise

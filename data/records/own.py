@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from ..bad_samples import NotASample, Raised
-from ..files.packed import fingerprint_of
 from ..hashing import derive_key
+from .index import fingerprint_of
 from .record import Record, Wanted
 
 _LONGEST_QUOTE = 200
