@@ -210,7 +210,7 @@ class Videos(Coder):
     kind = "videos"
 
     def __init__(self, model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> None:
-        from data.files.opening import missing_package
+        from tandem.files.installed import missing_package
         from training.pictures.film import can_write_mp4
 
         if model.channels != 3 or model.is_conditional:

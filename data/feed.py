@@ -7,13 +7,16 @@ import contextlib
 import itertools
 import math
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from .bad_samples import BadSample, BadSampleLog
+from tandem.files.reading import printable
+
+from .bad_samples import BadSample, BadSampleLog, Raised
 from .order import AlternatingOrder, Indices, Split, TrainingOrder, part_of, share, split_of_folder, split_samples
 from .samples import Joined, Samples
 from .stream import TrainingStream, ValidationStream
@@ -68,7 +71,8 @@ class Feed(Generic[BatchType]):
         self._processes, self.noun, self._source = processes, noun, source
         self._valid_fraction, self._batch_size = args.valid_fraction, args.batch_size
         self._valid_source = args.valid_folder if open_valid else ""
-        with processes.agreement():
+        self._has_shown_traceback = False
+        with processes.agreement(), self._showing_traceback():
             processes.working("listing the samples")
             first = open_samples()
             second = None if open_second is None else open_second()
@@ -109,7 +113,7 @@ class Feed(Generic[BatchType]):
         self.batches: Iterator[Any] = iter(())
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
-        self._said: dict[str, int] = {}  # how many were left out, or accepted in part, when it was said last
+        self._said = 0  # how many were left out, when it was said last
 
     @property
     def validated(self) -> Indices:
@@ -147,7 +151,7 @@ class Feed(Generic[BatchType]):
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
         order = {**self._order, "start_samples": start_samples}
         self.batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
-        with self._processes.agreement():
+        with self._processes.agreement(), self._showing_traceback():
             batch = next(self.batches)
             # Inside the agreement, because reading the first batches may fail on some processes only.
             without_split = [{**batch, "bad": []}]
@@ -158,7 +162,7 @@ class Feed(Generic[BatchType]):
 
     def next(self) -> BatchType:
         """The next batch of the order."""
-        with self._processes.waiting_for("data"):
+        with self._processes.waiting_for("data"), self._showing_traceback():
             batch = next(self.batches)
         return self._received(batch)
 
@@ -192,7 +196,7 @@ class Feed(Generic[BatchType]):
         are the same at every start; without a validation split, the first ones of this start's first batch. Call it
         once, right after `start`; raises what `start` raises."""
         n_steps = self._whole_validation.steps_holding(count)
-        with self._processes.agreement():
+        with self._processes.agreement(), self._showing_traceback():
             further = list(itertools.islice(self._preview_batches, max(n_steps - 1, 0)))
         self._preview_batches = iter(())  # its workers end, unless they are those of the validations
         self._unreported += [sample for batch in further for sample in batch["bad"]]
@@ -213,29 +217,43 @@ class Feed(Generic[BatchType]):
         }
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say which files any process could not read since the last call, each file once, and how many were left out or
-        accepted in part. Raises UserMistake if those that could not be read are too many to continue. Collective."""
+        """Say which files any process could not read since the last call, each file once, and how many were left out.
+        Raises UserMistake if those that could not be read are too many to continue. Collective."""
         new: list[BadSample] = []
         # Ask first: this comes with every line of metrics, and hardly ever has anything to exchange.
         if self._processes.sum({"unreported": len(self._unreported)})["unreported"]:
             new = self.bad_samples.share(self._unreported, self._processes.gather_objects)
         for sample in new:
-            if sample.is_partial:
-                self._say_seldom(say, "accepted a part of", self.bad_samples.count_partial, sample)
-            elif sample.is_incomplete:
-                self._say_seldom(say, "left out", self.bad_samples.count_incomplete, sample)
+            if sample.is_incomplete:
+                self._say_seldom(say, sample)
             else:
                 say(f"cannot read {sample}; the next {self.noun} takes its place")
+                self._show_traceback(sample.traceback)
         self._unreported.clear()
         if self.bad_samples.are_too_many:  # on every process, because all know the same samples
             with self._processes.agreement():
                 self.bad_samples.check()
 
-    def _say_seldom(self, say: Callable[[str], None], what: str, count: int, sample: BadSample) -> None:
-        """Say how many samples something was done with, if they have doubled since that was said."""
-        if count >= 2 * self._said.get(what, 0):
-            self._said[what] = count
-            say(f"{what} {count} {self.noun}{'' if count == 1 else 's'} so far, such as {sample}")
+    @contextlib.contextmanager
+    def _showing_traceback(self) -> Iterator[None]:
+        """Context in which what a user's dataset raises is shown before it goes on as an error in one line."""
+        try:
+            yield
+        except Raised as error:
+            self._show_traceback(error.traceback)
+            raise
+
+    def _show_traceback(self, traceback: str) -> None:
+        """The root prints the first traceback of a user's dataset; later ones differ in nothing but the index."""
+        if traceback and not self._has_shown_traceback and self._processes.rank == 0:
+            self._has_shown_traceback = True
+            print("\n".join(map(printable, traceback.splitlines())), file=sys.stderr, flush=True)
+
+    def _say_seldom(self, say: Callable[[str], None], sample: BadSample) -> None:
+        """Say how many samples were left out, if they have doubled since that was said."""
+        if (count := self.bad_samples.count_incomplete) >= 2 * self._said:
+            self._said = count
+            say(f"left out {count} {self.noun}{'' if count == 1 else 's'} so far, such as {sample}")
 
     def _received(self, batch: Mapping[str, Any]) -> BatchType:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""

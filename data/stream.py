@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from PIL import ImageFile
 from torch import Tensor
 
-from .bad_samples import BadSample, Incomplete, NotASample, Unsuitable, accepting_parts, reason_of
+from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, reason_of
 from .order import AlternatingOrder, Indices, TrainingOrder, ValidationOrder
 from .samples import Samples
 from .workers import Loader
@@ -35,8 +36,8 @@ class TrainingStream:
     `start_samples` of the endless order, in O(1).
 
     A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
-    ValueError ("error"). With "accept", a sample of which a part can be read is that part ("bad" then says so), and
-    others are replaced. Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
+    ValueError ("error"). With "accept", an image that is cut off is what Pillow reads of it, and other samples are
+    replaced. Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
     empty.
 
     Yields the entries of the samples (`collate_entries`); "positions", the place of each sample in the global batch;
@@ -156,6 +157,7 @@ class _BatchLoader:
 
     def __call__(self, request: _Request) -> dict[str, Any]:
         first, positions = request
+        ImageFile.LOAD_TRUNCATED_IMAGES = self.on_bad_sample == "accept"  # of this process, which may be a worker
         bad: dict[int, BadSample] = {}
         samples = [self._load(first + position, bad) for position in positions]
         return {
@@ -172,20 +174,21 @@ class _BatchLoader:
         for skip in range(tries):
             epoch, index = self.order(position, skip)
             try:
-                with accepting_parts(self.on_bad_sample == "accept") as reasons:
-                    sample = self.samples.load(index, epoch, self.augment)
-                if reasons:
-                    bad[index] = BadSample(index, self.samples.describe(index), reasons[0], is_partial=True)
-                return sample, index
+                return self.samples.load(index, epoch, self.augment), index
             except NotASample:
                 raise
             except (OSError, ValueError) as error:
                 is_incomplete = isinstance(error, Incomplete)
-                failure = BadSample(index, self.samples.describe(index), reason_of(error), is_incomplete)
+                failure = BadSample(
+                    index, self.samples.describe(index), reason_of(error), is_incomplete,
+                    traceback=getattr(error, "traceback", ""),
+                )  # fmt: skip
                 is_bad = not isinstance(error, Unsuitable)
             if is_bad or is_incomplete:
                 bad[index] = failure
             if is_bad and self.on_bad_sample == "error":
-                raise ValueError(f"{failure} (--on_bad_sample replace goes on without it)")
+                text = f"{failure} (--on_bad_sample replace goes on without it)"
+                raise Raised(text, failure.traceback)
             first_failure = first_failure or failure
-        raise ValueError(f"none of {tries} {self.noun} could be read: {first_failure}")
+        traceback = first_failure.traceback if first_failure else ""
+        raise Raised(f"none of {tries} {self.noun} could be read: {first_failure}", traceback)

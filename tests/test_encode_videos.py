@@ -22,9 +22,9 @@ from PIL import Image
 from torch import Tensor
 
 from data.decoding.videos import ClipDecoder
+from data.demo import DemoSource
 from data.feed import to_unit_range
 from data.records.record import Entry
-from data.demo import DemoSource
 from models import VideoTokenizer
 from tests.data.videos.files import write_video
 from tests.scripts import files, lines

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bad_samples import Unsuitable, accept_part
+from tandem.files.installed import missing_package
+
+from ..bad_samples import Unsuitable
 from ..crops import CENTER, Crop, Cut
 from ..hashing import Draws
-from ..records.opening import missing_package
 from ..records.record import Entry
 from .container import HALF_TICK, Converter, Frame, Picture, Video, opened
 from .images import ENDINGS as IMAGE_ENDINGS
@@ -64,8 +65,7 @@ class ClipDecoder:
         start_seconds and end_seconds of the video. With `augment`, (seed, epoch, index) determine the place of the
         clip; else it is the middle.
 
-        Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there. Where
-        `accepting_parts`, a clip of a damaged video is taken from before the damage.
+        Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there.
         """
         cut = self.crop.cut(epoch, index) if augment else None
         if entry.name.lower().endswith(IMAGE_ENDINGS):
@@ -108,7 +108,7 @@ class ClipDecoder:
             start = max(begin, video.keyframe_before(start))
         for tries in itertools.count(1):
             pictures = self._pictures(video, start, end, cut)
-            frames = list(_readable(itertools.islice(pictures, self.num_frames)))
+            frames = [picture for _, picture in itertools.islice(pictures, self.num_frames)]
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
                 return frames
@@ -163,18 +163,6 @@ class ClipDecoder:
         for place, number in enumerate(order):
             clip[:, place] = frames[number].transpose(2, 0, 1)
         return torch.from_numpy(clip)
-
-
-def _readable(pictures: Iterator[tuple[float, Picture]]) -> Iterator[Picture]:
-    """The pictures; if parts are accepted, those up to the first one that is damaged."""
-    import av
-
-    try:
-        for _, picture in pictures:
-            yield picture
-    except av.FFmpegError as error:
-        if not accept_part(ValueError(f"FFmpeg cannot read all of it: {error.strerror or error}")):
-            raise
 
 
 def require_decoder() -> None:

@@ -14,8 +14,7 @@ from typing import Any
 from tandem.files.reading import open_regular, parse_json
 
 from ..bad_samples import reason_of
-from ..files.cache import Lists, Watched, kept_lists, status_of
-from ..files.packed import PackedStrings
+from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
 from .record import Wanted
 from .rows import OTHER_NAMES, Rows, columns_of, path_of, seconds_of
 
@@ -42,23 +41,24 @@ class ManifestSource(Rows):
 
     def __init__(self, path: str, wanted: Sequence[Wanted]) -> None:
         columns: dict[Wanted, Sequence[str]] = {wanted[0]: ("path",), **{one: columns_of(one) for one in wanted[1:]}}
-        kept = list(dict.fromkeys(itertools.chain(*columns.values())))
+        needed = list(dict.fromkeys(itertools.chain(*columns.values())))
 
-        def make() -> Lists:
+        def make() -> Made:
             watched, rows, filled = Watched(), PackedStrings(), set[str]()
             watched.add("", status_of(path))  # before it is read, so that no change after it is missed
-            for row in _read(path, wanted, kept):
+            for row in _read(path, wanted, needed):
                 rows.append(json.dumps(row, ensure_ascii=False))
                 filled |= row.keys()
             if not len(rows):
                 raise ValueError(f"the manifest {path!r} has no rows")
-            return Lists({"rows": rows, "filled": PackedStrings(sorted(filled))}, watched)
+            return Made({"rows": rows}, fingerprint_of(rows.buffers), {"filled": sorted(filled)}, watched)
 
-        lists = kept_lists(path, " ".join(kept), ("rows", "filled"), make)
-        self._rows, filled = lists["rows"], set(lists["filled"])
+        index = kept(path, json.dumps(["manifest", wanted[0].noun, *needed]), make)
+        self._rows, self.fingerprint, filled = index.strings("rows"), index.fingerprint, index.facts.get("filled")
+        if not isinstance(filled, list):
+            raise index.damaged()
         there = {one: [name for name in names if name in filled] for one, names in columns.items()}
         super().__init__(there, os.path.dirname(path))
-        self.fingerprint = self._rows.fingerprint
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -77,7 +77,7 @@ class ManifestSource(Rows):
         return path_of(self.cells(index), next(iter(self.columns)).noun)
 
 
-def _read(path: str, wanted: Sequence[Wanted], kept: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Of each row its path, its times, and those of these columns that it has a cell in. Raises ValueError, with path
     and line, if one is wrong."""
     example = json.dumps({"path": "...", **{columns_of(one)[0]: "..." for one in wanted if one.takes_rows}})
@@ -89,7 +89,7 @@ def _read(path: str, wanted: Sequence[Wanted], kept: Sequence[str]) -> Iterator[
             for cells in _objects(lines, example) if delimiter is None else _table(lines, delimiter):
                 cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}
                 start, end = seconds_of(cells)
-                row = {name: cells[name] for name in kept if cells.get(name) not in (None, "")}
+                row = {name: cells[name] for name in needed if cells.get(name) not in (None, "")}
                 for name in numbers & row.keys():
                     if isinstance(row[name], str) and row[name].startswith("["):  # a list in a cell of a table
                         row[name] = parse_json(row[name].encode())

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tandem.files.installed import missing_package
 from tandem.files.reading import DAMAGES, check_regular, read_json
 
 from ..bad_samples import reason_of
-from ..files.opening import NothingFoundError, list_files, missing_package, said_of_skipped
-from ..files.packed import fingerprint_of
+from .folder import FolderSource, NothingFoundError
+from .index import fingerprint_of
 from .record import Wanted
 from .rows import TIMES, Rows, columns_of
 
@@ -89,10 +90,10 @@ def tables_below(folder: str) -> TableFiles | None:
     Raises ValueError, in one line, if they are of both kinds, or of several splits.
     """
     try:
-        listing = list_files(folder, ENDINGS, "tables", "")
+        files = FolderSource(folder, [Wanted("table", "table", ENDINGS)])
     except NothingFoundError:
         return None
-    names = list(listing.samples)
+    names = [files.name(number) for number in range(len(files))]
     if not names:
         return None
     if len({os.path.splitext(name)[1].lower() for name in names}) > 1:
@@ -103,7 +104,7 @@ def tables_below(folder: str) -> TableFiles | None:
             f"{folder!r} holds the splits {', '.join(sorted(splits))}, such as {', '.join(sorted(splits.values()))}: "
             "give the folder or a pattern of one"
         )
-    return TableFiles([os.path.join(folder, name) for name in names], folder, said_of_skipped(folder, listing.skipped))
+    return TableFiles([os.path.join(folder, name) for name in names], folder, files.skipped)
 
 
 def _split_of(name: str) -> str | None:

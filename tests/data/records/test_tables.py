@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data.records import index
 from data.records.manifest import ManifestSource
 from data.records.record import Wanted
 from data.records.tables import TableFiles, TableSource, saved_files, tables_below
@@ -307,10 +308,14 @@ def test_manifest_that_is_no_text_is_refused(tmp_path):
 
 
 def test_the_rows_of_a_long_manifest_are_kept_and_read_again_if_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(index, "_CLOCK_TICK_NS", 0)  # of a manifest that has changed just now no rows are kept
     rows = [json.dumps({"path": f"{i}.wav", "caption": str(i)}) for i in range(12_000)]
     first = manifest(tmp_path / "set.jsonl", "\n".join(rows))
+    (kept,) = tmp_path.glob(".set.jsonl.*")
     again = ManifestSource(str(tmp_path / "set.jsonl"), (SOUND, TEXTS))
     assert again.record(11_999) == first.record(11_999) and again.fingerprint == first.fingerprint
+    kept.write_bytes(kept.read_bytes().replace(b'{"path": "0.wav", "caption": "0"}', b"[" + b" " * 31 + b"]"))
+    forged = ManifestSource(str(tmp_path / "set.jsonl"), (SOUND, TEXTS))
+    assert forged.name(1) == "1.wav" and "is not true: delete it" in one_line(forged.record, 0)
     changed = manifest(tmp_path / "set.jsonl", "\n".join(reversed(rows)))
     assert changed.name(0) == "11999.wav" and changed.fingerprint != first.fingerprint
