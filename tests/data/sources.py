@@ -23,7 +23,9 @@ import numpy as np
 import soundfile
 from PIL import Image, ImageSequence
 
-from data import Feed, decoder_feed, image_feed, open_tokenizer, sound_feed, video_feed
+from data.feed import Feed
+from data.sets import decoder_feed, image_feed, sound_feed, video_feed
+from data.tokenizers import open_tokenizer
 from tests.data.files.tables import save_to_disk, table, write_parquet
 from tests.data.helpers import assert_same, joined, write_tar
 from tests.processes import Process, on_processes

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from data import ImageBatch, to_unit_range
-from data.feed import Feed
+from data.feed import Feed, to_unit_range
+from data.sets import ImageBatch
 from tests.data.helpers import assert_same, ids, one_line
 from tests.data.images.conditions import write_tars
 from tests.data.sources import CONDITIONED, IMAGES, VIDEOS, N, in_folder, training
@@ -25,7 +25,7 @@ def feed(process: Process | None = None, **flags: Any) -> Feed[ImageBatch]:
 
 def valid_images(count: int = 26) -> torch.Tensor:
     opened = feed()
-    return torch.stack([opened.samples.load(index) for index in list(opened.valid_set)[:count]])
+    return torch.stack([opened.samples.load(index)["images"] for index in list(opened.valid_set)[:count]])
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -114,7 +114,7 @@ def test_every_nth_batch_is_of_images_with_epochs_and_ids_of_their_own():
     assert_same([taken[0]], plain[:1])
     for batch in taken[:3]:
         for clip, index in zip(batch["videos"], batch["ids"], strict=True):
-            assert torch.equal(clip, opened.samples.load(index, 0, True))
+            assert torch.equal(clip, opened.samples.load(index, 0, True)["videos"])
 
 
 def test_the_second_set_is_compared_between_processes_too(tmp_path):

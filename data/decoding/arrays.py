@@ -1,0 +1,74 @@
+"""Numpy arrays of floats inside files: looked up by their headers, and read by as many bytes as are needed."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..records.record import Entry, open_bytes
+
+Array = npt.NDArray[np.float32]
+
+LARGEST_BYTES = 1 << 26  # of the numbers of one sample
+_LONGEST_HEADER = 4096  # bytes; numpy writes 128 for arrays of plain numbers
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+class StoredArray(NamedTuple):
+    """An array of floats in a file: the first byte of its numbers, its shape and their type."""
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self, limit: int = LARGEST_BYTES) -> Array:
+        """All of it. Raises OSError, and ValueError, in one line, if it has more bytes than `limit` or is cut off."""
+        return self._numbers(0, self.shape, limit)
+
+    def row(self, index: int) -> Array:
+        """Entry `index` of the first dimension; nothing else is read. Raises what `read` raises."""
+        assert 0 <= index < self.shape[0], (index, self.shape)
+        return self._numbers(index, self.shape[1:], LARGEST_BYTES)
+
+    def _numbers(self, index: int, shape: tuple[int, ...], limit: int) -> Array:
+        size = math.prod(shape) * self.dtype.itemsize
+        if size > limit:
+            raise ValueError(f"{self.path} holds {size} bytes where at most {limit} are read")
+        with open_bytes(self.path) as file:
+            content = file.pread(size, self.offset + index * size)
+        if len(content) < size:
+            raise ValueError(f"{self.path} was cut off after it was opened")
+        return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
+
+
+def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether it is in Fortran order, and type of the .npy file that begins here; what follows are its numbers.
+    Raises ValueError, in one line, if it is none."""
+    try:
+        return _HEADERS[np.lib.format.read_magic(file)](file)
+    except Exception:  # numpy parses it as Python, and a damaged one can raise anything
+        raise ValueError("it is no numpy array (.npy)") from None
+
+
+def find_array(entry: Entry) -> StoredArray:
+    """The array of a .npy file, or of the part of a file that is one. Only its header is read.
+
+    Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
+    is cut off.
+    """
+    with open_bytes(entry.path) as file:
+        size = file.size - entry.offset if entry.size is None else entry.size
+        header = io.BytesIO(file.pread(min(size, _LONGEST_HEADER), entry.offset))
+    shape, is_fortran, dtype = read_header(header)
+    if dtype.kind != "f" or is_fortran:
+        kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
+        raise ValueError(f"it holds {kind}: save it as float16 or float32 in C order")
+    needed = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or header.tell() + needed > size:
+        raise ValueError(f"it is cut off: an array of shape {shape} takes {needed} bytes")
+    return StoredArray(entry.path, entry.offset + header.tell(), shape, dtype)

@@ -1,0 +1,180 @@
+"""Fast decoding of an image file to a square uint8 tensor, and the random flip for training."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from tandem.files.reading import open_regular
+
+from ..bad_samples import Incomplete
+from ..crops import Cut, Square
+from ..hashing import derive_key
+from ..records.record import Entry, open_entry
+
+# Formats of Pillow, and the endings by which files of them are found. Content is recognised by itself, so that a GIF
+# called .png is read too. Not all formats are allowed: PostScript would start Ghostscript.
+FORMATS = {
+    "JPEG": (".jpg", ".jpeg"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (),
+    "TIFF": (".tif", ".tiff"),
+    "PPM": (".ppm", ".pgm", ".pbm"),
+}
+ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
+_EXIF_ORIENTATION = 0x0112
+_BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+# Silence Pillow's warnings about metadata and size: every worker would print them, and bad images are reported anyway.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+def decode_image(entry: Entry, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None) -> Tensor:
+    """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped;
+    or the square that `cut` gives, resized.
+
+    channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha.
+    Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
+    more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
+    shorter side has fewer than `image_size` pixels. Of a file that is cut off, Pillow's LOAD_TRUNCATED_IMAGES lets the
+    part be returned that there is; the rest is black or grey.
+    """
+    if entry.is_local_file:
+        with open_regular(entry.path) as whole:
+            return decode_image_file(whole, image_size, channels, enlarge, cut)
+    with open_entry(entry) as file, io.BufferedReader(file, _BUFFER) as buffered:
+        try:
+            image = decode_image_file(buffered, image_size, channels, enlarge, cut)
+        except ValueError:
+            if not file.error:
+                raise
+        if file.error:  # Pillow saw the end of the file instead
+            raise file.error from None
+        return image
+
+
+def decode_image_file(
+    file: BinaryIO, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
+) -> Tensor:
+    """`decode_image` of an open file that can be read at random."""
+    try:
+        return _tensor(_decode(file, image_size, enlarge, cut), channels)
+    except Incomplete:
+        raise
+    except UnidentifiedImageError:
+        is_empty = file.seek(0, os.SEEK_END) == 0
+        found = ", ".join(name for name, endings in FORMATS.items() if endings)
+        reason = "the file is empty" if is_empty else f"the content is none of {found}"
+        raise ValueError(reason) from None
+    except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def decode_picture(
+    image: Image.Image, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
+) -> Tensor:
+    """`decode_image` of an open picture of Pillow: of a file that is not decoded yet, with the same result."""
+    try:
+        square = _square_of(image, image_size, enlarge, cut)
+        return _tensor(_upright(image, square, image_size), channels)
+    except Incomplete:
+        raise
+    except Exception as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
+    """Image (c, h, w), mirrored left to right in half of the draws, which depend only on (seed, epoch, index)."""
+    return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
+
+
+def _decode(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None) -> Image.Image:
+    """Open file -> upright square of mode L, RGB or RGBA."""
+    with Image.open(file, formats=tuple(FORMATS)) as image:
+        square = _square_of(image, size, enlarge, cut)
+        return _upright(image, square, size)
+
+
+def _square_of(image: Image.Image, size: int, enlarge: bool, cut: Cut | None) -> Square:
+    """The square that becomes the sample, of a picture that is then decoded as small as it may be."""
+    if not enlarge and min(image.size) < size:
+        raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {size}")
+    return _decode_small(image, size, cut)
+
+
+def _upright(image: Image.Image, square: Square, size: int) -> Image.Image:
+    """A square of a picture of any mode -> (size, size), upright, of mode L, RGB or RGBA."""
+    picture = _resized(_resizable(image), square, size)
+    orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
+    return picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # broken metadata does not make a bad image
+        return 1
+
+
+def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
+    """Set a JPEG to be decoded at 1/2, 1/4 or 1/8 if the square that is cut remains >= size -> this square then.
+
+    The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5.
+    """
+    whole = image.size
+    square = cut(*whole) if cut else None
+    needed = size if square is None else math.ceil(size * min(whole) / square.side)
+    scaled = image.draft(None, (needed, needed))
+    width, height = scaled[1][2:] if scaled else whole
+    if square is None:
+        side = min(width, height)
+        return Square((width - side) / 2, (height - side) / 2, side)
+    scale = width / whole[0]
+    return Square(*(scale * number for number in square))
+
+
+def _resizable(image: Image.Image) -> Image.Image:
+    """Any mode -> L, RGB or RGBA."""
+    if image.mode in ("L", "RGB") and not image.has_transparency_data:
+        return image  # convert() would copy it
+    if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
+        return Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
+    if image.has_transparency_data:
+        return image.convert("RGBA")
+    return image.convert("L" if image.mode == "1" else "RGB")
+
+
+def _resized(image: Image.Image, square: Square, size: int) -> Image.Image:
+    """A square of an image -> (size, size). Pillow weights RGBA by alpha."""
+    left, top, side = square
+    return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+
+
+def _tensor(image: Image.Image, channels: int) -> Tensor:
+    pixels = np.asarray(_with_channels(image, channels)).transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(pixels))
+
+
+def _with_channels(image: Image.Image, channels: int) -> Image.Image:
+    if channels == 3 and image.mode == "RGBA":
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert({3: "RGB", 4: "RGBA"}[channels])
