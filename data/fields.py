@@ -431,7 +431,7 @@ def texts_of(record: Record) -> Texts:
     else:
         texts = texts_of_row(found)
     if not texts.captions:
-        beside = "" if record.get("texts") else ": there is neither a .txt nor a .json beside it"
+        beside = "" if _OWN in record or "texts" in record else ": there is neither a .txt nor a .json beside it"
         raise ValueError(f"{NO_CAPTION}{beside}")
     return texts
 

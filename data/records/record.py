@@ -36,6 +36,11 @@ class Wanted(NamedTuple):
     takes_rows: bool = False
     further: tuple[str, ...] = ()
 
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """All endings."""
+        return self.endings + self.further
+
 
 class Entry(NamedTuple):
     """A file, or the byte range of a file that holds one; and the part of the sound or video that clips are taken from.
