@@ -16,7 +16,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import distributed
 from hub import fetch
@@ -105,10 +105,14 @@ def embedders(
 
 def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
     """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
+    import numpy as np
+
     from data.sounds.decoding import ClipDecoder
-    from data.sounds.long_sounds import embed_sounds, load_clips, open_long_sounds
-    from data.stores.embeddings import embedding_shards, write_embedding_index
+    from data.sounds.long_sounds import open_long_sounds, unit_means
+    from data.stores.embeddings import EMBEDDINGS
+    from data.stores.encoding import encode_batches
     from data.stores.output import OutputFolder, names_sha256
+    from data.stores.shards import Encoded, ShardWriter
     from models.files.building import require_room
 
     fetch(args.model, backend)
@@ -125,16 +129,16 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say)
         "files_per_shard": args.files_per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
-    shards = embedding_shards(output, sounds.names)
+    empty = np.zeros((0, model.config["dim_latent"]), np.float32)
+    shards = ShardWriter(output, EMBEDDINGS, empty, sounds.names, args.files_per_shard)
     embed, _ = embedders(model, tokenizer, backend)
 
-    def embeddings_of(todo: Sequence[int]) -> Iterator[Any]:
-        clips = load_clips(sounds, [shards.items[shard] for shard in todo], num_workers=args.num_workers)
-        return (embed_sounds(of_shard, embed, args.batch_size) for of_shard in clips)
+    def embeddings_of(todo: Sequence[range]) -> Iterator[Encoded]:
+        how = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
+        for encoded in encode_batches(sounds.load, sounds.describe, todo, embed, **how):
+            yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])
 
-    stop = args.on_bad_sample == "error"
-    index = functools.partial(write_embedding_index, shards, sounds.captions)
-    filled = shards.fill(embeddings_of, index, "embedded", stop_at_bad=stop)
+    filled = shards.fill(embeddings_of, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")
     say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
 
 
@@ -142,16 +146,18 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
-    from data.sounds.decoding import ClipDecoder
-    from data.sounds.long_sounds import embed_file, is_sound
-    from data.stores.embeddings import read_embeddings
+    from data.bad_samples import reason_of
+    from data.sounds.decoding import ClipDecoder, require_decoders
+    from data.sounds.long_sounds import is_sound, read_clips, unit_means
+    from data.stores.embeddings import StoredEmbeddings
+    from data.stores.encoding import in_batches
     from data.stores.search import Answer, read_queries
     from models.files.building import require_room
 
     fetch(args.model, backend)
     with backend.agreement():
         if backend.is_root:
-            queries, index = read_queries(args.query or [], args.query_file), read_embeddings(args.index)
+            queries, index = read_queries(args.query or [], args.query_file), StoredEmbeddings(args.index)
             model, about, tokenizer = load_mulan(args.model, backend)
             if not about.items() <= index.index.items():
                 raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
@@ -159,7 +165,15 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
             require_room(f"a batch of {how['batch_size']} clips", how["batch_size"], model.clip_numbers)
             # Embed a sound with the settings of the index, so that a sound which is in the index has the cosine 1.
             embed, embed_text = embedders(model, tokenizer, backend)
-            embed_sound = functools.partial(embed_file, decoder, embed, how["max_clips"], how["batch_size"])
+
+            def embed_sound(path: str) -> Tensor:
+                require_decoders()
+                try:
+                    clips = read_clips(path, decoder, how["max_clips"])
+                except (OSError, ValueError) as error:
+                    raise ValueError(f"cannot read {path}: {reason_of(error)}") from None
+                return unit_means([in_batches(clips, embed, how["batch_size"])])[0]
+
             vectors = torch.stack([(embed_sound if is_sound(query) else embed_text)(query) for query in queries])
             found = index.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
             for answer in map(Answer, queries, found):

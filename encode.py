@@ -20,6 +20,7 @@ the same memory (their codes are kept until the shard is written, and attend_tim
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -35,7 +36,10 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from torch import Tensor
 
     from data.stores.codes import StoredCodes
+    from data.stores.shards import Encoded
     from models import VideoTokenizer
+
+DEMO_FRAMES = 41  # of a clip that is drawn
 ENCODING = ("image_size", "on_bad_sample", "report")
 # What is done with what -> the flags that have an effect on it, among those that do not have one on everything; and the
 # formats of its files, the default first.
@@ -118,7 +122,7 @@ def check_flags(args: argparse.Namespace, *kinds: str) -> None:
 
 
 class Coder:
-    """What encodes and decodes, and the settings that both, and either, depend on."""
+    """What encodes and decodes images or videos, and the settings that both, and either, depend on."""
 
     kind: str
 
@@ -162,7 +166,7 @@ class Images(Coder):
         count, shape = self._args.batch_size, (self.model.channels, side, side)
         require_room(f"a batch of {count} images of {side} pixels", count, *shape)
         try:
-            return list(self._encode(torch.zeros(1, *shape, device=self._backend.device)).shape[1:])
+            return list(self._encode(torch.zeros(1, *shape, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
             raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
 
@@ -173,35 +177,37 @@ class Images(Coder):
         self._images = data.open_images(self._args.image_folder, image_size=side, channels=self.model.channels)
         return [self._images.name(index) for index in range(len(self._images))], []
 
-    def codes(self, ranges: Sequence[range]) -> Iterator[tuple[Any, ...]]:
-        """What `ShardWriter.fill` wants of images with these indices."""
-        from data.images.sequence import image_batches, map_images
+    def codes(self, shards: Sequence[range]) -> Iterator[Encoded]:
+        """The codes of the images with the indices of each shard."""
+        from data.stores.encoding import encode_batches
 
-        device, workers = self._backend.device, self._args.num_workers
-        loading = {"num_workers": workers, "pin_memory": device.type == "cuda"}
-        batches = image_batches(self._images, ranges, batch_size=self._args.batch_size, **loading)
-        return (map_images(of_shard, self._encode, device) for of_shard in batches)
+        load, size = functools.partial(_alone, self._images), self._args.batch_size
+        how = {"batch_size": size, "per_request": size, "num_workers": self._args.num_workers}
+        return encode_batches(load, self._images.describe, shards, self._encode, **how)
 
     def files(self, folder: Path, codes: StoredCodes) -> list[list[Path]]:
-        """The files of the images, by shard and row."""
-        from data.stores.pngs import png_files
+        """The files that are made of codes, by shard and item."""
+        from data.stores.decoding import decoded_files
 
-        return png_files(folder, codes.paths)
+        return decoded_files(folder, codes, ".png", None)
 
     def write(self, codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        """Write the images of a shard."""
-        from data.stores.pngs import decode_shard
+        """Write the files of a shard."""
+        from data.stores.decoding import decode_images
 
-        sizes = {"batch_size": self._args.batch_size, "num_threads": self._threads}
-        decode_shard(codes, shard, files, self._decode, **sizes)
+        decode = functools.partial(self._computed, "decoding", self.model.decode)
+        decode_images(codes, shard, files, decode, batch_size=self._args.batch_size, num_threads=self._threads)
 
     def _encode(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) in [0, 1] -> codes int64 (b, h', w')."""
-        return self._computed("encoding", self.model.encode, images)
+        """Images uint8 (b, c, h, w) -> codes int64 (b, h', w') on the CPU."""
+        from data import to_unit_range
 
-    def _decode(self, codes: Tensor) -> Tensor:
-        """Codes (b, h', w') -> images, about in [0, 1]."""
-        return self._computed("decoding", self.model.decode, codes)
+        return self._computed("encoding", lambda pixels: self.model.encode(to_unit_range(pixels)), images).cpu()
+
+
+def _alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
+    """An image as a batch of one, with nothing to be said of it."""
+    return images.load(index)[None], {}
 
 
 class Videos(Coder):
@@ -224,7 +230,7 @@ class Videos(Coder):
         self.of_decoding = {"format": args.format}
 
     def grid(self, side: int) -> list[int]:
-        from data.videos.films import PIECE_FRAMES
+        from data.stores.encoding import PIECE_FRAMES
         from models.files.building import require_room
         from models.video.layers import check_side
 
@@ -235,26 +241,34 @@ class Videos(Coder):
     def open(self, side: int) -> tuple[list[str], list[str]]:
         """The names of all videos and, if a manifest asks for parts of them, what parts these are."""
         from data import open_videos
-        from data.videos.films import DEMO_FRAMES, names_of
+        from data.files.source import parts_of
+        from data.videos.moving import FRAMES_PER_SECOND
 
         videos: Any = open_videos(self._args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **self._speed)
-        self._videos = videos
-        return names_of(videos)
+        numbers, is_demo = range(len(videos)), not hasattr(videos, "clips")
 
-    def codes(self, ranges: Sequence[range]) -> Iterator[tuple[Any, ...]]:
-        from data.videos.films import encode_films
+        def frames_of(index: int) -> Iterator[tuple[Tensor, float | None]]:
+            if is_demo:
+                return ((f, FRAMES_PER_SECOND / videos.frames_per_step) for f in videos.load(index).unbind(1))
+            return videos.clips.frames(videos.source(index))
+
+        self._videos, self._frames_of = videos, frames_of
+        return [videos.name(index) for index in numbers], [] if is_demo else parts_of(map(videos.source, numbers))
+
+    def codes(self, shards: Sequence[range]) -> Iterator[Encoded]:
+        from data.stores.encoding import encode_streams
 
         how = {"frames_per_code": self.model.frames_per_code, "num_threads": self._threads}
-        return (encode_films(self._videos, indices, self._encoding, **how) for indices in ranges)
+        return encode_streams(self._frames_of, self._videos.describe, shards, self._encoding, **how)
 
     def files(self, folder: Path, codes: StoredCodes) -> list[list[Path]]:
-        from data.stores.films import FRAME_FOLDER, film_files
+        from data.stores.decoding import FRAME_FOLDER, decoded_files
 
         ending = FRAME_FOLDER if self._args.format == "png" else f".{self._args.format}"
-        return film_files(folder, codes, ending, self.model.frames_per_code)
+        return decoded_files(folder, codes, ending, self.model.frames_per_code)
 
     def write(self, codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        from data.stores.films import decode_films
+        from data.stores.decoding import decode_videos
         from training.pictures.film import to_gif, write_mp4
 
         def write_film(file: BinaryIO, frames: Iterator[np.ndarray], fps: float) -> None:
@@ -263,7 +277,7 @@ class Videos(Coder):
             else:
                 write_mp4(file, frames, fps)
 
-        decode_films(codes, shard, files, self._decoding, write_film, num_threads=self._threads)
+        decode_videos(codes, shard, files, self._decoding, write_film, num_threads=self._threads)
 
     def _encoding(self) -> Callable[[Tensor], np.ndarray]:
         """Begin a video: a function of its next frames, uint8 (3, f, h, w), that returns their codes (f', h', w')."""
@@ -279,13 +293,9 @@ class Videos(Coder):
         return codes_of
 
     def _decoding(self) -> Callable[[Tensor], Tensor]:
-        """Begin a video: a function of its next codes, int64 (f', h', w'), that returns their frames (3, f, h, w)."""
+        """Begin a video: a function of its next codes, int64 (f', h', w'), that returns their frames (f, 3, h, w)."""
         state = self.model.start_decoding()
-
-        def frames_of(codes: Tensor) -> Tensor:
-            return self._computed("decoding", self.model.decode_next, codes[None], state)[0]
-
-        return frames_of
+        return lambda codes: self._computed("decoding", self.model.decode_next, codes[None], state)[0].transpose(0, 1)
 
 
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Images | Videos, dict[str, Any]]:
@@ -308,7 +318,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Encode a folder of images or videos. Raises AskedToStop after a signal."""
     import torch
 
-    from data.stores.codes import code_dtype, code_shards, read_codes, write_code_index
+    from data.stores.codes import StoredCodes, code_dtype, code_shards
     from data.stores.output import OutputFolder, names_sha256
     from training.measures.averages import code_statistics
 
@@ -327,16 +337,11 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     shards = code_shards(output, names)
-
-    def codes_of(todo: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        return coder.codes([shards.items[shard] for shard in todo])
-
-    stop = args.on_bad_sample == "error"
-    filled = shards.fill(codes_of, lambda: write_code_index(shards), "encoded", stop_at_bad=stop)
+    filled = shards.fill(coder.codes, f"coded_{coder.kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
     backend.say(f"{len(names) - filled.bad} {coder.kind} in {len(shards)} shards of codes: {args.output}")
     if args.report:
         with backend.agreement():
-            counts = read_codes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
+            counts = StoredCodes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
         n, seconds = filled.items, filled.seconds
         if n:
@@ -347,12 +352,12 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Decode a folder of codes to images or videos. Raises AskedToStop after a signal."""
-    from data.stores.codes import read_codes
+    from data.stores.codes import StoredCodes
     from data.stores.output import OutputFolder
 
     fetch(args.model, backend)
     with backend.agreement():
-        stored = read_codes(args.decode)
+        stored = StoredCodes(args.decode)
         coder, about = open_coder(args, backend)
         stored.require_model(about["weights_sha256"], args.model)
         files = coder.files(Path(args.output), stored)

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tandem.files.reading import open_regular
 
-from ..bad_samples import BadSample, reason_of
 from ..files.find import Folder
 from ..files.opening import NothingFoundError, list_files
 from ..files.packed import Strings
 from ..files.source import parts_of
 from ..files.table_files import saved_files, tables_below
-from ..workers import load_groups
 from .decoding import ENDINGS as DECODED_ENDINGS
 from .decoding import ClipDecoder, Source, require_decoders
 from .manifest import Manifest
 from .sets import Sounds, open_sounds
-from .sidecars import TEXT_ENDINGS, read_texts
+from .sidecars import TEXT_ENDINGS, Texts, read_texts
 
 # The usual formats and others that libsndfile reads, except raw samples, whose sample rate is unknown.
 ENDINGS = (
@@ -37,26 +32,21 @@ ENDINGS = (
     ".8svx", ".paf", ".pvf", ".sds", ".xi", ".htk", ".ircam",
 )  # fmt: skip
 
-# A sound's clips (k, clip_samples), or why there are none.
-Clips = Tensor | BadSample
-
 
 class LongSounds(NamedTuple):
     """Numbered sounds, each represented by a few clips.
 
     names: the name of each sound in an index: its path relative to the folder.
     parts: if a manifest asks for parts of files, which part each sound is; else empty.
-    clips: index -> float32 (k, clip_samples) in [-1, 1], 1 <= k; raises OSError or ValueError, in one line, if the
-        sound cannot be read.
+    load: index -> float32 (k, clip_samples) in [-1, 1], 1 <= k; and {"captions": [...]} if there are some that can be
+        read. Raises OSError or ValueError, in one line, if the sound cannot be read.
     describe: index -> the name by which a user finds the sound: its path.
-    captions: index -> captions of the sound; empty if there are none that can be read.
     """
 
     names: list[str]
     parts: list[str]
-    clips: Callable[[int], Tensor]
+    load: Callable[[int], tuple[Tensor, dict[str, Any]]]
     describe: Callable[[int], str]
-    captions: Callable[[int], list[str]]
 
 
 def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSounds:
@@ -66,22 +56,16 @@ def open_long_sounds(spec: str, decoder: ClipDecoder, max_clips: int) -> LongSou
     Raises ValueError, in one line, if there is no such set or nothing in it.
     """
     path = os.path.expanduser(spec)
-    if os.path.isdir(path):
-        listed = _sounds_in(path)
-        if listed is not None:
-            require_decoders()
-            files = Folder(path, listed)
-            clips = functools.partial(_clips_of, files, decoder, max_clips)
-            return LongSounds(
-                list(listed), [], clips, files.describe, lambda index: _captions_beside(files.source(index).path)
-            )
+    if os.path.isdir(path) and (listed := _sounds_in(path)) is not None:
+        require_decoders()
+        files = Folder(path, listed)
+        return LongSounds(list(listed), [], functools.partial(_load_file, files, decoder, max_clips), files.describe)
     seconds = decoder.clip_samples / decoder.sample_rate
     sounds = open_sounds(spec, sample_rate=decoder.sample_rate, clip_seconds=seconds)
     numbers = range(len(sounds))
-    names = [sounds.describe(index) for index in numbers]
     parts = parts_of(map(sounds.source, numbers)) if isinstance(sounds, Manifest) else []
     return LongSounds(
-        names, parts, functools.partial(_middle_of, sounds), sounds.describe, lambda index: _captions_of(sounds, index)
+        [sounds.describe(index) for index in numbers], parts, functools.partial(_load_middle, sounds), sounds.describe
     )
 
 
@@ -96,26 +80,22 @@ def _sounds_in(folder: str) -> Strings | None:
         raise
 
 
-def _clips_of(files: Folder, decoder: ClipDecoder, max_clips: int, index: int) -> Tensor:
-    return read_clips(files.source(index).path, decoder, max_clips)
+def _load_file(files: Folder, decoder: ClipDecoder, max_clips: int, index: int) -> tuple[Tensor, dict[str, Any]]:
+    path = files.source(index).path
+    texts = [os.path.splitext(path)[0] + ending for ending in TEXT_ENDINGS]
+    return read_clips(path, decoder, max_clips), _note(*(functools.partial(read_texts, text, text) for text in texts))
 
 
-def _middle_of(sounds: Sounds, index: int) -> Tensor:
-    return sounds.load(index)[None]
+def _load_middle(sounds: Sounds, index: int) -> tuple[Tensor, dict[str, Any]]:
+    return sounds.load(index)[None], _note(functools.partial(sounds.texts, index))
 
 
-def _captions_of(sounds: Sounds, index: int) -> list[str]:
-    with contextlib.suppress(OSError, ValueError):
-        return sounds.texts(index).captions
-    return []
-
-
-def _captions_beside(path: str) -> list[str]:
-    """The captions in a .json or .txt of the same name."""
-    for ending in TEXT_ENDINGS:
+def _note(*reads: Callable[[], Texts]) -> dict[str, Any]:
+    """The captions that the first function gives that can read some."""
+    for read in reads:
         with contextlib.suppress(OSError, ValueError):
-            return read_texts(beside := os.path.splitext(path)[0] + ending, beside).captions
-    return []
+            return {"captions": captions} if (captions := list(read().captions)) else {}
+    return {}
 
 
 def clip_starts(frames: int, clip_frames: int, max_clips: int) -> list[int]:
@@ -169,63 +149,10 @@ def is_sound(query: str) -> bool:
     return False
 
 
-def embed_file(
-    decoder: ClipDecoder, embed: Callable[[Tensor], Tensor], max_clips: int, batch_size: int, path: str
-) -> Tensor:
-    """A sound file -> its unit vector (d,), bit for bit that of `embed_sounds`.
-
-    Raises ValueError, in one line, if the file cannot be read.
-    """
-    require_decoders()
-    try:
-        clips = read_clips(path, decoder, max_clips)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {reason_of(error)}") from None
-    (vectors,), _ = embed_sounds([clips], embed, batch_size)
-    return torch.from_numpy(vectors[0])
-
-
-def load_clips(sounds: LongSounds, ranges: Sequence[range], *, num_workers: int = 0) -> Iterator[Iterator[Clips]]:
-    """Ranges of indices -> for each range an iterator over the clips of its sounds, to be exhausted before the next."""
-    return load_groups(functools.partial(_clips_or_bad, sounds), ranges, num_workers)
-
-
-def _clips_or_bad(sounds: LongSounds, index: int) -> Clips:
-    try:
-        return sounds.clips(index)
-    except (OSError, ValueError) as error:
-        return BadSample(index, sounds.describe(index), reason_of(error))
-
-
-def embed_sounds(
-    sounds: Iterable[Clips], embed: Callable[[Tensor], Tensor], batch_size: int
-) -> tuple[list[npt.NDArray[np.float32]], list[BadSample]]:
-    """Clips of sounds -> a list of one array (n, d) that holds, for each readable sound, the mean of its clips'
-    embeddings, scaled to length 1 (the list is empty if no sound can be read); and the unreadable sounds.
-
-    `embed` maps waveforms (batch_size, clip_samples) to unit vectors (batch_size, d) on the CPU, each of which depends
-    only on its own row; the last batch is filled up with silence. Raises ValueError if an embedding is not finite.
-    """
-    bad: list[BadSample] = []
-    counts: list[int] = []
-
-    def all_clips() -> Iterator[Tensor]:
-        for clips in sounds:
-            if isinstance(clips, BadSample):
-                bad.append(clips)
-            else:
-                counts.append(len(clips))
-                yield from clips
-
-    parts, pending = [], all_clips()
-    while part := list(itertools.islice(pending, batch_size)):
-        waveforms = torch.zeros(batch_size, len(part[0]))
-        waveforms[: len(part)] = torch.stack(part)
-        parts.append(embed(waveforms)[: len(part)].double())
-    if not parts:
-        return [], bad
-    vectors = torch.cat(parts)
-    if not vectors.isfinite().all():
+def unit_means(vectors: Sequence[Tensor]) -> Tensor:
+    """The embeddings (k, d) of the clips of each of n sounds -> float32 (n, d): their means, of length 1. Raises
+    ValueError if one is not finite."""
+    means = torch.stack([of_one.double().mean(0) for of_one in vectors])
+    if not means.isfinite().all():
         raise ValueError("the model gives embeddings that are not finite: with fp16, try --precision bf16 or fp32")
-    means = torch.stack([of_one.mean(0) for of_one in vectors.split(counts)])
-    return [F.normalize(means, dim=1).float().numpy()], bad
+    return F.normalize(means, dim=1).float()
