@@ -316,10 +316,12 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Encode a folder of images or videos. Raises AskedToStop after a signal."""
+    import numpy as np
     import torch
 
-    from data.stores.codes import StoredCodes, code_dtype, code_shards
+    from data.stores.codes import CODES, StoredCodes, code_dtype
     from data.stores.output import OutputFolder, names_sha256
+    from data.stores.shards import ShardWriter
     from training.measures.averages import code_statistics
 
     fetch(args.model, backend)
@@ -336,7 +338,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         per_shard: getattr(args, per_shard), "format": args.format,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    shards = code_shards(output, names)
+    empty = np.zeros((0, *grid), code_dtype(num_codes))
+    shards = ShardWriter(output, CODES, empty, names, settings[per_shard], with_npy=args.format == "npy")
     filled = shards.fill(coder.codes, f"coded_{coder.kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
     backend.say(f"{len(names) - filled.bad} {coder.kind} in {len(shards)} shards of codes: {args.output}")
     if args.report:
@@ -359,7 +362,8 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     with backend.agreement():
         stored = StoredCodes(args.decode)
         coder, about = open_coder(args, backend)
-        stored.require_model(about["weights_sha256"], args.model)
+        if stored.index.get("weights_sha256") != about["weights_sha256"]:
+            raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
         files = coder.files(Path(args.output), stored)
     settings = {"task": "decode", **about, "index_sha256": stored.sha256, **coder.of_decoding}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)

@@ -18,15 +18,14 @@ further the number of frames before encoding and how many are shown in a second 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .output import OutputFolder
-from .shards import COUNT, LINES_FILE, Array, ShardWriter, Stored, explained
+from .shards import COUNT, LINES_FILE, Array, Stored, explained
 
 CODES = "codes"
 _DTYPES = (np.uint8, np.uint16, np.int32)
@@ -35,16 +34,6 @@ _DTYPES = (np.uint8, np.uint16, np.int32)
 def code_dtype(num_codes: int) -> np.dtype:
     """The smallest of uint8, uint16 and int32 that holds the codes 0 to num_codes - 1."""
     return next(np.dtype(dtype) for dtype in _DTYPES if num_codes - 1 <= np.iinfo(dtype).max)
-
-
-def code_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
-    """A writer of the shards of the codes (n, h, w) of images or videos; `names` are the relative paths of all files,
-    in order. The settings hold "num_codes", "grid" ([h, w]), "images_per_shard" or "videos_per_shard", and "format"
-    ("safetensors", or "npy" for both)."""
-    settings = output.settings
-    empty = np.zeros((0, *settings["grid"]), code_dtype(settings["num_codes"]))
-    per_shard = settings.get("images_per_shard") or settings["videos_per_shard"]
-    return ShardWriter(output, CODES, empty, names, per_shard, with_npy=settings["format"] == "npy")
 
 
 class StoredCodes(Stored):
@@ -72,11 +61,6 @@ class StoredCodes(Stored):
                 rows[shard] += count
             if rows != [entry["rows"] for entry in shards]:
                 raise ValueError("its numbers of rows are not those of the index")
-
-    def require_model(self, weights_sha256: str, folder: str) -> None:
-        """Raise ValueError, in one line, unless the codes were made by these weights, those in `folder`."""
-        if self.index.get("weights_sha256") != weights_sha256:
-            raise ValueError(f"the codes in {self.folder} are not those of {folder}: give the model that made them")
 
     def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
         """How often each code occurs in shards, (num_codes,)."""

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +19,12 @@ from .shards import COUNT, Encoded
 PIECE_FRAMES = 16  # of a video, which are in memory at once
 
 Note = dict[str, Any]  # what the index of a store says of a sample beside its name
+Load = Callable[[int], tuple[Tensor, Note]]
 Describe = Callable[[int], str]  # the name by which a user finds a sample
 
 
-class _Loaded(NamedTuple):
-    """Samples that were read: their pieces (n, ...), and of each sample how many these are, and its note."""
-
-    pieces: Tensor
-    counts: list[int]
-    notes: list[Note]
-    bad: list[BadSample]
-
-
 def encode_batches(
-    load: Callable[[int], tuple[Tensor, Note]],
+    load: Load,
     describe: Describe,
     shards: Sequence[range],
     encode: Callable[[Tensor], Tensor],
@@ -56,27 +48,30 @@ def encode_batches(
     return (_encode_shard(of_shard, encode, batch_size) for of_shard in loaded)
 
 
-def _load(load: Callable[[int], tuple[Tensor, Note]], describe: Describe, indices: range) -> _Loaded:
-    samples, bad = [], []
+def _load(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
+    """The pieces (n, ...) of all samples; of each sample how many these are, and its note; what cannot be read."""
+    pieces, notes, bad = [torch.zeros(0)], [], []
     for index in indices:
         try:
-            samples.append(load(index))
+            of_sample, note = load(index)
         except (OSError, ValueError) as error:
             bad.append(BadSample(index, describe(index), reason_of(error)))
-    pieces = torch.cat([each for each, _ in samples]) if samples else torch.zeros(0)
-    return _Loaded(pieces, [len(each) for each, _ in samples], [note for _, note in samples], bad)
+        else:
+            pieces.append(of_sample)
+            notes.append((len(of_sample), note))
+    return torch.cat(pieces[1:] or pieces), notes, bad
 
 
-def _encode_shard(loaded: Iterable[_Loaded], encode: Callable[[Tensor], Tensor], batch_size: int) -> Encoded:
+def _encode_shard(loaded: Iterable[Any], encode: Callable[[Tensor], Tensor], batch_size: int) -> Encoded:
     counts: list[int] = []
     encoded = Encoded([], [], [])
 
     def pieces() -> Iterator[Tensor]:
-        for some in loaded:
-            counts.extend(some.counts)
-            encoded.notes.extend(some.notes)
-            encoded.bad.extend(some.bad)
-            yield from some.pieces
+        for some, notes, bad in loaded:
+            counts.extend(count for count, _ in notes)
+            encoded.notes.extend(note for _, note in notes)
+            encoded.bad.extend(bad)
+            yield from some
 
     rows = in_batches(pieces(), encode, batch_size)
     return encoded._replace(parts=rows.split(counts) if counts else [])

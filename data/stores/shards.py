@@ -102,26 +102,22 @@ class ShardWriter:
         UserMistake, in one line, if the disk is full, or too many items cannot be read (with `stop_at_bad`: if any
         item cannot be read); AskedToStop after a signal.
         """
-        started = time.perf_counter()
-        processes = self.output.processes
-        unfinished: list[int] = []
-        bad: list[BadSample] = []
+        started, processes = time.perf_counter(), self.output.processes
+        before: dict[int, Any] = {}
         with processes.agreement():
             if processes.rank == 0:  # this reads all existing shards
                 for k in range(len(self)):
                     processes.working("checking the shards")
-                    if self._is_finished(k):
-                        bad += self._bad(k)
-                    else:
-                        unfinished.append(k)
-        todo = processes.broadcast_object(unfinished)
+                    with contextlib.suppress(*_DAMAGES):
+                        before[k] = self._checked(k)
+        todo = processes.broadcast_object([k for k in range(len(self)) if k not in before])
         if not todo:
             self.output.say(f"all {len(self)} shards were {done} before, nothing is left to do: {self.output.path}")
         log = BadSampleLog(len(self._names))
-        self._report(log, bad, stop_at_bad)
+        self._report(log, [sample for about in before.values() for sample in self._bad(about)], stop_at_bad)
         results = compute([self._items[k] for k in todo[processes.rank :: processes.world_size]])
         for shard in self.output.rounds(todo, done):
-            bad = []
+            bad: list[BadSample] = []
             with processes.agreement():
                 if shard is not None:
                     encoded = next(results)
@@ -148,37 +144,36 @@ class ShardWriter:
             self.output.write(f"{self._name}-{shard:05d}.npy", content.getvalue())
         self.output.write(self._file(shard), shard_bytes(self._name, rows, notes=notes, bad=bad))
 
-    def _is_finished(self, shard: int) -> bool:
-        """Whether the shard exists, and holds what it says of itself."""
-        try:
-            about = self._about(shard)
-            shape = (_rows(about["notes"]), *self._empty.shape[1:])
-            read_rows(self.output.path / self._file(shard), self._name, shape, [self._empty.dtype], about["sha256"])
-            return len(about["notes"]) + len(about["bad"]) == len(self._items[shard])
-        except _DAMAGES:
-            return False
-
     def _about(self, shard: int) -> Any:
         """What the metadata of an existing shard say."""
         with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
             return parse_json(file.metadata()["about"].encode())
 
-    def _bad(self, shard: int) -> list[BadSample]:
-        """The items of an existing shard that could not be read, by relative path."""
-        return [BadSample(index, self._names[index], reason) for index, reason in self._about(shard)["bad"]]
+    def _checked(self, shard: int) -> Any:
+        """As `_about`, of a shard that holds what it says of itself. Raises one of `_DAMAGES` if there is none."""
+        about = self._about(shard)
+        shape = (_rows(about["notes"]), *self._empty.shape[1:])
+        read_rows(self.output.path / self._file(shard), self._name, shape, [self._empty.dtype], about["sha256"])
+        if len(about["notes"]) + len(about["bad"]) != len(self._items[shard]):
+            raise ValueError("it holds other items")
+        return about
+
+    def _bad(self, about: Any) -> list[BadSample]:
+        """The items of a shard that could not be read, by relative path."""
+        return [BadSample(index, self._names[index], reason) for index, reason in about["bad"]]
 
     def _write_index(self, counted: str) -> None:
         """Write index.jsonl, then index.json. All shards must exist."""
         lines: list[dict[str, Any]] = []
         shards, bad = [], []
         for shard, items in enumerate(self._items):
-            about, unreadable = self._about(shard), self._bad(shard)
-            left_out, row = {sample.index for sample in unreadable}, 0
+            about, row = self._about(shard), 0
+            left_out = {index for index, _ in about["bad"]}
             for index, note in zip((index for index in items if index not in left_out), about["notes"], strict=True):
                 lines.append({"path": self._names[index], "shard": shard, "row": row, **note})
                 row += note.get(COUNT, 1)
             shards.append({"file": self._file(shard), "rows": row, "sha256": about["sha256"]})
-            bad += [{"path": sample.path, "reason": sample.reason} for sample in unreadable]
+            bad += [{"path": sample.path, "reason": sample.reason} for sample in self._bad(about)]
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         self.output.write(LINES_FILE, text)
         sums = {counted: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
@@ -186,15 +181,12 @@ class ShardWriter:
 
     def _report(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
         """Say which items any process could not read, each once. Collective."""
-        processes = self.output.processes
-        new = log.share(bad, processes.gather_objects)
-        with processes.agreement():
+        new = log.share(bad, self.output.processes.gather_objects)
+        with self.output.processes.agreement():
             if new and stop:
                 raise ValueError(f"cannot read {new[0]}; --on_bad_sample skip goes on without it")
-        for sample in new:
-            text = f"cannot read {sample}; it is left out"
-            self.output.say(text.encode(errors="backslashreplace").decode())  # a name may hold bytes that are not UTF-8
-        with processes.agreement():
+            for sample in new:  # whose name may hold bytes that are not UTF-8
+                self.output.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
             log.check()
 
 
