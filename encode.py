@@ -23,7 +23,7 @@ import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import distributed
 from hub import fetch
@@ -121,197 +121,178 @@ def check_flags(args: argparse.Namespace, *kinds: str) -> None:
         args.format = args.format or next(iter(formats))
 
 
-class Coder:
-    """What encodes and decodes images or videos, and the settings that both, and either, depend on."""
+class Opened(NamedTuple):
+    """A set that is to be encoded.
+
+    grid: [h', w'] of its codes.
+    names: of all items; `parts`: if a manifest asks for parts of files, which part each item is; else empty.
+    codes: the indices of the items of each shard -> their codes.
+    """
+
+    grid: list[int]
+    names: list[str]
+    parts: list[str]
+    codes: Callable[[Sequence[range]], Iterator[Encoded]]
+
+
+class Coder(NamedTuple):
+    """What encodes and decodes images or videos.
+
+    kind: "images" or "videos".
+    settings, of_encoding, of_decoding: what the files depend on in both directions, or in one.
+    open: opens the set to be encoded at images of this side; raises ValueError, in one line, if the model does not take
+        them.
+    ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
+    write: stored codes, shard, files: writes the files of a shard.
+    """
 
     kind: str
-
-    def __init__(self, model: Any, args: argparse.Namespace, backend: distributed.Backend) -> None:
-        self.model, self._args, self._backend = model, args, backend
-        self._threads = max(1, args.num_workers)
-        self.settings: dict[str, Any] = {}
-        self.of_encoding: dict[str, Any] = {}
-        self.of_decoding: dict[str, Any] = {}
-
-    def _computed(self, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any) -> Tensor:
-        """What a method of the model makes of values, in the precision of the run."""
-        self._backend.mark(doing)
-        with self._backend.autocast():
-            return method(values.to(self._backend.device), *state)
+    settings: dict[str, Any]
+    of_encoding: dict[str, Any]
+    of_decoding: dict[str, Any]
+    open: Callable[[int], Opened]
+    ending: str
+    frames_per_code: int | None
+    write: Callable[[StoredCodes, int, Sequence[Path]], None]
 
 
-class Images(Coder):
+def computed(
+    backend: distributed.Backend, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
+) -> Tensor:
+    """What a method of the model makes of values, in the precision of the run."""
+    backend.mark(doing)
+    with backend.autocast():
+        return method(values.to(backend.device), *state)
+
+
+def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Images in batches, through a DiscreteVAE or a VQGAN.
 
     All batches are padded to one size, because at a fixed size neither the place of an image in its batch nor the other
     images change its codes. With another size or number of threads, a CPU chooses other kernels, whose latents were
     seen to differ by 1e-6; occasionally, that makes another code the nearest.
     """
+    import torch
 
-    kind = "images"
+    import data
+    from data.stores.decoding import decode_images
+    from data.stores.encoding import encode_batches
+    from models.files.building import require_room
 
-    def __init__(self, model: Any, args: argparse.Namespace, backend: distributed.Backend) -> None:
-        super().__init__(model, args, backend)
-        self.settings = {"batch_size": args.batch_size}
+    count = args.batch_size
 
-    def grid(self, side: int) -> list[int]:
-        """[h', w'] of the codes of images of this side. Raises ValueError, in one line, if the model does not take
-        them."""
-        import torch
+    def encode(images: Tensor) -> Tensor:
+        return computed(backend, "encoding", model.encode, data.to_unit_range(images.to(backend.device))).cpu()
 
-        from models.files.building import require_room
-
-        if side != self.model.image_size and type(self.model).__name__ == "DiscreteVAE":
-            raise ValueError(f"--image_size {side}: this model takes {self.model.image_size} alone; leave it out")
-        count, shape = self._args.batch_size, (self.model.channels, side, side)
-        require_room(f"a batch of {count} images of {side} pixels", count, *shape)
+    def open_set(side: int) -> Opened:
+        if side != model.image_size and type(model).__name__ == "DiscreteVAE":
+            raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
+        require_room(f"a batch of {count} images of {side} pixels", count, model.channels, side, side)
         try:
-            return list(self._encode(torch.zeros(1, *shape, dtype=torch.uint8)).shape[1:])
+            grid = list(encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
             raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
+        images = data.open_images(args.image_folder, image_size=side, channels=model.channels)
+        load = functools.partial(load_alone, images)
+        how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
+        return Opened(
+            grid, list(map(images.name, range(len(images)))), [],
+            lambda shards: encode_batches(load, images.describe, shards, encode, **how),
+        )  # fmt: skip
 
-    def open(self, side: int) -> tuple[list[str], list[str]]:
-        """The names of all images, and nothing more that says which they are."""
-        import data
+    def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
+        decode = functools.partial(computed, backend, "decoding", model.decode)
+        decode_images(codes, shard, files, decode, batch_size=count, num_threads=max(1, args.num_workers))
 
-        self._images = data.open_images(self._args.image_folder, image_size=side, channels=self.model.channels)
-        return [self._images.name(index) for index in range(len(self._images))], []
-
-    def codes(self, shards: Sequence[range]) -> Iterator[Encoded]:
-        """The codes of the images with the indices of each shard."""
-        from data.stores.encoding import encode_batches
-
-        load, size = functools.partial(_alone, self._images), self._args.batch_size
-        how = {"batch_size": size, "per_request": size, "num_workers": self._args.num_workers}
-        return encode_batches(load, self._images.describe, shards, self._encode, **how)
-
-    def files(self, folder: Path, codes: StoredCodes) -> list[list[Path]]:
-        """The files that are made of codes, by shard and item."""
-        from data.stores.decoding import decoded_files
-
-        return decoded_files(folder, codes, ".png", None)
-
-    def write(self, codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        """Write the files of a shard."""
-        from data.stores.decoding import decode_images
-
-        decode = functools.partial(self._computed, "decoding", self.model.decode)
-        decode_images(codes, shard, files, decode, batch_size=self._args.batch_size, num_threads=self._threads)
-
-    def _encode(self, images: Tensor) -> Tensor:
-        """Images uint8 (b, c, h, w) -> codes int64 (b, h', w') on the CPU."""
-        from data import to_unit_range
-
-        return self._computed("encoding", lambda pixels: self.model.encode(to_unit_range(pixels)), images).cpu()
+    return Coder("images", {"batch_size": count}, {}, {}, open_set, ".png", None, write)
 
 
-def _alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
+def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
     """An image as a batch of one, with nothing to be said of it."""
     return images.load(index)[None], {}
 
 
-class Videos(Coder):
-    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer. Methods: see `Images`."""
+def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
+    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
+    import data
+    from data.files.opening import missing_package
+    from data.files.source import parts_of
+    from data.stores.codes import code_dtype
+    from data.stores.decoding import FRAME_FOLDER, decode_videos
+    from data.stores.encoding import PIECE_FRAMES, encode_streams
+    from data.videos.moving import FRAMES_PER_SECOND
+    from models.files.building import require_room
+    from models.video.layers import check_side
+    from training.pictures.film import can_write_mp4, to_gif, write_mp4
 
-    kind = "videos"
+    if model.channels != 3 or model.is_conditional:
+        what = "needs a condition" if model.is_conditional else f"has {model.channels} channels"
+        raise ValueError(f"the model in {args.model} {what}; videos are coded by models of RGB without a condition")
+    if args.format == "mp4" and not can_write_mp4():
+        raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
+    speed = {"fps": args.fps, "frame_stride": args.frame_stride}
+    threads, dtype = max(1, args.num_workers), code_dtype(model.num_codes)
 
-    def __init__(self, model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> None:
-        from data.files.opening import missing_package
-        from training.pictures.film import can_write_mp4
+    def start_encoding() -> Callable[[Tensor], np.ndarray]:
+        state = model.start_encoding()
 
-        if model.channels != 3 or model.is_conditional:
-            what = "needs a condition" if model.is_conditional else f"has {model.channels} channels"
-            raise ValueError(f"the model in {args.model} {what}; videos are coded by models of RGB without a condition")
-        if args.format == "mp4" and not can_write_mp4():
-            raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
-        super().__init__(model, args, backend)
-        self._speed = {"fps": args.fps, "frame_stride": args.frame_stride}
-        self.of_encoding = {**self._speed, "frames_per_code": model.frames_per_code}
-        self.of_decoding = {"format": args.format}
+        def encode(frames: Tensor) -> np.ndarray:
+            pixels = data.to_unit_range(frames.to(backend.device))[None]
+            return computed(backend, "encoding", model.encode_next, pixels, state)[0].cpu().numpy().astype(dtype)
 
-    def grid(self, side: int) -> list[int]:
-        from data.stores.encoding import PIECE_FRAMES
-        from models.files.building import require_room
-        from models.video.layers import check_side
+        return encode
 
-        check_side("--image_size", side, self.model.pixels_per_code)
+    def start_decoding() -> Callable[[Tensor], Tensor]:
+        state = model.start_decoding()
+        return lambda codes: computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
+
+    def open_set(side: int) -> Opened:
+        check_side("--image_size", side, model.pixels_per_code)
         require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
-        return [side // self.model.pixels_per_code] * 2
-
-    def open(self, side: int) -> tuple[list[str], list[str]]:
-        """The names of all videos and, if a manifest asks for parts of them, what parts these are."""
-        from data import open_videos
-        from data.files.source import parts_of
-        from data.videos.moving import FRAMES_PER_SECOND
-
-        videos: Any = open_videos(self._args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **self._speed)
-        numbers, is_demo = range(len(videos)), not hasattr(videos, "clips")
+        videos: Any = data.open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
+        numbers, is_drawn = range(len(videos)), not hasattr(videos, "clips")
 
         def frames_of(index: int) -> Iterator[tuple[Tensor, float | None]]:
-            if is_demo:
-                return ((f, FRAMES_PER_SECOND / videos.frames_per_step) for f in videos.load(index).unbind(1))
+            if is_drawn:
+                fps = FRAMES_PER_SECOND / videos.frames_per_step
+                return ((frame, fps) for frame in videos.load(index).unbind(1))
             return videos.clips.frames(videos.source(index))
 
-        self._videos, self._frames_of = videos, frames_of
-        return [videos.name(index) for index in numbers], [] if is_demo else parts_of(map(videos.source, numbers))
+        how = {"frames_per_code": model.frames_per_code, "num_threads": threads}
+        return Opened(
+            [side // model.pixels_per_code] * 2, list(map(videos.name, numbers)),
+            [] if is_drawn else parts_of(map(videos.source, numbers)),
+            lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how),
+        )  # fmt: skip
 
-    def codes(self, shards: Sequence[range]) -> Iterator[Encoded]:
-        from data.stores.encoding import encode_streams
+    def write_film(file: BinaryIO, frames: Iterator[np.ndarray], fps: float) -> None:
+        if args.format == "gif":
+            file.write(to_gif(frames, fps))
+        else:
+            write_mp4(file, frames, fps)
 
-        how = {"frames_per_code": self.model.frames_per_code, "num_threads": self._threads}
-        return encode_streams(self._frames_of, self._videos.describe, shards, self._encoding, **how)
+    def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
+        decode_videos(codes, shard, files, start_decoding, write_film, num_threads=threads)
 
-    def files(self, folder: Path, codes: StoredCodes) -> list[list[Path]]:
-        from data.stores.decoding import FRAME_FOLDER, decoded_files
-
-        ending = FRAME_FOLDER if self._args.format == "png" else f".{self._args.format}"
-        return decoded_files(folder, codes, ending, self.model.frames_per_code)
-
-    def write(self, codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        from data.stores.decoding import decode_videos
-        from training.pictures.film import to_gif, write_mp4
-
-        def write_film(file: BinaryIO, frames: Iterator[np.ndarray], fps: float) -> None:
-            if self._args.format == "gif":
-                file.write(to_gif(frames, fps))
-            else:
-                write_mp4(file, frames, fps)
-
-        decode_videos(codes, shard, files, self._decoding, write_film, num_threads=self._threads)
-
-    def _encoding(self) -> Callable[[Tensor], np.ndarray]:
-        """Begin a video: a function of its next frames, uint8 (3, f, h, w), that returns their codes (f', h', w')."""
-        from data import to_unit_range
-        from data.stores.codes import code_dtype
-
-        state, dtype = self.model.start_encoding(), code_dtype(self.model.num_codes)
-
-        def codes_of(frames: Tensor) -> np.ndarray:
-            pixels = to_unit_range(frames.to(self._backend.device))[None]
-            return self._computed("encoding", self.model.encode_next, pixels, state)[0].cpu().numpy().astype(dtype)
-
-        return codes_of
-
-    def _decoding(self) -> Callable[[Tensor], Tensor]:
-        """Begin a video: a function of its next codes, int64 (f', h', w'), that returns their frames (f, 3, h, w)."""
-        state = self.model.start_decoding()
-        return lambda codes: self._computed("decoding", self.model.decode_next, codes[None], state)[0].transpose(0, 1)
+    ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
+    of_encoding = {**speed, "frames_per_code": model.frames_per_code}
+    return Coder("videos", {}, of_encoding, {"format": args.format}, open_set, ending, model.frames_per_code, write)
 
 
-def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Images | Videos, dict[str, Any]]:
-    """The model on the device of the run; and the settings that codes depend on besides what is coded. Raises
-    ValueError, in one line, if there is no such model or it does not code what the flags say."""
+def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
+    """The model on the device of the run, what codes with it, and the settings that codes depend on besides what is
+    coded. Raises ValueError, in one line, if there is no such model or it does not code what the flags say."""
     from trained import open_model
 
-    coders: dict[str, type[Images] | type[Videos]] = {"DiscreteVAE": Images, "VQGAN": Images, "VideoTokenizer": Videos}
-    model, about, _ = open_model(args.model, *coders)
+    model, about, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     name = type(model).__name__
-    kind = coders[name].kind
+    kind = "videos" if name == "VideoTokenizer" else "images"
     if kind not in kinds_of(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
     check_flags(args, kind)
-    coder = coders[name](model.to(backend.device).requires_grad_(False), args, backend)
-    return coder, {**about, **coder.settings, **kernel_settings(args, backend)}
+    make = video_coder if kind == "videos" else image_coder
+    coder = make(model.to(backend.device).requires_grad_(False), args, backend)
+    return model, coder, {**about, **coder.settings, **kernel_settings(args, backend)}
 
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
@@ -326,51 +307,49 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     fetch(args.model, backend)
     with backend.agreement():
-        coder, about = open_coder(args, backend)
-        side, num_codes = args.image_size or coder.model.image_size, coder.model.num_codes
-        grid = coder.grid(side)
+        model, coder, about = open_coder(args, backend)
         backend.working("listing the samples")
-        names, parts = coder.open(side)
-    per_shard = f"{coder.kind}_per_shard"
+        side, kind, dtype = args.image_size or model.image_size, coder.kind, code_dtype(model.num_codes)
+        grid, names, parts, codes = coder.open(side)
+    per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
-        "task": "encode", **about, "num_codes": num_codes, "grid": grid, "dtype": str(code_dtype(num_codes)),
-        "image_size": side, **coder.of_encoding, coder.kind: len(names), "names_sha256": names_sha256([*names, *parts]),
-        per_shard: getattr(args, per_shard), "format": args.format,
+        "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),
+        "image_size": side, **coder.of_encoding, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
+        f"{kind}_per_shard": per_shard, "format": args.format,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    empty = np.zeros((0, *grid), code_dtype(num_codes))
-    shards = ShardWriter(output, CODES, empty, names, settings[per_shard], with_npy=args.format == "npy")
-    filled = shards.fill(coder.codes, f"coded_{coder.kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
-    backend.say(f"{len(names) - filled.bad} {coder.kind} in {len(shards)} shards of codes: {args.output}")
+    shards = ShardWriter(output, CODES, np.zeros((0, *grid), dtype), names, per_shard, with_npy=args.format == "npy")
+    filled = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
+    backend.say(f"{len(names) - filled.bad} {kind} in {len(shards)} shards of codes: {args.output}")
     if args.report:
         with backend.agreement():
             counts = StoredCodes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
-        n, seconds = filled.items, filled.seconds
-        if n:
-            speed = f"{n / seconds:.3g} {coder.kind}/s"
-            backend.say(f"{n} {coder.kind} in {seconds:.3g} s, {speed}; {filled.bad} files were left out")
+        if n := filled.items:
+            speed = f"{n} {kind} in {filled.seconds:.3g} s, {n / filled.seconds:.3g} {kind}/s"
+            backend.say(f"{speed}; {filled.bad} files were left out")
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Decode a folder of codes to images or videos. Raises AskedToStop after a signal."""
     from data.stores.codes import StoredCodes
+    from data.stores.decoding import decoded_files
     from data.stores.output import OutputFolder
 
     fetch(args.model, backend)
     with backend.agreement():
-        stored = StoredCodes(args.decode)
-        coder, about = open_coder(args, backend)
-        if stored.index.get("weights_sha256") != about["weights_sha256"]:
+        codes = StoredCodes(args.decode)
+        _, coder, about = open_coder(args, backend)
+        if codes.index.get("weights_sha256") != about["weights_sha256"]:
             raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
-        files = coder.files(Path(args.output), stored)
-    settings = {"task": "decode", **about, "index_sha256": stored.sha256, **coder.of_decoding}
+        files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
+    settings = {"task": "decode", **about, "index_sha256": codes.sha256, **coder.of_decoding}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     for shard in output.rounds(range(len(files)), "decoded"):
         with backend.agreement():
             if shard is not None:
-                coder.write(stored, shard, files[shard])
+                coder.write(codes, shard, files[shard])
     backend.say(f"{sum(map(len, files))} {coder.kind}: {args.output}")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -148,25 +149,19 @@ def _pieces(frames: Iterator[tuple[Tensor, float | None]], frames_per_code: int)
 def _in_turn(
     start: Callable[[int], Iterator[Tensor | Note]], indices: Iterable[int], num_threads: int
 ) -> Iterator[tuple[int, Tensor | Note | Exception]]:
-    """What several videos yield, each in order, as threads finish it; or what one has raised, which ends it."""
-
-    def next_of(video: Iterator[Tensor | Note]) -> Tensor | Note | Exception:
-        try:
-            return next(video)
-        except (OSError, ValueError) as error:
-            return error
-
+    """What several videos yield, one after the other as in a round; or what one has raised, which ends it."""
     waiting = ((index, start(index)) for index in indices)
-    running: dict[Future[Tensor | Note | Exception], tuple[int, Iterator[Tensor | Note]]] = {}
     with ThreadPoolExecutor(num_threads) as pool:
-        for index, video in itertools.islice(waiting, num_threads):
-            running[pool.submit(next_of, video)] = index, video
-        while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                index, video = running.pop(future)
+        turns = deque((*each, pool.submit(next, each[1])) for each in itertools.islice(waiting, num_threads))
+        while turns:
+            index, video, future = turns.popleft()
+            found: Any
+            try:
                 found = future.result()
-                # The thread goes on while the model encodes, after the end of a video with the next one.
-                follower = (index, video) if isinstance(found, Tensor) else next(waiting, None)
-                if follower is not None:
-                    running[pool.submit(next_of, follower[1])] = follower
-                yield index, found
+            except (OSError, ValueError) as error:
+                found = error
+            # The thread goes on while the model encodes, after the end of a video with the next one.
+            following = (index, video) if isinstance(found, Tensor) else next(waiting, None)
+            if following is not None:
+                turns.append((*following, pool.submit(next, following[1])))
+            yield index, found
