@@ -77,8 +77,9 @@ def build_parser() -> ArgumentParser:
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
     formats = dict.fromkeys(form for forms in FORMATS.values() for form in forms)
     group.add_argument("--format", choices=tuple(formats),
-        help="of codes: safetensors (default), of images also npy; of decoded videos: mp4 (default), gif (holds a "
-        "whole video in memory) or png, a folder of frames for each video. One frame is always a png")
+        help="of codes: safetensors (default), or npy, for images: a .npy beside each; of decoded videos: mp4 "
+        "(default), gif (holds a whole video in memory) or png, a folder of frames for each video. One frame is always "
+        "a png")
 
     add = parser.add_argument_group("encoding").add_argument
     add("--image_size", type=pixels, metavar="PIXELS",

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tandem.files.reading import open_regular
 
+from ..bad_samples import reason_of
 from ..files.find import Folder
 from ..files.opening import NothingFoundError, list_files
 from ..files.packed import Strings
@@ -137,16 +138,21 @@ def _rate_and_frames(path: str) -> tuple[int, int]:
         return 1, 0
 
 
-def is_sound(query: str) -> bool:
-    """Whether a query is the path of a sound file, not a sentence.
+def clips_of_query(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor | None:
+    """The clips of the sound file that a query names; None if it is a sentence.
 
-    Raises ValueError, in one line, if it has the ending of a sound file but no such file exists.
+    Raises ValueError, in one line, if the file cannot be read, or the query has the ending of a sound file and there is
+    none.
     """
     if os.path.isfile(query):
-        return True
+        require_decoders()
+        try:
+            return read_clips(query, decoder, max_clips)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {query}: {reason_of(error)}") from None
     if query.lower().endswith(ENDINGS):
         raise ValueError(f"there is no file {query!r}; a sentence that ends like one needs a full stop behind it")
-    return False
+    return None
 
 
 def unit_means(vectors: Sequence[Tensor]) -> Tensor:

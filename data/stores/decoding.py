@@ -18,7 +18,7 @@ from tandem.files.writing import create, replacing
 
 from .codes import StoredCodes
 from .output import explained_write
-from .pngs import output_names, save_missing, to_pixels
+from .pngs import output_names, pixels_of, save_missing
 from .shards import COUNT, LINES_FILE, explained
 
 FRAME_FOLDER = ".frames"  # ending of the folder of a video's frames
@@ -72,7 +72,7 @@ def decode_images(
     for first in range(0, len(rows), batch_size):
         batch = rows.new_zeros(batch_size, *rows.shape[1:])
         batch[: len(rows) - first] = rows[first : first + batch_size]
-        save_missing(files[first : first + batch_size], _pixels([batch], decode), num_threads)
+        save_missing(files[first : first + batch_size], pixels_of([batch], decode), num_threads)
 
 
 def decode_videos(
@@ -93,7 +93,7 @@ def decode_videos(
     rows, first = torch.from_numpy(codes.load(shard).astype(np.int64)), 0
     for line, path in zip(codes.by_shard[shard], files, strict=True):
         of_video, first = rows[first : first + line[COUNT]], first + line[COUNT]
-        frames = itertools.islice(_pixels(of_video.split(_PIECE_CODES), open_stream()), line["frames"])
+        frames = itertools.islice(pixels_of(of_video.split(_PIECE_CODES), open_stream()), line["frames"])
         if path.suffix == ".png":
             save_missing([path], frames, 1)
         elif path.suffix == FRAME_FOLDER:
@@ -102,10 +102,4 @@ def decode_videos(
             with explained_write(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(path) as temporary, create(temporary) as file:
-                    write(file, frames, line["fps"])
-
-
-def _pixels(pieces: Sequence[Tensor], decode: Decode) -> Frames:
-    """The images (h, w, c) that pieces of codes stand for, one by one."""
-    for piece in pieces:
-        yield from to_pixels(decode(piece)).numpy()
+                    write(file, (frame.numpy() for frame in frames), line["fps"])

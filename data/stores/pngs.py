@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -24,18 +22,18 @@ from .shards import stays_inside
 _END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 
-def save_missing(paths: Sequence[Path], pixels: Iterable[npt.NDArray[np.uint8]], num_threads: int) -> None:
-    """Write those PNGs of images (h, w, c) that do not exist or are incomplete; `num_threads` threads compress them. If
-    none is missing, `pixels` is not begun."""
+def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:
+    """Write those PNGs of pictures uint8 (h, w, c) that do not exist or are incomplete; `num_threads` threads compress
+    them. If none is missing, no picture is asked for; there may be more of them than paths."""
     missing = [not is_complete(path) for path in paths]
     if any(missing):
         with ThreadPoolExecutor(num_threads) as pool:
-            todo = itertools.compress(zip(paths, pixels, strict=False), missing)
+            todo = itertools.compress(zip(paths, pictures, strict=False), missing)
             while some := list(itertools.islice(todo, 4 * num_threads)):
-                list(pool.map(lambda item: save(item[0], torch.from_numpy(item[1])), some))
+                list(pool.map(_save, *zip(*some, strict=True)))
 
 
-def save(path: Path, pixels: Tensor) -> None:
+def _save(path: Path, pixels: Tensor) -> None:
     """Write an image whole or not at all, even if the process is killed. The file is not synced, which would take most
     of the time; after a power cut, the next start finds incomplete files by `is_complete`."""
     content = io.BytesIO()
@@ -46,9 +44,12 @@ def save(path: Path, pixels: Tensor) -> None:
             file.write(content.getbuffer())
 
 
-def to_pixels(images: Tensor) -> Tensor:
-    """Images (b, c, h, w) in [0, 1], c = 3 (RGB) or 4 (RGBA) -> uint8 (b, h, w, c): round(255 x) after clamping."""
-    return (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).contiguous().cpu()
+def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[Tensor]:
+    """The pictures uint8 (h, w, c) that a function draws of pieces, for each some in [0, 1], (b, c, h, w), c = 3 (RGB)
+    or 4 (RGBA): round(255 x) after clamping. A piece is drawn when its first picture is asked for."""
+    for piece in pieces:
+        images = (draw(piece).float().clamp(0, 1) * 255).round().byte()
+        yield from images.permute(0, 2, 3, 1).contiguous().cpu()
 
 
 def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
