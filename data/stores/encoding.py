@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..bad_samples import BadSample, reason_of
-from ..workers import load_groups
+from ..workers import Loader
 from .shards import COUNT, Encoded
 
 PIECE_FRAMES = 16  # of a video, which are in memory at once
@@ -45,8 +45,9 @@ def encode_batches(
             own piece alone: with padded batches it depends neither on the processes nor on the other samples.
     """
     requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
-    loaded = load_groups(functools.partial(_load, load, describe), requests, num_workers)
-    return (_encode_shard(of_shard, encode, batch_size) for of_shard in loaded)
+    loader = Loader(functools.partial(_load, load, describe), list(itertools.chain(*requests)), num_workers)
+    loaded = iter(loader)
+    return (_encode_shard(itertools.islice(loaded, len(each)), encode, batch_size) for each in requests)
 
 
 def _load(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:

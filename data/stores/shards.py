@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import math
 import time
@@ -103,18 +104,18 @@ class ShardWriter:
         item cannot be read); AskedToStop after a signal.
         """
         started, processes = time.perf_counter(), self.output.processes
-        before: dict[int, Any] = {}
+        before: dict[int, list[BadSample]] = {}
         with processes.agreement():
             if processes.rank == 0:  # this reads all existing shards
                 for k in range(len(self)):
                     processes.working("checking the shards")
                     with contextlib.suppress(*_DAMAGES):
-                        before[k] = self._checked(k)
+                        before[k] = self._check(k)
         todo = processes.broadcast_object([k for k in range(len(self)) if k not in before])
         if not todo:
             self.output.say(f"all {len(self)} shards were {done} before, nothing is left to do: {self.output.path}")
         log = BadSampleLog(len(self._names))
-        self._report(log, [sample for about in before.values() for sample in self._bad(about)], stop_at_bad)
+        self._report(log, itertools.chain(*before.values()), stop_at_bad)
         results = compute([self._items[k] for k in todo[processes.rank :: processes.world_size]])
         for shard in self.output.rounds(todo, done):
             bad: list[BadSample] = []
@@ -149,17 +150,14 @@ class ShardWriter:
         with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
             return parse_json(file.metadata()["about"].encode())
 
-    def _checked(self, shard: int) -> Any:
-        """As `_about`, of a shard that holds what it says of itself. Raises one of `_DAMAGES` if there is none."""
+    def _check(self, shard: int) -> list[BadSample]:
+        """The items of a shard that could not be read, by relative path. Raises one of `_DAMAGES` if there is no such
+        shard, or not all of what it says of itself is true."""
         about = self._about(shard)
         shape = (_rows(about["notes"]), *self._empty.shape[1:])
         read_rows(self.output.path / self._file(shard), self._name, shape, [self._empty.dtype], about["sha256"])
         if len(about["notes"]) + len(about["bad"]) != len(self._items[shard]):
             raise ValueError("it holds other items")
-        return about
-
-    def _bad(self, about: Any) -> list[BadSample]:
-        """The items of a shard that could not be read, by relative path."""
         return [BadSample(index, self._names[index], reason) for index, reason in about["bad"]]
 
     def _write_index(self, counted: str) -> None:
@@ -168,12 +166,15 @@ class ShardWriter:
         shards, bad = [], []
         for shard, items in enumerate(self._items):
             about, row = self._about(shard), 0
-            left_out = {index for index, _ in about["bad"]}
-            for index, note in zip((index for index in items if index not in left_out), about["notes"], strict=True):
-                lines.append({"path": self._names[index], "shard": shard, "row": row, **note})
-                row += note.get(COUNT, 1)
+            reasons, notes = dict(about["bad"]), iter(about["notes"])
+            for index in items:
+                path = self._names[index]
+                if index in reasons:
+                    bad.append({"path": path, "reason": reasons[index]})
+                else:
+                    lines.append({"path": path, "shard": shard, "row": row, **next(notes)})
+                    row += lines[-1].get(COUNT, 1)
             shards.append({"file": self._file(shard), "rows": row, "sha256": about["sha256"]})
-            bad += [{"path": sample.path, "reason": sample.reason} for sample in self._bad(about)]
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         self.output.write(LINES_FILE, text)
         sums = {counted: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
