@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .record import Entry, Record, Wanted
+from .record import Entry, Record, Source, Wanted
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
 OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
@@ -72,6 +72,12 @@ class Rows:
         if content is not None and not isinstance(content, str):
             return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         return Entry(self.joined(path_of({"path": path}, wanted.noun))) if path else None
+
+
+def parts_of(source: Source) -> list[str]:
+    """Which part of its file each record of a table is, in seconds; empty if all are whole files."""
+    seconds = [seconds_of(source.cells(index)) for index in range(len(source))] if isinstance(source, Rows) else []
+    return [f"{start} {end}" for start, end in seconds] if any(part != (0.0, math.inf) for part in seconds) else []
 
 
 def columns_of(wanted: Wanted) -> tuple[str, ...]:
