@@ -299,9 +299,10 @@ def _plain(cell: Any) -> Any:
         return {name: _plain(cell[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
     if cell.is_valid and (types.is_binary(kind) or types.is_large_binary(kind)):
         return cell.as_buffer()
-    if cell.is_valid and str(kind).startswith(_LISTS) and "string" not in str(kind):
-        numbers = cell.values.to_numpy(zero_copy_only=False)  # faster than lists by a hundred times
-        return list(numbers) if numbers.dtype == object else numbers
+    if cell.is_valid and str(kind).startswith(_LISTS):
+        if types.is_floating(kind.value_type):
+            return np.from_dlpack(cell.values)  # to_numpy() would import pandas
+        return [_plain(each) for each in cell.values]
     return cell.as_py()
 
 
