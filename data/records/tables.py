@@ -60,22 +60,22 @@ def saved_files(folder: str) -> TableFiles | None:
 
     Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
     """
-    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
-        splits = _read(folder, "dataset_dict.json").get("splits")
+    path, of_splits = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
+    if os.path.isfile(of_splits):
+        splits = _read(of_splits).get("splits")
         names = [str(split) for split in splits] if isinstance(splits, list) else []
         example = os.path.join(folder, *names[:1])
         raise ValueError(
             f"{folder!r} holds the splits {', '.join(names) or 'nothing'}: give the folder of one, such as {example!r}"
         )
-    path = os.path.join(folder, "state.json")
     if not os.path.isfile(path):
         return None
-    state = _read(folder, "state.json")
+    state = _read(path)
     files = state.get("_data_files")
     files = [file.get("filename") for file in files if isinstance(file, Mapping)] if isinstance(files, list) else []
     if not files or not all(isinstance(name, str) for name in files):
         raise ValueError(f"{path!r} names no files: save the dataset again")
-    if state.get("_indices_data_files"):  # of versions before 2.0
+    if state.get("_indices_data_files"):  # of old versions
         raise ValueError(
             f"{folder!r} holds a selection of the rows of its files: call flatten_indices() and save it again"
         )
@@ -113,8 +113,7 @@ def _split_of(name: str) -> str | None:
     return words[-1] if words else None
 
 
-def _read(folder: str, name: str) -> Mapping[str, Any]:
-    path = os.path.join(folder, name)
+def _read(path: str) -> Mapping[str, Any]:
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
