@@ -9,8 +9,7 @@ import math
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Generic, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from torch import Tensor
 from tandem.files.reading import printable
 
 from .bad_samples import BadSample, BadSampleLog, Raised
-from .contracts import Processes, Samples, skipped_of
-from .crops import crop_of
-from .images.sets import open_images
-from .joined import Joined
 from .order import AlternatingOrder, Indices, Split, TrainingOrder, part_of, share, split_of_folder, split_samples
-from .own import OwnData, data_of
-from .stream import Collate, TrainingStream, ValidationStream, collate_images
+from .samples import Joined, Samples
+from .stream import TrainingStream, ValidationStream
+
+if TYPE_CHECKING:
+    from distributed import Backend
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
 _TRAINED_PER_VALIDATED = 10  # samples between two validations for each sample that a validation sees by default
@@ -60,12 +58,11 @@ class Feed(Generic[BatchType]):
         self,
         open_samples: Callable[[], Samples],
         args: argparse.Namespace,
-        processes: Processes,
+        processes: Backend,
         *,
         split_seed: int,
         noun: str,
         source: str,
-        collate: Collate,
         open_second: Callable[[], Samples] | None = None,
         second_every: int = 1,
         divide: Callable[[Any], Split] | None = None,
@@ -109,7 +106,7 @@ class Feed(Generic[BatchType]):
         self.ask: Callable[[], None] = lambda: None
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
-            "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample, "collate": collate,
+            "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample,
             "noun": f"{noun}s", "pin_memory": processes.device.type == "cuda",
         }  # fmt: skip
         #: What the loader gives `next`, endlessly.
@@ -141,7 +138,7 @@ class Feed(Generic[BatchType]):
 
     def skipped(self) -> str:
         """One line about files that are no samples: how many, and of which endings; "" if there are none."""
-        return skipped_of(self.samples)
+        return self.samples.skipped
 
     def start(self, start_samples: int) -> BatchType:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
@@ -292,33 +289,6 @@ def _check_views(views: Sequence[Sequence[Any]], what: str) -> None:
 def _joined(parts: Sequence[Any]) -> Any:
     """Tensors or lists, one after the other."""
     return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else list(itertools.chain(*parts))
-
-
-class ImageBatch(TypedDict):
-    """images: uint8 (b, c, h, w); positions and ids: see `Feed`."""
-
-    images: Tensor
-    positions: list[int]
-    ids: list[int]
-
-
-def image_feed(args: argparse.Namespace, processes: Processes, channels: int = 3) -> Feed[ImageBatch]:
-    """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels.
-
-    `args` are `ImageFlags` and `RunFlags` of `training/flags/shared.py`. Raises what `Feed` raises.
-    """
-    source = data_of(args, "image_folder")
-
-    def open_set(spec: str | OwnData = source) -> Samples:
-        return open_images(
-            spec, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed,
-            crop=crop_of(args),
-        )  # fmt: skip
-
-    return Feed(
-        open_set, args, processes, split_seed=split_seed_of(args), noun="image", source=str(source),
-        collate=collate_images, open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
-    )  # fmt: skip
 
 
 def split_seed_of(args: argparse.Namespace) -> int:

@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from PIL import ImageFile
 from torch import Tensor
 
 from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, reason_of
-from .contracts import Samples
 from .order import AlternatingOrder, Indices, TrainingOrder, ValidationOrder
+from .samples import Samples
 from .workers import Loader
 
 Order = TrainingOrder | AlternatingOrder | ValidationOrder
 OnBadSample = Literal["replace", "accept", "error"]
 _MOST_TRIES = 100
-
-
-class Batch(TypedDict):
-    """images: uint8 (b, c, h, w); positions: place of each sample in the global batch; ids: dataset index of the sample
-    that was loaded; bad: the samples that could not be read while loading the batch."""
-
-    images: Tensor
-    positions: list[int]
-    ids: list[int]
-    bad: list[BadSample]
-
-
-# Loaded samples -> the entries of a batch other than positions, ids and bad.
-Collate = Callable[[Sequence[Any]], dict[str, Any]]
-
-
-def collate_images(images: Sequence[Tensor]) -> dict[str, Any]:
-    """Images (c, h, w) -> {"images": (b, c, h, w)}."""
-    return {"images": torch.stack(list(images))}
 
 
 def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -59,8 +40,9 @@ class TrainingStream:
     replaced. Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
     empty.
 
-    Yields a `Batch` if the samples are images; for other samples, the entries that `collate` makes replace "images".
-    `noun` is what messages call the samples.
+    Yields the entries of the samples (`collate_entries`); "positions", the place of each sample in the global batch;
+    "ids", the dataset index of the sample that was loaded; and "bad", the samples that could not be read while loading
+    the batch, or only in part. `noun` is what messages call the samples.
     """
 
     def __init__(
@@ -77,7 +59,6 @@ class TrainingStream:
         num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
         pin_memory: bool = False,
-        collate: Collate = collate_images,
         noun: str = "images",
     ) -> None:
         assert batch_size % world_size == 0, (batch_size, world_size)
@@ -86,7 +67,7 @@ class TrainingStream:
         share = batch_size // world_size
         requests = _Requests(start_samples, batch_size, range(rank * share, (rank + 1) * share))
         order = order or TrainingOrder(subset, seed)
-        loader = _BatchLoader(samples, order, True, on_bad_sample, collate, noun)
+        loader = _BatchLoader(samples, order, True, on_bad_sample, noun)
         self._batches = Loader(loader, requests, num_workers, pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[Any]:
@@ -112,7 +93,6 @@ class ValidationStream:
         num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
         pin_memory: bool = False,
-        collate: Collate = collate_images,
         noun: str = "images",
         keep_workers: bool = True,
     ) -> None:
@@ -120,7 +100,7 @@ class ValidationStream:
         assert n == 0 or n >= world_size, (n, world_size)
         self._n, self._n_steps = n, min(math.ceil(n / batch_size), n // world_size)
         requests = _ValidationRequests(n, self._n_steps * world_size, rank, world_size)
-        self._load = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, collate, noun)
+        self._load = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, noun)
         self._batches = Loader(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=keep_workers)
 
     def __len__(self) -> int:
@@ -173,7 +153,6 @@ class _BatchLoader:
     order: Order
     augment: bool
     on_bad_sample: OnBadSample
-    collate: Collate
     noun: str
 
     def __call__(self, request: _Request) -> dict[str, Any]:
@@ -182,7 +161,7 @@ class _BatchLoader:
         bad: dict[int, BadSample] = {}
         samples = [self._load(first + position, bad) for position in positions]
         return {
-            **self.collate([sample for sample, _ in samples]),
+            **collate_entries([sample for sample, _ in samples]),
             "positions": list(positions),
             "ids": [index for _, index in samples],
             "bad": list(bad.values()),

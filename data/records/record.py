@@ -25,6 +25,7 @@ class Wanted(NamedTuple):
         columns: Of tables and manifests, and keys of the items of a user's dataset.
         feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
         takes_rows: Whether a record holds a mapping of all its columns that a row has, such as texts; else the first.
+        further: Endings of files that are taken, too; of a tar, where no file of `endings` has the same name.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Wanted(NamedTuple):
     columns: tuple[str, ...] = ()
     feature: str = ""
     takes_rows: bool = False
+    further: tuple[str, ...] = ()
 
 
 class Entry(NamedTuple):
@@ -56,6 +58,11 @@ class Entry(NamedTuple):
     def name(self) -> str:
         """The name of the file, by whose ending its kind is known."""
         return self.member or self.path
+
+    @property
+    def is_local_file(self) -> bool:
+        """Whether it is all of a file on this machine, which libraries may open by themselves."""
+        return self.content is None and self.size is None and "://" not in self.path
 
     def read(self, limit: int) -> bytes:
         """At most the first `limit` bytes. Raises OSError and ValueError."""

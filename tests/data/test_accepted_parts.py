@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageFile
 from torch import Tensor
 
-from data import open_images
-from data.images.decoding import decode_image_file
+from data.decoding.images import decode_image_file
+from data.sets import open_images
 from tests.data.helpers import one_line, write_tar
 
 SIDE = 48

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from data import BadSample, BadSampleLog
+from data.bad_samples import BadSample, BadSampleLog
 from tests.data.helpers import one_line
 from training.checkpoints.format import read_checkpoint, write_folder
 from training.checkpoints.snapshot import Snapshot

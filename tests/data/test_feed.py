@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from data import ImageBatch, to_unit_range
-from data.feed import Feed
+from data.feed import Feed, to_unit_range
+from data.sets import ImageBatch
 from tests.data.helpers import assert_same, ids, one_line
 from tests.data.images.conditions import write_tars
 from tests.data.sources import CONDITIONED, IMAGES, VIDEOS, N, in_folder, training
@@ -25,7 +25,7 @@ def feed(process: Process | None = None, **flags: Any) -> Feed[ImageBatch]:
 
 def valid_images(count: int = 26) -> torch.Tensor:
     opened = feed()
-    return torch.stack([opened.samples.load(index) for index in list(opened.valid_set)[:count]])
+    return torch.stack([opened.samples.load(index)["images"] for index in list(opened.valid_set)[:count]])
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -79,7 +79,7 @@ def test_a_validation_sees_a_tenth_of_what_is_trained_on_before_it_and_at_least_
 
 
 def test_a_preview_that_cannot_be_read_ends_all_processes(tmp_path):
-    files = in_folder(tmp_path / "set", {number: IMAGES.record(number) for number in range(N)}, IMAGES)
+    files = {"image_folder": folder(tmp_path / "set", IMAGES, N)}
     bad = IMAGES.feed(**files).valid_set[6]
     [path] = (tmp_path / "set").glob(f"{bad:03d}.*")
     path.write_bytes(b"no picture")
@@ -114,13 +114,13 @@ def test_every_nth_batch_is_of_images_with_epochs_and_ids_of_their_own():
     assert_same([taken[0]], plain[:1])
     for batch in taken[:3]:
         for clip, index in zip(batch["videos"], batch["ids"], strict=True):
-            assert torch.equal(clip, opened.samples.load(index, 0, True))
+            assert torch.equal(clip, opened.samples.load(index, 0, True)["videos"])
 
 
 def test_the_second_set_is_compared_between_processes_too(tmp_path):
     def look(process: Process) -> Any:
-        files = in_folder(tmp_path / str(process.rank), {process.rank: IMAGES.record(0)}, IMAGES)
-        return VIDEOS.feed(process, **files, image_every=3)
+        pictures = in_folder(tmp_path / str(process.rank), {process.rank: IMAGES.record(0)})
+        return VIDEOS.feed(process, image_folder=pictures, image_every=3)
 
     errors = on_processes(2, look, catches=ValueError)
     assert all("rank 1 (on " in str(error) and "sees 41 clips in demo:moving:40 and " in str(error) for error in errors)
@@ -130,8 +130,7 @@ def test_the_second_set_is_compared_between_processes_too(tmp_path):
 
 
 def folder(path: Path, kind: Any, n: int) -> Path:
-    in_folder(path, {number: kind.record(number) for number in range(n)}, kind)
-    return path
+    return in_folder(path, {number: kind.record(number) for number in range(n)})
 
 
 def test_images_between_videos_are_not_validated(tmp_path):

@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 
-from data import split
 from data.hashing import Draws
 from data.order import (
     AlternatingOrder,
     Permutation,
     TrainingOrder,
+    split,
     split_samples,
     split_shards,
 )

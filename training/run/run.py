@@ -31,7 +31,7 @@ from .starts import end_start
 from .tracking import make_trackers
 
 if TYPE_CHECKING:
-    from data import Feed
+    from data.feed import Feed
     from distributed import Backend
 
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts

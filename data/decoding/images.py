@@ -17,8 +17,8 @@ from tandem.files.reading import open_regular
 
 from ..bad_samples import Incomplete
 from ..crops import Cut, Square
-from ..files.source import Source, open_source
 from ..hashing import derive_key
+from ..records.record import Entry, open_entry
 
 # Formats of Pillow, and the endings by which files of them are found. Content is recognised by itself, so that a GIF
 # called .png is read too. Not all formats are allowed: PostScript would start Ghostscript.
@@ -48,7 +48,7 @@ _UPRIGHT = {
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-def decode_image(path: str, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None) -> Tensor:
+def decode_image(entry: Entry, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None) -> Tensor:
     """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped;
     or the square that `cut` gives, resized.
 
@@ -58,17 +58,10 @@ def decode_image(path: str, image_size: int, channels: int, enlarge: bool = True
     shorter side has fewer than `image_size` pixels. Of a file that is cut off, Pillow's LOAD_TRUNCATED_IMAGES lets the
     part be returned that there is; the rest is black or grey.
     """
-    with open_regular(path) as file:
-        return decode_image_file(file, image_size, channels, enlarge, cut)
-
-
-def decode_source(
-    source: Source, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
-) -> Tensor:
-    """`decode_image` of a file, or of the part of a tar that holds one."""
-    if source.size is None:
-        return decode_image(source.path, image_size, channels, enlarge, cut)
-    with open_source(source) as file, io.BufferedReader(file, _BUFFER) as buffered:
+    if entry.is_local_file:
+        with open_regular(entry.path) as whole:
+            return decode_image_file(whole, image_size, channels, enlarge, cut)
+    with open_entry(entry) as file, io.BufferedReader(file, _BUFFER) as buffered:
         try:
             image = decode_image_file(buffered, image_size, channels, enlarge, cut)
         except ValueError:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from tandem.files.installed import missing_package
 from tandem.files.reading import open_regular
 
-from ..files.opening import missing_package
-from ..files.source import FileWindow, MemoryFile, Source, open_source
 from ..hashing import Draws
+from ..records.record import Entry, FileWindow, MemoryFile, open_entry
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states a rate outside is damaged
@@ -48,7 +48,7 @@ class ClipDecoder:
     def __init__(self, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
         self.sample_rate, self.clip_samples, self.seed = sample_rate, clip_samples, seed
 
-    def load(self, source: Source, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+    def load(self, entry: Entry, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
         end_seconds. With `augment`, (seed, epoch, index) determine the place of the clip; else it is the middle. A
         shorter sound is repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
@@ -56,10 +56,10 @@ class ClipDecoder:
         Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
         """
         choose = Draws("crop", self.seed, epoch, index).below if augment else _middle
-        with _opened(source) as (file, window):
+        with _opened(entry) as (file, window):
             try:
                 with _quiet_worker():
-                    clip = self._clip(file.fileno() if window is None else window, choose, source)
+                    clip = self._clip(file.fileno() if window is None else window, choose, entry)
             except RuntimeError as error:  # raised by libsndfile
                 clip, failure = None, _failure(error)
             if window is not None and window.error:
@@ -68,17 +68,17 @@ class ClipDecoder:
                 raise failure
         return torch.from_numpy(clip)
 
-    def _clip(self, file: Any, choose: Callable[[int], int], source: Source) -> Array:
+    def _clip(self, file: Any, choose: Callable[[int], int], entry: Entry) -> Array:
         import soundfile
 
         with soundfile.SoundFile(file, closefd=False) as sound:
             _require_sound(sound)
             rate = sound.samplerate
-            first = min(round(source.start_seconds * rate), sound.frames)
-            last = round(min(source.end_seconds * rate, sound.frames))
+            first = min(round(entry.start_seconds * rate), sound.frames)
+            last = round(min(entry.end_seconds * rate, sound.frames))
             if first >= last:
                 lasts = f"it lasts {sound.frames / rate:g} s"
-                raise ValueError(f"{lasts}, and its clip begins at {source.start_seconds:g} s")
+                raise ValueError(f"{lasts}, and its clip begins at {entry.start_seconds:g} s")
             needed = -(-self.clip_samples * rate // self.sample_rate)
             grid = _grid(rate, self.sample_rate)
             begin = first + grid * choose(max(0, last - first - needed) // grid + 1)
@@ -117,13 +117,13 @@ def require_decoders() -> None:
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Iterator[tuple[Any, FileWindow | MemoryFile | None]]:
+def _opened(entry: Entry) -> Iterator[tuple[Any, FileWindow | MemoryFile | None]]:
     """The open file and, if it is a part of another one or in memory, what is read instead of it."""
-    if source.size is not None:
-        with open_source(source) as window:
+    if not entry.is_local_file:
+        with open_entry(entry) as window:
             yield None, window
         return
-    with open_regular(source.path) as file:
+    with open_regular(entry.path) as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise ValueError("the file is empty")
         yield file, None
