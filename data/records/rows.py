@@ -66,7 +66,8 @@ class Rows:
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if isinstance(content, (list, np.ndarray)):
             try:
-                return np.array(content, np.float32)
+                with np.errstate(over="ignore"):  # whoever uses them checks that they are finite
+                    return np.array(content, np.float32)
             except (ValueError, TypeError):
                 raise ValueError(f"its {wanted.noun} is no list of numbers, nor lists of equally many") from None
         if content is not None and not isinstance(content, str):
