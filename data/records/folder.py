@@ -35,9 +35,9 @@ class NothingFoundError(ValueError):
 
 
 class FolderSource:
-    """Every file below a folder that has an ending of `wanted[0]`, or a further one, numbered in the order of the relative paths; what
-    the others want stands beside it. Of names that differ in the case of the ending alone, the last one in order is
-    taken. See `Source` for the methods.
+    """Every file below a folder that has an ending of `wanted[0]`, or a further one, numbered in the order of the
+    relative paths; what the others want stands beside it. Of names that differ in the case of the ending alone, the
+    last one in order is taken. See `Source` for the methods.
 
     Linked folders are followed, but each real folder is visited once; names that begin with a dot are skipped. No file
     is opened; long lists are kept for later starts (`index.kept`). `tars` are the relative paths of tars in the folder.

@@ -24,7 +24,11 @@ class Rows:
     Args:
         columns: In which columns each that is wanted is looked for, the first one first.
         folder: What paths in cells are relative to.
+
+    `has_parts`: whether rows may be parts of files.
     """
+
+    has_parts = True
 
     def __init__(self, columns: Mapping[Wanted, Sequence[str]], folder: str) -> None:
         self.columns, self._folder = columns, folder
@@ -77,7 +81,9 @@ class Rows:
 
 def parts_of(source: Source) -> list[str]:
     """Which part of its file each record of a table is, in seconds; empty if all are whole files."""
-    seconds = [seconds_of(source.cells(index)) for index in range(len(source))] if isinstance(source, Rows) else []
+    if not (isinstance(source, Rows) and source.has_parts):
+        return []
+    seconds = [seconds_of(source.cells(index)) for index in range(len(source))]
     return [f"{start} {end}" for start, end in seconds] if any(part != (0.0, math.inf) for part in seconds) else []
 
 

@@ -139,6 +139,7 @@ class TableSource(Rows):
             columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.takes_rows else there[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
         times = [name for name in TIMES if name in kinds]
+        self.has_parts = bool(times)
         chosen = [*dict.fromkeys(itertools.chain(*columns.values(), times))]
         self._classes = {
             name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
