@@ -57,7 +57,7 @@ def decode(model: Path, codes: Path, output: Path) -> Path:
 
 def pixels(source: Path, names: Sequence[str], channels: int = 3) -> Tensor:
     images = open_images(str(source), image_size=SIZE, channels=channels)
-    by_path = {os.path.relpath(images.describe(i), source): images.load(i) for i in range(len(images))}
+    by_path = {os.path.relpath(images.describe(i), source): images.load(i)["images"] for i in range(len(images))}
     return to_unit_range(torch.stack([by_path[name] for name in names]))
 
 
