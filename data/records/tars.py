@@ -291,7 +291,10 @@ def _number(field: bytes) -> int:
     """A number of a header, in octal digits; or in bytes, if they are too few. Raises ValueError."""
     if field[:1] in (b"\x80", b"\xff"):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[:1] == b"\xff" else 0)
-    return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    digits = field.partition(b"\0")[0].strip() or b"0"
+    if not re.fullmatch(rb"[0-7]+", digits):
+        raise ValueError("invalid header")
+    return int(digits, 8)
 
 
 def _name(header: bytes) -> bytes:
