@@ -25,7 +25,7 @@ _FEWEST = 100  # samples in an index that is kept: of long members, each header 
 _THREADS = 16
 _BLOCK = 512  # bytes
 _LONGEST_HEADER = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
-_AHEAD, _ONE_HEADER, _NEAR = 1 << 16, 1 << 11, 1 << 14  # bytes
+_ONE_HEADER, _NEAR, _AHEAD, _AHEAD_REMOTE = 1 << 11, 1 << 14, 1 << 16, 1 << 20  # bytes
 # Kinds of members. Links, devices and folders have no content, whatever size they claim.
 _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
 _HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
@@ -216,16 +216,20 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], 
 
 
 class _Pieces:
-    """A file that is read forward in pieces: long ones where headers are near each other, else one header at a time."""
+    """A file that is read forward in pieces: a short one for a header far from the last one, and longer and longer ones
+    where headers are near each other. Of a server, a longer one takes no longer."""
 
-    def __init__(self, file: Bytes) -> None:
-        self._file, self._begin, self._piece = file, -_NEAR, b""
+    def __init__(self, file: Bytes, is_remote: bool) -> None:
+        self._file, self._begin, self._piece, self._size = file, 0, b"", _ONE_HEADER
+        self._near, self._shortest = (_AHEAD_REMOTE, _AHEAD_REMOTE) if is_remote else (_NEAR, _ONE_HEADER)
 
     def read(self, at: int, size: int) -> bytes:
         begin = at - self._begin
         if not 0 <= begin <= len(self._piece) - size:
-            ahead = _AHEAD if begin < _NEAR else _ONE_HEADER
-            self._piece, self._begin, begin = self._file.pread(max(size, ahead), at), at, 0
+            self._size = max(
+                self._shortest, min(2 * self._size, _AHEAD) if begin < len(self._piece) + self._near else 0
+            )
+            self._piece, self._begin, begin = self._file.pread(max(size, self._size), at), at, 0
         return self._piece[begin : begin + size]
 
 
@@ -236,7 +240,7 @@ def members(path: str) -> Iterator[tuple[str, int, int]]:
     """
     try:
         with open_bytes(path) as file:
-            yield from _members(_Pieces(file), file.size)
+            yield from _members(_Pieces(file, is_address(path)), file.size)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
     except ValueError as error:
@@ -305,7 +309,7 @@ def _pairs(content: bytes) -> dict[str, bytes]:
         digits = content[at : at + 20].partition(b" ")[0]
         end = at + int(digits)
         key, equals, value = content[at + len(digits) + 1 : end - 1].partition(b"=")
-        if not (equals and end <= len(content)):
+        if not (equals and at < end <= len(content)):  # else there would be no end
             raise ValueError("an extended header that is none")
         found[key.decode(errors="replace")], at = value, end
     return found
