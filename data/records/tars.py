@@ -9,9 +9,9 @@ import json
 import os
 import re
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,21 +69,21 @@ class TarSource:
 
     def _made(self) -> Made:
         kinds = functools.lru_cache(1 << 12)(functools.partial(_kinds, self._wanted))
-        names, tables, firsts = PackedStrings(), list[npt.NDArray[np.int64]](), [0]
+        names, firsts = PackedStrings(), array("q", [0])
+        columns = [array("q") for _ in range(len(_PARTS) * len(self._wanted))]
         with ThreadPoolExecutor(_THREADS) as threads:
-            scans = threads.map(lambda path: scan(path, self._wanted, kinds), self.paths)
-            for found, table in scans:
+            for found, table in threads.map(lambda path: scan(path, self._wanted, kinds), self.paths):
                 for name in found:
                     names.append(name)
-                tables.append(table)
+                for column, numbers in zip(columns, table.T, strict=True):
+                    column.frombytes(numbers.tobytes())
                 firsts.append(len(names))
-        table = np.concatenate(tables)
-        columns: dict[str, Any] = {"names": names, "firsts": np.array(firsts, np.int64)}
-        for column, (one, part) in enumerate(itertools.product(self._wanted, _PARTS)):
-            columns[f"{part} {one.name}"] = table[:, column]
         # Of the same samples in the same tars, with the same members beside them; other members may lie between.
-        parts = [*names.buffers, columns["firsts"].tobytes(), table[:, 2 :: len(_PARTS)].tobytes()]
-        return Made(columns, fingerprint_of(parts), {})
+        parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
+        titles = [f"{part} {one.name}" for one in self._wanted for part in _PARTS]
+        return Made(
+            {"names": names, "firsts": firsts, **dict(zip(titles, columns, strict=True))}, fingerprint_of(parts)
+        )
 
     def __len__(self) -> int:
         return len(self._names)
@@ -309,7 +309,7 @@ def _pairs(content: bytes) -> dict[str, bytes]:
         digits = content[at : at + 20].partition(b" ")[0]
         end = at + int(digits)
         key, equals, value = content[at + len(digits) + 1 : end - 1].partition(b"=")
-        if not (equals and at < end <= len(content)):  # else there would be no end
+        if not (equals and at < end <= len(content)):  # else it had no end
             raise ValueError("an extended header that is none")
         found[key.decode(errors="replace")], at = value, end
     return found
