@@ -22,6 +22,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -38,7 +39,6 @@ _READ_TOGETHER = 4096  # strings
 _CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock have one time; FAT has the longest
 _LONGEST_WAIT_SECONDS = 600.0
 _WATCHED = "watched"
-_INT64 = np.dtype(np.int64)
 
 
 class PackedStrings:
@@ -82,15 +82,15 @@ class Watched:
 class Made(NamedTuple):
     """What an index is to hold.
 
-    columns: strings, or int64 (n,), by name;
+    columns: strings or int64 numbers, by name;
     fingerprint: see `records.record.Source`;
     facts: little that JSON can hold;
     watched: what the index depends on, if that is known after it was made alone.
     """
 
-    columns: Mapping[str, PackedStrings | npt.NDArray[np.int64]]
+    columns: Mapping[str, PackedStrings | array[int]]
     fingerprint: str
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any] = MappingProxyType({})
     watched: Watched | None = None
 
 
@@ -206,7 +206,7 @@ class Numbers:
 
     def whole(self) -> npt.NDArray[np.int64]:
         """All of them, in memory."""
-        return np.frombuffer(self._index.read(self._at, 8 * self._n), _INT64)
+        return np.frombuffer(self._index.read(self._at, 8 * self._n), np.int64)
 
 
 def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", fewest: int = FEWEST) -> Index:
@@ -227,8 +227,6 @@ def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", f
 
     if index := found():
         return index
-    if not any(map(_can_be_made, caches)):
-        return _in_memory(make(), key, depends)
     with one_process_at_a_time(path, kind) as has_waited:
         if not has_waited:
             return found() or _made(caches, path, make, key, depends, fewest)
@@ -236,28 +234,17 @@ def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", f
     return found() or _in_memory(make(), key, depends)
 
 
-def _made(
-    caches: list[str], path: str, make: Callable[[], Made], key: list[Any], depends: str, fewest: int
-) -> Index:  # fmt: skip
-    """What `make` finds out, kept if it is long and nothing changes meanwhile."""
-    for attempt in range(2):
-        if attempt:  # wait until the next change will have another time
-            time.sleep(_CLOCK_TICK_NS / 1e9)
-        begin_ns = time.time_ns()
-        made = make()
-        if sum(len(column) for column in made.columns.values() if isinstance(column, PackedStrings)) < fewest:
-            break
-        newest_ns = made.watched.newest_ns if made.watched else 0
-        if newest_ns < begin_ns - _CLOCK_TICK_NS:
-            for cache in caches:
-                with contextlib.suppress(OSError):
-                    _save(cache, path, _parts(made, key, depends))
-                    if index := _load(cache, path, key, depends):
-                        return index
-                    break
-            break
-        if newest_ns > time.time_ns():  # a clock was ahead, and no wait is long enough
-            break
+def _made(caches: list[str], path: str, make: Callable[[], Made], key: list[Any], depends: str, fewest: int) -> Index:
+    """What `make` finds out, kept if it is long and nothing has changed just now, and so can change again without
+    getting another time."""
+    begin_ns = time.time_ns()
+    made = make()
+    n = sum(len(column) for column in made.columns.values() if isinstance(column, PackedStrings))
+    is_settled = made.watched is None or made.watched.newest_ns < begin_ns - _CLOCK_TICK_NS
+    for cache in caches if n >= fewest and is_settled else ():
+        with contextlib.suppress(OSError):
+            _save(cache, path, _parts(made, key, depends))
+            return _load(cache, path, key, depends) or _in_memory(made, key, depends)
     return _in_memory(made, key, depends)
 
 
@@ -266,12 +253,9 @@ def _parts(made: Made, key: list[Any], depends: str) -> list[bytes | memoryview]
     columns = {_WATCHED: made.watched.lines if made.watched else PackedStrings(), **made.columns}
     described, parts = list[Any](), list[bytes | memoryview]()
     for name, column in columns.items():
-        if isinstance(column, PackedStrings):
-            parts += column.buffers
-        else:
-            parts.append(np.ascontiguousarray(column, _INT64).data)
+        parts += column.buffers if isinstance(column, PackedStrings) else [memoryview(column).cast("B")]
         described.append([name, len(column), len(parts[-1]) if isinstance(column, PackedStrings) else None])
-    header = {"key": key, "depends": depends, "fingerprint": made.fingerprint, "facts": made.facts}
+    header = {"key": key, "depends": depends, "fingerprint": made.fingerprint, "facts": dict(made.facts)}
     return [json.dumps({**header, "columns": described}).encode() + b"\n", *parts]
 
 
@@ -309,13 +293,6 @@ def _save(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
                 file.write(part)
         readers = 0 if is_address(path) else stat.S_IMODE(os.stat(path).st_mode) & 0o444
         temporary.chmod(readers | 0o600)
-
-
-def _can_be_made(cache: str) -> bool:
-    folder = os.path.dirname(cache)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    return os.access(folder, os.W_OK)
 
 
 def _load(cache: str, path: str, key: list[Any], depends: str) -> Index | None:
