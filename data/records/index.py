@@ -227,8 +227,6 @@ def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", f
 
     if index := found():
         return index
-    if not any(map(_can_be_made, caches)):
-        return _in_memory(make(), key, depends)
     with one_process_at_a_time(path, kind) as has_waited:
         if not has_waited:
             return found() or _made(caches, path, make, key, depends, fewest)
@@ -236,28 +234,17 @@ def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", f
     return found() or _in_memory(make(), key, depends)
 
 
-def _made(
-    caches: list[str], path: str, make: Callable[[], Made], key: list[Any], depends: str, fewest: int
-) -> Index:  # fmt: skip
-    """What `make` finds out, kept if it is long and nothing changes meanwhile."""
-    for attempt in range(2):
-        if attempt:  # wait until the next change will have another time
-            time.sleep(_CLOCK_TICK_NS / 1e9)
-        begin_ns = time.time_ns()
-        made = make()
-        if sum(len(column) for column in made.columns.values() if isinstance(column, PackedStrings)) < fewest:
-            break
-        newest_ns = made.watched.newest_ns if made.watched else 0
-        if newest_ns < begin_ns - _CLOCK_TICK_NS:
-            for cache in caches:
-                with contextlib.suppress(OSError):
-                    _save(cache, path, _parts(made, key, depends))
-                    if index := _load(cache, path, key, depends):
-                        return index
-                    break
-            break
-        if newest_ns > time.time_ns():  # a clock was ahead, and no wait is long enough
-            break
+def _made(caches: list[str], path: str, make: Callable[[], Made], key: list[Any], depends: str, fewest: int) -> Index:
+    """What `make` finds out, kept if it is long and nothing has changed just now, and so can change again without
+    getting another time."""
+    begin_ns = time.time_ns()
+    made = make()
+    n = sum(len(column) for column in made.columns.values() if isinstance(column, PackedStrings))
+    is_settled = made.watched is None or made.watched.newest_ns < begin_ns - _CLOCK_TICK_NS
+    for cache in caches if n >= fewest and is_settled else ():
+        with contextlib.suppress(OSError):
+            _save(cache, path, _parts(made, key, depends))
+            return _load(cache, path, key, depends) or _in_memory(made, key, depends)
     return _in_memory(made, key, depends)
 
 
@@ -309,13 +296,6 @@ def _save(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
                 file.write(part)
         readers = 0 if is_address(path) else stat.S_IMODE(os.stat(path).st_mode) & 0o444
         temporary.chmod(readers | 0o600)
-
-
-def _can_be_made(cache: str) -> bool:
-    folder = os.path.dirname(cache)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    return os.access(folder, os.W_OK)
 
 
 def _load(cache: str, path: str, key: list[Any], depends: str) -> Index | None:
