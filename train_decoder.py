@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from data.flags import ConditionedImageFlags
 from hub import launch
 from models.decoder_config import DecoderConfig
 from trained import built
 from training import schedules
 from training.flags.decoder import DecoderFlags, sampling_of
 from training.flags.parser import ArgumentParser
-from training.flags.shared import ConditionedImageFlags, OptimizerFlags, RunFlags
+from training.flags.shared import ClipFlags, OptimizerFlags, RunFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -44,7 +45,7 @@ COLUMNS = ("grad_norm", "valid/loss", "valid/fid", "valid/clip_score", "valid/lp
 
 
 @dataclass
-class Config(ConditionedImageFlags, DecoderConfig, DecoderFlags, OptimizerFlags, RunFlags):
+class Config(ConditionedImageFlags, ClipFlags, DecoderConfig, DecoderFlags, OptimizerFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/decoder"

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from data.flags import SoundFlags, place_of
 from hub import launch
 from models.mulan_config import MuLaNConfig
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
-from training.flags.shared import DecayingOptimizerFlags, RunFlags, SoundFlags, place_of
+from training.flags.shared import DecayingOptimizerFlags, RunFlags
 from training.flags.towers import LayoutFlags, PretrainedTowerFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from data.flags import VideoFlags, place_of
 from hub import launch
 from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
@@ -27,7 +28,7 @@ from trained import built
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
-from training.flags.shared import DecayingOptimizerFlags, RunFlags, VideoFlags, place_of
+from training.flags.shared import DecayingOptimizerFlags, RunFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from data.flags import ImageFlags, place_of
 from hub import launch
 from models.configs import DiscreteVAEConfig
 from tandem.converters import FILE, non_negative_float, positive_float
@@ -26,7 +27,7 @@ from tandem.fields import flag
 from trained import built
 from training import schedules
 from training.flags.parser import ArgumentParser
-from training.flags.shared import ImageFlags, RunFlags, place_of
+from training.flags.shared import RunFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from data.flags import ImageFlags, place_of
 from hub import launch
 from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
@@ -27,7 +28,7 @@ from trained import built
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
-from training.flags.shared import ImageFlags, RateFlags, RunFlags, place_of
+from training.flags.shared import RateFlags, RunFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image

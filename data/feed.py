@@ -287,7 +287,7 @@ class ImageBatch(TypedDict):
 def image_feed(args: argparse.Namespace, processes: Processes, channels: int = 3) -> Feed[ImageBatch]:
     """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels.
 
-    `args` are `ImageFlags` and `RunFlags` of `training/flags/shared.py`. Raises what `Feed` raises.
+    `args` are `ImageFlags` of `data/flags.py` and `RunFlags` of `training/flags/shared.py`. Raises what `Feed` raises.
     """
     source = data_of(args, "image_folder")
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+DATA = "DATA"  # in `Needs`, the flag of the data: `data_flag` of the dataclass of all flags
+
 
 class Needs(NamedTuple):
     """What a flag needs to have an effect.
 
     Args:
-        flag: Another flag on which it depends, without dashes.
+        flag: Another flag on which it depends, without dashes, or `DATA`.
         value: What that one has to be, in words.
         is_met: Whether it is so, of the arguments of a run.
     """
@@ -89,7 +91,7 @@ def flag(
             that does nothing for what was asked for. A config file may say it: that of a run holds every flag.
         lasting: A resumed run may not change it, or what this function makes of it.
         in_weights: Weights fit no model in which it differs; a resumed run may not change it either.
-        title: Heading in --help of this field, and of those after it in its class.
+        title: Heading in --help of this field, and of those after it, up to the next one in its class or its bases.
         options: Others of argparse's: choices, metavar, nargs.
     """
     names = (also,) if isinstance(also, str) else tuple(also)
@@ -107,8 +109,8 @@ def flags_of(config: type) -> Iterator[tuple[str, str, Flag, Any]]:
     """(heading, name, flag, default) of each flag of a dataclass, in the order of its base classes."""
     fields = {field.name: field for field in dataclasses.fields(config)}
     seen: set[str] = set()
+    title = ""
     for kind in config.__mro__:
-        title = ""
         for name in vars(kind).get("__annotations__", ()):
             said = _declared(kind, name)
             title = said.title or title if said else title

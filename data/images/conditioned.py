@@ -162,7 +162,7 @@ def decoder_feed(
 ) -> Feed[ConditionedBatch]:
     """The feed of a script that trains on conditioned images; its `samples.widths` are the widths of the conditions.
 
-    `args` are `ConditionedImageFlags` and `RunFlags` of `training/flags/shared.py`, the others as for
+    `args` are `ConditionedImageFlags` (`data/flags.py`) and `RunFlags` (`training/flags/shared.py`), the others as for
     `open_conditioned`. Raises what `Feed` raises.
     """
     urls = {IMAGE.key: args.image_embeddings, TEXT.key: args.text_embeddings}

@@ -155,7 +155,7 @@ def video_feed(args: argparse.Namespace, processes: Processes) -> Feed[VideoBatc
     """The feed of a script that trains on videos: with `--image_folder`, every `--image_every`-th update is a batch of
     images, as clips of one frame. Validation is of videos only.
 
-    `args` are `VideoFlags` and `RunFlags` of `training/flags/shared.py`. Raises what `Feed` raises.
+    `args` are `VideoFlags` of `data/flags.py` and `RunFlags` of `training/flags/shared.py`. Raises what `Feed` raises.
     """
     alike = {"image_size": args.image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop_of(args)}
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from tandem.converters import as_config, config_names, config_value, nearest, said_as_flag, shown_default
-from tandem.fields import Needs, add_flag, flags_of
+from tandem.fields import DATA, Needs, add_flag, flags_of
 from tandem.files.exits import MISTAKE, leave
 from tandem.files.installed import HOME, IS_INSTALLED, command_of
 from tandem.files.reading import printable
@@ -126,7 +126,8 @@ class ArgumentParser(argparse.ArgumentParser):
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
             self._of_configs[name] = add_flag(groups[title], name, said, default)
-            self._needs[name] = said.needs
+            data = getattr(config, "data_flag", "")
+            self._needs[name] = tuple(each._replace(flag=data) if each.flag == DATA else each for each in said.needs)
             if said.lasting:
                 self.lasting[name] = said.lasting
             if said.is_of_weights:
