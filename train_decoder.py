@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from data.flags import ConditionedImageFlags
 from hub import launch
-from models.decoder_config import DecoderConfig
+from models.decoder_config import DecoderConfig, Sampling
 from trained import built
 from training import schedules
-from training.flags.decoder import DecoderFlags, sampling_of
+from training.flags.decoder import DecoderFlags
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ClipFlags, OptimizerFlags, RunFlags
 
@@ -45,7 +45,7 @@ COLUMNS = ("grad_norm", "valid/loss", "valid/fid", "valid/clip_score", "valid/lp
 
 
 @dataclass
-class Config(ConditionedImageFlags, ClipFlags, DecoderConfig, DecoderFlags, OptimizerFlags, RunFlags):
+class Config(ConditionedImageFlags, ClipFlags, DecoderConfig, DecoderFlags, Sampling, OptimizerFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/decoder"
@@ -169,7 +169,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     import data
     from models import Decoder
     from models.clip import Clip, with_embeddings
-    from models.decoder import Sampling
     from training.cascade import Cascade
     from training.ema import kept_metric, kept_weights, make_ema
     from training.generation import Generation, sampling_example
@@ -197,7 +196,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     generation = Generation(
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
-        Sampling(**sampling_of(args)), backend, args.seed,
+        Sampling.of(args), backend, args.seed,
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})

@@ -88,10 +88,7 @@ class QuantizerConfig(ModelConfig):
         needs=when("quantizer", "fsq"),
     )
     diversity_gamma: float = flag(
-        1.0,
-        "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1",
-        non_negative_float,
-        needs=_ENTROPY,
+        1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, needs=_ENTROPY
     )
     inv_temperature: float = flag(
         10.0,

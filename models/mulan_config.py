@@ -10,15 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.converters import (
-    any_float,
-    fraction,
-    non_negative_float,
-    positive_float,
-    size,
-    size_or_0,
-    width,
-)
+from tandem.converters import any_float, fraction, non_negative_float, positive_float, size, size_or_0, width
 from tandem.fields import above_0, flag, flags_of, given, when
 
 from .configs import RecomputingConfig
@@ -208,12 +200,7 @@ class MuLaNConfig(TwoTowersConfig):
     )
     n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=_TANDEM)
     fmin: float = flag(
-        0.0,
-        "lowest frequency of the mel bands",
-        non_negative_float,
-        metavar="HZ",
-        in_weights=True,
-        needs=_TANDEM,
+        0.0, "lowest frequency of the mel bands", non_negative_float, metavar="HZ", in_weights=True, needs=_TANDEM
     )
     fmax: float | None = flag(
         None,

@@ -30,7 +30,7 @@ import train_vae
 import train_vqgan
 from benchmarks import references
 from benchmarks.jobs import one_process
-from models.decoder import Sampling
+from models.decoder_config import Sampling
 from tests.scripts import (
     DECODER,
     MULAN,
@@ -321,7 +321,7 @@ def test_ddim_draws_the_pictures_of_the_reference(case: Reference, tmp_path: Pat
     expected: list[Tensor] = []
     theirs.sample(
         {"image_embed": embeddings}, lambda index: lambda name, step, shape: torch.randn(3, *shape),
-        Sampling("ddim", (5,), (2.0,)), batch=3, on_pictures=expected.append,
+        Sampling("ddim", [5], cond_scale=[2.0]), batch=3, on_pictures=expected.append,
     )  # fmt: skip
     for ours_, theirs_ in zip(pictures, expected, strict=True):
         assert theirs_.std() > 0.1

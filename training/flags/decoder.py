@@ -17,71 +17,17 @@ from tandem.converters import (
     pixels_or_0,
     positive_float,
     positive_int,
-    size,
     size_or_0,
     updates_or_0,
 )
-from tandem.fields import Needs, above_0, flag, when
+from tandem.fields import above_0, flag, when
 
-#: Of flags that only guidance needs.
-GUIDED = Needs("cond_scale", "other than 1, such as 3", lambda args: any(scale != 1 for scale in args.cond_scale))
 _BLURRED = (when("lowres_condition", "blur"), SEVERAL)
 
 
 @dataclass
-class SamplingFlags:
-    """Of drawing pictures from noise."""
-
-    sampler: str = flag(
-        "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm", "heun"), title="sampling"
-    )
-    sample_timesteps: list[int] = per_unet([20], "steps of the sampler, one number or one for each Unet", size)
-    spacing: str = flag(
-        "auto",
-        "noise levels that the steps visit: uniform: evenly by number; karras: more of them near pure noise "
-        "and near the clean picture (Karras et al. 2022); auto: karras for dpmpp_2m on linear and jsd, and "
-        "but for ddpm after a large --noise_shift; uniform otherwise",
-        choices=("auto", "uniform", "karras"),
-    )
-    cond_scale: list[float] = per_unet(
-        [1.0],
-        "guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet",
-        non_negative_float,
-    )
-    guidance_interval: list[float] | None = flag(
-        None,
-        "guide only where the noise is between these multiples of the signal (Kynkaanniemi et al. 2024)",
-        non_negative_float,
-        nargs=2,
-        metavar=("LOW", "HIGH"),
-        needs=GUIDED,
-    )
-    cfg_rescale: float = flag(
-        0.0, "how much of the contrast that guidance adds is taken back (Lin et al. 2023)", fraction, needs=GUIDED
-    )
-    ddim_eta: float = flag(
-        0.0,
-        "fresh noise in each step of ddim: 0 none, 1 as much as ddpm",
-        non_negative_float,
-        also="ddim_sampling_eta",
-        needs=when("sampler", "ddim"),
-    )
-    dynamic_thresholding: float = flag(
-        0.0,
-        "scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range",
-        fraction,
-        also="dynamic_thres_percentile",
-    )
-
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
-            parser.error("--guidance_interval: the first number has to be the smaller one")
-
-
-@dataclass
-class DecoderFlags(SamplingFlags):
-    """How the Unets of a cascade are trained and judged, and sampling. Stands behind `DecoderConfig`."""
+class DecoderFlags:
+    """How the Unets of a cascade are trained and judged. Stands behind `DecoderConfig`."""
 
     image_cond_drop_prob: float = flag(
         0.1,
@@ -203,25 +149,9 @@ class DecoderFlags(SamplingFlags):
             parser.error("--logit_normal: the standard deviation has to be above 0")
         if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
             parser.error("--blur_sigma: give one width, or the least and the greatest")
-        is_conditional = bool(args.condition_on)
-        of_guidance = ["cond_scale", "guidance_interval", "cfg_rescale"]
-        parser.refuse_idle(args, of_guidance, "condition_on", "image or text", is_conditional)
-        is_clip_used = is_conditional or args.n_evaluation_samples > 0
-        parser.refuse_idle(
-            args, ["clip"], "condition_on", "image or text, or give --n_evaluation_samples", is_clip_used
-        )
         never = [kind for kind in args.condition_on if not getattr(args, f"{kind}_cond_drop_prob")]
         if args.cond_scale[0] != 1 and never:
             parser.error(
                 f"--cond_scale {args.cond_scale[0]:g} guides away from what the model draws without a condition, which "
                 f"it never learns with --{never[0]}_cond_drop_prob 0: give 0.1, for example"
             )
-
-
-def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `models.decoder.Sampling`."""
-    return {
-        "sampler": args.sampler, "steps": args.sample_timesteps, "cond_scale": args.cond_scale,
-        "interval": args.guidance_interval, "rescale": args.cfg_rescale, "eta": args.ddim_eta,
-        "quantile": args.dynamic_thresholding, "spacing": args.spacing,
-    }  # fmt: skip

@@ -28,7 +28,7 @@ from tandem.converters import (
     words,
     worker_count,
 )
-from tandem.fields import flag, given, when
+from tandem.fields import Needs, flag, given, when
 
 if TYPE_CHECKING:
     from .parser import ArgumentParser
@@ -45,6 +45,11 @@ class ClipFlags:
         "token",
         NAME,
         title="embeddings",
+        needs=Needs(
+            "condition_on",
+            "image or text, or give --n_evaluation_samples",
+            lambda args: bool(args.condition_on or args.n_evaluation_samples),
+        ),
     )
     clip_weights: str | None = flag(
         None, "weights for --clip: safetensors or a plain state dict", FILE, needs=given("clip", "NAME")
