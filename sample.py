@@ -303,8 +303,8 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     settings = {
         "task": "sample", "seed": args.seed, "count": args.count, "labels_sha256": names_sha256(labels),
         "pictures": total, "batch_size": args.batch_size, "sampling": sampling.plain(),
-        "unets": [unets[0] + 1, unets[-1] + 1], "clip": args.clip, "resample_times": args.resample_times if args.masks else None, **hashes,
-        **kernel_settings(args, backend),
+        "unets": [unets[0] + 1, unets[-1] + 1], "clip": args.clip,
+        "resample_times": args.resample_times if args.masks else None, **hashes, **kernel_settings(args, backend),
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     paths = [output.path / f"{number:05d}.png" for number in range(total)]

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from data.flags import SoundFlags, place_of
 from hub import launch
-from models.mulan_config import MuLaNConfig
+from models.mulan_config import LayoutFlags, MuLaNConfig, TowerFlags
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
 from training.flags.shared import DecayingOptimizerFlags, RunFlags
-from training.flags.towers import LayoutFlags, PretrainedTowerFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -93,9 +92,7 @@ class TrainingFlags:
 
 
 @dataclass
-class Config(
-    SoundFlags, LayoutFlags, MuLaNConfig, TrainingFlags, PretrainedTowerFlags, DecayingOptimizerFlags, RunFlags
-):
+class Config(SoundFlags, LayoutFlags, MuLaNConfig, TrainingFlags, TowerFlags, DecayingOptimizerFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/mulan"

@@ -18,7 +18,7 @@ class Needs(NamedTuple):
 
     Args:
         flag: Another flag on which it depends, without dashes, or `DATA`.
-        value: What that one has to be, in words.
+        value: What that one has to be, in words; "" if it may not be given.
         is_met: Whether it is so, of the arguments of a run.
     """
 
@@ -40,6 +40,11 @@ def when(flag: str, *values: Any) -> Needs:
 def given(flag: str, what: str) -> Needs:
     """A flag is given: `what` it takes, in a word."""
     return Needs(flag, what, lambda args: bool(getattr(args, flag)))
+
+
+def without(flag: str) -> Needs:
+    """A flag is not given, which decides the same."""
+    return Needs(flag, "", lambda args: not getattr(args, flag))
 
 
 def above_0(flag: str) -> Needs:

@@ -286,7 +286,8 @@ class ArgumentParser(argparse.ArgumentParser):
             each = value if isinstance(value, list) else [value]
             now = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in each)
             said = args.said_as.get(idle[0], idle[0])
-            self.error(f"--{said} has no effect with --{other} {now}; leave it out, or give --{other} {needed}")
+            instead = f"it out, or give --{other} {needed}" if needed else "out one of them"
+            self.error(f"--{said} has no effect with --{other} {now}; leave {instead}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.
