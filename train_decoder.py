@@ -27,7 +27,7 @@ from trained import built
 from training import schedules
 from training.flags.decoder import DecoderFlags
 from training.flags.parser import ArgumentParser
-from training.flags.shared import ClipFlags, OptimizerFlags, RunFlags
+from training.flags.shared import ClipFlags, OptimizerFlags, RunFlags, ScheduleFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -45,7 +45,9 @@ COLUMNS = ("grad_norm", "valid/loss", "valid/fid", "valid/clip_score", "valid/lp
 
 
 @dataclass
-class Config(ConditionedImageFlags, ClipFlags, DecoderConfig, DecoderFlags, Sampling, OptimizerFlags, RunFlags):
+class Config(
+    ConditionedImageFlags, ClipFlags, DecoderConfig, DecoderFlags, Sampling, ScheduleFlags, OptimizerFlags, RunFlags
+):
     """Every flag of this script."""
 
     output_dir: str = "runs/decoder"
@@ -224,7 +226,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     # Times the bits of one level that was drawn: on average those of the whole bound, as in Nichol and Dhariwal 2021.
     vb_weight = args.vb_loss_weight * args.timesteps
-    warmed_up = schedules.warmup_cosine if args.lr_cosine else schedules.warmup_constant
+    warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save, also=judging if is_judged else ()):
         batch = embed(batch)

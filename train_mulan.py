@@ -65,12 +65,6 @@ class TrainingFlags:
         "pairs of sounds with equal captions: masked: not compared; negatives: pushed apart",
         choices=("masked", "negatives"),
     )
-    lr_schedule: str = flag(
-        "cosine",
-        "after the warm-up, let the learning rate fall to 0 along a cosine, or keep it",
-        choices=("cosine", "constant"),
-        title="schedule",
-    )
     zero_shot_templates: tuple[str, ...] = flag(
         ("{}", "the sound of {}", "a recording of {}"),
         "sentences with {} for the label, for zero-shot classification where the data has labels",
@@ -96,6 +90,7 @@ class Config(SoundFlags, LayoutFlags, MuLaNConfig, TrainingFlags, TowerFlags, De
     """Every flag of this script."""
 
     output_dir: str = "runs/mulan"
+    lr_schedule: str = "cosine"
     lr_warmup_steps: int = 500
     batch_size: int = 32
     max_grad_norm: float = 0.5
@@ -217,7 +212,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", "index/"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
-    warmed_up = schedules.warmup_cosine if args.lr_schedule == "cosine" else schedules.warmup_constant
+    warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
     for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN):
         engine.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)

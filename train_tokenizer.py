@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,6 @@ class TrainingFlags:
         False, "keep the encoder and the codebook as --init_from has them", needs=given("init_from", "DIR")
     )
     l1_recon_loss: bool = flag(False, "mean absolute instead of squared error", title="reconstruction loss")
-    lr_cosine: bool = flag(
-        False, "let the learning rate fall to 0 along a cosine; constant otherwise", title="schedule"
-    )
     fvd_weights: str | None = flag(
         None, "report rFVD with these weights of I3D (a plain state dict)", FILE, needs=VALIDATION, title="evaluation"
     )
@@ -205,7 +203,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         run.say(line)
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
-    warmed_up = schedules.warmup_cosine if args.lr_cosine else schedules.warmup_constant
+    warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
     for step, batch in run.updates(evaluation, preview=args.num_videos_save):
         tokenizer.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)

@@ -57,7 +57,6 @@ class TrainingFlags:
     )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
     betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, title="schedule")
-    lr_cosine: bool = flag(False, "let the learning rate fall to a tenth along a cosine; constant otherwise")
     lr_drop_epochs: tuple[float, ...] | None = flag(
         None, "divide the learning rates by 10 after each of these numbers of epochs", epoch_counts
     )
@@ -185,7 +184,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         run.say(line)
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
-    warmed_up = partial(schedules.warmup_cosine, lowest=0.1) if args.lr_cosine else schedules.warmup_constant
+    warmed_up = partial(schedules.warmed_up, args.lr_schedule, lowest=0.1)
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
         drop = schedules.drops(run.progress.epoch, args.lr_drop_epochs)

@@ -39,16 +39,9 @@ class DatasetFlags:
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
         """Let --dataset and the flag of the data exclude one another, and the command line win over a config file."""
-        name, default = cls.data_flag, parser.get_default(cls.data_flag)
-        for said in (args.on_command_line, args.explicit) if args.dataset is not None else ():
-            if name in said and "dataset" not in said:
-                args.dataset = None
-                return
-            if "dataset" in said:
-                if name in said and getattr(args, name) != default:
-                    parser.error(f"--dataset and --{name} exclude one another; give one of them")
-                setattr(args, name, default)
-                return
+        name, said = cls.data_flag, args.on_command_line
+        off = None if name in said and "dataset" not in said else parser.get_default(name)
+        parser.choose(args, dataset=None, **{name: off})
 
 
 def place_of(args: argparse.Namespace, data_flag: str) -> str:

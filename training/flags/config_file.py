@@ -98,7 +98,7 @@ def _value(node: yaml.Node, action: argparse.Action) -> Any:
         if isinstance(action, argparse.BooleanOptionalAction):
             return is_true
         return action.const if is_true else action.default
-    if action.nargs is None:
+    if action.nargs in (None, "?"):
         return _scalar(node, action)
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if len(nodes) != action.nargs and (action.nargs != "+" or not nodes):

@@ -59,7 +59,6 @@ class DecoderFlags:
     weight_decay: list[float] = per_unet(
         [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, also="wd"
     )
-    lr_cosine: bool = flag(False, "let the learning rate fall to 0 along a cosine; constant otherwise")
     n_evaluation_samples: int = flag(
         0,
         "pictures to draw for conditions of the validation split and to judge by the measures below",

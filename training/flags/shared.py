@@ -30,6 +30,8 @@ from tandem.converters import (
 )
 from tandem.fields import Needs, flag, given, when
 
+from ..schedules import SHAPES
+
 if TYPE_CHECKING:
     from .parser import ArgumentParser
 
@@ -63,8 +65,30 @@ class ClipFlags:
             )
 
 
+def _shape(text: str) -> str:
+    """Of `lr_cosine: true` in a config file, too."""
+    return {"true": "cosine", "false": "constant"}.get(text.lower(), text.lower())
+
+
 @dataclass
-class RateFlags:
+class ScheduleFlags:
+    """Of every script whose learning rate may have one of several shapes."""
+
+    lr_schedule: str = flag(
+        "constant",
+        "after the warm-up, keep the learning rate, or let it fall along a cosine to 0, of a VQGAN to a tenth; "
+        "--lr_cosine alone: cosine",
+        _shape,
+        choices=tuple(SHAPES),
+        also="lr_cosine",
+        nargs="?",
+        const="cosine",
+        title="schedule",
+    )
+
+
+@dataclass
+class RateFlags(ScheduleFlags):
     """Of every script with one learning rate that is warmed up (`training.schedules`)."""
 
     learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", also="lr")

@@ -142,7 +142,7 @@ FACTS: dict[str, dict[str, tuple[Any, str]]] = {
         "penalty": ("one_centred", MUSE + "gradient_penalty"),
         "penalty_weight": (10.0, MUSE + "gradient_penalty"),
         "lr_warmup_steps": (0, MUSE + "VQGanVAETrainer"),
-        "lr_cosine": (False, MUSE + "VQGanVAETrainer"),
+        "lr_schedule": ("constant", MUSE + "VQGanVAETrainer"),
         "discr_start_step": (0, MUSE + "VQGanVAETrainer.train_step"),
     },
     "train_mulan": {
@@ -186,7 +186,7 @@ FACTS: dict[str, dict[str, tuple[Any, str]]] = {
         "weight_decay": (0.01, MAGVIT + "optimizer.py, get_optimizer"),
         "betas": ((0.9, 0.99), MAGVIT + "optimizer.py, get_optimizer"),
         "ema_decay": (0.99999, "ema-pytorch: EMA.__init__, beta 0.9999 at every tenth update"),
-        "lr_cosine": (False, MAGVIT + "VideoTokenizerTrainer.__init__, scheduler None"),
+        "lr_schedule": ("constant", MAGVIT + "VideoTokenizerTrainer.__init__, scheduler None"),
     },
 }
 
