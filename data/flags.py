@@ -91,9 +91,7 @@ class ImageFlags(PictureFlags):
         title="images",
         also="folder",
     )
-    num_images_save: int = flag(
-        4, "images in a sample grid; at most a batch of them if there is no validation split", size
-    )
+    num_images_save: int = flag(4, "images in a sample grid; at most a batch if there is no validation split", size)
 
 
 @dataclass
@@ -121,10 +119,7 @@ class EmbeddingFlags:
         needs=Needs("image_embeddings", "PATH", lambda args: bool(args.image_embeddings or args.text_embeddings)),
     )
     test_fraction: float = flag(
-        0.1,
-        "fraction of the data that is held out for a test, beside --valid_fraction; 0: none",
-        fraction,
-        title="splits",
+        0.1, "fraction of the data held out for a test, beside --valid_fraction; 0: none", fraction, title="splits"
     )
     split_by: str = flag("sample", "what is held out: single images, or whole tars", choices=("sample", "shard"))
 
@@ -154,10 +149,7 @@ class ConditionedImageFlags(ImageFlags, EmbeddingFlags):
         False, "mirror each training image with probability 1/2; only without captions and stored embeddings"
     )
     num_images_save: int = flag(
-        6,
-        "images in a sample grid; at most a batch of them if there is no validation split",
-        size,
-        also="n_sample_images",
+        6, "images in a sample grid; at most a batch if there is no validation split", size, also="n_sample_images"
     )
 
 
@@ -201,9 +193,7 @@ class VideoFlags(PictureFlags):
     image_every: int = flag(
         4, "with --image_folder, every N-th update is one of images", positive_int, needs=given("image_folder", "PATH")
     )
-    num_videos_save: int = flag(
-        3, "clips in a sample picture; at most a batch of them if there is no validation split", size
-    )
+    num_videos_save: int = flag(3, "clips in a sample picture; at most a batch if there is no validation split", size)
 
 
 @dataclass

@@ -30,15 +30,9 @@ class DecoderFlags:
     """How the Unets of a cascade are trained and judged. Stands behind `DecoderConfig`."""
 
     image_cond_drop_prob: float = flag(
-        0.1,
-        "share of samples that train without their image embedding, for guidance",
-        fraction,
-        needs=BY_IMAGE,
-        title="conditions",
+        0.1, "share of samples trained without image embedding (guidance)", fraction, needs=BY_IMAGE, title="conditions"
     )
-    text_cond_drop_prob: float = flag(
-        0.5, "share of samples that train without their text, for guidance", fraction, needs=BY_TEXT
-    )
+    text_cond_drop_prob: float = flag(0.5, "share of samples trained without text (guidance)", fraction, needs=BY_TEXT)
     train_unets: list[int] | None = flag(
         None,
         "numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)",
@@ -60,31 +54,17 @@ class DecoderFlags:
         [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, also="wd"
     )
     n_evaluation_samples: int = flag(
-        0,
-        "pictures to draw for conditions of the validation split and to judge by the measures below",
-        size_or_0,
-        title="evaluation",
+        0, "pictures to draw for the validation split and to judge by the measures below", size_or_0, title="evaluation"
     )
     evaluate_every_n_steps: int = flag(
-        0,
-        "updates between two such evaluations; 0: only at the end",
-        updates_or_0,
-        needs=above_0("n_evaluation_samples"),
+        0, "updates between two evaluations; 0: only at the end", updates_or_0, needs=above_0("n_evaluation_samples")
     )
     fid_weights: str | None = flag(
-        None,
-        "report FID, KID and inception score with these weights of Inception",
-        FILE,
-        needs=above_0("n_evaluation_samples"),
+        None, "report FID, KID and inception score by these weights", FILE, needs=above_0("n_evaluation_samples")
     )
-    lpips_weights: str | None = flag(
-        None, "report LPIPS with these weights", FILE, needs=above_0("n_evaluation_samples")
-    )
+    lpips_weights: str | None = flag(None, "report LPIPS by these weights", FILE, needs=above_0("n_evaluation_samples"))
     loss_weight: list[str] = per_unet(
-        ["none"],
-        "weight of the loss by noise level",
-        choices=("none", "min_snr", "p2", "sigmoid", "learned"),
-        title=ONE_EACH,
+        ["none"], "loss weight by noise level", choices=("none", "min_snr", "p2", "sigmoid", "learned"), title=ONE_EACH
     )
     random_crop_sizes: list[int] = per_unet(
         [0],
@@ -93,7 +73,7 @@ class DecoderFlags:
         pixels_or_0,
         first=0,
     )
-    loss_type: str = flag("l2", "distance of prediction and target", choices=("l2", "l1", "huber"), title=SAME_FOR_ALL)
+    loss_type: str = flag("l2", "error of the prediction", choices=("l2", "l1", "huber"), title=SAME_FOR_ALL)
     min_snr_gamma: float = flag(
         5.0, "of min_snr (Hang et al. 2023)", positive_float, needs=when("loss_weight", "min_snr")
     )
@@ -110,9 +90,7 @@ class DecoderFlags:
         non_negative_float,
         needs=when("learned_variance", 1),
     )
-    time_sampling: str = flag(
-        "uniform", "distribution of noise levels in training", choices=("uniform", "logit_normal")
-    )
+    time_sampling: str = flag("uniform", "distribution of noise levels", choices=("uniform", "logit_normal"))
     logit_normal: list[float] = flag(
         [0.0, 1.0],
         "of the logit of the noise level with --time_sampling logit_normal; a mean above 0: more noise",

@@ -92,9 +92,7 @@ class RateFlags(ScheduleFlags):
     """Of every script with one learning rate that is warmed up (`training.schedules`)."""
 
     learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", also="lr")
-    lr_warmup_steps: int = flag(
-        0, "updates of linear warm-up from 0, at most half of the run", updates_or_0, also="warmup_steps"
-    )
+    lr_warmup_steps: int = flag(0, "linear warm-up from 0, at most half of the run", updates_or_0, also="warmup_steps")
 
 
 @dataclass
@@ -123,15 +121,9 @@ class RunFlags:
     """Of every script."""
 
     output_dir: str = flag(
-        "runs/",
-        "run folder; if it holds a run, that run is resumed",
-        FOLDER,
-        title="run",
-        also=("results_folder", "checkpoints_folder"),
+        "runs/", "run folder; a run in it goes on", FOLDER, title="run", also=("results_folder", "checkpoints_folder")
     )
-    config: str | None = flag(
-        None, "YAML file of flags, written without dashes; flags on the command line override it", FILE
-    )
+    config: str | None = flag(None, "YAML file of flags without dashes; flags on the command line override it", FILE)
     fresh: bool = flag(False, "start over; a run in --output_dir is renamed to DIR.old-N")
     dry_run: bool = flag(
         False,
@@ -148,19 +140,13 @@ class RunFlags:
         also="num_train_steps",
     )
     batch_size: int = flag(
-        8,
-        "samples per update, over all processes and accumulation steps",
-        size,
-        metavar="SAMPLES",
-        title="optimisation",
+        8, "samples per update, over all processes and micro-batches", size, metavar="SAMPLES", title="optimisation"
     )
     grad_accum_steps: int = flag(
         1, "gradient accumulation: micro-batches per update, on each process", size, also="grad_accum_every"
     )
     max_grad_norm: float = flag(0.0, "clip the gradient to this 2-norm; 0: no clipping", non_negative_float)
-    ema_decay: float = flag(
-        0.0, "decay per update of an exponential moving average of the weights; 0: no average", fraction
-    )
+    ema_decay: float = flag(0.0, "decay per update of a moving average of the weights; 0: no average", fraction)
     ema_power: list[float] | None = flag(
         None,
         "averages of the weights that grow with the run, instead of --ema_decay: the standard deviation of "
@@ -171,9 +157,7 @@ class RunFlags:
         nargs="+",
     )
     max_skipped_updates: int = flag(
-        20,
-        "updates that are skipped in a row, because loss or gradient is not finite, before the run stops",
-        updates_or_0,
+        20, "updates skipped in a row, because loss or gradient is not finite, before the run stops", updates_or_0
     )
     precision: str = flag(
         "fp32",
@@ -187,17 +171,12 @@ class RunFlags:
     num_workers: int = flag(
         2, "loader processes per training process; 0: load in the training process", worker_count, title="data loading"
     )
-    valid_fraction: float = flag(
-        0.05, "fraction of the data that is held out for validation; 0: none", fraction, also="valid_frac"
-    )
+    valid_fraction: float = flag(0.05, "fraction held out for validation; 0: none", fraction, also="valid_frac")
     valid_folder: str | None = flag(
         None, "another set of the same kind, all of which is the validation split, instead of --valid_fraction", PATH
     )
     split_seed: int | None = flag(
-        None,
-        "seed that chooses the validation split; without one, that of --seed",
-        non_negative_int,
-        also="random_split_seed",
+        None, "seed that chooses the validation split (default: --seed)", non_negative_int, also="random_split_seed"
     )
     valid_samples: int | None = flag(
         None,
@@ -221,10 +200,7 @@ class RunFlags:
         title="validation and logging",
     )
     validate_every_n_steps: int = flag(
-        100,
-        "updates between two measurements on the validation split; 0: only at the end",
-        updates_or_0,
-        also="validate_every_step",
+        100, "updates between two validations; 0: only at the end", updates_or_0, also="validate_every_step"
     )
     sample_every_n_steps: int = flag(
         100, "updates between two pictures in samples/; 0: only at the end", updates_or_0, also="save_results_every"
@@ -236,23 +212,15 @@ class RunFlags:
         step_range,
     )
     report_to: tuple[str, ...] = flag(
-        (),
-        "trackers in addition to metrics.jsonl: none, or a comma list of tensorboard, wandb",
-        Names("tensorboard", "wandb"),
+        (), "trackers beside metrics.jsonl: none, or a comma list of tensorboard, wandb", Names("tensorboard", "wandb")
     )
     wandb_project: str | None = flag(
-        None,
-        "project of the run on Weights & Biases (default: wandb's own choice)",
-        NAME,
-        needs=_WANDB,
-        also="project_name",
+        None, "project on Weights & Biases (default: wandb's own choice)", NAME, needs=_WANDB, also="project_name"
     )
-    wandb_entity: str | None = flag(
-        None, "user or team of the project (default: that of wandb's login)", NAME, needs=_WANDB
-    )
+    wandb_entity: str | None = flag(None, "user or team of the project (default: wandb's login)", NAME, needs=_WANDB)
     wandb_name: str | None = flag(
         None,
-        "name of the run on Weights & Biases (default: that of its folder)",
+        "name on Weights & Biases (default: its folder's)",
         NAME,
         needs=_WANDB,
         also=("run_name", "wandb_run_name"),
@@ -267,10 +235,7 @@ class RunFlags:
     )
     keep_n_checkpoints: int = flag(3, "keep this number of newest checkpoints and delete older ones", positive_int)
     save_before_minutes: float | None = flag(
-        None,
-        "save and exit with code 75 before the process has run this long: for a scheduler's time limit",
-        positive_float,
-        metavar="MINUTES",
+        None, "save and exit with code 75 within this time, for a scheduler's limit", positive_float, metavar="MINUTES"
     )
 
     @classmethod
