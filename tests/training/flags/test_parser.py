@@ -24,7 +24,7 @@ from tandem.converters import (
 )
 from tandem.fields import flag, when
 from training.flags.parser import ArgumentParser
-from training.flags.shared import RunFlags
+from training.flags.shared import RateFlags, RunFlags
 
 ROOT = Path(__file__).parents[3]
 
@@ -186,6 +186,19 @@ def test_a_flag_beside_another_one_that_excludes_it_is_an_error_but_not_beside_a
     both = "--ema_power and --ema_decay exclude one another; give one of them"
     assert both in error_line(capsys, parser, "--ema_power", "0.05", "--ema_decay", "0.9")
     assert both in error_line(capsys, parser, "--config", config("{ema_power: [0.05], ema_decay: 0.9}"))
+
+
+@pytest.mark.parametrize(
+    ("said", "shape"),
+    [("--lr_cosine", "cosine"), ("--lr_schedule Cosine", "cosine"), ("lr_cosine: true", "cosine"),
+     ("lr_schedule: cosine", "cosine"), ("lr_cosine: false", "constant"), ("", "constant")],
+)  # fmt: skip
+def test_a_cosine_has_two_names(config, said, shape):
+    parser = ArgumentParser("train_vae.py")
+    parser.add_config(RateFlags)
+    parser.add_argument("--config")
+    args = parser.parse(said.split() if said.startswith("--") else ["--config", config(said)])
+    assert args.lr_schedule == shape and parser.settings(args)["lr_schedule"] == shape
 
 
 def test_config_values_become_what_the_command_line_would_make_of_them(parser, config):
