@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import ConditionedImageFlags
-from hub import launch
+from hub import start_training
 from models.decoder_config import DecoderConfig, Sampling
 from trained import built
 from training import schedules
@@ -244,7 +244,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    launch(train, build_parser(), argv, DEMO_CONFIG)
+    start_training(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

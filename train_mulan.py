@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import SoundFlags, place_of
-from hub import launch
+from hub import start_training
 from models.mulan_config import LayoutFlags, MuLaNConfig, TowerFlags
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
@@ -113,7 +113,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
     import models
     from models.files.towers import read_towers, take_towers
-    from trained import load_from, require_same_tokenizer
+    from trained import load_from, tokenizer_file
 
     torch.manual_seed(args.seed)
     kind = models.MuLaN if args.layout == "tandem" else models.MusicLMMuLaN
@@ -123,7 +123,8 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     take_towers(model, towers, tokenizer)
     if args.init_from:
         source = load_from(args.init_from, kind.__name__)
-        require_same_tokenizer(tokenizer, args.init_from)
+        if not Path(args.init_from).is_file():  # a public package's file does not say its tokenizer
+            tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))
         model.load_weights_from(source, args.init_from)
     return model
 
@@ -227,7 +228,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    launch(train, build_parser(), argv, DEMO_CONFIG)
+    start_training(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import VideoFlags, place_of
-from hub import launch
+from hub import start_training
 from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
@@ -233,7 +233,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    launch(train, build_parser(), argv, DEMO_CONFIG)
+    start_training(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

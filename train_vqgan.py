@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import ImageFlags, place_of
-from hub import launch
+from hub import start_training
 from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
@@ -215,7 +215,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    launch(train, build_parser(), argv, DEMO_CONFIG)
+    start_training(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ class ArgumentParser(argparse.ArgumentParser):
             )
         settings, keys = self._from_config_file(given["config"]) if "config" in given else ({}, {})
         explicit = {**settings, **given}
-        args = argparse.Namespace(**{**vars(self.parse_args([])), **explicit})
+        args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
         args.script, args.config_in_force, args.lasting = self._script, in_force, dict(self.lasting)
         args.said_as = {**keys, **said_as}
@@ -241,7 +241,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
         known = self._config_flags
         said = {known[name].dest: converted(value, known[name]) for name, value in flags.items() if value is not None}
-        return argparse.Namespace(**{**vars(self.parse_args([])), **said})
+        return argparse.Namespace(**{**self._defaults_by_dest(), **said})
 
     def choose(self, args: argparse.Namespace, **off: Any) -> None:
         """Switch off all but one of some flags of which only one can have an effect, each named with the value that it
@@ -276,7 +276,12 @@ class ArgumentParser(argparse.ArgumentParser):
     def _from_command_line(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         """Values, and the names that said them, by dest name."""
         # argparse sets no default for an attribute that exists: a flag that is still _UNSET afterwards was not in argv.
-        unset = {action.dest: _UNSET for action in self._actions if action.default is not argparse.SUPPRESS}
+        # A flag that appends starts from None, because argparse would append to _UNSET.
+        unset = {
+            action.dest: None if isinstance(action, argparse._AppendAction) else _UNSET
+            for action in self._actions
+            if action.default is not argparse.SUPPRESS
+        }
         namespace, unknown = self.parse_known_args(argv, argparse.Namespace(**unset))
         if unknown:
             flag = unknown[0].split("=")[0]
@@ -290,7 +295,7 @@ class ArgumentParser(argparse.ArgumentParser):
                 if first != name and not isinstance(action, argparse.BooleanOptionalAction):
                     self.error(f"{first} and {name} are two names of one flag; give one of them")
                 said_as[action.dest] = name[2:]
-        return {dest: value for dest, value in vars(namespace).items() if value is not _UNSET}, said_as
+        return {dest: value for dest, value in vars(namespace).items() if value is not unset.get(dest)}, said_as
 
     def _from_config_file(self, path: str) -> tuple[dict[str, Any], dict[str, str]]:
         from .config_file import read_flags
@@ -299,6 +304,14 @@ class ArgumentParser(argparse.ArgumentParser):
             return read_flags(path, self._config_flags, _COMMAND_LINE_ONLY, self._hint)
         except ValueError as error:
             self.error(str(error))
+
+    def _defaults_by_dest(self) -> dict[str, Any]:
+        """By dest name, converted from text as argparse does it."""
+        return {
+            action.dest: self._get_value(action, action.default) if isinstance(action.default, str) else action.default
+            for action in self._actions
+            if action.default is not argparse.SUPPRESS
+        }
 
     @property
     def _config_flags(self) -> dict[str, argparse.Action]:
