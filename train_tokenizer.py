@@ -173,7 +173,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return {"frames": (shares * micro["videos"].shape[2]).long().to(backend.device, non_blocking=True)}
 
     def reconstruction_loss(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        of_pixels = error(fake, videos)
+        of_pixels = pixel_loss(fake, videos)
         if perceptual is None:
             return of_pixels, {"recon_loss": of_pixels}
         of_frames = perceptual(frames_of(fake, frames), frames_of(videos, frames))
@@ -182,13 +182,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
         quality = VideoQuality(model.num_codes, args.num_frames, backend.device, ["recon_loss"], lpips, i3d)
-        return evaluated(model, map(videos_of, feed.validation()), error, quality, backend.sum)
+        return evaluated(model, map(videos_of, feed.validation()), pixel_loss, quality, backend.sum)
 
     def draw(models: Mapping[str, VideoTokenizer], shown: Mapping[str, Any], step: int) -> Sample:
         clips = videos_of(shown)
         return film(clips, reconstructions(models, clips), fps=args.fps or 8)
 
-    error = F.l1_loss if args.l1_recon_loss else F.mse_loss
+    pixel_loss = F.l1_loss if args.l1_recon_loss else F.mse_loss
     judge = Judge(
         args, tokenizer, critic, backend, images=videos_of, given=drawn_frames,
         reconstruction_loss=reconstruction_loss, log=run.add,

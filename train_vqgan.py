@@ -150,13 +150,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     ema = make_ema(vqgan, args.ema_decay, args.ema_power)
     of_critic = adam(discriminator.parameters(), betas=args.discr_betas or args.betas)
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
-    error = F.mse_loss if args.l2_recon_loss else F.l1_loss
+    pixel_loss = F.mse_loss if args.l2_recon_loss else F.l1_loss
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return data.to_unit_range(batch["images"])
 
     def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        recon = error(fake, images)
+        recon = pixel_loss(fake, images)
         if perceptual is None:
             return recon, {"recon_loss": recon}
         distance = perceptual(fake, images)
@@ -164,7 +164,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: VQGAN, step: int) -> dict[str, float | Image.Image]:
         quality = ReconstructionQuality(model.num_codes, backend.device, ["recon_loss"], lpips, inception)
-        return evaluated(model, map(images_of, feed.validation()), error, quality, backend.sum)
+        return evaluated(model, map(images_of, feed.validation()), pixel_loss, quality, backend.sum)
 
     def draw(models: Mapping[str, VQGAN], shown: Mapping[str, Any], step: int) -> Image.Image:
         images = images_of(shown)

@@ -16,7 +16,7 @@ from tandem.converters import (
     size,
     size_or_0,
     sizes,
-    updates_or_0,
+    step_count_or_0,
     width,
 )
 from tandem.fields import ModelConfig, Needs, above_0, flag, when
@@ -128,7 +128,7 @@ class QuantizerLossFlags:
         positive_float,
         needs=(_ENTROPY, above_0("entropy_anneal_steps")),
     )
-    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", updates_or_0, needs=_ENTROPY)
+    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", step_count_or_0, needs=_ENTROPY)
 
 
 @dataclass

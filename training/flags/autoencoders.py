@@ -14,9 +14,9 @@ from tandem.converters import (
     number_or,
     positive_float,
     size,
+    step_count,
+    step_count_or_0,
     two_fractions,
-    updates,
-    updates_or_0,
     width,
 )
 from tandem.fields import Needs, above_0, flag, when
@@ -59,7 +59,7 @@ class AdversaryFlags(PerceptualFlags):
         4, "halvings of the image by the discriminator; its side must be at least 4 x 2^N pixels", size, lasting=True
     )
     discr_start_step: int = flag(
-        0, "updates before the discriminator takes part", updates_or_0, also="discr_start_after_step"
+        0, "updates before the discriminator takes part", step_count_or_0, also="discr_start_after_step"
     )
     discr_learning_rate: float | None = flag(
         None, "learning rate of the discriminator (default: --learning_rate)", positive_float
@@ -100,7 +100,7 @@ class AdversaryFlags(PerceptualFlags):
     apply_grad_penalty_every: int = flag(
         4,
         "updates from one gradient penalty to the next, counted from the first update of the run",
-        updates,
+        step_count,
         needs=above_0("penalty_weight"),
         also="apply_gradient_penalty_every",
     )

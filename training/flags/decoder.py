@@ -18,7 +18,7 @@ from tandem.converters import (
     positive_float,
     positive_int,
     size_or_0,
-    updates_or_0,
+    step_count_or_0,
 )
 from tandem.fields import above_0, flag, when
 
@@ -48,7 +48,7 @@ class DecoderFlags:
     )
     learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, also="lr")
     lr_warmup_steps: list[int] = per_unet(
-        [0], "updates of linear warm-up from 0, at most half of the run", updates_or_0, also="warmup_steps"
+        [0], "updates of linear warm-up from 0, at most half of the run", step_count_or_0, also="warmup_steps"
     )
     weight_decay: list[float] = per_unet(
         [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, also="wd"
@@ -57,7 +57,7 @@ class DecoderFlags:
         0, "pictures to draw for the validation split and to judge by the measures below", size_or_0, title="evaluation"
     )
     evaluate_every_n_steps: int = flag(
-        0, "updates between two evaluations; 0: only at the end", updates_or_0, needs=above_0("n_evaluation_samples")
+        0, "updates between two evaluations; 0: only at the end", step_count_or_0, needs=above_0("n_evaluation_samples")
     )
     fid_weights: str | None = flag(
         None, "report FID, KID and inception score by these weights", FILE, needs=above_0("n_evaluation_samples")

@@ -21,10 +21,10 @@ from tandem.converters import (
     positive_float,
     positive_int,
     size,
+    step_count,
+    step_count_or_0,
     step_range,
     two_fractions,
-    updates,
-    updates_or_0,
     words,
     worker_count,
 )
@@ -92,7 +92,9 @@ class RateFlags(ScheduleFlags):
     """Of every script with one learning rate that is warmed up (`training.schedules`)."""
 
     learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", also="lr")
-    lr_warmup_steps: int = flag(0, "linear warm-up from 0, at most half of the run", updates_or_0, also="warmup_steps")
+    lr_warmup_steps: int = flag(
+        0, "linear warm-up from 0, at most half of the run", step_count_or_0, also="warmup_steps"
+    )
 
 
 @dataclass
@@ -136,7 +138,7 @@ class RunFlags:
         None,
         "stop after this number of updates, if --epochs would last longer; as --num_train_steps, epochs alone do not "
         "end the run",
-        updates,
+        step_count,
         also="num_train_steps",
     )
     batch_size: int = flag(
@@ -157,7 +159,7 @@ class RunFlags:
         nargs="+",
     )
     max_skipped_updates: int = flag(
-        20, "updates skipped in a row, because loss or gradient is not finite, before the run stops", updates_or_0
+        20, "updates skipped in a row, because loss or gradient is not finite, before the run stops", step_count_or_0
     )
     precision: str = flag(
         "fp32",
@@ -196,14 +198,14 @@ class RunFlags:
     log_every_n_steps: int = flag(
         10,
         "updates between two lines of metrics.jsonl; losses in a line are of its own update, not means",
-        updates,
+        step_count,
         title="validation and logging",
     )
     validate_every_n_steps: int = flag(
-        100, "updates between two validations; 0: only at the end", updates_or_0, also="validate_every_step"
+        100, "updates between two validations; 0: only at the end", step_count_or_0, also="validate_every_step"
     )
     sample_every_n_steps: int = flag(
-        100, "updates between two pictures in samples/; 0: only at the end", updates_or_0, also="save_results_every"
+        100, "updates between two pictures in samples/; 0: only at the end", step_count_or_0, also="save_results_every"
     )
     profile_steps: tuple[int, int] | None = flag(
         None,
@@ -229,7 +231,7 @@ class RunFlags:
     save_every_n_steps: int = flag(
         100,
         "updates between two checkpoints; 0: only at the end",
-        updates_or_0,
+        step_count_or_0,
         title="checkpoints",
         also=("save_model_every", "checkpoint_every_step"),
     )
