@@ -15,7 +15,7 @@ from typing import Any
 import distributed
 from tandem.fields import itself
 from tandem.files.reading import printable
-from trained import as_named, find, load, load_discriminator, newest, tokenizer_file, write_model
+from trained import DISCRIMINATOR, READ, as_named, find, load, load_discriminator, newest, tokenizer_file, write_model
 from training.flags.parser import ArgumentParser
 from training.run.card import PICTURE, Kind, model_card, newest_picture, public_settings
 from training.run.starts import last_start, script_of
@@ -56,7 +56,9 @@ KINDS = {
 }  # fmt: skip
 
 
-def launch(train: Callable[..., None], parser: ArgumentParser, argv: Sequence[str] | None, demonstration: Path) -> None:
+def start_training(
+    train: Callable[..., None], parser: ArgumentParser, argv: Sequence[str] | None, demonstration: Path
+) -> None:
     """Parse a script's arguments, see `ArgumentParser.parse`, and call ``train(args, settings, backend)`` on connected
     processes, see `distributed.launch`, when every one has the model of --init_from, whose shape the run adopts where
     no flag says another one. The settings name the commit of a model of the Hub, so that config.yaml says what the run
@@ -66,19 +68,38 @@ def launch(train: Callable[..., None], parser: ArgumentParser, argv: Sequence[st
         pinned = fetch(args.init_from, backend)
         if args.init_from:
             with backend.agreement():
-                said, model = args.init_from, describe(args.init_from)
-                shape: dict[str, Any] = {}
-                if model["model"] in KINDS and KINDS[model["model"]].script == args.script:  # others are refused later
-                    shape = shape_of(parser.config, model, args)
-                news = [f"as {said} has it: {' '.join(adopted)}"] if (adopted := parser.adopt(args, shape)) else []
-                news += [f"assumed of {said}, which does not say it: {model['assumed']}"] if "assumed" in model else []
+                news = adopt(parser, args)
             if backend.is_root:
                 for line in news:
                     print(printable(line), flush=True)
             settings = parser.settings(args)
         train(args, {**settings, "init_from": pinned}, backend)
 
-    distributed.launch(start, parser, parser.parse(argv, demonstration), last_start)
+    try:
+        distributed.launch(start, parser, parser.parse(argv, demonstration), last_start)
+    finally:
+        READ.clear()
+
+
+def adopt(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """Give a run the shape of the model of --init_from, where no flag says another one.
+
+    Returns:
+        What is to be said about it, in lines.
+
+    Raises:
+        ValueError: one line, if there is no model, or what describes it, which may be a stranger's, does not.
+    """
+    said, model = args.init_from, describe(args.init_from)
+    shape: dict[str, Any] = {}
+    if model["model"] in KINDS and KINDS[model["model"]].script == args.script:  # others are refused later
+        try:
+            shape = parser.config.shape_of(model, args)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{said} does not describe a {model['model']}: {error!r}") from None
+    adopted = parser.adopt(args, shape)
+    news = [f"as {said} has it: {' '.join(adopted)}"] if adopted else []
+    return news + ([f"assumed of {said}, which does not say it: {model['assumed']}"] if "assumed" in model else [])
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -97,8 +118,9 @@ def describe(path: str | Path) -> dict[str, Any]:
         if kind == "file":
             from models.files.musiclm import assumed
 
-            found, discriminator = load(where).description(), load_discriminator(where, of_runs=False)
-            others = {"discriminator": discriminator.config} if discriminator else {}
+            model, discriminator = load(where), load_discriminator(where, of_runs=False)
+            READ.update({(where, "best"): model, (where, DISCRIMINATOR): discriminator})
+            found, others = model.description(), {"discriminator": discriminator.config} if discriminator else {}
             return {**found, **others, **({"assumed": assumed(found)} if found["model"] == "MusicLMMuLaN" else {})}
         if kind == "checkpoint":
             found = next(iter(models_in(read_parts(where, verify=False)[0], where).values()))
@@ -106,16 +128,6 @@ def describe(path: str | Path) -> dict[str, Any]:
             name, arguments = read_config(where)
             found = {"model": name, **arguments}
         return {**found, "tokenizer": str(tokenizer_file(where) or "clip")} if "vocab_size" in found else found
-
-
-def shape_of(config: Any, model: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that make a model again, by a script's `Config`. Raises ValueError, in one line, if what describes the
-    model, which may be a stranger's, is no such description."""
-    try:
-        shape: dict[str, Any] = config.shape_of(model, args)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{args.init_from} does not describe a {model['model']}: {error!r}") from None
-    return shape
 
 
 def fetch(name: str | None, backend: Any) -> str | None:

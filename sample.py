@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
+from models.decoder_config import GUIDED, Sampling
 from tandem.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
 from tandem.fields import flag, given
-from training.flags.decoder import GUIDED, SamplingFlags, sampling_of
 from training.flags.inference import add_computation_arguments, add_output_arguments, kernel_settings
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ClipFlags
@@ -42,7 +42,7 @@ KINDS = {"image_embed": 2, "text_encodings": 3}  # conditions, and the dimension
 
 
 @dataclass
-class Config(ClipFlags, SamplingFlags):
+class Config(ClipFlags, Sampling):
     """What is drawn, and how."""
 
     prompts: list[str] | None = flag(
@@ -273,7 +273,6 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from data.stores.output import OutputFolder, names_sha256
     from data.stores.pngs import pixels_of, save_missing
     from models.clip import Clip
-    from models.decoder import Sampling
     from models.files.building import require_room
     from trained import open_model
     from training.generation import noise_of
@@ -303,12 +302,12 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         hashes = contents(args, trained, {"images": images, "masks": masks}, backend.mark)
     n_conditions = max(len(labels), 1)
     total = n_conditions * args.count
-    how = sampling_of(args)
+    sampling = Sampling.of(args)
     settings = {
         "task": "sample", "seed": args.seed, "count": args.count, "labels_sha256": names_sha256(labels),
-        "pictures": total, "batch_size": args.batch_size, "sampling": how, "unets": [unets[0] + 1, unets[-1] + 1],
-        "clip": args.clip, "resample_times": args.resample_times if args.masks else None, **hashes,
-        **kernel_settings(args, backend),
+        "pictures": total, "batch_size": args.batch_size, "sampling": sampling.plain(),
+        "unets": [unets[0] + 1, unets[-1] + 1], "clip": args.clip,
+        "resample_times": args.resample_times if args.masks else None, **hashes, **kernel_settings(args, backend),
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     paths = [output.path / f"{number:05d}.png" for number in range(total)]
@@ -329,7 +328,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
             given["inpaint_mask"] = loaded.float().mean(1) > 127.5
         with backend.autocast():
             drawn: Tensor = decoder.sample(
-                chosen, noise_of(args.seed, numbers, backend.device), Sampling(**how), batch=args.batch_size,
+                chosen, noise_of(args.seed, numbers, backend.device), sampling, batch=args.batch_size,
                 start_at=args.start_at_unet, stop_at=args.stop_at_unet, guide=weaker,
                 resample_times=args.resample_times, on_step=lambda done, of: backend.mark("drawing pictures"), **given,
             )  # fmt: skip

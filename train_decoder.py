@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import launch
-from models.decoder_config import DecoderConfig
+from data.flags import ConditionedImageFlags
+from hub import start_training
+from models.decoder_config import DecoderConfig, Sampling
 from trained import built
 from training import schedules
-from training.flags.decoder import DecoderFlags, sampling_of
+from training.flags.decoder import DecoderFlags
 from training.flags.parser import ArgumentParser
-from training.flags.shared import ConditionedImageFlags, OptimizerFlags, RunFlags
+from training.flags.shared import ClipFlags, OptimizerFlags, RunFlags, ScheduleFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
@@ -45,7 +46,9 @@ COLUMNS = ("grad_norm", "valid/loss", "valid/fid", "valid/clip_score", "valid/lp
 
 
 @dataclass
-class Config(ConditionedImageFlags, DecoderConfig, DecoderFlags, OptimizerFlags, RunFlags):
+class Config(
+    ConditionedImageFlags, ClipFlags, DecoderConfig, DecoderFlags, Sampling, ScheduleFlags, OptimizerFlags, RunFlags
+):
     """Every flag of this script."""
 
     output_dir: str = "runs/decoder"
@@ -169,7 +172,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from data.sets import decoder_feed, widths_of
     from models import Decoder
     from models.clip import Clip, with_embeddings
-    from models.decoder import Sampling
     from training.cascade import Cascade
     from training.ema import kept_metric, kept_weights, make_ema
     from training.generation import Generation, sampling_example
@@ -199,7 +201,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     generation = Generation(
         feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
-        Sampling(**sampling_of(args)), backend, args.seed,
+        Sampling.of(args), backend, args.seed,
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
@@ -227,7 +229,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     # Times the bits of one level that was drawn: on average those of the whole bound, as in Nichol and Dhariwal 2021.
     vb_weight = args.vb_loss_weight * args.timesteps
-    warmed_up = schedules.warmup_cosine if args.lr_cosine else schedules.warmup_constant
+    warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save, also=judging if is_judged else ()):
         batch = embed(batch)
@@ -245,7 +247,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    launch(train, build_parser(), argv, DEMO_CONFIG)
+    start_training(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import launch
-from models.mulan_config import MuLaNConfig
+from data.flags import SoundFlags, place_of
+from hub import start_training
+from models.mulan_config import LayoutFlags, MuLaNConfig, TowerFlags
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
 from training import schedules
 from training.flags.parser import ArgumentParser
-from training.flags.shared import DecayingOptimizerFlags, RunFlags, SoundFlags, place_of
-from training.flags.towers import LayoutFlags, PretrainedTowerFlags
+from training.flags.shared import DecayingOptimizerFlags, RunFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -67,12 +67,6 @@ class TrainingFlags:
         "pairs of sounds with equal captions: masked: not compared; negatives: pushed apart",
         choices=("masked", "negatives"),
     )
-    lr_schedule: str = flag(
-        "cosine",
-        "after the warm-up, let the learning rate fall to 0 along a cosine, or keep it",
-        choices=("cosine", "constant"),
-        title="schedule",
-    )
     zero_shot_templates: tuple[str, ...] = flag(
         ("{}", "the sound of {}", "a recording of {}"),
         "sentences with {} for the label, for zero-shot classification where the data has labels",
@@ -94,12 +88,11 @@ class TrainingFlags:
 
 
 @dataclass
-class Config(
-    SoundFlags, LayoutFlags, MuLaNConfig, TrainingFlags, PretrainedTowerFlags, DecayingOptimizerFlags, RunFlags
-):
+class Config(SoundFlags, LayoutFlags, MuLaNConfig, TrainingFlags, TowerFlags, DecayingOptimizerFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/mulan"
+    lr_schedule: str = "cosine"
     lr_warmup_steps: int = 500
     batch_size: int = 32
     max_grad_norm: float = 0.5
@@ -122,7 +115,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
     import models
     from models.files.towers import read_towers, take_towers
-    from trained import load_from, require_same_tokenizer
+    from trained import load_from, tokenizer_file
 
     torch.manual_seed(args.seed)
     kind = models.MuLaN if args.layout == "tandem" else models.MusicLMMuLaN
@@ -132,7 +125,8 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     take_towers(model, towers, tokenizer)
     if args.init_from:
         source = load_from(args.init_from, kind.__name__)
-        require_same_tokenizer(tokenizer, args.init_from)
+        if not Path(args.init_from).is_file():  # a public package's file does not say its tokenizer
+            tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))
         model.load_weights_from(source, args.init_from)
     return model
 
@@ -222,7 +216,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", "index/"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
-    warmed_up = schedules.warmup_cosine if args.lr_schedule == "cosine" else schedules.warmup_constant
+    warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
     for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN):
         engine.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
@@ -237,7 +231,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    launch(train, build_parser(), argv, DEMO_CONFIG)
+    start_training(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

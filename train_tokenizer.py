@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import launch
+from data.flags import VideoFlags, place_of
+from hub import start_training
 from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
@@ -27,7 +29,7 @@ from trained import built
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
-from training.flags.shared import DecayingOptimizerFlags, RunFlags, VideoFlags, place_of
+from training.flags.shared import DecayingOptimizerFlags, RunFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -61,9 +63,6 @@ class TrainingFlags:
         False, "keep the encoder and the codebook as --init_from has them", needs=given("init_from", "DIR")
     )
     l1_recon_loss: bool = flag(False, "mean absolute instead of squared error", title="reconstruction loss")
-    lr_cosine: bool = flag(
-        False, "let the learning rate fall to 0 along a cosine; constant otherwise", title="schedule"
-    )
     fvd_weights: str | None = flag(
         None, "report rFVD with these weights of I3D (a plain state dict)", FILE, needs=VALIDATION, title="evaluation"
     )
@@ -175,7 +174,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return {"frames": (shares * micro["videos"].shape[2]).long().to(backend.device, non_blocking=True)}
 
     def reconstruction_loss(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        of_pixels = error(fake, videos)
+        of_pixels = pixel_loss(fake, videos)
         if perceptual is None:
             return of_pixels, {"recon_loss": of_pixels}
         of_frames = perceptual(frames_of(fake, frames), frames_of(videos, frames))
@@ -184,13 +183,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
         quality = VideoQuality(model.num_codes, args.num_frames, backend.device, ["recon_loss"], lpips, i3d)
-        return evaluated(model, map(videos_of, feed.validation()), error, quality, backend.sum)
+        return evaluated(model, map(videos_of, feed.validation()), pixel_loss, quality, backend.sum)
 
     def draw(models: Mapping[str, VideoTokenizer], shown: Mapping[str, Any], step: int) -> Sample:
         clips = videos_of(shown)
         return film(clips, reconstructions(models, clips), fps=args.fps or 8)
 
-    error = F.l1_loss if args.l1_recon_loss else F.mse_loss
+    pixel_loss = F.l1_loss if args.l1_recon_loss else F.mse_loss
     judge = Judge(
         args, tokenizer, critic, backend, images=videos_of, given=drawn_frames,
         reconstruction_loss=reconstruction_loss, log=run.add,
@@ -205,7 +204,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         run.say(line)
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
-    warmed_up = schedules.warmup_cosine if args.lr_cosine else schedules.warmup_constant
+    warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
     for step, batch in run.updates(evaluation, preview=args.num_videos_save):
         tokenizer.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
@@ -235,7 +234,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    launch(train, build_parser(), argv, DEMO_CONFIG)
+    start_training(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

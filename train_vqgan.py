@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import launch
+from data.flags import ImageFlags, place_of
+from hub import start_training
 from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
@@ -27,7 +28,7 @@ from trained import built
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
-from training.flags.shared import ImageFlags, RateFlags, RunFlags, place_of
+from training.flags.shared import RateFlags, RunFlags
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -56,7 +57,6 @@ class TrainingFlags:
     )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
     betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, title="schedule")
-    lr_cosine: bool = flag(False, "let the learning rate fall to a tenth along a cosine; constant otherwise")
     lr_drop_epochs: tuple[float, ...] | None = flag(
         None, "divide the learning rates by 10 after each of these numbers of epochs", epoch_counts
     )
@@ -151,13 +151,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     ema = make_ema(vqgan, args.ema_decay, args.ema_power)
     of_critic = adam(discriminator.parameters(), betas=args.discr_betas or args.betas)
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
-    error = F.mse_loss if args.l2_recon_loss else F.l1_loss
+    pixel_loss = F.mse_loss if args.l2_recon_loss else F.l1_loss
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return to_unit_range(batch["images"])
 
     def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        recon = error(fake, images)
+        recon = pixel_loss(fake, images)
         if perceptual is None:
             return recon, {"recon_loss": recon}
         distance = perceptual(fake, images)
@@ -165,7 +165,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: VQGAN, step: int) -> dict[str, float | Image.Image]:
         quality = ReconstructionQuality(model.num_codes, backend.device, ["recon_loss"], lpips, inception)
-        return evaluated(model, map(images_of, feed.validation()), error, quality, backend.sum)
+        return evaluated(model, map(images_of, feed.validation()), pixel_loss, quality, backend.sum)
 
     def draw(models: Mapping[str, VQGAN], shown: Mapping[str, Any], step: int) -> Image.Image:
         images = images_of(shown)
@@ -185,7 +185,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         run.say(line)
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
-    warmed_up = partial(schedules.warmup_cosine, lowest=0.1) if args.lr_cosine else schedules.warmup_constant
+    warmed_up = partial(schedules.warmed_up, args.lr_schedule, lowest=0.1)
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):
         drop = schedules.drops(run.progress.epoch, args.lr_drop_epochs)
@@ -216,7 +216,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    launch(train, build_parser(), argv, DEMO_CONFIG)
+    start_training(train, build_parser(), argv, DEMO_CONFIG)
 
 
 if __name__ == "__main__":

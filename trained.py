@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes, read_json_or_empty
+from tandem.files.writing import write_atomically
 from training.run.starts import script_of
 
 DISCRIMINATOR = "discriminator"  # part of a checkpoint: what its model was trained against
+
+#: What is in a public file whose shape a run has adopted, by its path and "best" or DISCRIMINATOR: what loads it next
+#: takes it from here, so that the file is read once.
+READ: dict[tuple[Path, str], Any] = {}
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
 
@@ -54,7 +60,7 @@ def load(path: str | Path, which: str = "best") -> Any:
     if kind == "checkpoint":
         return build(*model_in(where, which), where)
     if kind == "file":
-        return format_of(where).load(where, which)
+        return READ.pop((where, which), None) or format_of(where).load(where, which)
     if which != "best":
         raise ValueError(f"--weights {which} is for checkpoints; {where} holds one set of weights: leave it out")
     return class_of(read_config(where)[0], where).from_pretrained(where)
@@ -100,19 +106,22 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
     from models.files.pretrained import read_headers
 
     where = newest(Path(path))
-    model = load(where)
-    _require_kind(path, model, kinds)
+    model = load_from(path, *kinds)
     kind, place = find(where)
     digest = sha256_of(place / file for file in sorted(read_headers(place))) if kind == "model" else model.sha256()
     about = {"config": model.description(), "weights_sha256": digest}
     return Trained(model.eval(), about, tokenizer_file(where))
 
 
-def load_from(path: str, kind: str) -> Any:
-    """The model of this ``kind`` that a user calls a model, see `open_model`. Errors name ``path``."""
+def load_from(path: str | Path, *kinds: str) -> Any:
+    """The model that a user calls ``path``, and its errors, see `open_model`."""
+    from hub import KINDS
+
     with as_named(path):
         model = load(newest(Path(path)))
-    _require_kind(path, model, (kind,))
+    if kinds and (found := type(model).__name__) not in kinds:
+        of_script = f" of {KINDS[found].script}" if found in KINDS else ""
+        raise ValueError(f"{path} holds a {found}{of_script}, not a {' or a '.join(kinds)}")
     return model
 
 
@@ -133,19 +142,10 @@ def built(
     return model
 
 
-def _require_kind(path: str | Path, model: Any, kinds: Sequence[str]) -> None:
-    from hub import KINDS
-
-    if kinds and (found := type(model).__name__) not in kinds:
-        of_script = f" of {KINDS[found].script}" if found in KINDS else ""
-        raise ValueError(f"{path} holds a {found}{of_script}, not a {' or a '.join(kinds)}")
-
-
 def newest(path: Path) -> Path:
     """The path itself, but for a run folder the model folder in it that is as new as its newest checkpoint, if there is
     one, and of a MuLaN best/."""
     from models.files.pretrained import CONFIG_FILE
-    from tandem.files.reading import read_json_or_empty
 
     kind, where = find(path)
     if kind != "checkpoint":
@@ -165,8 +165,6 @@ def write_model(model: Any, source: Path, folder: Path) -> None:
         OSError: one line, if the folder could not be written.
     """
     from data.tokenizers import FILE
-    from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
-    from tandem.files.writing import write_atomically
 
     file = tokenizer_file(source)
     folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +180,6 @@ def tokenizer_file(path: Path) -> Path | None:
     a model without words, and for a public package's file, which does not say its tokenizer. Raises ValueError, in one
     line, if a checkpoint's tokenizer is gone."""
     from data.tokenizers import FILE, sha256_of_tokenizer
-    from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
     from training.checkpoints.models import read_parts
 
     kind, where = find(path)
@@ -198,13 +195,6 @@ def tokenizer_file(path: Path) -> Path | None:
     raise ValueError(f"{where}: the tokenizer {name} of the run is gone or has changed, and the model needs it")
 
 
-def require_same_tokenizer(tokenizer: Any, path: str) -> None:
-    """Raise ValueError, in one line, if the MuLaN that the user calls ``path`` has another tokenizer. A public
-    package's file does not say its tokenizer."""
-    if not Path(path).is_file():
-        tokenizer.require_same(path, tokenizer_file(Path(path)))
-
-
 def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
     """The discriminator of the VQGAN at ``path``, as trained: in a public package's file or, with ``of_runs``, in a
     checkpoint; None if there is none.
@@ -217,6 +207,8 @@ def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
     from training.checkpoints.models import model_in
 
     kind, where = find(path)
+    if (where, DISCRIMINATOR) in READ:
+        return READ.pop((where, DISCRIMINATOR))
     if kind == "file":
         read = format_of(where).load_discriminator
         return read(where) if read else None

@@ -9,7 +9,7 @@ import torch
 
 import train_decoder
 from data.demo import WIDTH
-from models.decoder import Sampling
+from models.decoder_config import Sampling
 from models.quantizers import make_quantizer
 from training.generation import noise_of
 
@@ -85,7 +85,10 @@ def _sampling(rounds: int) -> Iterator[Row]:
     conditions = {"image_embed": torch.randn(_PICTURES, WIDTH, device=model.device)}
 
     def draw(name: str, steps: int) -> None:
-        noise, sampling = noise_of(0, range(_PICTURES), model.device), Sampling(name, (steps,), args.cond_scale)
+        noise, sampling = (
+            noise_of(0, range(_PICTURES), model.device),
+            Sampling(name, [steps], cond_scale=args.cond_scale),
+        )
         model.sample(conditions, noise, sampling, batch=_PICTURES).cpu()  # waits for the device
 
     times = _in_turn(rounds, lambda: draw("dpmpp_2m", 20), lambda: draw("ddim", 250))

@@ -16,7 +16,7 @@ from tandem.converters import (
     size,
     size_or_0,
     sizes,
-    updates_or_0,
+    step_count_or_0,
     width,
 )
 from tandem.fields import ModelConfig, Needs, above_0, flag, when
@@ -88,10 +88,7 @@ class QuantizerConfig(ModelConfig):
         needs=when("quantizer", "fsq"),
     )
     diversity_gamma: float = flag(
-        1.0,
-        "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1",
-        non_negative_float,
-        needs=_ENTROPY,
+        1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, needs=_ENTROPY
     )
     inv_temperature: float = flag(
         10.0,
@@ -131,7 +128,7 @@ class QuantizerLossFlags:
         positive_float,
         needs=(_ENTROPY, above_0("entropy_anneal_steps")),
     )
-    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", updates_or_0, needs=_ENTROPY)
+    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", step_count_or_0, needs=_ENTROPY)
 
 
 @dataclass

@@ -7,7 +7,6 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .convolutional import check_images
-from .decoder_config import DecoderConfig
+from .decoder_config import DecoderConfig, Sampling
 from .diffusion.guidance import Passes, denoiser, guided
 from .diffusion.lowres import blur
 from .diffusion.sampling import Inpaint, dynamic_threshold, sample
@@ -31,30 +30,6 @@ LOWRES_SCHEDULE = "linear"  # of the noise on low-resolution conditions, whateve
 
 Draw = Callable[[str, int, Sequence[int]], Tensor]
 """(name of the noise, number of the step, shape of one picture) -> standard normal noise (b, *shape)."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How noise becomes pictures.
-
-    Args:
-        sampler: ddpm, ddim, dpmpp_2m or heun.
-        steps: For each Unet.
-        cond_scale: Guidance, for each Unet: 1 follows the condition.
-        interval: Noise levels sigma / alpha between which the guidance holds; None: everywhere.
-        rescale, eta, spacing: See `diffusion.guidance.guided`, `diffusion.sampling.sample` and `sampling_levels` there.
-        quantile: Dynamic thresholding (Saharia et al. 2022, section 2.3): each estimate is scaled so that this
-            quantile of its values fits into the range; 0: values are clipped.
-    """
-
-    sampler: str = "dpmpp_2m"
-    steps: Sequence[int] = (20,)
-    cond_scale: Sequence[float] = (1.0,)
-    interval: Sequence[float] | None = None
-    rescale: float = 0.0
-    eta: float = 0.0
-    quantile: float = 0.0
-    spacing: str = "auto"
 
 
 class Decoder(Pretrained):
@@ -236,10 +211,13 @@ class Decoder(Pretrained):
                 known = resized(inpaint_image, side) * 2 - 1
                 kept = F.interpolate(inpaint_mask[:, None].float(), size=(side, side), mode="nearest") > 0.5
                 inpaint = Inpaint(known, kept, resample_times)
-            scale, steps = _of(sampling.cond_scale, index), min(_of(sampling.steps, index), schedule.timesteps)
+            scale, steps = (
+                _of(sampling.cond_scale, index),
+                min(_of(sampling.sample_timesteps, index), schedule.timesteps),
+            )
             denoise = guided(
-                passes, schedule, scale=scale, interval=sampling.interval, guide=weaker, rescale=sampling.rescale,
-                is_conditional=is_conditional(unet),
+                passes, schedule, scale=scale, interval=sampling.guidance_interval, guide=weaker,
+                rescale=sampling.cfg_rescale, is_conditional=is_conditional(unet),
             )  # fmt: skip
             pictures = sample(
                 denoise,
@@ -249,8 +227,10 @@ class Decoder(Pretrained):
                 sampler=sampling.sampler,
                 steps=steps,
                 spacing=sampling.spacing,
-                eta=sampling.eta if sampling.sampler == "ddim" else 0.0,
-                threshold=(lambda x: dynamic_threshold(x, sampling.quantile)) if sampling.quantile else _clipped,
+                eta=sampling.ddim_eta if sampling.sampler == "ddim" else 0.0,
+                threshold=(lambda x: dynamic_threshold(x, sampling.dynamic_thresholding))
+                if sampling.dynamic_thresholding
+                else _clipped,
                 inpaint=inpaint,
                 on_step=on_step,
             ).clamp(-1, 1)

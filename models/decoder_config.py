@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet, spread
 from tandem.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
-from tandem.fields import flag, when
+from tandem.fields import ModelConfig, Needs, flag, when
 
 from .configs import RecomputingConfig
 
@@ -244,6 +244,67 @@ class DecoderConfig(RecomputingConfig):
             "max_text_len": self.max_text_len, "channels_out": 6 if learned else 3,
             "gradient_checkpointing": self.gradient_checkpointing,
         }  # fmt: skip
+
+
+#: Of flags that only guidance needs.
+CONDITIONAL = Needs("condition_on", "image or text", lambda args: bool(getattr(args, "condition_on", True)))
+GUIDED = Needs("cond_scale", "other than 1, such as 3", lambda args: any(scale != 1 for scale in args.cond_scale))
+
+
+@dataclass
+class Sampling(ModelConfig):
+    """How noise becomes pictures: by `diffusion.sampling.sample`, and `diffusion.guidance.guided` where it is guided.
+    `cond_scale` and `sample_timesteps` have a value for all Unets, or one for each."""
+
+    sampler: str = flag(
+        "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm", "heun"), title="sampling"
+    )
+    sample_timesteps: list[int] = per_unet([20], "steps of the sampler, one number or one for each Unet", size)
+    spacing: str = flag(
+        "auto",
+        "noise levels that the steps visit: uniform: evenly by number; karras: more of them near pure noise "
+        "and near the clean picture (Karras et al. 2022); auto: karras for dpmpp_2m on linear and jsd, and "
+        "but for ddpm after a large --noise_shift; uniform otherwise",
+        choices=("auto", "uniform", "karras"),
+    )
+    cond_scale: list[float] = per_unet(
+        [1.0],
+        "guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet",
+        non_negative_float,
+        needs=CONDITIONAL,
+    )
+    guidance_interval: list[float] | None = flag(
+        None,
+        "guide only where the noise is between these multiples of the signal (Kynkaanniemi et al. 2024)",
+        non_negative_float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        needs=(CONDITIONAL, GUIDED),
+    )
+    cfg_rescale: float = flag(
+        0.0,
+        "how much of the contrast that guidance adds is taken back (Lin et al. 2023)",
+        fraction,
+        needs=(CONDITIONAL, GUIDED),
+    )
+    ddim_eta: float = flag(
+        0.0,
+        "fresh noise in each step of ddim: 0 none, 1 as much as ddpm",
+        non_negative_float,
+        also="ddim_sampling_eta",
+        needs=when("sampler", "ddim"),
+    )
+    dynamic_thresholding: float = flag(
+        0.0,
+        "scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range",
+        fraction,
+        also="dynamic_thres_percentile",
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
+            parser.error("--guidance_interval: the first number has to be the smaller one")
 
 
 def _switches_of(unet: UnetConfig) -> tuple[str, ...]:

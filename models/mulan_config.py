@@ -8,9 +8,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tandem.converters import (
+    FOLDER,
+    PATH,
     any_float,
     fraction,
     non_negative_float,
@@ -19,12 +22,13 @@ from tandem.converters import (
     size_or_0,
     width,
 )
-from tandem.fields import above_0, flag, flags_of, given, when
+from tandem.fields import above_0, flag, flags_of, given, when, without
 
 from .configs import RecomputingConfig
 
 MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
 _TANDEM = when("layout", "tandem")
+_TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # a tower of one's own
 _OF_MUSICLM = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
 
 
@@ -58,6 +62,7 @@ class TwoTowersConfig(RecomputingConfig):
         in_weights=True,
         title="spectrogram",
         also="spec_n_fft",
+        needs=_AUDIO,
     )
     win_length: int | None = flag(
         None,
@@ -66,6 +71,7 @@ class TwoTowersConfig(RecomputingConfig):
         metavar="SAMPLES",
         in_weights=True,
         also="spec_win_length",
+        needs=_AUDIO,
     )
     hop_length: int = flag(
         160,
@@ -74,24 +80,29 @@ class TwoTowersConfig(RecomputingConfig):
         metavar="SAMPLES",
         in_weights=True,
         also="spec_hop_length",
+        needs=_AUDIO,
     )
     time_mask_fraction: float = flag(0.2, "SpecAugment in training: mask up to this fraction of the time", fraction)
     frequency_mask_fraction: float = flag(
         0.25, "SpecAugment in training: mask up to this fraction of the frequencies", fraction
     )
-    audio_dim: int = flag(512, "width of the audio tower", width, title="towers", in_weights=True)
-    audio_depth: int = flag(6, "transformer layers of the audio tower", size, in_weights=True)
-    text_dim: int = flag(512, "width of the text tower", width, in_weights=True)
-    text_depth: int = flag(6, "transformer layers of the text tower", size, in_weights=True)
+    audio_dim: int = flag(512, "width of the audio tower", width, title="towers", in_weights=True, needs=_AUDIO)
+    audio_depth: int = flag(6, "layers of the audio tower", size, in_weights=True, needs=_AUDIO)
+    text_dim: int = flag(512, "width of the text tower", width, in_weights=True, needs=_TEXT)
+    text_depth: int = flag(6, "layers of the text tower", size, in_weights=True, needs=_TEXT)
     heads: int = flag(8, "attention heads of both towers", size, in_weights=True)
     dim_head: int = flag(64, "width of an attention head", width, in_weights=True)
-    audio_heads: int | None = flag(None, "attention heads of the audio tower (default: --heads)", size, in_weights=True)
-    audio_dim_head: int | None = flag(
-        None, "width of an attention head of the audio tower (default: --dim_head)", width, in_weights=True
+    audio_heads: int | None = flag(
+        None, "heads of the audio tower (default: --heads)", size, in_weights=True, needs=_AUDIO
     )
-    text_heads: int | None = flag(None, "attention heads of the text tower (default: --heads)", size, in_weights=True)
+    audio_dim_head: int | None = flag(
+        None, "width of a head of the audio tower (default: --dim_head)", width, in_weights=True, needs=_AUDIO
+    )
+    text_heads: int | None = flag(
+        None, "heads of the text tower (default: --heads)", size, in_weights=True, needs=_TEXT
+    )
     text_dim_head: int | None = flag(
-        None, "width of an attention head of the text tower (default: --dim_head)", width, in_weights=True
+        None, "width of a head of the text tower (default: --dim_head)", width, in_weights=True, needs=_TEXT
     )
     ff_mult: int = flag(
         4, "inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU", size, in_weights=True
@@ -102,9 +113,11 @@ class TwoTowersConfig(RecomputingConfig):
     ff_dropout: float = flag(
         0.0, "part of the inner numbers of the feed-forwards that is dropped in training", fraction
     )
-    patch_size: int = flag(16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True)
+    patch_size: int = flag(
+        16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True, needs=_AUDIO
+    )
     patch_dropout: float = flag(
-        0.25, "part of the patches that is left out in training", fraction, also="patch_dropout_prob"
+        0.25, "part of the patches that is left out in training", fraction, also="patch_dropout_prob", needs=_AUDIO
     )
     hierarchical_layers: int = flag(
         0,
@@ -196,24 +209,24 @@ class MuLaNConfig(TwoTowersConfig):
         choices=("log_mel", "power"),
         title="spectrogram",
         in_weights=True,
-        needs=_TANDEM,
+        needs=(_TANDEM, _AUDIO),
     )
     spectrogram_padding: str = flag(
         "silence",
         "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
         choices=("silence", "reflect"),
         in_weights=True,
-        needs=_TANDEM,
+        needs=(_TANDEM, _AUDIO),
         also="spec_pad_mode",
     )
-    n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=_TANDEM)
+    n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=(_TANDEM, _AUDIO))
     fmin: float = flag(
         0.0,
         "lowest frequency of the mel bands",
         non_negative_float,
         metavar="HZ",
         in_weights=True,
-        needs=_TANDEM,
+        needs=(_TANDEM, _AUDIO),
     )
     fmax: float | None = flag(
         None,
@@ -221,7 +234,7 @@ class MuLaNConfig(TwoTowersConfig):
         positive_float,
         metavar="HZ",
         in_weights=True,
-        needs=_TANDEM,
+        needs=(_TANDEM, _AUDIO),
     )
     hierarchical_spacing: str = flag(
         "last",
@@ -274,6 +287,10 @@ class MuLaNConfig(TwoTowersConfig):
         """Take what the other layout's model has: its windows, unless one is given, and what it always has."""
         if args.layout == "tandem":
             return
+        args.lasting["loss"] = lambda loss: loss == "sigmoid"  # that model learns a bias for it alone
+        for name in ("text_tower", "audio_tower"):
+            if getattr(args, name):
+                parser.error(f"--{name} is for --layout tandem; the towers of musiclm-pytorch are its own")
         windows = ("n_fft", "win_length", "hop_length")
         if not args.explicit & set(windows):
             for name in windows:
@@ -297,6 +314,54 @@ class MuLaNConfig(TwoTowersConfig):
         if audio and self.sample_rate != audio["sample_rate"]:
             heard = f"the audio tower hears sounds of {audio['sample_rate']} Hz"
             raise ValueError(f"sample_rate {self.sample_rate}: {heard}; use that")
+
+
+@dataclass
+class TowerFlags:
+    """Which towers come from files. They are no arguments of a model."""
+
+    text_tower: str | None = flag(
+        None,
+        "pretrained text tower: an open_clip state dict, or a transformers folder of CLIP, BERT or RoBERTa",
+        PATH,
+        title="pretrained towers",
+        lasting=bool,
+    )
+    text_tower_quick_gelu: bool = flag(
+        False,
+        "the state dict of --text_tower is of a model with OpenAI's activation, quick_gelu",
+        needs=given("text_tower", "PATH"),
+    )
+    audio_tower: str | None = flag(
+        None,
+        "pretrained audio tower: a transformers folder of an audio spectrogram transformer (AST)",
+        FOLDER,
+        lasting=bool,
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        """Take the tokenizer that is in the folder of the text tower, unless one is given."""
+        if args.text_tower and "tokenizer" not in args.explicit:
+            folder = Path(args.text_tower).expanduser()
+            if (folder / "tokenizer.json").is_file():
+                args.tokenizer = str(folder / "tokenizer.json")
+            elif folder.is_dir() and not (folder / "open_clip_config.json").is_file():
+                tower = f"--text_tower {args.text_tower}"
+                parser.error(f"{tower} has no tokenizer.json: give --tokenizer, or clip for CLIP's")
+
+
+@dataclass
+class LayoutFlags:
+    """Which model is trained, `MuLaNConfig` or `MusicLMMuLaNConfig`."""
+
+    layout: str = flag(
+        "tandem",
+        "tandem: this project's model; musiclm: that of musiclm-pytorch, which loads its weights",
+        choices=("tandem", "musiclm"),
+        lasting=True,
+        title="model",
+    )
 
 
 @dataclass

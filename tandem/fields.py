@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+DATA = "DATA"  # in `Needs`, the flag of the data: `data_flag` of the dataclass of all flags
+
 
 class Needs(NamedTuple):
     """What a flag needs to have an effect.
 
     Args:
-        flag: Another flag on which it depends, without dashes.
-        value: What that one has to be, in words.
+        flag: Another flag on which it depends, without dashes, or `DATA`.
+        value: What that one has to be, in words; "" if it may not be given.
         is_met: Whether it is so, of the arguments of a run.
     """
 
@@ -38,6 +40,11 @@ def when(flag: str, *values: Any) -> Needs:
 def given(flag: str, what: str) -> Needs:
     """A flag is given: `what` it takes, in a word."""
     return Needs(flag, what, lambda args: bool(getattr(args, flag)))
+
+
+def without(flag: str) -> Needs:
+    """A flag is not given, which decides the same."""
+    return Needs(flag, "", lambda args: not getattr(args, flag))
 
 
 def above_0(flag: str) -> Needs:
@@ -89,7 +96,7 @@ def flag(
             that does nothing for what was asked for. A config file may say it: that of a run holds every flag.
         lasting: A resumed run may not change it, or what this function makes of it.
         in_weights: Weights fit no model in which it differs; a resumed run may not change it either.
-        title: Heading in --help of this field, and of those after it in its class.
+        title: Heading in --help of this field, and of those after it, up to the next one in its class or its bases.
         options: Others of argparse's: choices, metavar, nargs.
     """
     names = (also,) if isinstance(also, str) else tuple(also)
@@ -107,8 +114,8 @@ def flags_of(config: type) -> Iterator[tuple[str, str, Flag, Any]]:
     """(heading, name, flag, default) of each flag of a dataclass, in the order of its base classes."""
     fields = {field.name: field for field in dataclasses.fields(config)}
     seen: set[str] = set()
+    title = ""
     for kind in config.__mro__:
-        title = ""
         for name in vars(kind).get("__annotations__", ()):
             said = _declared(kind, name)
             title = said.title or title if said else title

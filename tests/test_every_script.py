@@ -287,7 +287,7 @@ def test_an_update_that_was_skipped_is_no_update_of_the_average(
     ("name", "shape", "lowest"),
     [
         ("train_vqgan", ["--lr_cosine"], 0.1), ("train_vqgan", [], 1.0),
-        ("train_tokenizer", ["--lr_cosine"], 0.0), ("train_tokenizer", [], 1.0),
+        ("train_tokenizer", ["--lr_schedule", "cosine"], 0.0), ("train_tokenizer", [], 1.0),
         ("train_decoder", ["--lr_cosine"], 0.0), ("train_decoder", [], 1.0),
         ("train_mulan", [], 0.0), ("train_mulan", ["--lr_schedule", "constant"], 1.0),
     ],

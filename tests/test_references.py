@@ -32,7 +32,7 @@ from benchmarks.jobs import one_process
 from data.feed import to_unit_range
 from data.sets import decoder_feed, image_feed, sound_feed, video_feed
 from data.tokenizers import Tokenizer, open_tokenizer
-from models.decoder import Sampling
+from models.decoder_config import Sampling
 from tests.scripts import (
     DECODER,
     MULAN,
@@ -323,7 +323,7 @@ def test_ddim_draws_the_pictures_of_the_reference(case: Reference, tmp_path: Pat
     expected: list[Tensor] = []
     theirs.sample(
         {"image_embed": embeddings}, lambda index: lambda name, step, shape: torch.randn(3, *shape),
-        Sampling("ddim", (5,), (2.0,)), batch=3, on_pictures=expected.append,
+        Sampling("ddim", [5], cond_scale=[2.0]), batch=3, on_pictures=expected.append,
     )  # fmt: skip
     for ours_, theirs_ in zip(pictures, expected, strict=True):
         assert theirs_.std() > 0.1

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def warmup_of(asked: int, total_steps: int) -> int:
@@ -12,19 +12,22 @@ def warmup_of(asked: int, total_steps: int) -> int:
     return min(asked, total_steps // 2)
 
 
-def warmup_constant(step: int, total_steps: int, peak: float, warmup_steps: int) -> float:
-    """Linear up to ``peak`` over ``warmup_of`` updates, and constant from there on."""
-    return warmup_cosine(step, total_steps, peak, warmup_steps, lowest=1.0)
+#: What --lr_schedule may be: the share of the highest rate that is left when this part of the run after the warm-up is
+#: done.
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "cosine": lambda done: 0.5 + 0.5 * math.cos(math.pi * done),
+}
 
 
-def warmup_cosine(step: int, total_steps: int, peak: float, warmup_steps: int, lowest: float = 0.0) -> float:
-    """Linear up to ``peak`` over ``warmup_of`` updates, then along a cosine down to the share ``lowest`` of it, which
-    it reaches at the end of the run and keeps."""
+def warmed_up(shape: str, step: int, total_steps: int, peak: float, warmup_steps: int, lowest: float = 0.0) -> float:
+    """Linear up to ``peak`` over ``warmup_of`` updates, then along one of `SHAPES`, which ends with the run; where that
+    is 0, the rate is the share ``lowest`` of the peak."""
     warmup = warmup_of(warmup_steps, total_steps)
     if step < warmup:
         return peak * ((step + 1) / warmup)
     done = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
-    return peak * (lowest + (1 - lowest) * (0.5 + 0.5 * math.cos(math.pi * done)))
+    return peak * (lowest + (1 - lowest) * SHAPES[shape](done))
 
 
 def drops(epoch: float, at: Sequence[float] | None, factor: float = 0.1) -> float:

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torchvision.transforms.functional import gaussian_blur
 
 from models import Decoder
-from models.decoder import Sampling
-from models.decoder_config import DecoderConfig
+from models.decoder_config import DecoderConfig, Sampling
 from models.resizing import cropped
 from models.unets.config import UnetConfig
 from tests.models.helpers import refused
@@ -62,7 +61,9 @@ def test_the_condition_and_its_scale_matter_and_only_to_the_unet_that_has_one() 
     model, noise = decoder(), noise_of(range(4))
 
     def drawn(embeddings: Tensor, scale: float, **how: Any) -> Tensor:
-        return model.sample({"image_embed": embeddings}, noise, Sampling(steps=[3], cond_scale=[scale]), batch=4, **how)
+        return model.sample(
+            {"image_embed": embeddings}, noise, Sampling(sample_timesteps=[3], cond_scale=[scale]), batch=4, **how
+        )
 
     assert not torch.equal(drawn(EMBEDDINGS, 1.0), drawn(EMBEDDINGS.flip(0), 1.0))
     assert not torch.equal(drawn(EMBEDDINGS, 1.0), drawn(EMBEDDINGS, 3.0))
@@ -73,7 +74,7 @@ def test_the_condition_and_its_scale_matter_and_only_to_the_unet_that_has_one() 
 
 
 def test_a_cascade_in_two_calls_is_the_cascade_in_one() -> None:
-    model, noise, sampling = decoder(), noise_of(range(4)), Sampling(steps=[3, 4])
+    model, noise, sampling = decoder(), noise_of(range(4)), Sampling(sample_timesteps=[3, 4])
     both: list[torch.Tensor] = []
     whole = model.sample({"image_embed": EMBEDDINGS}, noise, sampling, batch=4, on_pictures=both.append)
     small = model.sample({"image_embed": EMBEDDINGS}, noise, sampling, batch=4, stop_at=1)
@@ -87,7 +88,7 @@ def test_a_guide_that_does_not_fit_is_refused_and_one_of_another_objective_or_wi
     model = decoder()
 
     def drawn(guide: Decoder) -> Tensor:
-        sampling = Sampling(steps=[2], cond_scale=[2.0])
+        sampling = Sampling(sample_timesteps=[2], cond_scale=[2.0])
         return model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), sampling, batch=4, guide=guide)
 
     for wrong, said in (
@@ -110,7 +111,7 @@ def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
         lambda _, inputs, given: levels.append(given.get("lowres_time")), with_kwargs=True
     )
     images = torch.rand(2, 3, 8, 8)
-    drawn = model.sample({}, noise_of(range(2)), Sampling(steps=[2]), batch=2, start_at=2, images=images)
+    drawn = model.sample({}, noise_of(range(2)), Sampling(sample_timesteps=[2]), batch=2, start_at=2, images=images)
     assert {tuple(level.tolist()) for level in levels if level is not None} == {(49, 49)} and drawn.isfinite().all()
 
 

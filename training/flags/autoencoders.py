@@ -14,9 +14,9 @@ from tandem.converters import (
     number_or,
     positive_float,
     size,
+    step_count,
+    step_count_or_0,
     two_fractions,
-    updates,
-    updates_or_0,
     width,
 )
 from tandem.fields import Needs, above_0, flag, when
@@ -43,10 +43,7 @@ class PerceptualFlags:
         title="perceptual loss",
     )
     perceptual_weights: str | None = flag(
-        None,
-        "file with the weights of the perceptual network (default: from torch.hub's cache)",
-        FILE,
-        needs=_PERCEPTUAL,
+        None, "weights of the perceptual network (default: from torch.hub's cache)", FILE, needs=_PERCEPTUAL
     )
     perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, needs=_PERCEPTUAL)
 
@@ -56,20 +53,13 @@ class AdversaryFlags(PerceptualFlags):
     """Of every script that trains against a discriminator (`training.objectives.adversaries`)."""
 
     discr_dim: int | None = flag(
-        None,
-        "channels of the discriminator's first layer (default: as many as the generator's)",
-        width,
-        title="adversary",
-        lasting=True,
+        None, "first channels of the discriminator (default: the generator's)", width, title="adversary", lasting=True
     )
     discr_layers: int = flag(
-        4,
-        "times that the discriminator halves the image, whose side must be at least 4 x 2^N pixels",
-        size,
-        lasting=True,
+        4, "halvings of the image by the discriminator; its side must be at least 4 x 2^N pixels", size, lasting=True
     )
     discr_start_step: int = flag(
-        0, "updates of the generator before the discriminator takes part", updates_or_0, also="discr_start_after_step"
+        0, "updates before the discriminator takes part", step_count_or_0, also="discr_start_after_step"
     )
     discr_learning_rate: float | None = flag(
         None, "learning rate of the discriminator (default: --learning_rate)", positive_float
@@ -79,7 +69,7 @@ class AdversaryFlags(PerceptualFlags):
     )
     discr_max_grad_norm: float | None = flag(
         None,
-        "clip the discriminator's gradient to this 2-norm; 0: no clipping (default: --max_grad_norm)",
+        "clip the discriminator's gradient to this norm; 0: no clipping (default: --max_grad_norm)",
         non_negative_float,
     )
     gan_loss: str = flag(
@@ -96,7 +86,7 @@ class AdversaryFlags(PerceptualFlags):
     )
     gan_weight_scale: float | None = flag(
         None,
-        "factor on --gan_weight (default: 0.1 if that is adaptive and there is no perceptual loss, else 1)",
+        "factor on --gan_weight (default: 1; 0.1 if that is adaptive without a perceptual loss)",
         non_negative_float,
     )
     penalty: str = flag(
@@ -110,7 +100,7 @@ class AdversaryFlags(PerceptualFlags):
     apply_grad_penalty_every: int = flag(
         4,
         "updates from one gradient penalty to the next, counted from the first update of the run",
-        updates,
+        step_count,
         needs=above_0("penalty_weight"),
         also="apply_gradient_penalty_every",
     )

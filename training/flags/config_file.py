@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from tandem.converters import nearest
+from tandem.converters import as_config
 from tandem.files.installed import shipped
 from tandem.files.reading import compose_yaml
 
@@ -14,11 +14,11 @@ _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 _TRUE = {"yes", "true", "on"}
 
 
-def read_config(
+def read_flags(
     path: str,
     flags: Mapping[str, argparse.Action],
     command_line_only: Container[str],
-    instead_of: Callable[[str], str | None],
+    hint: Callable[[str, list[str]], str],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Values, and the keys that said them, by dest name from a YAML mapping.
 
@@ -30,7 +30,7 @@ def read_config(
         path: Of a file, or of one in configs/ (`shipped`).
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
-        instead_of: What to do instead of a name that is no flag here but is elsewhere; None for others.
+        hint: What to do instead of a name that is none of the flags, as the end of a line.
 
     Raises:
         ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
@@ -46,9 +46,7 @@ def read_config(
         if name in command_line_only:
             raise ValueError(f"{where}: {key} belongs on the command line, not in a config file")
         if name not in flags:
-            if instead := instead_of(name):
-                raise ValueError(f"{where}: unknown key {key!r}: {instead}")
-            raise ValueError(f"{where}: unknown key {key!r}{nearest(name, list(flags))}")
+            raise ValueError(f"{where}: unknown key {key!r}{hint(name, list(flags))}")
         action = flags[name]
         if action.dest in said:
             raise ValueError(f"{where}: {key} was already set by the key {said[action.dest]!r}; keep one of them")
@@ -57,23 +55,23 @@ def read_config(
             continue
         try:
             config[action.dest] = _value(value_node, action)
-        except (argparse.ArgumentTypeError, ValueError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{where}: {key}: {error}") from None
     return config, said
 
 
 def converted(value: Any, action: argparse.Action) -> Any:
-    """What a flag becomes if a config file has this value for it, given as YAML reads it.
+    """What a flag becomes that has this value of JSON's types.
 
     Raises:
         ValueError: one line, if the value does not fit the flag.
     """
     try:
-        node = yaml.compose(yaml.safe_dump(value), Loader=yaml.SafeLoader)
-        assert node is not None
-        return _value(node, action)
-    except (argparse.ArgumentTypeError, yaml.YAMLError) as error:
+        node = yaml.compose(yaml.safe_dump(as_config(action, value)), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+    assert node is not None
+    return _value(node, action)
 
 
 def _mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
@@ -100,17 +98,13 @@ def _value(node: yaml.Node, action: argparse.Action) -> Any:
         if isinstance(action, argparse.BooleanOptionalAction):
             return is_true
         return action.const if is_true else action.default
-    if action.nargs in (None, "?") and not isinstance(action, argparse._AppendAction):
+    if action.nargs in (None, "?"):
         return _scalar(node, action)
-    if action.nargs == "+" and isinstance(node, yaml.ScalarNode):
-        return [_scalar(node, action)]
-    if not isinstance(node, yaml.SequenceNode):
-        raise ValueError(f"expected a list, got {_text(node)}")
-    if isinstance(action.nargs, int) and len(node.value) != action.nargs:
-        raise ValueError(f"expected a list of {action.nargs} values, got {len(node.value)}")
-    if action.nargs == "+" and not node.value:
-        raise ValueError("expected a list of at least one value, got an empty one")
-    return [_scalar(item, action) for item in node.value]
+    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if len(nodes) != action.nargs and (action.nargs != "+" or not nodes):
+        expected = "at least one value" if action.nargs == "+" else f"{action.nargs} values"
+        raise ValueError(f"expected a list of {expected}, got {len(nodes)}")
+    return [_scalar(each, action) for each in nodes]
 
 
 def _scalar(node: yaml.Node, action: argparse.Action) -> Any:
@@ -121,16 +115,13 @@ def _scalar(node: yaml.Node, action: argparse.Action) -> Any:
         raise ValueError(f"expected text, quoted where YAML reads a word otherwise; got {_text(node)}")
     try:
         value = convert(node.value)
-    except argparse.ArgumentTypeError:
-        raise
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from None
     except (ValueError, TypeError):
-        raise ValueError(f"expected {_EXPECTED.get(convert, 'another value')}, got {_text(node)}") from None
+        raise ValueError(f"expected {getattr(convert, '__name__', 'another value')}, got {_text(node)}") from None
     if action.choices is not None and value not in action.choices:
         raise ValueError(f"expected one of {', '.join(map(str, action.choices))}; got {_text(node)}")
     return value
-
-
-_EXPECTED: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
 def _text(node: yaml.Node) -> str:

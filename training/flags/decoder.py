@@ -17,82 +17,22 @@ from tandem.converters import (
     pixels_or_0,
     positive_float,
     positive_int,
-    size,
     size_or_0,
-    updates_or_0,
+    step_count_or_0,
 )
-from tandem.fields import Needs, above_0, flag, when
+from tandem.fields import above_0, flag, when
 
-#: Of flags that only guidance needs.
-GUIDED = Needs("cond_scale", "other than 1, such as 3", lambda args: any(scale != 1 for scale in args.cond_scale))
 _BLURRED = (when("lowres_condition", "blur"), SEVERAL)
 
 
 @dataclass
-class SamplingFlags:
-    """Of drawing pictures from noise."""
-
-    sampler: str = flag(
-        "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm", "heun"), title="sampling"
-    )
-    sample_timesteps: list[int] = per_unet([20], "steps of the sampler, one number or one for each Unet", size)
-    spacing: str = flag(
-        "auto",
-        "noise levels that the steps visit: uniform: evenly by number; karras: more of them near pure noise "
-        "and near the clean picture (Karras et al. 2022); auto: karras for dpmpp_2m on linear and jsd, and "
-        "but for ddpm after a large --noise_shift; uniform otherwise",
-        choices=("auto", "uniform", "karras"),
-    )
-    cond_scale: list[float] = per_unet(
-        [1.0],
-        "guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet",
-        non_negative_float,
-    )
-    guidance_interval: list[float] | None = flag(
-        None,
-        "guide only where the noise is between these multiples of the signal (Kynkaanniemi et al. 2024)",
-        non_negative_float,
-        nargs=2,
-        metavar=("LOW", "HIGH"),
-        needs=GUIDED,
-    )
-    cfg_rescale: float = flag(
-        0.0, "how much of the contrast that guidance adds is taken back (Lin et al. 2023)", fraction, needs=GUIDED
-    )
-    ddim_eta: float = flag(
-        0.0,
-        "fresh noise in each step of ddim: 0 none, 1 as much as ddpm",
-        non_negative_float,
-        also="ddim_sampling_eta",
-        needs=when("sampler", "ddim"),
-    )
-    dynamic_thresholding: float = flag(
-        0.0,
-        "scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range",
-        fraction,
-        also="dynamic_thres_percentile",
-    )
-
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
-            parser.error("--guidance_interval: the first number has to be the smaller one")
-
-
-@dataclass
-class DecoderFlags(SamplingFlags):
-    """How the Unets of a cascade are trained and judged, and sampling. Stands behind `DecoderConfig`."""
+class DecoderFlags:
+    """How the Unets of a cascade are trained and judged. Stands behind `DecoderConfig`."""
 
     image_cond_drop_prob: float = flag(
-        0.1,
-        "share of samples that train without their image embedding, for guidance",
-        fraction,
-        needs=BY_IMAGE,
-        title="conditions",
+        0.1, "share of samples trained without image embedding (guidance)", fraction, needs=BY_IMAGE, title="conditions"
     )
-    text_cond_drop_prob: float = flag(
-        0.5, "share of samples that train without their text, for guidance", fraction, needs=BY_TEXT
-    )
+    text_cond_drop_prob: float = flag(0.5, "share of samples trained without text (guidance)", fraction, needs=BY_TEXT)
     train_unets: list[int] | None = flag(
         None,
         "numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)",
@@ -108,38 +48,23 @@ class DecoderFlags(SamplingFlags):
     )
     learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, also="lr")
     lr_warmup_steps: list[int] = per_unet(
-        [0], "updates of linear warm-up from 0, at most half of the run", updates_or_0, also="warmup_steps"
+        [0], "updates of linear warm-up from 0, at most half of the run", step_count_or_0, also="warmup_steps"
     )
     weight_decay: list[float] = per_unet(
         [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, also="wd"
     )
-    lr_cosine: bool = flag(False, "let the learning rate fall to 0 along a cosine; constant otherwise")
     n_evaluation_samples: int = flag(
-        0,
-        "pictures to draw for conditions of the validation split and to judge by the measures below",
-        size_or_0,
-        title="evaluation",
+        0, "pictures to draw for the validation split and to judge by the measures below", size_or_0, title="evaluation"
     )
     evaluate_every_n_steps: int = flag(
-        0,
-        "updates between two such evaluations; 0: only at the end",
-        updates_or_0,
-        needs=above_0("n_evaluation_samples"),
+        0, "updates between two evaluations; 0: only at the end", step_count_or_0, needs=above_0("n_evaluation_samples")
     )
     fid_weights: str | None = flag(
-        None,
-        "report FID, KID and inception score with these weights of Inception",
-        FILE,
-        needs=above_0("n_evaluation_samples"),
+        None, "report FID, KID and inception score by these weights", FILE, needs=above_0("n_evaluation_samples")
     )
-    lpips_weights: str | None = flag(
-        None, "report LPIPS with these weights", FILE, needs=above_0("n_evaluation_samples")
-    )
+    lpips_weights: str | None = flag(None, "report LPIPS by these weights", FILE, needs=above_0("n_evaluation_samples"))
     loss_weight: list[str] = per_unet(
-        ["none"],
-        "weight of the loss by noise level",
-        choices=("none", "min_snr", "p2", "sigmoid", "learned"),
-        title=ONE_EACH,
+        ["none"], "loss weight by noise level", choices=("none", "min_snr", "p2", "sigmoid", "learned"), title=ONE_EACH
     )
     random_crop_sizes: list[int] = per_unet(
         [0],
@@ -148,7 +73,7 @@ class DecoderFlags(SamplingFlags):
         pixels_or_0,
         first=0,
     )
-    loss_type: str = flag("l2", "distance of prediction and target", choices=("l2", "l1", "huber"), title=SAME_FOR_ALL)
+    loss_type: str = flag("l2", "error of the prediction", choices=("l2", "l1", "huber"), title=SAME_FOR_ALL)
     min_snr_gamma: float = flag(
         5.0, "of min_snr (Hang et al. 2023)", positive_float, needs=when("loss_weight", "min_snr")
     )
@@ -165,9 +90,7 @@ class DecoderFlags(SamplingFlags):
         non_negative_float,
         needs=when("learned_variance", 1),
     )
-    time_sampling: str = flag(
-        "uniform", "distribution of noise levels in training", choices=("uniform", "logit_normal")
-    )
+    time_sampling: str = flag("uniform", "distribution of noise levels", choices=("uniform", "logit_normal"))
     logit_normal: list[float] = flag(
         [0.0, 1.0],
         "of the logit of the noise level with --time_sampling logit_normal; a mean above 0: more noise",
@@ -203,25 +126,9 @@ class DecoderFlags(SamplingFlags):
             parser.error("--logit_normal: the standard deviation has to be above 0")
         if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
             parser.error("--blur_sigma: give one width, or the least and the greatest")
-        is_conditional = bool(args.condition_on)
-        of_guidance = ["cond_scale", "guidance_interval", "cfg_rescale"]
-        parser.refuse_idle(args, of_guidance, "condition_on", "image or text", is_conditional)
-        is_clip_used = is_conditional or args.n_evaluation_samples > 0
-        parser.refuse_idle(
-            args, ["clip"], "condition_on", "image or text, or give --n_evaluation_samples", is_clip_used
-        )
         never = [kind for kind in args.condition_on if not getattr(args, f"{kind}_cond_drop_prob")]
         if args.cond_scale[0] != 1 and never:
             parser.error(
                 f"--cond_scale {args.cond_scale[0]:g} guides away from what the model draws without a condition, which "
                 f"it never learns with --{never[0]}_cond_drop_prob 0: give 0.1, for example"
             )
-
-
-def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `models.decoder.Sampling`."""
-    return {
-        "sampler": args.sampler, "steps": args.sample_timesteps, "cond_scale": args.cond_scale,
-        "interval": args.guidance_interval, "rescale": args.cfg_rescale, "eta": args.ddim_eta,
-        "quantile": args.dynamic_thresholding, "spacing": args.spacing,
-    }  # fmt: skip

@@ -7,11 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
-from tandem.converters import as_config, config_names, config_value, nearest, said_as_flag, shown_default
-from tandem.fields import Needs, add_flag, flags_of
+from tandem.converters import config_names, config_value, nearest, said_as_flag, shown_default
+from tandem.fields import DATA, Flag, Needs, add_flag, flags_of
 from tandem.files.exits import MISTAKE, leave
 from tandem.files.installed import HOME, IS_INSTALLED, command_of
 from tandem.files.reading import printable
@@ -78,13 +77,10 @@ class ArgumentParser(argparse.ArgumentParser):
         self._script, self._is_root = prog or self.prog, is_root
         self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
         self._raises = False  # by `error`: the processes are connected, and have to agree on it
-        self._settle: list[Callable[[argparse.Namespace, ArgumentParser], None]] = []
-        self._of_configs: dict[str, argparse.Action] = {}
-        self._needs: dict[str, tuple[Needs, ...]] = {}
-        self._of_weights: set[str] = set()
         #: The dataclass of the flags, if there is one, and of these the flag of the data.
         self.config: Any = None
         self.data_flag: str | None = None
+        self._fields: dict[str, Flag] = {}
         #: What a resumed run may not change: names of flags, each with what of its value is compared.
         self.lasting: dict[str, Callable[[Any], Any]] = {}
 
@@ -125,15 +121,10 @@ class ArgumentParser(argparse.ArgumentParser):
         for title, name, said, default in flags_of(config):
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
-            self._of_configs[name] = add_flag(groups[title], name, said, default)
-            self._needs[name] = said.needs
+            add_flag(groups[title], name, said, default)
+            self._fields[name] = said
             if said.lasting:
                 self.lasting[name] = said.lasting
-            if said.is_of_weights:
-                self._of_weights.add(name)
-        self._settle += [
-            partial(vars(kind)["settle"].__func__, config) for kind in config.__mro__ if "settle" in vars(kind)
-        ]
         self.config, self.data_flag = config, getattr(config, "data_flag", None)
 
     def parse(
@@ -149,38 +140,40 @@ class ArgumentParser(argparse.ArgumentParser):
         `script`, the script's file name, `lasting`, as the attribute, and `config_in_force`, a line that says which
         file was read, or None. A mistake ends the process through `error`.
         """
+        own = (self.data_flag, "dataset", "config")
         if demonstration:
-            own = ("dataset",) if "--dataset" in self._option_string_actions else ()
-            without = " and ".join(f"--{name}" for name in (self.data_flag, *own, "config"))
             self.epilog = (
-                f"Without {without} it runs its demonstration: the flags of {_shown(demonstration)}, which differ from "
-                "the defaults above."
+                f"Without {' and '.join(f'--{name}' for name in own)} it runs its demonstration: the flags of "
+                f"{_shown(demonstration)}, which differ from the defaults above."
             )
-        given = self._from_command_line(argv)
+        given, said_as = self._from_command_line(sys.argv[1:] if argv is None else argv)
         on_command_line = frozenset(given)
         in_force = f"configuration: {given['config']}" if "config" in given else None
-        if demonstration and not {self.data_flag, "dataset", "config"} & given.keys():
+        if demonstration and on_command_line.isdisjoint(own):
             given["config"] = os.fspath(demonstration)
             in_force = (
                 f"demonstration: {_shown(demonstration)}, because neither --{self.data_flag} nor --config was given"
             )
-        settings, said_as = self._from_config_file(given["config"]) if "config" in given else ({}, {})
+        settings, keys = self._from_config_file(given["config"]) if "config" in given else ({}, {})
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
         args.script, args.config_in_force, args.lasting = self._script, in_force, dict(self.lasting)
-        args.said_as = {**said_as, **self._names_used(argv)}
+        args.said_as = {**keys, **said_as}
         if not getattr(args, "init_from", None):  # the shape of the model that it starts from comes first: `adopt`
             self._settled(args)
         return args
 
     def _settled(self, args: argparse.Namespace) -> None:
-        """Fill in what follows from other flags, and refuse contradictions and flags without effect."""
-        for settle in self._settle:
-            settle(args, self)
-        for name in args.on_command_line & self._needs.keys():
-            for needed in self._needs[name]:
-                self.refuse_idle(args, [name], needed.flag, needed.value, needed.is_met(args))
+        """Fill in what follows from other flags, and refuse contradictions, and flags of the command line without
+        effect. In a config file these are allowed: config.yaml of a run holds every flag."""
+        for kind in self.config.__mro__ if self.config else ():
+            if "settle" in vars(kind):
+                vars(kind)["settle"].__func__(self.config, args, self)
+        for name, said in self._fields.items():
+            for needed in said.needs:
+                if name in args.on_command_line and not needed.is_met(args):
+                    self._refuse_idle(args, name, needed)
 
     def adopt(self, args: argparse.Namespace, values: Mapping[str, Any]) -> list[str]:
         """Give flags that nobody has set these values, which may be a stranger's, of the model that the run starts
@@ -195,15 +188,16 @@ class ArgumentParser(argparse.ArgumentParser):
         Raises:
             ValueError: one line, if a value does not fit its flag, or what the user has set does not fit the weights.
         """
-        free = args.explicit - self._of_weights  # of these, what the user says holds
-        taken = [name for name in self._of_configs if name in values and name not in free]
+        taken = {  # of flags that are not of the weights, what the user says holds
+            name: values[name]
+            for name, said in self._fields.items()
+            if name in values and (said.is_of_weights or name not in args.explicit)
+        }
         model = argparse.Namespace(**vars(args))  # the arguments, if the user had said nothing else
         model.on_command_line, model.lasting = frozenset(), dict(args.lasting)
-        for name in taken:
-            setattr(model, name, self._converted(name, values[name], args.init_from))
+        vars(model).update(self._converted(taken, args.init_from))
         before = {name: getattr(args, name) for name in taken if name not in args.explicit}
-        for name in before:
-            setattr(args, name, getattr(model, name))
+        vars(args).update({name: getattr(model, name) for name in before})
         args.explicit |= before.keys()
         model.explicit = args.explicit
         self._raises = True
@@ -217,42 +211,36 @@ class ArgumentParser(argparse.ArgumentParser):
         return self._said(args, [name for name in before if getattr(args, name) != before[name]])
 
     def _said(self, args: argparse.Namespace, names: Sequence[str]) -> list[str]:
-        return [said_as_flag(self._of_configs[name], getattr(args, name)) for name in names]
+        return [said_as_flag(self._config_flags[name], getattr(args, name)) for name in names]
 
-    def _converted(self, name: str, value: Any, source: str) -> Any:
-        """A value of JSON's types, which stands in ``source``, as the flag has it."""
+    def _converted(self, flags: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Values of JSON's types, which stand in ``source``, as their flags have them."""
         from .config_file import converted
 
-        action = self._of_configs[name]
-        if value is None and action.default is None:
-            return None
-        try:
-            return converted(as_config(action, value), action)
-        except ValueError as error:
-            raise ValueError(f"{source} has {name} {repr(value)[:40]}: {error}") from None
+        values = {}
+        for name, value in flags.items():
+            action = self._config_flags[name]
+            try:
+                values[action.dest] = None if value is action.default is None else converted(value, action)
+            except ValueError as error:
+                raise ValueError(f"{source} has {name} {repr(value)[:40]}: {error}") from None
+        return values
 
-    def _instead_of(self, name: str) -> str | None:
-        """What to do instead of a name that is no flag here but is elsewhere; None for others."""
+    def _hint(self, name: str, known: Sequence[str]) -> str:
+        """What to do instead of a name that is no flag, as the end of a line; "" if that is not known."""
         from .public_names import instead_of
 
         bare = name.lstrip("-").replace("-", "_")
-        return _NO_FLAG.get(bare) or instead_of(bare, self._script)
-
-    def shown(self, name: str) -> str:
-        """The default of a flag, named without dashes, as people write it; "" for none."""
-        return shown_default(self._option_string_actions[f"--{name}"])
+        instead = _NO_FLAG.get(bare) or instead_of(bare, self._script)
+        return f": {instead}" if instead else nearest(name, known)
 
     def with_values(self, flags: Mapping[str, Any]) -> argparse.Namespace:
         """The defaults, but for these flags, which are as a config file has them. Raises ValueError, in one line, for a
         value that does not fit."""
         from .config_file import converted
 
-        actions = {name: action for action in self._config_actions() for name in config_names(action)}
-        said = {
-            actions[name].dest: converted(as_config(actions[name], value), actions[name])
-            for name, value in flags.items()
-            if value is not None
-        }
+        known = self._config_flags
+        said = {known[name].dest: converted(value, known[name]) for name, value in flags.items() if value is not None}
         return argparse.Namespace(**{**self._defaults_by_dest(), **said})
 
     def choose(self, args: argparse.Namespace, **off: Any) -> None:
@@ -267,25 +255,13 @@ class ArgumentParser(argparse.ArgumentParser):
         for name in set(on) - {chosen}:
             setattr(args, name, off[name])
 
-    def refuse_idle(
-        self, args: argparse.Namespace, flags: Sequence[str], other: str, needed: str, is_met: bool
-    ) -> None:
-        """End with an error if one of `flags` stands on the command line and has no effect in this run.
-
-        In a config file such flags are allowed: config.yaml of a run holds every flag.
-
-        Args:
-            other: Name of the flag on which `flags` depend.
-            needed: The value of `other` with which `flags` have an effect, in words.
-            is_met: Whether `other` has such a value.
-        """
-        idle = [] if is_met else [flag for flag in flags if flag in args.on_command_line]
-        if idle:
-            value = getattr(args, other)
-            each = value if isinstance(value, list) else [value]
-            now = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in each)
-            said = args.said_as.get(idle[0], idle[0])
-            self.error(f"--{said} has no effect with --{other} {now}; leave it out, or give --{other} {needed}")
+    def _refuse_idle(self, args: argparse.Namespace, flag: str, needed: Needs) -> NoReturn:
+        other = self.data_flag if needed.flag == DATA else needed.flag
+        value = getattr(args, str(other))
+        each = value if isinstance(value, list) else [value]
+        now = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in each)
+        leave = f"it out, or give --{other} {needed.value}" if needed.value else "out one of them"
+        self.error(f"--{args.said_as.get(flag, flag)} has no effect with --{other} {now}; leave {leave}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.
@@ -294,64 +270,55 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         return {
             config_names(action)[0]: config_value(action, getattr(args, action.dest))
-            for action in self._config_actions()
+            for action in self._config_flags.values()
         }
 
-    def _from_command_line(self, argv: Sequence[str] | None) -> dict[str, Any]:
+    def _from_command_line(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Values, and the names that said them, by dest name."""
         # argparse sets no default for an attribute that exists: a flag that is still _UNSET afterwards was not in argv.
-        # Flags that append start from None, because argparse would append to _UNSET.
+        # A flag that appends starts from None, because argparse would append to _UNSET.
         unset = {
-            action.dest: None if isinstance(action, (argparse._AppendAction, argparse._ExtendAction)) else _UNSET
+            action.dest: None if isinstance(action, argparse._AppendAction) else _UNSET
             for action in self._actions
             if action.default is not argparse.SUPPRESS
         }
         namespace, unknown = self.parse_known_args(argv, argparse.Namespace(**unset))
         if unknown:
             flag = unknown[0].split("=")[0]
-            if instead := self._instead_of(flag):
-                self.error(f"unknown flag {flag}: {instead}")
             if flag.startswith("-"):
-                self.error(f"unknown flag {flag}{nearest(flag, list(self._option_string_actions))}")
+                self.error(f"unknown flag {flag}{self._hint(flag, list(self._option_string_actions))}")
             self.error(f"unexpected argument {flag!r}: every value follows a flag")
-        self._refuse_two_names(sys.argv[1:] if argv is None else argv)
-        return {dest: value for dest, value in vars(namespace).items() if dest not in unset or value is not unset[dest]}
-
-    def _refuse_two_names(self, argv: Sequence[str]) -> None:
-        """End with an error if one flag is given by two of its names: one of the values would be lost in silence."""
-        used = {token.split("=")[0] for token in argv}
-        for action in self._actions:
-            names = [name for name in action.option_strings if name in used]
-            if len(names) > 1 and not isinstance(action, argparse.BooleanOptionalAction):
-                self.error(f"{names[0]} and {names[1]} are two names of one flag; give one of them")
-
-    def _names_used(self, argv: Sequence[str] | None) -> dict[str, str]:
-        """Names of flags without dashes that stand in `argv`, by dest name."""
-        used = [token.split("=")[0] for token in (sys.argv[1:] if argv is None else argv)]
-        known = self._option_string_actions
-        return {known[name].dest: name[2:] for name in used if name in known}
+        said_as: dict[str, str] = {}
+        for name in (token.split("=")[0] for token in argv):
+            if action := self._option_string_actions.get(name):
+                first = f"--{said_as.get(action.dest, name[2:])}"
+                if first != name and not isinstance(action, argparse.BooleanOptionalAction):
+                    self.error(f"{first} and {name} are two names of one flag; give one of them")
+                said_as[action.dest] = name[2:]
+        return {dest: value for dest, value in vars(namespace).items() if value is not unset.get(dest)}, said_as
 
     def _from_config_file(self, path: str) -> tuple[dict[str, Any], dict[str, str]]:
-        from .config_file import read_config
+        from .config_file import read_flags
 
         try:
-            flags = {name: flag for flag in self._config_actions() for name in config_names(flag)}
-            return read_config(path, flags, _COMMAND_LINE_ONLY, self._instead_of)
+            return read_flags(path, self._config_flags, _COMMAND_LINE_ONLY, self._hint)
         except ValueError as error:
             self.error(str(error))
 
-    def _config_actions(self) -> list[argparse.Action]:
-        """Flags that a config file may set."""
-        shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
-        return [action for action in shown if action.dest not in _COMMAND_LINE_ONLY]
-
     def _defaults_by_dest(self) -> dict[str, Any]:
-        """Defaults, converted from text as argparse does it."""
+        """By dest name, converted from text as argparse does it."""
         return {
-            action.dest: action.type(action.default)
-            if isinstance(action.default, str) and callable(action.type)
-            else action.default
+            action.dest: self._get_value(action, action.default) if isinstance(action.default, str) else action.default
             for action in self._actions
             if action.default is not argparse.SUPPRESS
+        }
+
+    @property
+    def _config_flags(self) -> dict[str, argparse.Action]:
+        """Flags that a config file may set, by each of their names there."""
+        shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
+        return {
+            name: action for action in shown if action.dest not in _COMMAND_LINE_ONLY for name in config_names(action)
         }
 
 

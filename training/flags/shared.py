@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from tandem.converters import (
     FILE,
@@ -13,115 +13,27 @@ from tandem.converters import (
     PATH,
     PRECISIONS,
     Names,
-    area_range,
     average_length,
-    digit_count,
     epoch_count,
     fraction,
-    frame_rate,
     non_negative_float,
     non_negative_int,
     positive_float,
     positive_int,
     size,
+    step_count,
+    step_count_or_0,
     step_range,
     two_fractions,
-    updates,
-    updates_or_0,
     words,
     worker_count,
 )
 from tandem.fields import Needs, flag, given, when
 
+from ..schedules import SHAPES
+
 if TYPE_CHECKING:
     from .parser import ArgumentParser
-
-_PLACES = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
-
-
-@dataclass
-class OwnDataset:
-    """The flag of a user's own dataset, which is given instead of the flag `data_flag`."""
-
-    data_flag: ClassVar[str]
-
-    dataset: str | None = flag(
-        None,
-        "instead of files: a Python function that gets the arguments of the run and returns an object with __len__ and "
-        "__getitem__; its module may be in the current folder; see docs/data.md",
-        metavar="MODULE:FUNCTION",
-        title="own dataset",
-    )
-
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        """Let --dataset and the flag of the data exclude one another, and the command line win over a config file."""
-        if args.dataset is None:
-            return
-        name, default = cls.data_flag, parser.get_default(cls.data_flag)
-        for said in (args.on_command_line, args.explicit):
-            if name in said and "dataset" not in said:
-                args.dataset = None
-                return
-            if "dataset" in said:
-                if name in said and getattr(args, name) != default:
-                    parser.error(f"--dataset and --{name} exclude one another; give one of them")
-                setattr(args, name, default)
-                return
-
-
-def place_of(args: argparse.Namespace, data_flag: str) -> str:
-    """Where the samples of a run are, for a command that reads some: a folder to choose if they are an own dataset."""
-    return _PLACES[data_flag] if args.dataset else getattr(args, data_flag)
-
-
-def _is_cut(args: Any) -> bool:
-    """Whether pictures come from files, or a user's own dataset, of which training cuts squares."""
-    folders = (getattr(args, "video_folder", None), args.image_folder)
-    return args.dataset is not None or any(not (folder or "demo:").startswith("demo:") for folder in folders)
-
-
-def crop_flag(data_flag: str) -> Any:
-    """Where the squares are cut out of the pictures of a flag."""
-    return flag(
-        "center",
-        "where training cuts the square out of each picture, after its shorter side was resized",
-        choices=("center", "random"),
-        needs=Needs(data_flag, "PATH", _is_cut),
-    )
-
-
-def crop_area_flag(data_flag: str) -> Any:
-    """How large the squares are that are cut out of the pictures of a flag."""
-    return flag(
-        None,
-        "cut the square out of a random part of each picture in training that has this share of its area, such as "
-        "0.5,1, and a width of 3/4 to 4/3 of its height (default: out of the whole)",
-        area_range,
-        needs=Needs(data_flag, "PATH", _is_cut),
-    )
-
-
-@dataclass
-class ImageFlags(OwnDataset):
-    """Of every script that trains on images."""
-
-    data_flag = "image_folder"
-
-    image_folder: str = flag(
-        "demo:shapes",
-        "folder of training images (jpg, png, webp, bmp, tiff, ppm, pgm), with subfolders; or webdataset "
-        "tars; demo:shapes draws images itself",
-        PATH,
-        title="images",
-        also="folder",
-    )
-    random_flip: bool = flag(False, "mirror each training image with probability 1/2")
-    crop: str = crop_flag("image_folder")
-    crop_area: tuple[float, ...] | None = crop_area_flag("image_folder")
-    num_images_save: int = flag(
-        4, "images in a sample grid; at most a batch of them if there is no validation split", size
-    )
 
 
 @dataclass
@@ -135,6 +47,11 @@ class ClipFlags:
         "token",
         NAME,
         title="embeddings",
+        needs=Needs(
+            "condition_on",
+            "image or text, or give --n_evaluation_samples",
+            lambda args: bool(args.condition_on or args.n_evaluation_samples),
+        ),
     )
     clip_weights: str | None = flag(
         None, "weights for --clip: safetensors or a plain state dict", FILE, needs=given("clip", "NAME")
@@ -148,152 +65,35 @@ class ClipFlags:
             )
 
 
-_BY_ROW = Needs(
-    "image_embeddings", "PATH", lambda args: args.image_embeddings is not None or args.text_embeddings is not None
-)
+def _shape(text: str) -> str:
+    """Of `lr_cosine: true` in a config file, too."""
+    return {"true": "cosine", "false": "constant"}.get(text.lower(), text.lower())
 
 
 @dataclass
-class ConditionedImageFlags(ClipFlags, OwnDataset):
-    """Of every script that trains on images with captions and embeddings."""
+class ScheduleFlags:
+    """Of every script whose learning rate may have one of several shapes."""
 
-    data_flag = "image_folder"
-
-    image_folder: str = flag(
-        "demo:shapes",
-        "webdataset tars of images, each with a .txt: a folder, tars/*.tar, {00000..00099}.tar, or {} for "
-        "the number; or a folder of images with .txt and .npy files beside them; images smaller than the "
-        "pictures to draw are left out; demo:shapes draws captioned images itself",
-        PATH,
-        title="images",
-        also="webdataset_base_url",
-    )
-    start_shard: int = flag(0, "number of the first tar", non_negative_int)
-    end_shard: int | None = flag(None, "number of the last tar (default: of all)", non_negative_int)
-    shard_width: int = flag(
-        6,
-        "digits of the number that {} in --image_folder stands for",
-        digit_count,
-        needs=Needs("image_folder", "with {} for the number", lambda args: "{}" in args.image_folder),
-    )
-    random_flip: bool = flag(
-        False, "mirror each training image with probability 1/2; only without captions and stored embeddings"
-    )
-    crop: str = crop_flag("image_folder")
-    crop_area: tuple[float, ...] | None = crop_area_flag("image_folder")
-    num_images_save: int = flag(
-        6,
-        "images in a sample grid; at most a batch of them if there is no validation split",
-        size,
-        also="n_sample_images",
-    )
-    image_embeddings: str | None = flag(
-        None,
-        "image embeddings, a .npy of rows (n, d) for each tar, such as img_emb_0012.npy: a folder, *.npy, "
-        "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)",
-        PATH,
-        title="embeddings",
-        also="img_embeddings_url",
-    )
-    text_embeddings: str | None = flag(
-        None,
-        "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)",
-        PATH,
-        also="text_embeddings_url",
-    )
-    index_width: int = flag(
-        4, "digits at the end of an image's key that are the number of its row", digit_count, needs=_BY_ROW
-    )
-    test_fraction: float = flag(
-        0.1,
-        "fraction of the data that is held out for a test, beside --valid_fraction; 0: none",
-        fraction,
-        title="splits",
-    )
-    split_by: str = flag("sample", "what is held out: single images, or whole tars", choices=("sample", "shard"))
-
-
-_OF_FILES = Needs(
-    "video_folder", "PATH", lambda args: args.dataset is not None or not args.video_folder.startswith("demo:")
-)
-
-
-@dataclass
-class VideoFlags(OwnDataset):
-    """Of every script that trains on videos, perhaps with images between them."""
-
-    data_flag = "video_folder"
-
-    video_folder: str = flag(
-        "demo:moving",
-        "folder of videos (mp4, m4v, mkv, webm, mov, avi, gif) and images, with subfolders; a csv or jsonl "
-        "manifest; or webdataset tars; demo:moving draws clips itself",
-        PATH,
-        title="videos",
-        also="dataset_folder",
-    )
-    num_frames: int = flag(17, "frames of a clip", size, metavar="FRAMES")
-    fps: float | None = flag(
-        None, "frames per second of a clip, chosen by time stamps (default: all frames of the file)", frame_rate
-    )
-    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int)
-    short_clips: str = flag(
-        "repeat",
-        "a video that is shorter than a clip is repeated, held at its last frame, or left out",
-        choices=("repeat", "hold", "skip"),
-        needs=_OF_FILES,
-    )
-    clip_starts: str = flag(
-        "anywhere",
-        "where clips begin in training: keyframe, the last key frame before a random time, is faster to read",
-        choices=("anywhere", "keyframe"),
-        needs=Needs("video_folder", "PATH", lambda args: not args.video_folder.startswith("demo:")),
-    )
-    random_flip: bool = flag(False, "mirror each training clip with probability 1/2")
-    crop: str = crop_flag("video_folder")
-    crop_area: tuple[float, ...] | None = crop_area_flag("video_folder")
-    image_folder: str | None = flag(
-        None,
-        "folder or webdataset tars of images to train on as clips of one frame; demo:shapes draws images "
-        "itself (default: none)",
-        PATH,
-    )
-    image_every: int = flag(
-        4, "with --image_folder, every N-th update is one of images", positive_int, needs=given("image_folder", "PATH")
-    )
-    num_videos_save: int = flag(
-        3, "clips in a sample picture; at most a batch of them if there is no validation split", size
+    lr_schedule: str = flag(
+        "constant",
+        "after the warm-up, keep the learning rate, or let it fall along a cosine to 0, of a VQGAN to a tenth; "
+        "--lr_cosine alone: cosine",
+        _shape,
+        choices=tuple(SHAPES),
+        also="lr_cosine",
+        nargs="?",
+        const="cosine",
+        title="schedule",
     )
 
 
 @dataclass
-class SoundFlags(OwnDataset):
-    """Of every script that trains on sounds and texts."""
-
-    data_flag = "audio_data"
-
-    audio_data: str = flag(
-        "demo:tones",
-        "csv or jsonl manifest, folder with a .txt or .json per sound, or webdataset tars; demo:tones "
-        "synthesises sounds",
-        PATH,
-        title="sounds and texts",
-        also="folder",
-    )
-    data_max_length: int | None = flag(
-        None, "length of the clip in samples, instead of --clip_seconds", positive_int, metavar="SAMPLES"
-    )
-    tokenizer: str = flag("clip", "text tokenizer: clip, or the path of a Hugging Face tokenizer.json", FILE)
-    num_sounds_shown: int = flag(8, "spectrograms in a sample picture", size)
-
-
-@dataclass
-class RateFlags:
+class RateFlags(ScheduleFlags):
     """Of every script with one learning rate that is warmed up (`training.schedules`)."""
 
     learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", also="lr")
     lr_warmup_steps: int = flag(
-        0, "updates of linear warm-up from 0, at most half of the run", updates_or_0, also="warmup_steps"
+        0, "linear warm-up from 0, at most half of the run", step_count_or_0, also="warmup_steps"
     )
 
 
@@ -323,15 +123,9 @@ class RunFlags:
     """Of every script."""
 
     output_dir: str = flag(
-        "runs/",
-        "run folder; if it holds a run, that run is resumed",
-        FOLDER,
-        title="run",
-        also=("results_folder", "checkpoints_folder"),
+        "runs/", "run folder; a run in it goes on", FOLDER, title="run", also=("results_folder", "checkpoints_folder")
     )
-    config: str | None = flag(
-        None, "YAML file of flags, written without dashes; flags on the command line override it", FILE
-    )
+    config: str | None = flag(None, "YAML file of flags without dashes; flags on the command line override it", FILE)
     fresh: bool = flag(False, "start over; a run in --output_dir is renamed to DIR.old-N")
     dry_run: bool = flag(
         False,
@@ -344,23 +138,17 @@ class RunFlags:
         None,
         "stop after this number of updates, if --epochs would last longer; as --num_train_steps, epochs alone do not "
         "end the run",
-        updates,
+        step_count,
         also="num_train_steps",
     )
     batch_size: int = flag(
-        8,
-        "samples per update, over all processes and accumulation steps",
-        size,
-        metavar="SAMPLES",
-        title="optimisation",
+        8, "samples per update, over all processes and micro-batches", size, metavar="SAMPLES", title="optimisation"
     )
     grad_accum_steps: int = flag(
         1, "gradient accumulation: micro-batches per update, on each process", size, also="grad_accum_every"
     )
     max_grad_norm: float = flag(0.0, "clip the gradient to this 2-norm; 0: no clipping", non_negative_float)
-    ema_decay: float = flag(
-        0.0, "decay per update of an exponential moving average of the weights; 0: no average", fraction
-    )
+    ema_decay: float = flag(0.0, "decay per update of a moving average of the weights; 0: no average", fraction)
     ema_power: list[float] | None = flag(
         None,
         "averages of the weights that grow with the run, instead of --ema_decay: the standard deviation of "
@@ -371,9 +159,7 @@ class RunFlags:
         nargs="+",
     )
     max_skipped_updates: int = flag(
-        20,
-        "updates that are skipped in a row, because loss or gradient is not finite, before the run stops",
-        updates_or_0,
+        20, "updates skipped in a row, because loss or gradient is not finite, before the run stops", step_count_or_0
     )
     precision: str = flag(
         "fp32",
@@ -387,17 +173,12 @@ class RunFlags:
     num_workers: int = flag(
         2, "loader processes per training process; 0: load in the training process", worker_count, title="data loading"
     )
-    valid_fraction: float = flag(
-        0.05, "fraction of the data that is held out for validation; 0: none", fraction, also="valid_frac"
-    )
+    valid_fraction: float = flag(0.05, "fraction held out for validation; 0: none", fraction, also="valid_frac")
     valid_folder: str | None = flag(
         None, "another set of the same kind, all of which is the validation split, instead of --valid_fraction", PATH
     )
     split_seed: int | None = flag(
-        None,
-        "seed that chooses the validation split; without one, that of --seed",
-        non_negative_int,
-        also="random_split_seed",
+        None, "seed that chooses the validation split (default: --seed)", non_negative_int, also="random_split_seed"
     )
     valid_samples: int | None = flag(
         None,
@@ -417,17 +198,14 @@ class RunFlags:
     log_every_n_steps: int = flag(
         10,
         "updates between two lines of metrics.jsonl; losses in a line are of its own update, not means",
-        updates,
+        step_count,
         title="validation and logging",
     )
     validate_every_n_steps: int = flag(
-        100,
-        "updates between two measurements on the validation split; 0: only at the end",
-        updates_or_0,
-        also="validate_every_step",
+        100, "updates between two validations; 0: only at the end", step_count_or_0, also="validate_every_step"
     )
     sample_every_n_steps: int = flag(
-        100, "updates between two pictures in samples/; 0: only at the end", updates_or_0, also="save_results_every"
+        100, "updates between two pictures in samples/; 0: only at the end", step_count_or_0, also="save_results_every"
     )
     profile_steps: tuple[int, int] | None = flag(
         None,
@@ -436,23 +214,15 @@ class RunFlags:
         step_range,
     )
     report_to: tuple[str, ...] = flag(
-        (),
-        "trackers in addition to metrics.jsonl: none, or a comma list of tensorboard, wandb",
-        Names("tensorboard", "wandb"),
+        (), "trackers beside metrics.jsonl: none, or a comma list of tensorboard, wandb", Names("tensorboard", "wandb")
     )
     wandb_project: str | None = flag(
-        None,
-        "project of the run on Weights & Biases (default: wandb's own choice)",
-        NAME,
-        needs=_WANDB,
-        also="project_name",
+        None, "project on Weights & Biases (default: wandb's own choice)", NAME, needs=_WANDB, also="project_name"
     )
-    wandb_entity: str | None = flag(
-        None, "user or team of the project (default: that of wandb's login)", NAME, needs=_WANDB
-    )
+    wandb_entity: str | None = flag(None, "user or team of the project (default: wandb's login)", NAME, needs=_WANDB)
     wandb_name: str | None = flag(
         None,
-        "name of the run on Weights & Biases (default: that of its folder)",
+        "name on Weights & Biases (default: its folder's)",
         NAME,
         needs=_WANDB,
         also=("run_name", "wandb_run_name"),
@@ -461,16 +231,13 @@ class RunFlags:
     save_every_n_steps: int = flag(
         100,
         "updates between two checkpoints; 0: only at the end",
-        updates_or_0,
+        step_count_or_0,
         title="checkpoints",
         also=("save_model_every", "checkpoint_every_step"),
     )
     keep_n_checkpoints: int = flag(3, "keep this number of newest checkpoints and delete older ones", positive_int)
     save_before_minutes: float | None = flag(
-        None,
-        "save and exit with code 75 before the process has run this long: for a scheduler's time limit",
-        positive_float,
-        metavar="MINUTES",
+        None, "save and exit with code 75 within this time, for a scheduler's limit", positive_float, metavar="MINUTES"
     )
 
     @classmethod

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def evaluated(
-    model: Any, samples: Iterable[Tensor], error: Callable[[Tensor, Tensor], Tensor],
+    model: Any, samples: Iterable[Tensor], pixel_loss: Callable[[Tensor, Tensor], Tensor],
     quality: ReconstructionQuality | VideoQuality, all_reduce: AllReduce,
 ) -> dict[str, float | Image.Image]:  # fmt: skip
     """Quality of a model's reconstructions over the validation split and all processes, and a picture of how often each
@@ -26,14 +26,14 @@ def evaluated(
 
     Args:
         samples: The batches of this process, in [0, 1]: images (b, c, h, w) or videos (b, c, f, h, w).
-        error: Reconstructions and samples -> their mean error, 0-d.
+        pixel_loss: Reconstructions and samples -> their mean error, 0-d.
         quality: Measures them; its `losses` are ["recon_loss"], the mean error.
     """
     was_training = model.training
     model.eval()  # the quantizer updates no statistics and calls no collective
     for batch in samples:
         out = model(batch)
-        quality.add(batch, out.reconstruction, out.codes, recon_loss=error(out.reconstruction, batch))
+        quality.add(batch, out.reconstruction, out.codes, recon_loss=pixel_loss(out.reconstruction, batch))
     model.train(was_training)
     values, counts = quality.result(all_reduce)
     return {**values, "codes": code_histogram(counts)}

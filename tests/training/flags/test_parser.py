@@ -22,8 +22,9 @@ from tandem.converters import (
     two_fractions,
     worker_count,
 )
+from tandem.fields import flag, when
 from training.flags.parser import ArgumentParser
-from training.flags.shared import RunFlags
+from training.flags.shared import RateFlags, RunFlags
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,7 +39,6 @@ def parser() -> ArgumentParser:
     parser.add_argument("--distributed_backend", "--distr_backend", **backends)
     parser.add_argument("--channel_widths", type=positive_int, nargs="+", default=[64, 128])
     parser.add_argument("--crop", type=positive_int, nargs=2, default=None)
-    parser.add_argument("--tag", action="append")
     parser.add_argument("--flip", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--no_shuffle", dest="shuffle", action="store_false")
     parser.add_argument("--weight_decay", type=non_negative_float, default="1e-2")
@@ -135,22 +135,28 @@ def test_a_list_with_a_wrong_value_is_refused(convert, texts, expected):
             convert(text)
 
 
-def test_a_flag_that_does_nothing_is_an_error_on_the_command_line_and_let_pass_in_a_file(parser, tmp_path, capsys):
-    (tmp_path / "c.yaml").write_text("max_steps: 3\nbatch_size: 9")
-    args = parser.parse(["--config", str(tmp_path / "c.yaml"), "--batch_size", "8"])
-    assert args.explicit == {"config", "max_steps", "batch_size"} and args.on_command_line == {"config", "batch_size"}
-    parser.refuse_idle(args, ["max_steps"], "learning_rate", "above 1", False)
-    parser.refuse_idle(args, ["batch_size"], "learning_rate", "above 1", True)
-    with pytest.raises(SystemExit) as raised:
-        parser.refuse_idle(args, ["max_steps", "batch_size"], "max_steps", "above 4", False)
-    assert raised.value.code == 2
-    line = "error: --batch_size has no effect with --max_steps 3; leave it out, or give --max_steps above 4"
-    assert line in capsys.readouterr().err
+@dataclass
+class Thawing:
+    """A flag that needs another one."""
+
+    thaw: int = flag(0, "updates after which frozen layers learn", positive_int, needs=when("freeze", "early", "all"))
+    freeze: str = flag("none", "layers that do not learn", choices=("none", "early", "all"))
+
+
+def test_a_flag_that_does_nothing_is_an_error_on_the_command_line_and_let_pass_in_a_file(config, capsys):
+    parser = ArgumentParser("train_vae.py")
+    parser.add_config(Thawing)
+    parser.add_argument("--config")
+    assert parser.parse(["--config", config("thaw: 3")]).thaw == 3
+    assert parser.parse(["--config", config("freeze: all"), "--thaw", "5"]).thaw == 5
+    line = error_line(capsys, parser, "--config", config("freeze: none"), "--thaw", "3")
+    assert line == "--thaw has no effect with --freeze none; leave it out, or give --freeze early or all"
 
 
 def test_command_line_wins_over_config_wins_over_default(parser, config):
     path = config("batch_size: 16\nlearning_rate: 1e-4\n")
     args = parser.parse(["--config", path, "--batch_size", "32"])
+    assert args.on_command_line == {"config", "batch_size"}
     assert (args.batch_size, args.learning_rate, args.epochs) == (32, 1e-4, 20)
     assert args.explicit == {"config", "batch_size", "learning_rate"}
 
@@ -182,17 +188,30 @@ def test_a_flag_beside_another_one_that_excludes_it_is_an_error_but_not_beside_a
     assert both in error_line(capsys, parser, "--config", config("{ema_power: [0.05], ema_decay: 0.9}"))
 
 
+@pytest.mark.parametrize(
+    ("said", "shape"),
+    [("--lr_cosine", "cosine"), ("--lr_schedule Cosine", "cosine"), ("lr_cosine: true", "cosine"),
+     ("lr_schedule: cosine", "cosine"), ("lr_cosine: false", "constant"), ("", "constant")],
+)  # fmt: skip
+def test_a_cosine_has_two_names(config, said, shape):
+    parser = ArgumentParser("train_vae.py")
+    parser.add_config(RateFlags)
+    parser.add_argument("--config")
+    args = parser.parse(said.split() if said.startswith("--") else ["--config", config(said)])
+    assert args.lr_schedule == shape and parser.settings(args)["lr_schedule"] == shape
+
+
 def test_config_values_become_what_the_command_line_would_make_of_them(parser, config):
     path = config(
         "learning_rate: 5e-5\nmax_steps: 1e3\nbatch-size: 1_024\nprecision: BF16\ndistr_backend: DDP\ncompile: true\n"
-        "flip: no\nno_shuffle: yes\nchannel_widths: [32, 64]\ncrop: [8, 9]\ntag: [a, 1]\nimage_folder: 010\n"
+        "flip: no\nno_shuffle: yes\nchannel_widths: [32, 64]\ncrop: [8, 9]\nimage_folder: 010\n"
         "report_to: wandb,tensorboard\n"
     )
     args = parser.parse(["--config", path])
     assert (args.learning_rate, args.max_steps, args.batch_size) == (5e-5, 1000, 1024)
     assert (args.precision, args.distributed_backend) == ("bf16", "ddp")
     assert (args.compile, args.flip, args.shuffle) == (True, False, False)
-    assert (args.channel_widths, args.crop, args.tag) == ([32, 64], [8, 9], ["a", "1"])
+    assert (args.channel_widths, args.crop) == ([32, 64], [8, 9])
     assert (args.image_folder, args.report_to) == ("010", ("tensorboard", "wandb"))
 
 

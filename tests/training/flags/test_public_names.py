@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import convert
+from tandem.converters import shown_default
 from tests.scripts import DECODER, MULAN, SCRIPTS, VQGAN, Script
 from training.flags.public_names import rows
 
@@ -67,7 +68,7 @@ def test_every_row_of_the_page_is_true_of_the_flags(script: Script) -> None:
     for row in rows(f"{script.name}.py")[1]:
         if row.flag:
             assert known[f"--{row.name}"] is known[f"--{row.flag}"], row
-            assert row.default == parser.shown(row.flag), row
+            assert row.default == shown_default(known[f"--{row.flag}"]), row
         else:
             assert row.note, row
             assert f"--{row.name}" not in known or known[f"--{row.name}"].dest == row.name, row
@@ -141,7 +142,7 @@ FACTS: dict[str, dict[str, tuple[Any, str]]] = {
         "penalty": ("one_centred", MUSE + "gradient_penalty"),
         "penalty_weight": (10.0, MUSE + "gradient_penalty"),
         "lr_warmup_steps": (0, MUSE + "VQGanVAETrainer"),
-        "lr_cosine": (False, MUSE + "VQGanVAETrainer"),
+        "lr_schedule": ("constant", MUSE + "VQGanVAETrainer"),
         "discr_start_step": (0, MUSE + "VQGanVAETrainer.train_step"),
     },
     "train_mulan": {
@@ -185,7 +186,7 @@ FACTS: dict[str, dict[str, tuple[Any, str]]] = {
         "weight_decay": (0.01, MAGVIT + "optimizer.py, get_optimizer"),
         "betas": ((0.9, 0.99), MAGVIT + "optimizer.py, get_optimizer"),
         "ema_decay": (0.99999, "ema-pytorch: EMA.__init__, beta 0.9999 at every tenth update"),
-        "lr_cosine": (False, MAGVIT + "VideoTokenizerTrainer.__init__, scheduler None"),
+        "lr_schedule": ("constant", MAGVIT + "VideoTokenizerTrainer.__init__, scheduler None"),
     },
 }
 
