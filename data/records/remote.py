@@ -211,7 +211,7 @@ def _info(address: str) -> _Info:
     if not isinstance(size := found.get("size"), int):
         raise OSError(errno.ENOTSUP, "the server does not say how long the file is", shown(address))
     names = ("ETag", "etag", "md5Hash", "blob_id", "Last-Modified", "LastModified", "mtime", "updated")
-    return _Info(size, " ".join(str(found[name]) for name in ("size", *names) if found.get(name) is not None))
+    return _Info(size, f"{size} {next((found[name] for name in names if found.get(name) is not None), '')}")
 
 
 @functools.lru_cache(maxsize=64)
@@ -272,23 +272,24 @@ def _ask(
     raise OSError(errno.EIO, f"{reason}, {_TRIES} times in a row", shown(address)) from None
 
 
-def _meaning(error: Exception, seconds: float) -> tuple[int, str]:
+def _meaning(error: BaseException, seconds: float) -> tuple[int, str]:
     """What an error says: its number, EIO if another attempt may succeed, and a line."""
-    # Libraries raise FileNotFoundError for whatever kept them from asking about a file.
-    errors = [error, *filter(None, [error.__cause__])]
-    status = next(filter(None, map(_status, errors)), 0)
-    names = {type(each).__name__ for each in errors}
-    if isinstance(error, PermissionError) or status in (401, 403, 407) or any("Credential" in name for name in names):
+    # fsspec raises FileNotFoundError for whatever kept it from asking, and s3fs its own errors in place of botocore's.
+    cause = error.__cause__
+    if cause is not None and (isinstance(error, FileNotFoundError) or hasattr(cause, "response")):
+        error = cause
+    status, name = _status(error), type(error).__name__
+    if isinstance(error, PermissionError) or status in (401, 403, 407) or "Credential" in name:
         return errno.EACCES, "the server refuses access: it asks for credentials that may read this"
-    if status in (404, 410) or (isinstance(error, FileNotFoundError) and not status and not error.__cause__):
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
         return errno.ENOENT, "the server has no such file"
     if isinstance(error, OSError) and error.errno == errno.ENOTSUP:
         return errno.ENOTSUP, str(error.strerror)
-    if any(isinstance(each, TimeoutError) or "Timeout" in type(each).__name__ for each in errors):
+    if isinstance(error, TimeoutError) or "Timeout" in name:
         return errno.EIO, f"the server gave no answer in {seconds:.0f} seconds"
     if 400 <= status < 500 and status not in (408, 425, 429):
         return errno.EINVAL, f"the server refuses the request, with status {status}"
-    return errno.EIO, f"the server answers with status {status}" if status else f"the connection failed ({min(names)})"
+    return errno.EIO, f"the server answers with status {status}" if status else f"the connection failed ({name})"
 
 
 def _status(error: BaseException) -> int:
