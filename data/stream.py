@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .bad_samples import BadSample, Incomplete, NotASample, Unsuitable, accepting_parts, reason_of
 from .contracts import Samples
-from .order import AlternatingOrder, Indices, TrainingOrder, ValidationOrder
+from .order import AlternatingOrder, Indices, ShardOrder, TrainingOrder, ValidationOrder
 from .workers import Loader
 
-Order = TrainingOrder | AlternatingOrder | ValidationOrder
+Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
 OnBadSample = Literal["replace", "accept", "error"]
 _MOST_TRIES = 100
 

@@ -24,8 +24,10 @@ from tests.fault_proxy import serving
 
 #: What a program needs that reads from `s3_server`, beside AWS_ENDPOINT_URL.
 CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "AKIDOFATEST", "AWS_SECRET_ACCESS_KEY": "a-secret-of-a-test", "AWS_DEFAULT_REGION": "us-east-1",
-}  # fmt: skip
+    "AWS_ACCESS_KEY_ID": "AKIDOFATEST",
+    "AWS_SECRET_ACCESS_KEY": "a-secret-of-a-test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 
 class _Ranges(SimpleHTTPRequestHandler):

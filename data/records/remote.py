@@ -10,8 +10,9 @@ import glob
 import os
 import random
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from tandem.files.installed import how_to_install
@@ -179,9 +180,23 @@ def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str
         needed = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
         if needed > _cache.limit:
             raise ValueError(
-                f"--cache_gb {cache_gb:g} is too little: {at_once} shards at a time have up to {needed / 1e9:.3g} GB, so "
-                "that each would be fetched again and again"
+                f"--cache_gb {cache_gb:g} is too little: {at_once} shards, which are needed at a time, have up to "
+                f"{needed / 1e9:.3g} GB, so that each would be fetched again and again"
             )
+
+
+def fetch_shards(addresses: Mapping[int, str], shards: Sequence[range]) -> None:
+    """Begin to fetch shards into the cache, in a thread; who reads one meanwhile waits for it. `addresses`: of the
+    shards, by the index of the first sample."""
+    asked = [addresses[shard.start] for shard in shards if shard.start in addresses]
+    first = os.getpid() % max(len(asked), 1)  # processes begin with different ones
+
+    def fetch() -> None:
+        for address in asked[first:] + asked[:first]:
+            with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as opened:  # the reader meets them
+                opened.enter_context(_cached(address) or contextlib.nullcontext())
+
+    threading.Thread(target=fetch, daemon=True).start()
 
 
 _cache: ShardCache | None = None
