@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,26 +49,34 @@ class ShardCache:
                         made.write(read(_PIECE, offset))
                     made.flush()
                     os.fsync(made.fileno())  # after a loss of power, a file of the final name must hold no zeros
-                    os.replace(part, path)
+                    with self._alone():
+                        os.replace(part, path)
                     unfinished.pop_all()
         return None
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While files are counted, none may get its name or its room."""
+        with open(self._folder / "lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _has_room(self, made: BinaryIO, size: int) -> bool:
         """Give an empty file `size` bytes, and delete others until all fit. Returns whether they do: files that other
         processes are fetching stay."""
-        with open(self._folder / "lock", "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            os.truncate(made.fileno(), size)
+        with self._alone():
             found = []
             for path in filter(_is_ours, self._folder.iterdir()):
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
                     found.append((status.st_mtime, status.st_size, path))
-            total = sum(size for _, size, _ in found)
-            for _, size, path in sorted(found):
-                if total > self.limit and not (path.suffix and _is_locked(path)):
+            total = size + sum(size for _, size, _ in found)
+            for _, freed, path in sorted(found):
+                if total > self.limit and freed and not (path.suffix and _is_locked(path)):
                     path.unlink(missing_ok=True)
-                    total -= size
+                    total -= freed
+            if total <= self.limit:
+                os.truncate(made.fileno(), size)
             return total <= self.limit
 
 

@@ -125,7 +125,7 @@ class RemoteBytes:
     def _read(self, size: int, offset: int) -> bytes:
         if not offset and size <= _PIECE and "size" not in self.__dict__:  # asking for the size is another request
             content = self._piece(0, size, least=0)
-            if len(content) in (size, self.size):
+            if len(content) == size or len(content) == self.size:
                 return content
         end = min(offset + size, self.size)
         return b"".join(self._piece(at, min(_PIECE, end - at)) for at in range(offset, end, _PIECE))
