@@ -66,13 +66,17 @@ def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield {"s3": Server("s3://bucket", folder, s3), "http": Server(http.address, folder, http)}
 
 
-@pytest.fixture(params=["s3", "http"])
-def server(request: pytest.FixtureRequest, servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> Server:
-    found = servers[request.param]
-    found.proxy.faults, found.proxy.always, found.proxy.requests = [], None, []
+@pytest.fixture(autouse=True)
+def right_answers(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    for server in servers.values():
+        server.proxy.faults, server.proxy.always, server.proxy.requests = [], None, []
     monkeypatch.setattr(remote, "_PAUSE", 0.01)
     remote._info.cache_clear()
-    return found
+
+
+@pytest.fixture(params=["s3", "http"])
+def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
+    return servers[request.param]
 
 
 @pytest.fixture
@@ -92,6 +96,10 @@ def failure(*arguments: object, **named: object) -> str:
 def read(address: str, size: int = 1000, offset: int = 5) -> bytes:
     with open_bytes(address) as file:
         return file.pread(size, offset)
+
+
+def gets(server: Server) -> int:
+    return sum("GET" in request for request in server.proxy.requests)
 
 
 @pytest.mark.parametrize("ahead", [0, 1 << 16])
@@ -118,7 +126,7 @@ def test_long_reads_are_several_requests_and_one_of_them_may_fail(server, monkey
     content = (server.folder / "000.tar").read_bytes()
     server.proxy.faults = [503, "half"]
     assert read(f"{server.address}/000.tar", 1 << 20, 7) == content[7:]
-    assert sum("GET" in request for request in server.proxy.requests) == 5 + 2
+    assert gets(server) == 5 + 2
 
 
 def test_entries_are_read_by_few_requests(server):
@@ -130,7 +138,7 @@ def test_entries_are_read_by_few_requests(server):
     server.proxy.requests.clear()
     with open_entry(part) as file:
         assert b"".join(iter(lambda: file.read(100), b"")) == tar.read_bytes()[1000:51_000]
-    assert sum("GET" in request for request in server.proxy.requests) == 1, "500 small steps"
+    assert gets(server) == 1, "500 small steps"
 
 
 def test_a_library_reads_a_table_at_random(server):
@@ -156,7 +164,7 @@ def test_a_server_that_fails_for_long_is_an_error_of_one_line(server, fault, sai
     server.proxy.always = fault
     text = failure(f"{server.address}/001.tar")
     assert said in text and "5 times in a row" in text and "001.tar" in text
-    assert sum("GET" in request for request in server.proxy.requests) == 5
+    assert gets(server) == 5
 
 
 def test_pauses_between_attempts_grow(server, monkeypatch):
@@ -173,7 +181,7 @@ def test_pauses_between_attempts_grow(server, monkeypatch):
 def test_an_answer_that_would_be_the_same_again_is_an_error_at_once(server, status, said):
     server.proxy.always = status
     assert said in failure(f"{server.address}/001.tar", offset=0)
-    assert len(server.proxy.requests) == 1
+    assert gets(server) == 1
 
 
 def test_missing_files_and_servers_and_rights_are_errors_of_one_line(server):
@@ -285,10 +293,6 @@ def kept(cache: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # an empty one, of a process that has waited in vain
                 sizes.append(path.stat().st_size)
         return sum(sizes)
-
-
-def gets(server: Server) -> int:
-    return sum("GET" in request for request in server.proxy.requests)
 
 
 def test_shards_are_fetched_once_and_the_cache_stays_within_its_bound(server, tmp_path, no_cache):
