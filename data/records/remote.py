@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -54,12 +53,6 @@ def version(address: str) -> str:
     """What changes if the file changes: its size, and the server's checksum of it or the time when it was written.
     Raises OSError and ValueError, in one line."""
     return _info(address).version
-
-
-def versions(addresses: Sequence[str]) -> list[str]:
-    """`version` of each, several at a time."""
-    with concurrent.futures.ThreadPoolExecutor(_CONNECTIONS) as pool:
-        return list(pool.map(version, addresses))
 
 
 def expanded(pattern: str) -> list[str]:
@@ -181,7 +174,6 @@ def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str
     global _cache
     _cache = None if cache_dir is None else ShardCache(cache_dir, int(cache_gb * 1e9))
     if _cache is not None and shards:
-        versions(shards)
         needed = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
         if needed > _cache.limit:
             raise ValueError(

@@ -249,7 +249,7 @@ def test_paths_of_this_machine_are_no_addresses():
 
 def test_the_version_changes_with_the_file(server, tmp_path):
     names = ["000.tar", "001.tar"]
-    first = remote.versions([f"{server.address}/{name}" for name in names])
+    first = [remote.version(f"{server.address}/{name}") for name in names]
     assert len(set(first)) == 2 and first[0].startswith("300000 ")
     with http_server(tmp_path) as address:
         seen = []
