@@ -9,6 +9,7 @@ import math
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -17,7 +18,23 @@ from torch import Tensor
 from tandem.files.reading import printable
 
 from .bad_samples import BadSample, BadSampleLog, Raised
-from .order import AlternatingOrder, Indices, Split, TrainingOrder, part_of, share, split_of_folder, split_samples
+from .order import (
+    SHARDS_AT_ONCE,
+    AlternatingOrder,
+    Indices,
+    Ranges,
+    ShardOrder,
+    Split,
+    TrainingOrder,
+    part_of,
+    share,
+    split_of_folder,
+    split_samples,
+    split_shards,
+)
+from .records import remote
+from .records.tables import TableSource
+from .records.tars import TarSource
 from .samples import Joined, Samples
 from .stream import TrainingStream, ValidationStream
 
@@ -86,19 +103,26 @@ class Feed(Generic[BatchType]):
             sources = " and ".join(filter(None, [source, self._valid_source]))
             _check_views(views, f"{noun}s in {sources}")
             n, shares = len(first), (args.valid_fraction, 0.0)
-            parts = divide(first) if divide else split_samples(n, *shares, split_seed, args.batch_size)
+            if args.shuffle == "shards":
+                parts = _split_by_shards(first, args, split_seed, source)
+            else:
+                parts = divide(first) if divide else split_samples(n, *shares, split_seed, args.batch_size)
             self.train_set, self.valid_set, self.test_set = parts
             if self.valid_samples is not None:
                 n_valid, n_all = len(self.valid_samples), len(self.samples)
                 self.valid_set = split_of_folder(range(n_all - n_valid, n_all), split_seed, args.batch_size)
             self._part = part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
-            self._order: dict[str, Any] = {"seed": args.seed}
+            order: TrainingOrder | ShardOrder = TrainingOrder(self.train_set, args.seed)
+            if args.shuffle == "shards":
+                assert isinstance(self.train_set, Ranges)
+                order = ShardOrder(self.train_set.ranges, args.seed, fetch=_fetched_before(first, args))
+            self._order: dict[str, Any] = {"seed": args.seed, "order": order}
             if second is not None:
                 # Until each sample of the first set was seen once, so many were seen of both.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
                 self._order["order"] = AlternatingOrder(
-                    TrainingOrder(self.train_set, args.seed), TrainingOrder(range(len(second)), args.seed),
+                    order, TrainingOrder(range(len(second)), args.seed),
                     every=second_every, batch_size=args.batch_size, offset=n,
                 )  # fmt: skip
         self.sees_whole_split = False
@@ -272,6 +296,27 @@ def _validated_samples(n: int, args: argparse.Namespace) -> int:
     if most is None:  # none between the updates: the only validation is that of the end
         most = math.ceil(args.batch_size * args.validate_every_n_steps / _TRAINED_PER_VALIDATED)
     return min(n, max(most, args.batch_size)) if most else n
+
+
+def _split_by_shards(samples: Samples, args: argparse.Namespace, seed: int, source: str) -> Split:
+    """Raises ValueError, in one line, if there are no shards, or too few."""
+    if (shards := samples.source.shards) is None:
+        raise ValueError(f"--shuffle shards takes tars or tables, and {source!r} has none: use --shuffle samples")
+    fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
+    return split_shards(shards, *fractions, seed, args.batch_size, "--shuffle samples")
+
+
+def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Sequence[range]], None] | None:
+    """What fetches shards from a server before they are read; None if there are none there, or no cache for them.
+    Raises OSError and ValueError, in one line."""
+    source = samples.source
+    paths = source.paths if isinstance(source, TarSource | TableSource) else ()
+    addresses = {
+        shard.start: path for shard, path in zip(source.shards or (), paths, strict=False) if remote.is_address(path)
+    }
+    at_once = 2 * SHARDS_AT_ONCE  # those that are read, and those that come next
+    remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
+    return partial(remote.fetch_shards, addresses) if addresses and args.cache_dir else None
 
 
 def _check_views(views: Sequence[Sequence[Any]], what: str) -> None:

@@ -6,7 +6,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .hashing import derive_key, mix64
@@ -93,6 +93,11 @@ class Ranges:
         which = bisect.bisect_right(self._ends, i)
         return self._ranges[which][i - self._ends[which]]  # counted from the range's end
 
+    @property
+    def ranges(self) -> Sequence[range]:
+        """The ranges, in order."""
+        return self._ranges
+
 
 Indices = Subset | Ranges | Spread | range
 
@@ -171,9 +176,15 @@ def split_of_folder(indices: range, seed: int, at_least: int) -> Subset:
 
 
 def split_shards(
-    shards: Sequence[range], valid_fraction: float, test_fraction: float, seed: int, at_least: int
+    shards: Sequence[range],
+    valid_fraction: float,
+    test_fraction: float,
+    seed: int,
+    at_least: int,
+    otherwise: str = "--split_by sample",
 ) -> Split:
-    """Divide a data set by whole shards, each the range of its indices, by seed; empty shards are left out.
+    """Divide a data set by whole shards, each the range of its indices, by seed; empty shards are left out. `otherwise`
+    is the flag that messages advise.
 
     valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
     ValueError if a fraction is not in [0, 1), no shard remains to train on, or a split is smaller than `at_least`
@@ -186,7 +197,7 @@ def split_shards(
         needed = next(m for m in itertools.count(1) if m > share(m, valid_fraction) + share(m, test_fraction))
         raise ValueError(
             f"{n} shards are too few: validation takes {n_valid} of them and test {n_test}, which leaves none to train "
-            f"on: at least {needed} are needed; add shards, or use --split_by sample"
+            f"on: at least {needed} are needed; add shards, or use {otherwise}"
         )
     permutation = Permutation(n, "split shards", seed)
     order = [filled[permutation(i)] for i in range(n)]
@@ -197,7 +208,7 @@ def split_shards(
         if part and len(indices) < at_least:
             raise ValueError(
                 f"the {name} split has {len(part)} of {n} shards and {len(indices)} samples, less than one batch of "
-                f"{at_least}: lower --batch_size, or use --split_by sample"
+                f"{at_least}: lower --batch_size, or use {otherwise}"
             )
     return found
 
@@ -237,6 +248,61 @@ class TrainingOrder:
         return len(self._subset)
 
 
+SHARDS_AT_ONCE = 4
+
+
+class ShardOrder:
+    """The endless order of training by shards: every epoch shuffles the shards, takes up to `at_once` of them together,
+    and shuffles their samples; given by (seed, epoch) only. A place of an epoch costs O(log(number of shards)), and
+    the first one of an epoch O(number of shards).
+
+    Args:
+        shards: The indices of the samples of each shard.
+        fetch: Called with the shards that come next, whenever others are begun.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[range],
+        seed: int,
+        at_once: int = SHARDS_AT_ONCE,
+        fetch: Callable[[Sequence[range]], None] | None = None,
+    ) -> None:
+        self._shards, self._seed, self._at_once = [shard for shard in shards if len(shard)], seed, at_once
+        self._n, self._fetch, self._begun = sum(map(len, self._shards)), fetch, (-1, -1)
+        self._epochs: dict[int, tuple[list[Ranges], list[int]]] = {}
+
+    def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
+        """As `TrainingOrder`; substitutes come from the shards that are read at that time."""
+        epoch, place = divmod(position, self._n)
+        windows, ends = self._windows(epoch)
+        number = bisect.bisect_right(ends, place)
+        window = windows[number]
+        if self._fetch is not None and self._begun != (epoch, number):
+            self._begun = (epoch, number)
+            is_last = number + 1 == len(windows)
+            self._fetch((self._windows(epoch + 1)[0][0] if is_last else windows[number + 1]).ranges)
+        shuffle = _window_shuffle(len(window), self._seed, epoch, number)
+        return epoch, window[shuffle((place - ends[number] + skip) % len(window))]
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        return self._n
+
+    def _windows(self, epoch: int) -> tuple[list[Ranges], list[int]]:
+        """The shards of an epoch that are read together, and where each such group ends."""
+        if epoch not in self._epochs:
+            n = len(self._shards)
+            shuffle, n_windows = Permutation(n, "shards", self._seed, epoch), math.ceil(n / self._at_once)
+            order = [self._shards[shuffle(i)] for i in range(n)]
+            cuts = [n * i // n_windows for i in range(n_windows + 1)]
+            windows = [Ranges(order[begin:end]) for begin, end in itertools.pairwise(cuts)]
+            # Of two epochs, because where one ends and the next begins, both are asked for.
+            kept = dict(list(self._epochs.items())[-1:])
+            self._epochs = {**kept, epoch: (windows, list(itertools.accumulate(map(len, windows))))}
+        return self._epochs[epoch]
+
+
 class ValidationOrder:
     """Every sample of the subset once, always in the same order; the epoch is always 0."""
 
@@ -260,7 +326,7 @@ class AlternatingOrder:
     """
 
     def __init__(
-        self, first: TrainingOrder, second: TrainingOrder, *, every: int, batch_size: int, offset: int
+        self, first: TrainingOrder | ShardOrder, second: TrainingOrder, *, every: int, batch_size: int, offset: int
     ) -> None:
         self._first, self._second, self._offset = first, second, offset
         self._every, self._batch_size = every, batch_size
@@ -282,3 +348,8 @@ class AlternatingOrder:
 @functools.lru_cache(maxsize=4)
 def _epoch_shuffle(n: int, seed: int, epoch: int) -> Permutation:
     return Permutation(n, "epoch", seed, epoch)
+
+
+@functools.lru_cache(maxsize=4)
+def _window_shuffle(n: int, seed: int, epoch: int, number: int) -> Permutation:
+    return Permutation(n, "window", seed, epoch, number)

@@ -13,11 +13,11 @@ from PIL import ImageFile
 from torch import Tensor
 
 from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, reason_of
-from .order import AlternatingOrder, Indices, TrainingOrder, ValidationOrder
+from .order import AlternatingOrder, Indices, ShardOrder, TrainingOrder, ValidationOrder
 from .samples import Samples
 from .workers import Loader
 
-Order = TrainingOrder | AlternatingOrder | ValidationOrder
+Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
 OnBadSample = Literal["replace", "accept", "error"]
 _MOST_TRIES = 100
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -73,7 +74,7 @@ class Entry(NamedTuple):
         """At most the first `limit` bytes. Raises OSError and ValueError."""
         if self.content is not None:
             return bytes(memoryview(self.content)[:limit])
-        with open_bytes(self.path) as file:
+        with open_bytes(self.path, is_part=self.size is not None) as file:
             return file.pread(limit if self.size is None else min(self.size, limit), self.offset)
 
 
@@ -117,14 +118,16 @@ class Source(Protocol):
 class Bytes(Protocol):
     """An open file that is read at random."""
 
-    size: int
-
+    @property
+    def size(self) -> int: ...
     def pread(self, size: int, offset: int) -> bytes:
         """At most `size` bytes from `offset`; fewer only at the end of the file. Raises OSError."""
         ...
 
 
-class _LocalBytes:
+class LocalBytes:
+    """An open file of this machine, by its descriptor."""
+
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self.size = descriptor, os.fstat(descriptor).st_size
 
@@ -133,10 +136,25 @@ class _LocalBytes:
 
 
 @contextlib.contextmanager
-def open_bytes(path: str) -> Iterator[Bytes]:
-    """An open file. Raises OSError, and ValueError, in one line, if it is a pipe or a device."""
+def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Bytes]:
+    """An open file, or one at an address.
+
+    Args:
+        is_part: Whether one of many samples in the file is to be read. Of an address, the whole file is then fetched
+            into the cache, if there is one.
+        ahead: How many bytes will be read in small steps. Of an address, they are requested in larger ones.
+
+    Raises OSError, and ValueError, in one line, if it is a pipe or a device.
+    """
+    if "://" in path:
+        from . import remote
+
+        if remote.is_address(path):
+            with remote.open_remote(path, is_part, ahead) as server:
+                yield server
+            return
     with open_regular(path) as file:
-        yield _LocalBytes(file.fileno())
+        yield LocalBytes(file.fileno())
 
 
 class FileWindow(io.RawIOBase):
@@ -188,7 +206,8 @@ def open_entry(entry: Entry) -> Iterator[FileWindow | MemoryFile]:
             raise ValueError("the file is empty")
         yield MemoryFile(entry.content)
         return
-    with open_bytes(entry.path) as file:
+    ahead = sys.maxsize if entry.size is None else entry.size
+    with open_bytes(entry.path, is_part=entry.size is not None, ahead=ahead) as file:
         size = file.size if entry.size is None else entry.size
         if size == 0:
             raise ValueError("the file is empty")

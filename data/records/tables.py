@@ -130,7 +130,7 @@ class TableSource(Rows):
 
     def __init__(self, files: TableFiles, wanted: Sequence[Wanted]) -> None:
         _require_pyarrow()
-        self._given, self._paths, self.skipped = (files, tuple(wanted)), files.paths, files.skipped
+        self._given, self.paths, self.skipped = (files, tuple(wanted)), files.paths, files.skipped
         opened = [_opened(path) for path in files.paths]
         kinds, features = _kinds(opened[0].schema), _features_of(opened[0].schema)
         columns: dict[Wanted, Sequence[str]] = {wanted[0]: [_column_of(kinds, features, wanted[0], files.paths[0])]}
@@ -184,7 +184,7 @@ class TableSource(Rows):
 
     def describe(self, index: int) -> str:
         file, row = self._place(index)
-        return f"{self._paths[file]}[{row}]"
+        return f"{self.paths[file]}[{row}]"
 
     def name(self, index: int) -> str:
         file, row = self._place(index)

@@ -11,6 +11,7 @@ from data.hashing import Draws
 from data.order import (
     AlternatingOrder,
     Permutation,
+    ShardOrder,
     TrainingOrder,
     split,
     split_samples,
@@ -149,3 +150,49 @@ def test_two_orders_take_turns_by_whole_updates_and_each_goes_on_where_it_was(ev
     assert places[False] == 4 * (30 - 30 // every)
     (epoch, skipped), order = both(4 * every - 1, skip=1), second
     assert (epoch, skipped - 10) == order(3, skip=1), "a substitute comes from the same order"
+
+
+def shards_of_sizes(*sizes: int) -> list[range]:
+    ends = list(itertools.accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+@pytest.mark.parametrize("sizes", [(7,), (5, 1, 9), (3, 0, 4, 2, 8), (6,) * 11])
+def test_an_order_by_shards_has_each_sample_once_in_an_epoch_and_four_shards_at_a_time(sizes):
+    shards, n = shards_of_sizes(*sizes), sum(sizes)
+    order = ShardOrder(shards, seed=0)
+    epochs = [[order(epoch * n + i) for i in range(n)] for epoch in range(3)]
+    for number, epoch in enumerate(epochs):
+        assert {e for e, _ in epoch} == {number}
+        assert sorted(index for _, index in epoch) == list(range(n))
+        homes = [next(k for k, shard in enumerate(shards) if index in shard) for _, index in epoch]
+        open_at = [{home for home in set(homes) if home in homes[:i] and home in homes[i:]} for i in range(n)]
+        assert max(map(len, open_at)) <= 4, "a shard is not read again after others were begun"
+    assert len(order) == n and (n < 8 or len({tuple(i for _, i in epoch) for epoch in epochs}) == 3)
+
+
+def test_an_order_by_shards_is_by_the_seed_alone_and_begins_anywhere():
+    shards = shards_of_sizes(*[5] * 9)
+    expected = [ShardOrder(shards, seed=0)(i) for i in range(90)]
+    assert [ShardOrder(shards, seed=0)(i) for i in reversed(range(90))] == expected[::-1]
+    order = ShardOrder(shards, seed=0)
+    assert [order(i) for i in (44, 45, 44, 89, 0, 45)] == [expected[i] for i in (44, 45, 44, 89, 0, 45)]
+    assert [ShardOrder(shards, seed=1)(i) for i in range(90)] != expected
+
+
+def test_samples_of_shards_that_are_read_together_are_mixed_and_substitutes_are_among_them():
+    shards = shards_of_sizes(*[100] * 12)
+    order = ShardOrder(shards, seed=0)
+    window = [order(i)[1] for i in range(400)]
+    counts = collections.Counter(index // 100 for index in window[:100])
+    assert len(counts) == 4 and min(counts.values()) > 10, "expected 25 of each, with a standard deviation of 3.8"
+    assert [order(399, skip)[1] for skip in range(400)] == window[399:] + window[:399]
+
+
+def test_the_shards_that_come_next_are_told_when_others_are_begun():
+    shards, told = shards_of_sizes(*[5] * 8), []
+    order = ShardOrder(shards, seed=0, fetch=told.append)
+    read = [order(i)[1] for i in range(80)]
+    later = [{index // 5 for index in read[begin : begin + 20]} for begin in (20, 40, 60)]
+    assert [{shard.start // 5 for shard in shards} for shards in told[:3]] == later
+    assert len(told) == 4

@@ -114,12 +114,45 @@ class DecayingOptimizerFlags(RateFlags, OptimizerFlags):
     )
 
 
+@dataclass
+class RemoteFlags:
+    """Of every script: the order of samples that are in shards, and where shards from servers are kept."""
+
+    shuffle: str = flag(
+        "samples",
+        "order of training: shuffle all samples; or shuffle the shards (tars, files of tables), and the samples of "
+        "four shards at a time, so that shards on servers are read as a whole; whole shards are then held out, too",
+        choices=("samples", "shards"),
+        title="shards and servers",
+        lasting=True,
+    )
+    cache_dir: str | None = flag(
+        None,
+        "folder on the local disk that keeps shards from servers, for all runs of this machine (default: none is kept)",
+        FOLDER,
+        needs=when("shuffle", "shards"),
+    )
+    cache_gb: float = flag(
+        50.0,
+        "size of --cache_dir in GB; the shards of longest ago are deleted",
+        positive_float,
+        needs=given("cache_dir", "FOLDER"),
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        if args.shuffle == "shards" and hasattr(args, "split_by"):
+            if "split_by" in args.explicit and args.split_by == "sample":
+                parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")
+            args.split_by = "shard"
+
+
 _ENDLESS = 1e9  # epochs, where the number of updates ends a run
 _WANDB = when("report_to", "wandb")
 
 
 @dataclass
-class RunFlags:
+class RunFlags(RemoteFlags):
     """Of every script."""
 
     output_dir: str = flag(

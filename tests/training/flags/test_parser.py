@@ -40,7 +40,7 @@ def parser() -> ArgumentParser:
     parser.add_argument("--channel_widths", type=positive_int, nargs="+", default=[64, 128])
     parser.add_argument("--crop", type=positive_int, nargs=2, default=None)
     parser.add_argument("--flip", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--no_shuffle", dest="shuffle", action="store_false")
+    parser.add_argument("--no_mixing", dest="mixing", action="store_false")
     parser.add_argument("--weight_decay", type=non_negative_float, default="1e-2")
     parser.add_argument("--steps_as_int", type=int, default=3)
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
@@ -204,13 +204,13 @@ def test_a_cosine_has_two_names(config, said, shape):
 def test_config_values_become_what_the_command_line_would_make_of_them(parser, config):
     path = config(
         "learning_rate: 5e-5\nmax_steps: 1e3\nbatch-size: 1_024\nprecision: BF16\ndistr_backend: DDP\ncompile: true\n"
-        "flip: no\nno_shuffle: yes\nchannel_widths: [32, 64]\ncrop: [8, 9]\nimage_folder: 010\n"
+        "flip: no\nno_mixing: yes\nchannel_widths: [32, 64]\ncrop: [8, 9]\nimage_folder: 010\n"
         "report_to: wandb,tensorboard\n"
     )
     args = parser.parse(["--config", path])
     assert (args.learning_rate, args.max_steps, args.batch_size) == (5e-5, 1000, 1024)
     assert (args.precision, args.distributed_backend) == ("bf16", "ddp")
-    assert (args.compile, args.flip, args.shuffle) == (True, False, False)
+    assert (args.compile, args.flip, args.mixing) == (True, False, False)
     assert (args.channel_widths, args.crop) == ([32, 64], [8, 9])
     assert (args.image_folder, args.report_to) == ("010", ("tensorboard", "wandb"))
 

@@ -1,0 +1,102 @@
+"""A bounded cache of whole files on the local disk, which all processes of a machine share."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+_PIECE = 16 << 20  # bytes that are fetched at a time
+
+
+class ShardCache:
+    """Whole files in a folder of the local disk, of at most `limit` bytes together. Many processes may use it at a
+    time: one of them fetches a file, and the others wait for it. The files whose last use is longest ago are deleted; a
+    process that reads such a file goes on reading it.
+
+    Raises OSError, if the folder cannot be made."""
+
+    def __init__(self, folder: str | Path, limit: int) -> None:
+        self._folder, self.limit = Path(folder), limit
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def open(self, key: str, size: int, read: Callable[[int, int], bytes]) -> BinaryIO | None:
+        """The local copy of the file of a key, of `size` bytes; if there is none, it is fetched by read(size, offset).
+        None if the cache has no room for it. Raises OSError, and what `read` raises."""
+        path = self._folder / hashlib.sha256(key.encode()).hexdigest()
+        part = path.with_suffix(".part")
+        while size <= self.limit:
+            with contextlib.suppress(FileNotFoundError):
+                file = open(path, "rb")  # noqa: SIM115
+                os.utime(file.fileno())
+                return file
+            with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as made:
+                fcntl.flock(made, fcntl.LOCK_EX)
+                if not _is_named(made, part):
+                    continue  # another process has finished or deleted it
+                with contextlib.ExitStack() as unfinished:
+                    unfinished.callback(part.unlink)
+                    if path.exists():
+                        continue
+                    if not self._has_room(made, size):
+                        break
+                    for offset in range(0, size, _PIECE):
+                        made.write(read(_PIECE, offset))
+                    made.flush()
+                    os.fsync(made.fileno())  # after a loss of power, a file of the final name must hold no zeros
+                    with self._alone():
+                        os.replace(part, path)
+                    unfinished.pop_all()
+        return None
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While files are counted, none may get its name or its room."""
+        with open(self._folder / "lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _has_room(self, made: BinaryIO, size: int) -> bool:
+        """Give an empty file `size` bytes, and delete others until all fit. Returns whether they do: files that other
+        processes are fetching stay."""
+        with self._alone():
+            found = []
+            for path in filter(_is_ours, self._folder.iterdir()):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    found.append((status.st_mtime, status.st_size, path))
+            total = size + sum(size for _, size, _ in found)
+            for _, freed, path in sorted(found):
+                if total > self.limit and freed and not (path.suffix and _is_locked(path)):
+                    path.unlink(missing_ok=True)
+                    total -= freed
+            if total <= self.limit:
+                os.truncate(made.fileno(), size)
+            return total <= self.limit
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a file of the cache: a user may name a folder that holds others."""
+    return re.fullmatch(r"[0-9a-f]{64}(\.part)?", path.name) is not None
+
+
+def _is_named(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file is the one that the path names now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_locked(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,313 @@
+"""Files in buckets and on servers: any address that fsspec knows, read by ranges, and again if a server fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import glob
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from tandem.files.installed import how_to_install
+
+from .cache import ShardCache
+
+_PIECE = 16 << 20  # bytes of the longest request
+_AHEAD = 2 << 20  # bytes that are requested at once of what is read in small steps
+_TRIES, _PAUSE = 5, 0.5  # attempts, and seconds before the second one; each pause is twice as long as the one before
+_SECONDS, _SLOWEST = 30.0, 1 << 18  # a request takes at most these seconds, and one more for each so many bytes
+_CONNECTIONS = 32
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SECRET = re.compile(r"[?&;][^=&;]*(sig|token|key|secret|pass|pwd|credential|auth)[^=&;]*=", re.IGNORECASE)
+# Requests are tried again here alone: libraries that do it as well would multiply the attempts.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}, "max_pool_connections": _CONNECTIONS}},
+    "http": {"client_kwargs": {"trust_env": True}},  # passwords are in ~/.netrc
+}
+_SAME_AS = {"s3a": "s3", "https": "http"}
+
+
+def is_address(path: str) -> bool:
+    """Whether a path is an address, such as s3://bucket/00000.tar."""
+    return _SCHEME.match(path) is not None
+
+
+def shown(address: str) -> str:
+    """The address for messages, without user, password and query, in which a signature may be."""
+    bare = re.sub(r"(://)[^/?#]*@", r"\1", address)
+    return re.split("[?#]", bare)[0]
+
+
+class _Info(NamedTuple):
+    size: int | None  # None: a folder
+    version: str
+
+
+def version(address: str) -> str:
+    """What changes if the file changes: its size, and the server's checksum of it or the time when it was written.
+    Raises OSError and ValueError, in one line."""
+    return _info(address).version
+
+
+def expanded(pattern: str) -> list[str]:
+    """The addresses that an address stands for, sorted: those of a pattern with * or [..], of all files below a folder,
+    or of one file.
+
+    Raises:
+        OSError: in one line, there is no such file, access is refused, or the server does not answer.
+        ValueError: in one line, nothing is named like the pattern, the server lists no files, or the address holds a
+            password: run folders keep the flags of a run, and everybody sees a command line.
+    """
+    protocol = _protocol(pattern)
+    if re.match(r"[^/]*//[^/?#]*@", pattern) or (protocol == "http" and _SECRET.search(pattern)):
+        raise ValueError(
+            f"{shown(pattern)!r} came with a password, key or signature, which would stand in config.yaml: give the "
+            "address without it, and the password in ~/.netrc or as the server's own tools read it (docs/data.md)"
+        )
+    is_pattern = glob.has_magic(pattern if protocol != "http" else pattern.replace("?", ""))
+    if protocol == "http" and (is_pattern or pattern.endswith("/")):
+        raise ValueError(
+            f"{shown(pattern)!r} cannot be listed, because web servers list no files: give a range, such as "
+            f"{shown(pattern).rpartition('/')[0]}/{{00000..00099}}.tar"
+        )
+    if not is_pattern and _info(pattern).size is not None:
+        return [pattern]
+    names = sorted(_ask(pattern, "glob" if is_pattern else "find"))
+    if not names:
+        raise ValueError(f"no file is named like {shown(pattern)!r}")
+    path = _filesystem(pattern)[1]
+    beginning = pattern.rstrip("/").removesuffix(path)
+    return [beginning + name for name in names]
+
+
+class RemoteBytes:
+    """A file on a server, read at random; `size` is asked for once in each process.
+
+    Args:
+        ahead: If above 0, at least so many bytes are requested at once, and the last of them kept: for files that are
+            read in small steps.
+
+    Raises:
+        OSError: in one line, without passwords; the file cannot be read.
+    """
+
+    def __init__(self, address: str, ahead: int = 0) -> None:
+        self._address, self._ahead = address, ahead
+        self._kept = (0, b"")  # offset and content
+
+    @functools.cached_property
+    def size(self) -> int:
+        size = _info(self._address).size
+        if size is None:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), shown(self._address))
+        return size
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """At most `size` bytes from `offset`; fewer only at the end of the file."""
+        start, content = self._kept
+        if self._ahead and not start <= offset <= offset + size <= start + len(content):
+            start, content = self._kept = (offset, self._read(max(size, self._ahead), offset))
+        return content[offset - start :][:size] if self._ahead else self._read(size, offset)
+
+    def _read(self, size: int, offset: int) -> bytes:
+        if not offset and size <= _PIECE and "size" not in self.__dict__:  # asking for the size is another request
+            try:
+                content = self._piece(0, size, least=0)
+            except OSError as error:
+                if error.errno != errno.EINVAL or self.size:  # an empty file has no ranges
+                    raise
+                return b""
+            if len(content) == size or len(content) == self.size:
+                return content
+        end = min(offset + size, self.size)
+        return b"".join(self._piece(at, min(_PIECE, end - at)) for at in range(offset, end, _PIECE))
+
+    def _piece(self, offset: int, size: int, least: int | None = None) -> bytes:
+        def check(content: bytes) -> None:
+            if len(content) > size:
+                raise OSError(errno.ENOTSUP, "the server sends whole files only, no parts of them")
+            if len(content) < (size if least is None else least):
+                raise ConnectionError("the server sent a part of the answer")
+
+        return _ask(self._address, "cat_file", check, size, start=offset, end=offset + size)
+
+
+def open_file(address: str) -> BinaryIO:
+    """A file that can be read at random, for a library that takes file objects: of the cache if there is one
+    (`configure`). Raises OSError and ValueError, in one line."""
+    from .record import FileWindow
+
+    if (local := _cached(address)) is not None:
+        return local
+    file = RemoteBytes(address, _AHEAD)
+    return cast(BinaryIO, FileWindow(file, 0, file.size))
+
+
+@contextlib.contextmanager
+def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[Any]:
+    """`open_bytes` of an address."""
+    from .record import LocalBytes
+
+    if is_part and (local := _cached(address)) is not None:
+        with local:
+            yield LocalBytes(local.fileno())
+    else:
+        yield RemoteBytes(address, min(ahead, _AHEAD))
+
+
+def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str] = (), at_once: int = 1) -> None:
+    """From now on, keep whole shards in a folder of the local disk, at most `cache_gb` * 10^9 bytes; None: read by
+    ranges. Processes that are forked later do the same.
+
+    Args:
+        shards: Addresses of the shards of a data set, of which `at_once` are read in turns.
+
+    Raises:
+        OSError, ValueError: in one line; the folder cannot be made, or so many shards do not fit.
+    """
+    global _cache
+    _cache = None if cache_dir is None else ShardCache(cache_dir, int(cache_gb * 1e9))
+    if _cache is not None and shards:
+        needed = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
+        if needed > _cache.limit:
+            raise ValueError(
+                f"--cache_gb {cache_gb:g} is too little: {at_once} shards, which are needed at a time, have up to "
+                f"{needed / 1e9:.3g} GB, so that each would be fetched again and again"
+            )
+
+
+def fetch_shards(addresses: Mapping[int, str], shards: Sequence[range]) -> None:
+    """Begin to fetch shards into the cache, in a thread; who reads one meanwhile waits for it. `addresses`: of the
+    shards, by the index of the first sample."""
+    asked = [addresses[shard.start] for shard in shards if shard.start in addresses]
+    first = os.getpid() % max(len(asked), 1)  # processes begin with different ones
+
+    def fetch() -> None:
+        for address in asked[first:] + asked[:first]:
+            with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as opened:  # the reader meets them
+                opened.enter_context(_cached(address) or contextlib.nullcontext())
+
+    threading.Thread(target=fetch, daemon=True).start()
+
+
+_cache: ShardCache | None = None
+
+
+def _cached(address: str) -> BinaryIO | None:
+    if _cache is None:
+        return None
+    size, said = _info(address)
+    return None if size is None else _cache.open(f"{address}\n{said}", size, RemoteBytes(address).pread)
+
+
+def _protocol(address: str) -> str:
+    """The scheme of an address, one for those that one file system of fsspec serves."""
+    match = _SCHEME.match(address)
+    assert match is not None, address
+    scheme = match[1].lower()
+    return _SAME_AS.get(scheme, scheme)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _info(address: str) -> _Info:
+    """Asked of the server once in each process. Raises OSError and ValueError, in one line."""
+    found = _ask(address, "info")
+    if found["type"] == "directory":
+        return _Info(None, "")
+    if not isinstance(size := found.get("size"), int):
+        raise OSError(errno.ENOTSUP, "the server does not say how long the file is", shown(address))
+    names = ("ETag", "etag", "md5Hash", "blob_id", "Last-Modified", "LastModified", "mtime", "updated")
+    return _Info(size, f"{size} {next((found[name] for name in names if found.get(name) is not None), '')}")
+
+
+@functools.lru_cache(maxsize=64)
+def _made(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    """A file system of fsspec, for one process: the threads of its connections do not survive a fork."""
+    import fsspec
+
+    made = fsspec.filesystem(protocol, skip_instance_cache=True, **_OPTIONS.get(protocol, {}), **dict(options))
+    if protocol == "s3":
+        made.retries = 1
+    return made
+
+
+def _filesystem(address: str) -> tuple[Any, str]:
+    """The file system of an address, and what the file is called there. Raises ValueError, in one line."""
+    protocol = _protocol(address)
+    try:
+        import fsspec
+
+        kind = fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        what = "the package fsspec" if error.name == "fsspec" else f"a package for {protocol}:// ({error})"
+        raise ValueError(f"{shown(address)} needs {what}: {how_to_install('remote')}") from None
+    except ValueError:
+        raise ValueError(f"{shown(address)}: fsspec knows no addresses that begin with {protocol}://") from None
+    if protocol in ("file", "local", "memory") or "::" in address:
+        raise ValueError(f"{shown(address)} is no address of a server: give a path for files of this machine")
+    options = kind._get_kwargs_from_urls(address)
+    return _made(os.getpid(), protocol, tuple(sorted(options.items()))), kind._strip_protocol(address)
+
+
+def _ask(
+    address: str, method: str, check: Callable[[Any], None] = lambda _: None, size: int = 0, **arguments: Any
+) -> Any:
+    """What a method of the file system answers about a file, in about `size` bytes. `check` raises OSError if the
+    answer is not whole. Tried again with growing pauses, unless it would fail again.
+
+    Raises OSError and ValueError, in one line that quotes no server and no library, whose texts may hold passwords.
+    """
+    filesystem, path = _filesystem(address)
+    seconds = _SECONDS + size / _SLOWEST
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_PAUSE * 2 ** (attempt - 1) * (0.5 + random.SystemRandom().random()))
+        try:
+            if filesystem.async_impl:
+                from fsspec.asyn import sync
+
+                answer = sync(filesystem.loop, getattr(filesystem, f"_{method}"), path, timeout=seconds, **arguments)
+            else:
+                answer = getattr(filesystem, method)(path, **arguments)
+            check(answer)
+            return answer
+        except Exception as error:
+            number, reason = _meaning(error, seconds)
+            if number != errno.EIO:
+                raise OSError(number, reason, shown(address)) from None
+    raise OSError(errno.EIO, f"{reason}, {_TRIES} times in a row", shown(address)) from None
+
+
+def _meaning(error: BaseException, seconds: float) -> tuple[int, str]:
+    """What an error says: its number, EIO if another attempt may succeed, and a line."""
+    # fsspec raises FileNotFoundError for whatever kept it from asking, and s3fs its own errors in place of botocore's.
+    cause = error.__cause__
+    if cause is not None and (isinstance(error, FileNotFoundError) or hasattr(cause, "response")):
+        error = cause
+    status, name = _status(error), type(error).__name__
+    if isinstance(error, PermissionError) or status in (401, 403, 407) or "Credential" in name:
+        return errno.EACCES, "the server refuses access: it asks for credentials that may read this"
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return errno.ENOENT, "the server has no such file"
+    if isinstance(error, OSError) and error.errno == errno.ENOTSUP:
+        return errno.ENOTSUP, str(error.strerror)
+    if isinstance(error, TimeoutError) or "Timeout" in name:
+        return errno.EIO, f"the server gave no answer in {seconds:.0f} seconds"
+    if 400 <= status < 500 and status not in (408, 425, 429):
+        return errno.EINVAL, f"the server refuses the request, with status {status}"
+    return errno.EIO, f"the server answers with status {status}" if status else f"the connection failed ({name})"
+
+
+def _status(error: BaseException) -> int:
+    """The status of HTTP in an error of aiohttp, botocore or huggingface_hub; 0 if there is none."""
+    response = getattr(error, "response", None)
+    found = [getattr(error, "status", 0), getattr(error, "code", 0), getattr(response, "status_code", 0)]
+    if isinstance(response, dict):
+        found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return next((int(each) for each in found if str(each).isdigit() and int(each)), 0)

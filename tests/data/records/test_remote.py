@@ -1,0 +1,432 @@
+"""Files on servers: the bytes that are on disk, whatever the server does; the cache of shards; no passwords."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data.records import remote
+from data.records.cache import ShardCache
+from data.records.record import Entry, open_bytes, open_entry
+from data.workers import Loader
+from tests.data.helpers import one_line
+from tests.fault_proxy import Proxy, proxy_before
+from tests.file_servers import CREDENTIALS, http_server, s3_server
+
+SECRET = "hunter2"
+
+
+class Server(NamedTuple):
+    """A server whose files are those of `folder`, behind a proxy; `address` is what the folder is called there."""
+
+    address: str
+    folder: Path
+    proxy: Proxy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    draw = random.Random(0)
+    for number, size in enumerate((300_000, 200_000, 250_000, 150_000, 0)):
+        (folder / f"{number:03d}.tar").write_bytes(draw.randbytes(size))
+    (folder / "private.tar").write_bytes(b"secret")
+    (folder / "whole.tar").write_bytes(bytes(100))
+    Image.effect_noise((64, 64), 50).save(folder / "a@b.png")
+    pq.write_table(pa.table({"n": list(range(10_000))}), folder / "table.parquet", row_group_size=1000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    log = tmp_path_factory.mktemp("log") / "moto.log"
+    with contextlib.ExitStack() as stack:
+        s3, http = (
+            stack.enter_context(proxy_before(stack.enter_context(server)))
+            for server in (s3_server({"bucket": folder}, log), http_server(folder))
+        )
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3.address}.items():
+            patch.setenv(name, value)
+        yield {"s3": Server("s3://bucket", folder, s3), "http": Server(http.address, folder, http)}
+
+
+@pytest.fixture(autouse=True)
+def right_answers(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    for server in servers.values():
+        server.proxy.faults, server.proxy.always, server.proxy.requests = [], None, []
+    monkeypatch.setattr(remote, "_PAUSE", 0.01)
+    remote._info.cache_clear()
+
+
+@pytest.fixture(params=["s3", "http"])
+def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
+    return servers[request.param]
+
+
+@pytest.fixture
+def no_cache() -> Iterator[None]:
+    yield
+    remote.configure(None)
+
+
+def failure(*arguments: object, **named: object) -> str:
+    """What reading a file says when it fails, in one line."""
+    with pytest.raises(OSError) as raised:
+        read(*arguments, **named)  # type: ignore[arg-type]
+    assert "\n" not in str(raised.value) and SECRET not in str(raised.value)
+    return str(raised.value)
+
+
+def read(address: str, size: int = 1000, offset: int = 5) -> bytes:
+    with open_bytes(address) as file:
+        return file.pread(size, offset)
+
+
+def gets(server: Server) -> int:
+    return sum("GET" in request for request in server.proxy.requests)
+
+
+@pytest.mark.parametrize("ahead", [0, 1 << 16])
+def test_any_range_is_what_it_is_on_disk(server, ahead):
+    content, draw = (server.folder / "000.tar").read_bytes(), random.Random(1)
+    file = remote.RemoteBytes(f"{server.address}/000.tar", ahead)
+    for size in (1, 500, 70_000, 1 << 20, 1 << 40):
+        offset = draw.randrange(len(content))
+        assert file.pread(size, offset) == content[offset : offset + size]
+    assert file.pread(10, len(content) - 3) == content[-3:] and file.size == len(content)
+    assert [file.pread(10, offset) for offset in (len(content), 1 << 40)] == [b"", b""]
+
+
+def test_what_begins_at_0_costs_no_request_for_the_size(server):
+    content = (server.folder / "000.tar").read_bytes()
+    assert read(f"{server.address}/000.tar", 1000, 0) == content[:1000]
+    assert len(server.proxy.requests) == 1
+    assert read(f"{server.address}/000.tar", 1 << 20, 0) == content
+    assert read(f"{server.address}/004.tar", 1 << 20, 0) == b"", "an empty file"
+
+
+def test_long_reads_are_several_requests_and_one_of_them_may_fail(server, monkeypatch):
+    monkeypatch.setattr(remote, "_PIECE", 70_000)
+    content = (server.folder / "000.tar").read_bytes()
+    server.proxy.faults = [503, "half"]
+    assert read(f"{server.address}/000.tar", 1 << 20, 7) == content[7:]
+    assert gets(server) == 5 + 2
+
+
+def test_entries_are_read_by_few_requests(server):
+    png, tar = (server.folder / name for name in ("a@b.png", "000.tar"))
+    whole, part = Entry(f"{server.address}/a@b.png"), Entry(f"{server.address}/000.tar", 1000, 50_000)
+    assert whole.read(1 << 30) == png.read_bytes() and part.read(1 << 30) == tar.read_bytes()[1000:51_000]
+    with open_entry(whole) as file, Image.open(io.BufferedReader(file)) as image:
+        assert image.tobytes() == Image.open(png).tobytes()
+    server.proxy.requests.clear()
+    with open_entry(part) as file:
+        assert b"".join(iter(lambda: file.read(100), b"")) == tar.read_bytes()[1000:51_000]
+    assert gets(server) == 1, "500 small steps"
+
+
+def test_a_library_reads_a_table_at_random(server):
+    with remote.open_file(f"{server.address}/table.parquet") as file:
+        table = pq.ParquetFile(file)
+        assert table.read_row_group(7).column("n").to_pylist() == list(range(7000, 8000))
+
+
+@pytest.mark.parametrize("fault", ["cut", "half", 500, 503, 429, "slow"])
+def test_a_server_that_fails_is_asked_again(server, fault, monkeypatch):
+    monkeypatch.setattr(remote, "_SECONDS", 1.0)
+    monkeypatch.setattr(server.proxy, "slow_seconds", 3.0)
+    server.proxy.faults = [fault] * (1 if fault == "slow" else 4)
+    content = (server.folder / "001.tar").read_bytes()
+    assert read(f"{server.address}/001.tar", 1000, 5) == content[5:1005]
+    assert not server.proxy.faults
+
+
+@pytest.mark.parametrize("fault, said", [("cut", "failed"), ("half", "failed"), (503, "503"), ("slow", "no answer in")])
+def test_a_server_that_fails_for_long_is_an_error_of_one_line(server, fault, said, monkeypatch):
+    monkeypatch.setattr(remote, "_SECONDS", 0.3)
+    monkeypatch.setattr(server.proxy, "slow_seconds", 0.6)
+    server.proxy.always = fault
+    text = failure(f"{server.address}/001.tar")
+    assert said in text and "5 times in a row" in text and "001.tar" in text
+    assert gets(server) == 5
+
+
+def test_pauses_between_attempts_grow(server, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(remote, "_PAUSE", 0.5)
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    server.proxy.always = 503
+    failure(f"{server.address}/001.tar")
+    assert len(pauses) == 4
+    assert all(0.5 * 2**i * 0.5 <= pause <= 0.5 * 2**i * 1.5 for i, pause in enumerate(pauses))
+
+
+@pytest.mark.parametrize("status, said", [(403, "refuses access"), (404, "no such file"), (400, "400")])
+def test_an_answer_that_would_be_the_same_again_is_an_error_at_once(server, status, said):
+    server.proxy.always = status
+    assert said in failure(f"{server.address}/001.tar", offset=0)
+    assert gets(server) == 1
+
+
+def test_missing_files_and_servers_and_rights_are_errors_of_one_line(server):
+    assert "no such file" in failure(f"{server.address}/missing.tar")
+    assert "no such file" in one_line_of(OSError, remote.version, f"{server.address}/missing.tar")
+    if server.address.startswith("http"):
+        assert "refuses access" in failure(f"{server.address}/private.tar")
+        assert "whole files only" in failure(f"{server.address}/whole.tar")
+        assert "connection failed" in failure("http://127.0.0.1:9/000.tar")
+
+
+def one_line_of(kind: type[Exception], call, *arguments: object) -> str:
+    with pytest.raises(kind) as raised:
+        call(*arguments)
+    assert "\n" not in str(raised.value) and SECRET not in str(raised.value)
+    return str(raised.value)
+
+
+def test_no_message_holds_a_password_or_a_signature(server):
+    server.proxy.always = 403
+    for path in ("001.tar?X-Amz-Signature=hunter2", "001.tar#hunter2"):
+        failure(f"{server.address}/{path}", offset=0)
+    assert remote.shown(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
+    assert remote.shown("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
+    for address in (f"https://me:{SECRET}@host/a.tar", f"s3://key:{SECRET}@bucket/a", f"https://host/a?sig={SECRET}"):
+        assert "config.yaml" in one_line(remote.expanded, address)
+
+
+def test_folders_and_patterns_are_listed_by_the_server(servers):
+    at = servers["s3"].address
+    tars = [f"{at}/{number:03d}.tar" for number in range(5)]
+    assert remote.expanded(f"{at}/0*.tar") == tars and remote.expanded(f"{at}/00[01].tar") == tars[:2]
+    everything = remote.expanded(at)
+    assert everything == remote.expanded(f"{at}/") == sorted(everything)
+    assert {*tars, f"{at}/a@b.png", f"{at}/table.parquet"} <= set(everything)
+    assert remote.expanded(tars[0]) == tars[:1]
+    assert "no file" in one_line(remote.expanded, f"{at}/x*.tar")
+    assert "no such file" in one_line_of(OSError, remote.expanded, f"{at}/x")
+    assert "no such file" in one_line_of(OSError, remote.expanded, "s3://another-bucket/x")
+
+
+def test_a_web_server_cannot_list_and_the_line_says_what_to_give(servers):
+    at = servers["http"].address
+    for address in (f"{at}/*.tar", f"{at}/"):
+        assert "{00000..00099}.tar" in one_line(remote.expanded, address)
+    assert remote.expanded(f"{at}/000.tar?download=true") == [f"{at}/000.tar?download=true"]
+
+
+@pytest.mark.parametrize("address", ["nix://a/b", "file:///etc/passwd", "memory://a", "zip://a::s3://bucket/b.zip"])
+def test_what_is_no_address_of_a_server_is_refused(address):
+    assert address.partition("://")[0] in one_line(remote.expanded, address)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    assert ".[remote]" in one_line(remote.expanded, "gs://bucket/a.tar")
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    text = one_line(remote.expanded, "s3://bucket/a.tar")
+    assert "fsspec" in text and ".[remote]" in text
+
+
+def test_paths_of_this_machine_are_no_addresses():
+    assert not any(map(remote.is_address, ("/a/b.tar", "a.tar", "demo:shapes", "c:/a", "pipe:cat a", "://a")))
+    assert all(map(remote.is_address, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
+
+
+def test_the_version_changes_with_the_file(server, tmp_path):
+    names = ["000.tar", "001.tar"]
+    first = [remote.version(f"{server.address}/{name}") for name in names]
+    assert len(set(first)) == 2 and first[0].startswith("300000 ")
+    with http_server(tmp_path) as address:
+        seen = []
+        for content, age in ((b"a", 0), (b"b", 0), (b"bb", 0), (b"bb", 60)):
+            (tmp_path / "a.tar").write_bytes(content)
+            os.utime(tmp_path / "a.tar", (age, age))
+            remote._info.cache_clear()
+            seen.append(remote.version(f"{address}/a.tar"))
+        assert seen[1] != seen[2] != seen[3]
+
+
+def hashed(request: tuple[str, int]) -> tuple[int, int]:
+    return os.getpid(), hash(read(request[0], 1000, request[1]))
+
+
+def test_loader_processes_that_are_forked_make_connections_of_their_own(server):
+    address = f"{server.address}/000.tar"
+    requests = [(address, offset) for offset in range(0, 200_000, 10_000)]
+    expected = [hashed(request)[1] for request in requests]  # the connection of this process is in use before the fork
+    for _ in range(2):
+        pids, found = zip(*Loader(hashed, requests, 2), strict=True)
+        assert list(found) == expected and len(set(pids)) == 2 and os.getpid() not in pids
+        assert hashed(requests[0])[1] == expected[0]
+
+
+# ------------------------------------------------------------------------------------------------ the cache of shards
+
+
+def sample(server: Server, number: int) -> bool:
+    """Whether a part of a shard is what it is on disk."""
+    entry = Entry(f"{server.address}/{number:03d}.tar", 1000, 500)
+    return entry.read(1 << 20) == (server.folder / f"{number:03d}.tar").read_bytes()[1000:1500]
+
+
+def kept(cache: Path) -> int:
+    """Bytes of the files in the cache, at a time at which none is made or deleted."""
+    with open(cache / "lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sizes = []
+        for path in cache.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # an empty one, of a process that has waited in vain
+                sizes.append(path.stat().st_size)
+        return sum(sizes)
+
+
+def test_shards_are_fetched_once_and_the_cache_stays_within_its_bound(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 0.0006)
+    for number in (0, 0, 1, 0, 1):
+        assert sample(server, number)
+    assert gets(server) == 2
+    assert sample(server, 2) and kept(tmp_path / "cache") <= 600_000, "0 was used before 1"
+    server.proxy.requests.clear()
+    assert sample(server, 1) and sample(server, 2) and gets(server) == 0
+    assert sample(server, 0) and gets(server) == 1
+    for number in random.Random(0).choices(range(4), k=40):
+        assert sample(server, number) and kept(tmp_path / "cache") <= 600_000
+
+
+def test_headers_are_read_by_ranges_and_samples_from_the_cache(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 1)
+    with open_bytes(f"{server.address}/000.tar") as file:
+        file.pread(512, 0)
+    assert kept(tmp_path / "cache") == 0
+    with remote.open_file(f"{server.address}/table.parquet") as table:
+        assert pq.ParquetFile(table).read_row_group(3).num_rows == 1000
+    assert kept(tmp_path / "cache") == (server.folder / "table.parquet").stat().st_size
+
+
+def test_a_shard_that_is_deleted_while_it_is_read_can_be_read_to_its_end(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 0.0003)
+    content = (server.folder / "000.tar").read_bytes()
+    with open_entry(Entry(f"{server.address}/000.tar", 0, 300_000)) as file:
+        assert file.read(1000) == content[:1000]
+        assert sample(server, 1)
+        assert kept(tmp_path / "cache") == 200_000
+        assert file.read() == content[1000:]
+
+
+def test_a_shard_that_does_not_fit_is_read_by_ranges(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 0.0002)
+    assert sample(server, 0) and kept(tmp_path / "cache") == 0
+    addresses = [f"{server.address}/{number:03d}.tar" for number in range(4)]
+    text = one_line(remote.configure, str(tmp_path / "cache"), 0.0007, addresses, 3)
+    assert "--cache_gb 0.0007" in text and "3 shards" in text and "0.00075 GB" in text
+
+
+def test_files_of_others_in_the_folder_stay(server, tmp_path, no_cache):
+    (tmp_path / "thesis.tex").write_bytes(bytes(1 << 20))
+    remote.configure(str(tmp_path), 0.0003)
+    assert sample(server, 0) and sample(server, 1)
+    assert (tmp_path / "thesis.tex").stat().st_size == 1 << 20
+
+
+def test_a_fetch_that_fails_leaves_nothing(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 1)
+    server.proxy.always = 503
+    with pytest.raises(OSError, match="503"):
+        sample(server, 0)
+    assert kept(tmp_path / "cache") == 0
+    server.proxy.always = None
+    assert sample(server, 0)
+
+
+def test_what_a_killed_process_has_left_is_used_by_nobody_and_deleted_when_room_is_needed(tmp_path):
+    cache = ShardCache(tmp_path, 100)
+    context = multiprocessing.get_context("fork")
+    began = context.Event()
+
+    def fetch() -> None:
+        cache.open("a", 60, lambda size, offset: began.set() or time.sleep(600) or b"")
+
+    process = context.Process(target=fetch, daemon=True)
+    process.start()
+    assert began.wait(30)
+    assert cache.open("b", 60, lambda size, offset: bytes(60)) is None, "what is being fetched keeps its room"
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with cache.open("b", 60, lambda size, offset: b"b" * 60) as file:
+        assert file.read() == b"b" * 60
+    with cache.open("a", 30, lambda size, offset: b"a" * 30) as file:
+        assert file.read() == b"a" * 30
+    assert kept(tmp_path) == 90
+
+
+def test_a_shard_that_has_changed_at_the_server_is_fetched_again(tmp_path, no_cache):
+    (tmp_path / "files").mkdir()
+    with http_server(tmp_path / "files") as address:
+        remote.configure(str(tmp_path / "cache"), 1)
+        for content in (b"first", b"second"):
+            (tmp_path / "files/a.tar").write_bytes(content)
+            remote._info.cache_clear()  # a process asks once: this is another one
+            assert Entry(f"{address}/a.tar", 1, 4).read(100) == content[1:5]
+
+
+def reads(server: Server, cache: Path, seed: int, results: multiprocessing.Queue) -> None:
+    remote.configure(str(cache), 0.0006)
+    order = random.Random(seed).choices(range(4), k=30)
+    results.put([sample(server, number) and kept(cache) <= 600_000 for number in order])
+
+
+def test_several_processes_share_the_cache(server, tmp_path, no_cache):
+    context = multiprocessing.get_context("fork")
+    results: multiprocessing.Queue = context.Queue()
+    for seeds in ([7] * 4, range(4)):
+        server.proxy.requests.clear()
+        started = [context.Process(target=reads, args=(server, tmp_path / "a", seed, results)) for seed in seeds]
+        for process in started:
+            process.start()
+        found = list(itertools.chain(*(results.get(timeout=30) for _ in started)))
+        for process in started:
+            process.join()
+        assert len(found) == 120 and all(found)
+
+
+def test_four_processes_that_want_one_shard_fetch_it_once(server, tmp_path):
+    context = multiprocessing.get_context("fork")
+    results: multiprocessing.Queue = context.Queue()
+
+    def read_one() -> None:
+        remote.configure(str(tmp_path / "cache"), 1)
+        results.put(sample(server, 0))
+
+    started = [context.Process(target=read_one) for _ in range(4)]
+    for process in started:
+        process.start()
+    assert all(results.get(timeout=60) for _ in started) and gets(server) == 1
+    for process in started:
+        process.join()
+
+
+def test_shards_can_be_fetched_before_they_are_read(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 1)
+    addresses = {10 * number: f"{server.address}/{number:03d}.tar" for number in range(4)}
+    addresses[99] = f"{server.address}/missing.tar"
+    remote.fetch_shards(addresses, [range(10), range(99, 100), range(20, 30)])
+    end = time.monotonic() + 30
+    while len([*(tmp_path / "cache").glob("?" * 64)]) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    n = gets(server)
+    assert sample(server, 0) and sample(server, 2) and gets(server) == n
