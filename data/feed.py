@@ -33,8 +33,6 @@ from .order import (
     split_shards,
 )
 from .records import remote
-from .records.tables import TableSource
-from .records.tars import TarSource
 from .samples import Joined, Samples
 from .stream import TrainingStream, ValidationStream
 
@@ -310,7 +308,7 @@ def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Seq
     """What fetches shards from a server before they are read; None if there are none there, or no cache for them.
     Raises OSError and ValueError, in one line."""
     source = samples.source
-    paths = source.paths if isinstance(source, TarSource | TableSource) else ()
+    paths = getattr(source, "paths", ())  # of tars or tables
     addresses = {
         shard.start: path for shard, path in zip(source.shards or (), paths, strict=False) if remote.is_address(path)
     }

@@ -208,7 +208,7 @@ def test_shards_in_order_need_shards(tmp_path):
 
 def test_shards_from_a_server_are_fetched_into_the_cache_before_they_are_read(tmp_path, monkeypatch):
     class Remote(Shards):
-        shard_paths = tuple(f"s3://bucket/{i}.tar" for i in range(7))
+        source = SimpleNamespace(shards=Shards.source.shards, paths=[f"s3://bucket/{i}.tar" for i in range(7)])
 
     configured: list[tuple] = []
     fetched: list[str] = []
@@ -217,7 +217,7 @@ def test_shards_from_a_server_are_fetched_into_the_cache_before_they_are_read(tm
         remote, "fetch_shards", lambda addresses, shards: fetched.extend(addresses[shard.start] for shard in shards)
     )
     opened = in_shards(Process(), Remote(), cache_dir=str(tmp_path), cache_gb=3, num_workers=0)
-    assert configured == [(str(tmp_path), 3, list(Remote.shard_paths), 8)]
+    assert configured == [(str(tmp_path), 3, Remote.source.paths, 8)]
     trained = training(opened, 2)
     later = {index // 8 for batch in training(in_shards(Process()), 5)[2:] for index in batch["ids"]}
     assert len(trained) == 2 and sorted(int(address[12:-4]) for address in fetched) == sorted(later)
