@@ -47,7 +47,7 @@ class ManifestSource(Rows):
             watched, rows, filled = Watched(), PackedStrings(), set[str]()
             watched.add("", status_of(path))  # before it is read, so that no change after it is missed
             for row in _read(path, wanted, needed):
-                rows.append(json.dumps(row, ensure_ascii=False))
+                rows.append(json.dumps(row))
                 filled |= row.keys()
             if not len(rows):
                 raise ValueError(f"the manifest {path!r} has no rows")

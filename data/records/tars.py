@@ -99,9 +99,9 @@ class TarSource:
             size, offset, ending = (column[index] for column in self._columns[one.name])
             if size < 0:
                 continue
-            if not (0 <= offset <= n_bytes - size and 0 <= ending < len(one.endings + one.further)):
+            if not (0 <= offset <= n_bytes - size and 0 <= ending < len(one.taken)):
                 raise self._damaged()
-            member = name if one is self._wanted[0] else f"{_key(name)}{one.endings[ending]}"
+            member = name if one is self._wanted[0] else f"{_key(name)}{one.taken[ending]}"
             record[one.name] = Entry(path, offset, size, member=member)
         return record
 
@@ -171,16 +171,16 @@ def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
     and the number of its ending."""
     tail = tail.lower()
     exact = [
-        (number, place if number else 2 * (ending in one.further), place)
+        (number, ending if number else int(ending >= len(one.endings)), ending)
         for number, one in enumerate(wanted)
-        for place, ending in enumerate(one.endings + one.further)
-        if ending == tail
+        if tail in one.taken
+        for ending in [one.taken.index(tail)]
     ]
     return exact or [
-        (number, 1 if number == 0 else len(one.endings) + ending, ending)
+        (number, len(one.taken) + ending if number else 2 + int(ending >= len(one.endings)), ending)
         for number, one in enumerate(wanted)
         if number == 0 or is_text(one)
-        for ending in [next((place for place, ending in enumerate(one.endings) if tail.endswith(ending)), -1)]
+        for ending in [next((place for place, ending in enumerate(one.taken) if tail.endswith(ending)), -1)]
         if ending >= 0
     ]
 
@@ -291,7 +291,10 @@ def _number(field: bytes) -> int:
     """A number of a header, in octal digits; or in bytes, if they are too few. Raises ValueError."""
     if field[:1] in (b"\x80", b"\xff"):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[:1] == b"\xff" else 0)
-    return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    digits = field.partition(b"\0")[0].strip() or b"0"
+    if not re.fullmatch(rb"[0-7]+", digits):
+        raise ValueError("invalid header")
+    return int(digits, 8)
 
 
 def _name(header: bytes) -> bytes:
