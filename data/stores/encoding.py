@@ -21,6 +21,7 @@ PIECE_FRAMES = 16  # of a video, which are in memory at once
 
 Note = dict[str, Any]  # what the index of a store says of a sample beside its name
 Load = Callable[[int], tuple[Tensor, Note]]
+Frames = Callable[[int], Iterator[tuple[Tensor, float | None]]]
 Describe = Callable[[int], str]  # the name by which a user finds a sample
 
 
@@ -90,7 +91,7 @@ def in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tensor], bat
 
 
 def encode_streams(
-    frames_of: Callable[[int], Iterator[tuple[Tensor, float | None]]],
+    frames_of: Frames,
     describe: Describe,
     shards: Sequence[range],
     open_stream: Callable[[], Callable[[Tensor], Any]],
@@ -115,7 +116,7 @@ def encode_streams(
         parts: dict[int, list[Any]] = {}
         notes: dict[int, Note] = {}
         bad = []
-        for index, found in _in_turn(lambda index: _pieces(frames_of(index), frames_per_code), indices, num_threads):
+        for index, found in _in_turn(lambda index: _pieces(frames_of, index, frames_per_code), indices, num_threads):
             if isinstance(found, Tensor):
                 if index not in encoders:
                     encoders[index], parts[index] = open_stream(), []
@@ -132,9 +133,9 @@ def encode_streams(
         yield Encoded([part for index in done for part in parts[index]], [notes[index] for index in done], bad)
 
 
-def _pieces(frames: Iterator[tuple[Tensor, float | None]], frames_per_code: int) -> Iterator[Tensor | Note]:
+def _pieces(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | Note]:
     """All frames of a video, in order, a few at a time (3, f, h, w), with the held ones at the end; then its note."""
-    count = 0
+    frames, count = frames_of(index), 0
     while some := list(itertools.islice(frames, PIECE_FRAMES)):
         yield torch.stack([frame for frame, _ in some], dim=1)
         count += len(some)
