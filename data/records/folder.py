@@ -162,9 +162,7 @@ class _Tree:
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}
         for one, places, n_bytes in zip(self._beside, which, sizes, strict=True):
-            columns[f"which {one.name}"] = np.frombuffer(places, np.int64)
-            if not is_text(one):
-                columns[f"size {one.name}"] = np.frombuffer(n_bytes, np.int64)
+            columns |= {f"which {one.name}": places, **({} if is_text(one) else {f"size {one.name}": n_bytes})}
         facts = {
             "spellings": list(self._spellings),
             "skipped": [f"{n} {ending}" for ending, n in self._skipped.most_common(_MOST_ENDINGS + 1)],
@@ -216,7 +214,7 @@ class _Tree:
                 if name.startswith("."):
                     continue
                 if entry.is_symlink():  # what it leads to may change without a change of this folder
-                    self._watched.add(os.path.join(relative, name), _status_of(entry))
+                    self._watched.add(os.path.join(relative, name), status_of(entry.path))
                 is_folder, is_file = _kind(entry)
                 if is_folder:
                     folders.append(name)
@@ -259,13 +257,6 @@ class _Tree:
                     spelling = self._spellings.setdefault(beside[len(stem) :], len(self._spellings))
                     return spelling, status.st_size if status else 0
         return _NONE, -1
-
-
-def _status_of(entry: os.DirEntry[str]) -> os.stat_result | None:
-    try:
-        return entry.stat()
-    except OSError:
-        return None
 
 
 def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
