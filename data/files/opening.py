@@ -10,6 +10,8 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tandem.files.installed import missing_package as missing_package
+
 from .cache import Lists, Watched, kept_lists
 from .packed import PackedStrings, Strings
 
@@ -201,11 +203,3 @@ def demonstration_size(spec: str, name: str, noun: str) -> int | None:
             f"{LARGEST_SIZE}: write e.g. {PREFIX}{name}:{DEFAULT_SIZE}"
         )
     return int(number)
-
-
-def missing_package(what: str, package: str, extra: str = "audio") -> ValueError:
-    """The error that says how to install `package`, without which `what` does not work, by an extra."""
-    return ValueError(
-        f'{what} needs the package {package}: pip install "tandem-training[{extra}]", or from a checkout '
-        f'pip install -e ".[{extra}]"'
-    )

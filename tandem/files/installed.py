@@ -45,3 +45,11 @@ def shipped(path: str) -> str:
 def how_to_install(extra: str) -> str:
     """The command that installs an extra of pyproject.toml."""
     return f'pip install "tandem-training[{extra}]"' if IS_INSTALLED else f'pip install -e ".[{extra}]"'
+
+
+def missing_package(what: str, package: str, extra: str = "audio") -> ValueError:
+    """The error that says how to install `package`, without which `what` does not work, by an extra."""
+    return ValueError(
+        f'{what} needs the package {package}: pip install "tandem-training[{extra}]", or from a checkout '
+        f'pip install -e ".[{extra}]"'
+    )

@@ -1,0 +1,281 @@
+"""The files of a folder, each with those beside it that have the same name but for the ending."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import json
+import operator
+import os
+import re
+import stat
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.files.reading import DAMAGES, printable
+
+from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
+from .record import Entry, Record, Wanted
+
+_LONGEST_RUN = 1 << 20  # names that are sorted at a time: about a second
+_TAR = ".tar"
+_ENDING = re.compile(r"\.[a-z0-9_-]{1,12}")
+_MOST_ENDINGS = 8
+_NONE = -1
+_Beside = list[tuple[int, int]]  # of each that may stand beside a sample: number of its ending's spelling, bytes
+
+
+class NothingFoundError(ValueError):
+    """A folder holds no file of the kind that is looked for."""
+
+
+class FolderSource:
+    """Every file below a folder that has an ending of `wanted[0]`, numbered in the order of the relative paths; what
+    the others want stands beside it. Of names that differ in the case of the ending alone, the last one in order is
+    taken. See `Source` for the methods.
+
+    Linked folders are followed, but each real folder is visited once; names that begin with a dot are skipped. No file
+    is opened; long lists are kept for later starts (`index.kept`). `tars` are the relative paths of tars in the folder.
+
+    Raises ValueError, in one line, if the folder is missing, no folder or not readable, or holds neither samples nor
+    tars; the message recommends the set `demo`.
+    """
+
+    shards: Sequence[range] | None = None
+
+    def __init__(self, folder: str, wanted: Sequence[Wanted], demo: str = "") -> None:
+        self.folder, (self._first, *self._beside) = folder, wanted
+        _check_folder(folder, f"{self._first.noun}s", f", or {demo} to try without one" if demo else "")
+        kind = json.dumps(["folder", *((one.name, one.endings) for one in wanted)])
+        index = kept(folder, kind, lambda: _Tree(folder, self._first, self._beside).made())
+        self.fingerprint, self._names, self.tars = index.fingerprint, index.strings("names"), index.strings("tars")
+        self._which = {one.name: index.numbers(f"which {one.name}", len(self)) for one in self._beside}
+        self._sizes = {
+            one.name: index.numbers(f"size {one.name}", len(self)) for one in self._beside if not is_text(one)
+        }
+        try:
+            self._spellings = [str(spelling) for spelling in index.facts["spellings"]]
+            self.skipped = _said(folder, index.facts["skipped"], int(index.facts["n_skipped"]))
+        except DAMAGES:
+            raise _not_true(folder) from None
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
+        path = os.path.join(self.folder, self.name(index))
+        record = {self._first.name: Entry(path)}
+        for one in self._beside:
+            if (which := self._which[one.name][index]) != _NONE:
+                ending = self._spellings[which] if 0 <= which < len(self._spellings) else ""
+                if ending.lower() not in one.endings:
+                    raise _not_true(self.folder)
+                record[one.name] = Entry(os.path.splitext(path)[0] + ending)
+        return record
+
+    def name(self, index: int) -> str:
+        return inside(self.folder, self._names[index])
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self.folder, self._names[index])
+
+    def sizes(self, name: str) -> npt.NDArray[np.int64]:
+        """Of files that hold no texts, as they were when the folder was listed; 0 of texts and of the samples."""
+        if name in self._sizes:
+            return self._sizes[name].whole()
+        if name in self._which:
+            return np.where(self._which[name].whole() == _NONE, -1, 0)
+        return np.full(len(self), 0 if name == self._first.name else -1)
+
+
+def is_text(wanted: Wanted) -> bool:
+    """Whether files of texts are wanted, and no arrays."""
+    return not any(ending.endswith(".npy") for ending in wanted.endings)
+
+
+def inside(folder: str, name: str) -> str:
+    """The relative path of a file in a folder. Raises ValueError, in one line, if it leads out of the folder: somebody
+    else may have kept the list."""
+    if name.startswith("/") or ".." in name.split("/"):
+        raise _not_true(folder)
+    return name
+
+
+def _not_true(folder: str) -> ValueError:
+    return ValueError(f"the list that is kept of the files of {folder!r} is not true: delete it")
+
+
+def _check_folder(folder: str, what: str, instead: str) -> None:
+    try:
+        mode = os.stat(folder).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"there is no folder {folder!r}: give the path of a folder of {what}{instead}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the folder {folder!r}: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the {what}")
+
+
+def _said(folder: str, counts: Sequence[str], n: int) -> str:
+    """The line about the files of a folder that are not read, "" if there are none."""
+    if not n:
+        return ""
+    more = ", ..." if len(counts) > _MOST_ENDINGS else ""
+    files = "1 file is" if n == 1 else f"{n} files are"
+    return f"{files} skipped in {folder!r}: {printable(', '.join(counts[:_MOST_ENDINGS]))}{more}"
+
+
+class _Tree:
+    """What a folder holds, found in order. A list of one folder's names is sorted at a time, and no longer one than
+    `_LONGEST_RUN`, because sorting holds the interpreter: the thread that tells the root what this process does would
+    wait for it."""
+
+    def __init__(self, folder: str, first: Wanted, beside: Sequence[Wanted]) -> None:
+        self._folder, self._first, self._beside = folder, first, beside
+        self._watched, self._skipped, self._n_files = Watched(), collections.Counter[str](), 0
+        self._visited: set[tuple[int, int]] = set()
+        self._spellings: dict[str, int] = {}
+        self._endings = tuple(dict.fromkeys(ending for one in beside for ending in one.endings))
+
+    def made(self) -> Made:
+        """Raises ValueError, in one line, if a folder cannot be read, and NothingFoundError."""
+        names, tars = PackedStrings(), PackedStrings()
+        which, sizes = ([array("q") for _ in self._beside] for _ in range(2))
+        for name, beside in self._in_order():
+            if beside is None:
+                tars.append(name)
+                continue
+            names.append(name)
+            for place, (spelling, size) in enumerate(beside):
+                which[place].append(spelling)
+                sizes[place].append(size)
+        if not len(names) and not len(tars):
+            n = self._skipped.total() + self._n_files
+            raise NothingFoundError(
+                f"no {self._first.noun} in {self._folder!r}, which holds {n} other file{'' if n == 1 else 's'}: files "
+                f"that end in {' '.join((*self._first.endings, _TAR))} are read, in the folder and in those below it"
+            )
+        columns: dict[str, Any] = {"names": names, "tars": tars}
+        for one, places, n_bytes in zip(self._beside, which, sizes, strict=True):
+            columns[f"which {one.name}"] = np.frombuffer(places, np.int64)
+            if not is_text(one):
+                columns[f"size {one.name}"] = np.frombuffer(n_bytes, np.int64)
+        facts = {
+            "spellings": list(self._spellings),
+            "skipped": [f"{n} {ending}" for ending, n in self._skipped.most_common(_MOST_ENDINGS + 1)],
+            "n_skipped": self._skipped.total(),
+        }
+        parts: list[bytes | memoryview] = [
+            *names.buffers,
+            json.dumps(facts["spellings"]).encode(),
+            *(places.tobytes() for places in which),
+        ]
+        return Made(columns, fingerprint_of(parts), facts, self._watched)
+
+    def _in_order(self) -> Iterator[tuple[str, _Beside | None]]:
+        """Relative path of each sample, sorted, and what stands beside it; and those of tars, with None."""
+        open_folders = [("", self._entries(""))]
+        while open_folders:
+            relative, entries = open_folders[-1]
+            for entry, beside in entries:
+                path = f"{relative}/{entry}" if relative else entry
+                if entry.endswith("/"):
+                    open_folders.append((path[:-1], self._entries(path[:-1])))
+                    break
+                yield path, beside
+            else:
+                open_folders.pop()
+
+    def _entries(self, relative: str) -> Iterator[tuple[str, _Beside | None]]:
+        path = os.path.join(self._folder, relative)
+        try:
+            status = os.stat(path)
+            self._watched.add(relative, status)  # before the folder is read, so that no change after it is missed
+            if (status.st_dev, status.st_ino) in self._visited:  # they identify the folder under any path
+                return iter(())
+            self._visited.add((status.st_dev, status.st_ino))
+            folders = list[str]()
+            runs = list(self._read(path, relative, folders))
+        except OSError as error:
+            raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
+        # With the slash, folders stand among files where the paths of their files do.
+        inner = ((name, None) for name in sorted(f"{name}/" for name in folders))
+        return heapq.merge(self._samples(path, heapq.merge(*runs)), inner, key=operator.itemgetter(0))
+
+    def _read(self, path: str, relative: str, folders: list[str]) -> Iterator[Iterable[str]]:
+        """Sorted names of the files in a folder, in runs; those of the folders in it are appended to `folders`."""
+        endings, files = (*self._first.endings, _TAR, *self._endings), list[str]()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith("."):
+                    continue
+                if entry.is_symlink():  # what it leads to may change without a change of this folder
+                    self._watched.add(os.path.join(relative, name), _status_of(entry))
+                is_folder, is_file = _kind(entry)
+                if is_folder:
+                    folders.append(name)
+                elif name.lower().endswith(endings) and is_file:
+                    files.append(name)
+                else:
+                    self._skipped[_ending(name)] += 1
+                if len(files) == _LONGEST_RUN:
+                    self._n_files += len(files)
+                    yield PackedStrings(sorted(files))
+                    files.clear()
+        self._n_files += len(files)
+        yield sorted(files)
+
+    def _samples(self, folder: str, names: Iterable[str]) -> Iterator[tuple[str, _Beside | None]]:
+        """The samples and tars among the files of a folder. Names that are equal up to their first dot follow each
+        other."""
+        firsts, tar = self._first.endings, (_TAR,)
+        for _, group in itertools.groupby(names, lambda name: name.partition(".")[0]):
+            found, here = dict[str, str](), list[str]()
+            for name in group:
+                lower = name.lower()
+                if lower.endswith(firsts) or lower.endswith(tar):
+                    here.append(name)
+                    continue
+                for ending in self._endings:
+                    if lower.endswith(ending):
+                        found[name[: -len(ending)] + ending] = name
+            for name in here:
+                is_sample = name.lower().endswith(firsts)
+                yield name, [self._place(folder, name, found, one) for one in self._beside] if is_sample else None
+
+    def _place(self, folder: str, name: str, found: Mapping[str, str], one: Wanted) -> tuple[int, int]:
+        """The number of the spelling of the ending of the file beside a sample, and its bytes."""
+        if found:
+            stem = os.path.splitext(name)[0]
+            for ending in one.endings:
+                if (beside := found.get(stem + ending)) is not None:
+                    status = None if is_text(one) else status_of(os.path.join(folder, beside))
+                    spelling = self._spellings.setdefault(beside[len(stem) :], len(self._spellings))
+                    return spelling, status.st_size if status else 0
+        return _NONE, -1
+
+
+def _status_of(entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return entry.stat()
+    except OSError:
+        return None
+
+
+def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
+    """Whether an entry is a folder, and whether it is a file; neither, if it is a link to itself."""
+    try:
+        return entry.is_dir(), entry.is_file()
+    except OSError:
+        return False, False
+
+
+def _ending(name: str) -> str:
+    ending = os.path.splitext(name)[1].lower()
+    return ending if _ENDING.fullmatch(ending) else "without an ending" if not ending else "of another ending"

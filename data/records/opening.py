@@ -1,0 +1,136 @@
+"""Which source a path stands for: a manifest, tars, tables, or the files of a folder."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import math
+import os
+import re
+from collections.abc import Sequence
+
+from braceexpand import braceexpand
+
+from .folder import FolderSource, NothingFoundError, inside
+from .record import Source, Wanted
+from .tars import TarSource, number_of
+
+MANIFEST_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+TABLE_ENDINGS = (".arrow", ".parquet")
+_RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
+_BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+_MOST_FILES = 1 << 20  # that a pattern stands for
+_LONGEST_QUOTE = 200
+
+
+def open_source(
+    spec: str,
+    wanted: Sequence[Wanted],
+    *,
+    demo: str,
+    start_shard: int = 0,
+    end_shard: int | None = None,
+    shard_width: int = 6,
+) -> Source:
+    """The samples of a path: a folder of files, or of tars; one .tar, a pattern (`tars/*.tar`) or a range of them
+    (`{000..010}.tar`), or a path with `{}` for the number; a manifest; one .arrow or .parquet, a folder, a pattern or a
+    range of them.
+
+    Args:
+        demo: The demonstration that messages recommend, such as "demo:shapes".
+        start_shard, end_shard: Numbers of the first tar and of the last one, which is included; None: no limit.
+        shard_width: Digits of the number that `{}` stands for.
+
+    Raises ValueError, in one line, if there is nothing of the kind, or no sample in it.
+    """
+    path = _numbered(os.path.expanduser(spec), start_shard, end_shard, shard_width)
+    what, selects = f"{wanted[0].noun}s", bool(start_shard) or end_shard is not None
+    source = _tars_or_source(path, wanted, what, demo)
+    if not isinstance(source, list):
+        if selects:
+            raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} holds none")
+        return source
+    return TarSource(_within(source, start_shard, end_shard) if selects else source, wanted)
+
+
+def _tars_or_source(path: str, wanted: Sequence[Wanted], what: str, demo: str) -> list[str] | Source:
+    """The paths of tars, or another source."""
+    if "://" in path or path.startswith("pipe:"):
+        raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
+    is_pattern = not os.path.exists(path) and bool(_BRACES.search(path) or glob.has_magic(path))
+    if path.lower().endswith(TABLE_ENDINGS) and not os.path.isdir(path):
+        from .tables import TableFiles, TableSource
+
+        return TableSource(TableFiles([path] if os.path.exists(path) else expanded(path)), wanted)
+    if os.path.isfile(path) and path.lower().endswith(MANIFEST_ENDINGS):
+        from .tables import ManifestSource
+
+        return ManifestSource(path, wanted)
+    if is_pattern or os.path.isfile(path):
+        return [_only_tar(one, what) for one in (expanded(path) if is_pattern else [path])]
+    try:
+        folder = FolderSource(path, wanted, demo)
+    except NothingFoundError:
+        from .tables import TableSource, saved_files, tables_below
+
+        if (tables := saved_files(path) or tables_below(path)) is not None:
+            return TableSource(tables, wanted)
+        raise
+    if len(folder.tars) and len(folder):
+        raise ValueError(
+            f"{path!r} holds tars and loose files, such as {folder.tars[0]!r} and {folder.name(0)!r}: "
+            f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
+        )
+    return [os.path.join(path, inside(path, name)) for name in folder.tars] or folder
+
+
+def _numbered(path: str, first: int, last: int | None, width: int) -> str:
+    """The pattern or range that a path with `{}` stands for; another path as it is."""
+    if "{}" not in path:
+        return path
+    if last is None:
+        return path.replace("{}", "[0-9]" * width)
+    if last < first:
+        raise ValueError(f"--end_shard {last} is smaller than --start_shard {first}")
+    return path.replace("{}", f"{{{first:0{width}d}..{last:0{width}d}}}")
+
+
+def _within(paths: list[str], first: int, last: int | None) -> list[str]:
+    numbers = [number_of(path, "--start_shard") for path in paths]
+    last = max(numbers) if last is None else last
+    chosen = [path for path, number in zip(paths, numbers, strict=True) if first <= number <= last]
+    if not chosen:
+        raise ValueError(
+            f"no tar has a number from --start_shard {first} to --end_shard {last}: they have {min(numbers)} to "
+            f"{max(numbers)}"
+        )
+    return chosen
+
+
+def _only_tar(path: str, what: str) -> str:
+    if not path.lower().endswith(".tar"):
+        hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {what}, or tars"
+        if path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
+            hint = "decompress it first: a compressed tar cannot be read at random"
+        raise ValueError(f"{path!r} is no set of {what}: {hint}")
+    return path
+
+
+def expanded(pattern: str) -> list[str]:
+    """Paths of `{000..010}`, `{a,b}` and `*`, in order. Raises ValueError, in one line, if there are none."""
+    ranges = [(int(first), int(last)) for first, last in _RANGE.findall(pattern)]
+    if any(last < first for first, last in ranges):
+        raise ValueError(f"a range in {pattern[:_LONGEST_QUOTE]!r} is empty: write the smaller number first")
+    paths = list[str]()
+    if math.prod(last - first + 1 for first, last in ranges) <= _MOST_FILES:
+        paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)]
+    if not 0 < len(paths) <= _MOST_FILES:
+        raise ValueError(f"{pattern[:_LONGEST_QUOTE]!r} stands for more than {_MOST_FILES} files: name fewer at a time")
+    if glob.has_magic(pattern):
+        paths = sorted(match for path in paths for match in glob.glob(path))
+        if not paths:
+            raise ValueError(f"no file is named like {pattern!r}")
+    elif missing := [path for path in paths if not os.path.exists(path)]:
+        n_missing = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
+        raise ValueError(f"{n_missing}, the first is {missing[0]!r}")
+    return paths

@@ -1,0 +1,311 @@
+"""Webdataset tars, read in any order by an index of where each sample's members begin. It is made once for all of them,
+from the headers only."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..bad_samples import reason_of
+from .folder import is_text
+from .index import Made, PackedStrings, fingerprint_of, is_address, kept
+from .record import Bytes, Entry, Record, Wanted, open_bytes
+
+_FEWEST = 100  # samples in an index that is kept: of long members, each header takes a read of the disk
+_THREADS = 16
+_BLOCK = 512  # bytes
+_LONGEST_HEADER = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
+_AHEAD, _ONE_HEADER, _NEAR = 1 << 16, 1 << 11, 1 << 14  # bytes
+# Kinds of members. Links, devices and folders have no content, whatever size they claim.
+_FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
+_HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
+_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
+_PARTS = ("size", "offset", "ending")
+
+Kinds = Callable[[str], Sequence[tuple[int, int, int]]]
+
+
+class TarSource:
+    """The samples of several tars, in the order of tars and of the first members of samples. Members whose names are
+    equal up to the first dot after the folder are one sample. See `Source` for the methods.
+
+    A member is what a `Wanted` looks for if all of its name after that dot is one of the endings; or else, if samples
+    or texts are wanted, if its name ends so: "0.mask.png" is an image only if nothing else of that name is.
+
+    Raises ValueError, in one line, if a tar cannot be read, is damaged or cut off, or none holds a sample.
+    """
+
+    def __init__(self, paths: Sequence[str], wanted: Sequence[Wanted]) -> None:
+        self.paths, self._wanted = [*paths], [*wanted]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            states = [*threads.map(_state, self.paths)]
+        self._n_bytes = np.array([size for size, _ in states], np.int64)
+        root, names = _root_and_names(self.paths)
+        kind = json.dumps(["tars", names, [(one.name, one.endings) for one in wanted]])
+        index = kept(
+            root, fingerprint_of([kind.encode()]), self._made, fewest=_FEWEST,
+            depends=fingerprint_of([json.dumps(states).encode()]),
+        )  # fmt: skip
+        self.fingerprint, self._names, self.skipped = index.fingerprint, index.strings("names"), ""
+        self._columns = {
+            one.name: [index.numbers(f"{part} {one.name}", len(self)) for part in _PARTS] for one in wanted
+        }
+        self._firsts = index.numbers("firsts", len(self.paths) + 1).whole()
+        if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
+            raise index.damaged()
+        self._damaged = index.damaged
+        if not len(self):
+            raise ValueError(f"no {wanted[0].noun} ({' '.join(wanted[0].endings)}) in {self}")
+
+    def _made(self) -> Made:
+        kinds = functools.lru_cache(1 << 12)(functools.partial(_kinds, self._wanted))
+        names, tables, firsts = PackedStrings(), list[npt.NDArray[np.int64]](), [0]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            scans = threads.map(lambda path: scan(path, self._wanted, kinds), self.paths)
+            for found, table in scans:
+                for name in found:
+                    names.append(name)
+                tables.append(table)
+                firsts.append(len(names))
+        table = np.concatenate(tables)
+        columns: dict[str, Any] = {"names": names, "firsts": np.array(firsts, np.int64)}
+        for column, (one, part) in enumerate(itertools.product(self._wanted, _PARTS)):
+            columns[f"{part} {one.name}"] = table[:, column]
+        # Of the same samples in the same tars, with the same members beside them; other members may lie between.
+        parts = [*names.buffers, columns["firsts"].tobytes(), table[:, 2 :: len(_PARTS)].tobytes()]
+        return Made(columns, fingerprint_of(parts), {})
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __str__(self) -> str:
+        first, n = repr(self.paths[0]), len(self.paths)
+        return first if n == 1 else f"{n} tars, the first {first}"
+
+    def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
+        path, n_bytes, name = self.path(index), self._n_bytes[self.shard(index)], self._names[index]
+        record = {}
+        for one in self._wanted:
+            size, offset, ending = (column[index] for column in self._columns[one.name])
+            if size < 0:
+                continue
+            if not (0 <= offset <= n_bytes - size and 0 <= ending < len(one.endings)):
+                raise self._damaged()
+            member = name if one is self._wanted[0] else f"{_key(name)}{one.endings[ending]}"
+            record[one.name] = Entry(path, offset, size, member=member)
+        return record
+
+    @property
+    def shards(self) -> list[range]:
+        return [range(int(first), int(end)) for first, end in itertools.pairwise(self._firsts)]
+
+    def shard(self, index: int) -> int:
+        """The place of the tar that holds a sample."""
+        return int(np.searchsorted(self._firsts, index, side="right")) - 1
+
+    def path(self, index: int) -> str:
+        """The tar that holds a sample."""
+        return self.paths[self.shard(index)]
+
+    def name(self, index: int) -> str:
+        return self._names[index]
+
+    def describe(self, index: int) -> str:
+        return f"{self.path(index)}/{self._names[index]}"
+
+    def sizes(self, name: str) -> npt.NDArray[np.int64]:
+        return self._columns[name][0].whole() if name in self._columns else np.full(len(self), -1)
+
+
+def stem_of(name: str) -> str:
+    """The name of a member without folders, up to its first dot: the key of a sample."""
+    return name.rpartition("/")[2].partition(".")[0]
+
+
+def number_of(path: str, flag: str) -> int:
+    """Number of a shard by its file's name: "img_emb_0012.npy" and "00012.tar" -> 12. Raises ValueError, in one line
+    that names the flag."""
+    found = re.search(r"([0-9]+)$", stem_of(path))
+    if found is None:
+        raise ValueError(f"{flag}: the name of {path!r} does not end with the number of its shard, such as 00012")
+    return int(found[1])
+
+
+def _key(name: str) -> str:
+    """The name of a member with its folders, up to the first dot after them."""
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
+
+
+def _state(path: str) -> tuple[int, str]:
+    """The size of a tar, and what is different after a change."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
+    return status.st_size, str(status.st_mtime_ns)
+
+
+def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
+    """What the index stands beside, one tar or the folder that holds several, and the paths relative to it."""
+    if is_address(paths[0]):
+        return paths[0], [*paths]
+    if len(paths) == 1:
+        return paths[0], [""]
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    return root, [os.path.relpath(path, root) for path in paths]
+
+
+def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
+    """What a member may be, whose name ends so after its stem: the number in `wanted`, its rank (the lowest is taken)
+    and the number of its ending."""
+    tail = tail.lower()
+    exact = [
+        (number, 0 if number == 0 else one.endings.index(tail), one.endings.index(tail))
+        for number, one in enumerate(wanted)
+        if tail in one.endings
+    ]
+    return exact or [
+        (number, 1 if number == 0 else len(one.endings) + ending, ending)
+        for number, one in enumerate(wanted)
+        if number == 0 or is_text(one)
+        for ending in [next((place for place, ending in enumerate(one.endings) if tail.endswith(ending)), -1)]
+        if ending >= 0
+    ]
+
+
+def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """The names of the first members of the samples in a tar, in its order, and the size, offset and ending of each
+    kind of member, int64 (n, 3 * kinds), -1 where there is none. Only the headers of its members are read.
+
+    Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
+    """
+    samples: dict[str, list[tuple[int, str, list[int]] | None]] = {}
+    clashes: dict[str, tuple[int, str]] = {}
+    for name, offset, size in members(path):
+        key = _key(name)
+        found = kinds(name[len(key) :])
+        if not found or key.endswith("/") or not key:  # hidden names are skipped
+            continue
+        sample = samples.setdefault(key, [None] * len(wanted))
+        for number, rank, ending in found:
+            other = sample[number]
+            if other is None or rank < other[0] or (rank == other[0] and number):
+                sample[number] = rank, name, [size, offset, ending]
+            elif rank == other[0]:
+                clashes.setdefault(key, (rank, name))
+    for key, (rank, name) in clashes.items():
+        first = samples[key][0]
+        if first and first[0] == rank:
+            of_one_name = f"two {wanted[0].noun}s of one name, {first[1]!r} and {name!r}"
+            raise ValueError(f"the tar {path!r} holds {of_one_name}")
+    none = -1, "", [-1] * len(_PARTS)
+    found_samples = [(sample[0][1], [part or none for part in sample]) for sample in samples.values() if sample[0]]
+    table = [list(itertools.chain(*(places for _, _, places in parts))) for _, parts in found_samples]
+    return [name for name, _ in found_samples], np.array(table, np.int64).reshape(-1, len(_PARTS) * len(wanted))
+
+
+class _Pieces:
+    """A file that is read forward in pieces: long ones where headers are near each other, else one header at a time."""
+
+    def __init__(self, file: Bytes) -> None:
+        self._file, self._begin, self._piece = file, -_NEAR, b""
+
+    def read(self, at: int, size: int) -> bytes:
+        begin = at - self._begin
+        if not 0 <= begin <= len(self._piece) - size:
+            ahead = _AHEAD if begin < _NEAR else _ONE_HEADER
+            self._piece, self._begin, begin = self._file.pread(max(size, ahead), at), at, 0
+        return self._piece[begin : begin + size]
+
+
+def members(path: str) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and size of every file in a tar, in its order.
+
+    Raises ValueError, in one line, if it cannot be read, is damaged or cut off.
+    """
+    try:
+        with open_bytes(path) as file:
+            yield from _members(_Pieces(file), file.size)
+    except OSError as error:
+        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
+
+
+def _members(pieces: _Pieces, n_bytes: int) -> Iterator[tuple[str, int, int]]:
+    at = 0
+    said: dict[str, bytes] = {}  # about the next member, in headers before its own
+    while (header := pieces.read(at, _BLOCK)) != bytes(_BLOCK):  # zeros are the mark of the end
+        if at >= n_bytes:
+            raise ValueError(f"it ends at byte {n_bytes} without a mark of the end")
+        if not _is_header(header):
+            raise ValueError(f"no header at byte {at}")
+        kind, begin, size = header[156:157], at + _BLOCK, _number(header[124:136])
+        if kind in _HEADERS:
+            if not 0 <= size <= _LONGEST_HEADER:
+                raise ValueError(f"it claims a header of {size} bytes")
+            if kind in _EXTENDED:
+                said |= _pairs(pieces.read(begin, size))
+            elif kind == _LONG_NAME:
+                said["path"] = pieces.read(begin, size).partition(b"\0")[0]
+        else:
+            name = os.fsdecode(said.get("path") or _name(header))
+            size = 0 if kind in _WITHOUT_CONTENT else int(said.get("size", size))
+            is_sparse, goes_on = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in said), header[482:483]
+            while kind == _SPARSE and goes_on not in (b"", b"\0"):
+                goes_on, begin = pieces.read(begin, _BLOCK)[504:505], begin + _BLOCK
+            if size < 0:
+                raise ValueError(f"{name!r} has a size below 0")
+            if begin + size > n_bytes:
+                raise ValueError(f"{name!r} lies beyond its end")
+            if kind in _FILES and not is_sparse and not name.endswith("/"):
+                yield name, begin, size
+            said = {}
+        at = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
+
+
+def _is_header(block: bytes) -> bool:
+    """Whether the checksum is right, the sum of all bytes with spaces in its own place; some programs add them as
+    signed numbers."""
+    if len(block) != _BLOCK:
+        return False
+    filled = block[:148] + b" " * 8 + block[156:]
+    said = _number(block[148:156])
+    # The lower half of Adler-32 is the sum of bytes, plus 1, modulo 65521; at several times the speed of `sum`.
+    return (said + 1) % 65521 == zlib.adler32(filled) & 0xFFFF or said == int(np.frombuffer(filled, np.int8).sum())
+
+
+def _number(field: bytes) -> int:
+    """A number of a header, in octal digits; or in bytes, if they are too few. Raises ValueError."""
+    if field[:1] in (b"\x80", b"\xff"):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[:1] == b"\xff" else 0)
+    return int(field.partition(b"\0")[0].strip() or b"0", 8)
+
+
+def _name(header: bytes) -> bytes:
+    name, prefix = (header[begin:end].partition(b"\0")[0] for begin, end in ((0, 100), (345, 500)))
+    return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
+
+
+def _pairs(content: bytes) -> dict[str, bytes]:
+    """The lines of an extended header, "LENGTH key=value"; LENGTH is that of the whole line. Raises ValueError."""
+    found, at = dict[str, bytes](), 0
+    while content[at : at + 1] not in (b"", b"\0"):
+        digits = content[at : at + 20].partition(b" ")[0]
+        end = at + int(digits)
+        key, equals, value = content[at + len(digits) + 1 : end - 1].partition(b"=")
+        if not (equals and end <= len(content)):
+            raise ValueError("an extended header that is none")
+        found[key.decode(errors="replace")], at = value, end
+    return found
