@@ -168,9 +168,9 @@ class Images(Coder):
 
     def open(self, side: int) -> tuple[list[str], list[str]]:
         """The names of all images, and nothing more that says which they are."""
-        import data
+        from data.sets import open_images
 
-        self._images = data.open_images(self._args.image_folder, image_size=side, channels=self.model.channels)
+        self._images = open_images(self._args.image_folder, image_size=side, channels=self.model.channels)
         return [self._images.name(index) for index in range(len(self._images))], []
 
     def codes(self, ranges: Sequence[range]) -> Iterator[tuple[Any, ...]]:
@@ -210,7 +210,7 @@ class Videos(Coder):
     kind = "videos"
 
     def __init__(self, model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> None:
-        from data.files.opening import missing_package
+        from tandem.files.installed import missing_package
         from training.pictures.film import can_write_mp4
 
         if model.channels != 3 or model.is_conditional:
@@ -234,7 +234,7 @@ class Videos(Coder):
 
     def open(self, side: int) -> tuple[list[str], list[str]]:
         """The names of all videos and, if a manifest asks for parts of them, what parts these are."""
-        from data import open_videos
+        from data.sets import open_videos
         from data.videos.films import DEMO_FRAMES, names_of
 
         videos: Any = open_videos(self._args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **self._speed)
@@ -267,7 +267,7 @@ class Videos(Coder):
 
     def _encoding(self) -> Callable[[Tensor], np.ndarray]:
         """Begin a video: a function of its next frames, uint8 (3, f, h, w), that returns their codes (f', h', w')."""
-        from data import to_unit_range
+        from data.feed import to_unit_range
         from data.stores.codes import code_dtype
 
         state, dtype = self.model.start_encoding(), code_dtype(self.model.num_codes)

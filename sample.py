@@ -153,8 +153,9 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
     """What each flag gives. Raises ValueError, in one line, and OSError."""
     import torch
 
-    from data.files.arrays import find_array
-    from data.images.scenes import condition_of
+    from data.decoding.arrays import find_array
+    from data.demo import condition_of
+    from data.records.record import Entry
     from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
 
     prompts = list(args.prompts or [])
@@ -176,7 +177,7 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
     for name, option in zip(KINDS, ("image_embeddings", "text_embeddings"), strict=True):
         if path := getattr(args, option):
             try:
-                found = torch.from_numpy(find_array(path).read(limit=MOST_BYTES))
+                found = torch.from_numpy(find_array(Entry(path)).read(limit=MOST_BYTES))
             except ValueError as error:
                 raise ValueError(f"--{option} {path}: {error}") from None
             if found.ndim != KINDS[name] or not len(found):
@@ -184,10 +185,12 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
                 raise ValueError(f"--{option} {path} has the shape {shape}: give rows of {KINDS[name] - 1} dimensions")
             yield stored(f"--{option}", [f"{path}[{row}]" for row in range(len(found))], {name: found})
     if embeds_images(args):
-        yield Source(
-            "--images", names_of(images), {"image_embed": (clip.embed_dim,)},
-            lambda rows: {"image_embed": clip.embed_images(torch.stack([images.load(r) for r in rows]).to(device))},
-        )  # fmt: skip
+
+        def embedded(rows: Sequence[int]) -> dict[str, Tensor]:
+            pictures = torch.stack([images.load(row)["images"] for row in rows])
+            return {"image_embed": clip.embed_images(pictures.to(device))}
+
+        yield Source("--images", names_of(images), {"image_embed": (clip.embed_dim,)}, embedded)
 
 
 def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
@@ -257,7 +260,7 @@ def contents(
         digest = hashlib.sha256()
         for index in range(len(images or [])):
             mark("reading images")
-            digest.update(images.load(index).numpy().tobytes())
+            digest.update(images.load(index)["images"].numpy().tobytes())
         hashes[name] = digest.hexdigest()
     return {f"{name}_sha256": text for name, text in hashes.items()}
 
@@ -266,7 +269,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Draw the pictures. Raises AskedToStop after a signal."""
     import torch
 
-    import data
+    from data.sets import open_images
     from data.stores.output import OutputFolder, names_sha256
     from data.stores.pngs import is_complete, save, to_pixels
     from models.clip import Clip
@@ -286,8 +289,8 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         require_room(f"{args.batch_size} pictures of {largest} pixels", args.batch_size, 3, largest, largest)
         side = decoder.image_sizes[args.start_at_unet - 2 if args.start_at_unet > 1 else -1]
         backend.working("listing the samples")
-        images = data.open_images(args.images, image_size=side) if args.images else None
-        masks = data.open_images(args.masks, image_size=side) if args.masks else None
+        images = open_images(args.images, image_size=side) if args.images else None
+        masks = open_images(args.masks, image_size=side) if args.masks else None
         clip = Clip.from_file(args.clip, args.clip_weights, backend.device) if args.clip else None
         sources = list(sources_of(args, images, clip, backend.device))
         conditions = chosen_sources(sources, [decoder.unet(index) for index in unets])
@@ -319,10 +322,10 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         chosen = {name: loads[source.flag][name].to(backend.device) for name, source in conditions.items()}
         given: dict[str, Any] = {}
         if images is not None and not embeds_images(args):
-            loaded = torch.stack([images.load(row) for row in rows]).to(backend.device).float() / 255
+            loaded = torch.stack([images.load(row)["images"] for row in rows]).to(backend.device).float() / 255
             given["inpaint_image" if masks is not None else "images"] = loaded
         if masks is not None:
-            loaded = torch.stack([masks.load(row) for row in rows]).to(backend.device)
+            loaded = torch.stack([masks.load(row)["images"] for row in rows]).to(backend.device)
             given["inpaint_mask"] = loaded.float().mean(1) > 127.5
         with backend.autocast():
             drawn: Tensor = decoder.sample(

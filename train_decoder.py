@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     import torch
     from torch import Tensor
 
-    from data import ConditionedBatch, Feed
+    from data.feed import Feed
+    from data.sets import ConditionedBatch
     from models import Decoder
     from models.clip import Clip
     from models.diffusion import Losses
@@ -165,7 +166,7 @@ def load_quality(args: argparse.Namespace, clip: Clip | None, device: torch.devi
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    import data
+    from data.sets import decoder_feed, widths_of
     from models import Decoder
     from models.clip import Clip, with_embeddings
     from models.decoder import Sampling
@@ -181,11 +182,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     with backend.agreement():
         clip = Clip.from_file(args.clip, args.clip_weights or "", backend.device) if args.clip else None
     embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
-    feed: Any = data.decoder_feed(
+    feed: Any = decoder_feed(
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
         tokenize=clip and clip.tokenize, **takes,
     )  # fmt: skip
-    widths = feed.first.widths if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
+    widths = (
+        widths_of(feed.first) if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
+    )
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
         quality = load_quality(args, clip, backend.device)

@@ -32,7 +32,9 @@ from training.flags.towers import LayoutFlags, PretrainedTowerFlags
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
 
-    from data import Feed, SoundBatch, Tokenizer
+    from data.feed import Feed
+    from data.sets import SoundBatch
+    from data.tokenizers import Tokenizer
     from models import MuLaN
     from training.measures.embedder import Embedder
     from training.objectives.contrastive import Contrastive
@@ -169,7 +171,8 @@ def picture(embedder: Embedder, shown: SoundBatch, count: int) -> Image.Image:
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    import data
+    from data.sets import sound_feed
+    from data.tokenizers import open_tokenizer
     from training.ema import kept_metric, make_ema
     from training.measures.collapse import CollapseAlarm
     from training.measures.embedder import Embedder, text_inputs
@@ -182,10 +185,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.run.run import Run
 
     with backend.agreement():
-        tokenizer = data.open_tokenizer(args.tokenizer, args.max_text_tokens, marks=args.layout == "tandem")
+        tokenizer = open_tokenizer(args.tokenizer, args.max_text_tokens, marks=args.layout == "tandem")
         model = build_model(args, tokenizer).to(backend.device)
         optimizer = make_optimizer(model, args.learning_rate, args.betas, args.weight_decay, lion=args.use_lion)
-    feed = data.sound_feed(args, backend, tokenizer)
+    feed = sound_feed(args, backend, tokenizer)
     run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     engine = backend.wrap(model, optimizer, name="mulan")

@@ -131,7 +131,8 @@ def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     from torch.nn import functional as F
 
-    import data
+    from data.feed import to_unit_range
+    from data.sets import video_feed
     from models import VideoTokenizer
     from models.i3d import i3d_features
     from models.perceptual import load_lpips, load_perceptual
@@ -154,7 +155,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         both = ((generator, args.betas), (discriminator, args.discr_betas or args.betas))
         adam = [make_optimizer(model, args.learning_rate, betas, args.weight_decay, lion=args.use_lion)
                 for model, betas in both]  # fmt: skip
-    feed = data.video_feed(args, backend)
+    feed = video_feed(args, backend)
     run = Run(
         args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
         columns=COLUMNS,
@@ -166,7 +167,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     critic = backend.wrap(discriminator, adam[1], name="discriminator", max_grad_norm=args.discr_max_grad_norm)
 
     def videos_of(batch: Mapping[str, Any]) -> Tensor:
-        return data.to_unit_range(batch["videos"])
+        return to_unit_range(batch["videos"])
 
     def drawn_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         """A frame of each clip, for the losses that judge single frames."""

@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from PIL import Image
     from torch import Tensor
 
-    from data import Feed, ImageBatch
+    from data.feed import Feed
+    from data.sets import ImageBatch
     from models import DiscreteVAE, VAEOutput
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vae" / "demo.yaml"
@@ -111,7 +112,7 @@ def evaluate(
 ) -> dict[str, float | Image.Image]:
     """Noise-free loss and quality of hard reconstructions over the validation split and all processes, and a picture of
     how often each code was chosen."""
-    from data import to_unit_range
+    from data.feed import to_unit_range
     from training.measures.reconstruction import ReconstructionQuality
     from training.pictures.images import code_histogram
 
@@ -126,7 +127,7 @@ def evaluate(
 
 def reconstructions(models: Mapping[str, DiscreteVAE], shown: ImageBatch, temperature: float) -> Image.Image:
     """Originals, soft and hard reconstructions by the model that is kept: the average if there is one."""
-    from data import to_unit_range
+    from data.feed import to_unit_range
     from training.pictures.images import grid
     from training.run.loop import kept_model
 
@@ -139,7 +140,8 @@ def reconstructions(models: Mapping[str, DiscreteVAE], shown: ImageBatch, temper
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import torch
 
-    import data
+    from data.feed import to_unit_range
+    from data.sets import image_feed
     from models import DiscreteVAE
     from training.ema import make_ema
     from training.measures.collapse import ReconstructionAlarm
@@ -149,7 +151,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
         model = build_model(args).to(backend.device)
-    feed = data.image_feed(args, backend, model.channels)
+    feed = image_feed(args, backend, model.channels)
     run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)
 
     vae = backend.wrap(model, torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True), name="vae")
@@ -177,7 +179,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         temperature, codes = temperature_of(step), []
         vae.lr = schedules.decay(step, args.learning_rate, args.lr_decay_rate)
         for micro in vae.micro_batches(batch):
-            images = data.to_unit_range(micro["images"])
+            images = to_unit_range(micro["images"])
             gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
             out = vae(images, noise=gumbel, temperature=temperature, with_codes=run.codes_due)
             loss = objective(out)

@@ -118,7 +118,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     import torch
     from torch.nn import functional as F
 
-    import data
+    from data.feed import to_unit_range
+    from data.sets import image_feed
     from models import VQGAN
     from models.files.published import read_state_dict
     from models.perceptual import load_lpips, load_perceptual
@@ -138,7 +139,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         lpips, inception = load_lpips(args.lpips_weights, args.image_size, backend.device), None
         if args.fid_weights:
             inception = Inception(read_state_dict(Path(args.fid_weights), network="inception"), backend.device)
-    feed = data.image_feed(args, backend)
+    feed = image_feed(args, backend)
     run = Run(
         args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
         columns=COLUMNS,
@@ -153,7 +154,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     error = F.mse_loss if args.l2_recon_loss else F.l1_loss
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
-        return data.to_unit_range(batch["images"])
+        return to_unit_range(batch["images"])
 
     def reconstruction_loss(fake: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         recon = error(fake, images)

@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import data
-from data.stream import collate_images
+from data.order import split
+from data.sets import open_images
+from data.stream import TrainingStream
 
 from . import machine
 from .report import Goal, Row
@@ -29,7 +30,7 @@ _WIDTH, _HEIGHT, _QUALITY = 500, 375, 95  # typical of ImageNet's photographs
 
 
 def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
-    """Images per second at 128 pixels: ``data.TrainingStream`` with one worker per core, against as many processes
+    """Images per second at 128 pixels: ``TrainingStream`` with one worker per core, against as many processes
     that each decode their share of the files and keep nothing.
 
     The stream also hands batches to the main process, which the reference does not do. Each turn starts new processes
@@ -41,7 +42,7 @@ def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         if image_folder is None:
             write_photos(Path(folder))
-        images = data.open_images(image_folder or folder, image_size=_IMAGE_SIZE)
+        images = open_images(image_folder or folder, image_size=_IMAGE_SIZE)
         paths = [images.describe(index) for index in range(len(images))]
         n_bytes = [len(Path(path).read_bytes()) for path in paths]  # this also fills the page cache
         workers = machine.cores()
@@ -56,21 +57,21 @@ def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
 
 def write_photos(folder: Path) -> None:
     """Write JPEGs of 500 x 375 pixels and about 100 kB, typical of photographs: shapes with grain of two sizes."""
-    shapes = data.open_images(f"demo:shapes:{_N_GENERATED}", image_size=512)
+    shapes = open_images(f"demo:shapes:{_N_GENERATED}", image_size=512)
     rng = np.random.default_rng(0)
     for index in range(_N_GENERATED):
-        picture = shapes.load(index)[:, :_HEIGHT, :_WIDTH].permute(1, 2, 0).numpy().astype(np.float32)
+        picture = shapes.load(index)["images"][:, :_HEIGHT, :_WIDTH].permute(1, 2, 0).numpy().astype(np.float32)
         coarse = rng.normal(0, 18, (_HEIGHT // 3, _WIDTH // 3 + 1, 1)).repeat(3, axis=0).repeat(3, axis=1)
         fine = rng.normal(0, 6, (_HEIGHT, _WIDTH, 1))
         noisy = (picture + coarse[:_HEIGHT, :_WIDTH] + fine).clip(0, 255).astype(np.uint8)
         Image.fromarray(noisy).save(folder / f"{index:03d}.jpg", quality=_QUALITY)
 
 
-def stream_rate(samples: Any, workers: int, collate: Any = collate_images) -> float:
+def stream_rate(samples: Any, workers: int) -> float:
     """Samples per second that come out of the training stream."""
-    subset, _ = data.split(len(samples), 0.0, 0, at_least=1)
+    subset, _ = split(len(samples), 0.0, 0, at_least=1)
     loading = {"batch_size": _BATCH_SIZE, "rank": 0, "world_size": 1, "seed": 0, "num_workers": workers}
-    batches = iter(data.TrainingStream(samples, subset, collate=collate, **loading))
+    batches = iter(TrainingStream(samples, subset, **loading))
     for _ in range(3 * workers):  # PyTorch's DataLoader prefetches two batches per worker
         next(batches)
     began = now = time.perf_counter()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import train_decoder
-from data.images.scenes import WIDTH
+from data.demo import WIDTH
 from models.decoder import Sampling
 from models.quantizers import make_quantizer
 from training.generation import noise_of

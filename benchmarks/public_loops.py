@@ -91,14 +91,14 @@ def musiclm(args: argparse.Namespace, precision: str, folder: Path) -> Iterator[
     """MuLaNTrainer of musiclm-pytorch, with spectrograms of as many patches as the script's."""
     from musiclm_pytorch import AudioSpectrogramTransformer, MuLaN, MuLaNTrainer, TextTransformer
 
-    import data
+    from data.tokenizers import open_tokenizer
 
     heads = {"heads": args.heads, "dim_head": args.dim_head}
     sound = AudioSpectrogramTransformer(
         dim=args.audio_dim, depth=args.audio_depth, patch_size=args.patch_size, patch_dropout_prob=args.patch_dropout,
         spec_n_fft=args.n_fft, spec_win_length=args.n_fft, spec_hop_length=args.hop_length, **heads,
     )  # fmt: skip
-    vocabulary = data.open_tokenizer(args.tokenizer, args.max_text_tokens).vocab_size
+    vocabulary = open_tokenizer(args.tokenizer, args.max_text_tokens).vocab_size
     text = TextTransformer(
         dim=args.text_dim, depth=args.text_depth, num_tokens=vocabulary, max_seq_len=args.max_text_tokens, **heads
     )
@@ -146,7 +146,7 @@ def dalle2(args: argparse.Namespace, precision: str, folder: Path) -> Iterator[N
     from accelerate import Accelerator
     from dalle2_pytorch import Decoder, DecoderTrainer, Unet
 
-    from data.images.scenes import WIDTH
+    from data.demo import WIDTH
 
     unets = [
         Unet(

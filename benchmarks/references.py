@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import data
+from data.tokenizers import open_tokenizer
 
 # Sides of a comparison: the file as it stands, and its only model in what people use for several processes.
 REFERENCE, DDP, HOROVOD = "reference", "ddp", "horovod"
@@ -109,7 +109,7 @@ def _made(*classes: str) -> Callable[..., list[nn.Module]]:
 
 
 def _mulan(module: Any, settings: Any, args: argparse.Namespace, batch: Mapping[str, Any]) -> list[nn.Module]:
-    return [module.MuLaN(data.open_tokenizer(args.tokenizer, args.max_text_tokens).vocab_size, settings)]
+    return [module.MuLaN(open_tokenizer(args.tokenizer, args.max_text_tokens).vocab_size, settings)]
 
 
 def _decoder(module: Any, settings: Any, args: argparse.Namespace, batch: Mapping[str, Any]) -> list[nn.Module]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import data
-from data.videos.sets import collate_videos
+from data.sets import open_images, open_videos
 
 from . import machine
 from .loading import plain_rate, stream_rate
@@ -34,7 +33,7 @@ def video_loading(rounds: int, video_folder: str | None) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
             if video_folder is None:
                 write_videos(Path(folder), keyframe_every=frames)
-            videos = data.open_videos(video_folder or folder, image_size=_SIDE, num_frames=_FRAMES)
+            videos = open_videos(video_folder or folder, image_size=_SIDE, num_frames=_FRAMES)
             paths = [videos.describe(index) for index in range(len(videos))]
             workers = machine.cores()
             decoders: dict[str, Callable[[str], Tensor]] = {
@@ -43,7 +42,7 @@ def video_loading(rounds: int, video_folder: str | None) -> Iterator[Row]:
             }
             rates: dict[str, list[float]] = {name: [] for name in ("ours", *decoders)}
             for _ in range(rounds):
-                rates["ours"].append(stream_rate(videos, workers, collate_videos))
+                rates["ours"].append(stream_rate(videos, workers))
                 for name, decode in decoders.items():
                     rates[name].append(plain_rate(paths, workers, decode))
             source = video_folder or f"generated {_WIDTH} x {_HEIGHT}, a key frame each {distance}"
@@ -59,10 +58,10 @@ def write_videos(folder: Path, n: int = _N_GENERATED, seconds: int = _SECONDS, *
     """Write H.264 of 640 x 360 pixels, 25 frames per second: a camera that moves over shapes with grain, and noise."""
     import av
 
-    shapes = data.open_images(f"demo:shapes:{n}", image_size=2 * _WIDTH)
+    shapes = open_images(f"demo:shapes:{n}", image_size=2 * _WIDTH)
     rng = np.random.default_rng(0)
     for index in range(n):
-        scene = shapes.load(index).permute(1, 2, 0).numpy().astype(np.int16)
+        scene = shapes.load(index)["images"].permute(1, 2, 0).numpy().astype(np.int16)
         grain = rng.normal(0, 12, (_WIDTH, _WIDTH, 1)).astype(np.int16)
         scene = scene + grain.repeat(2, axis=0).repeat(2, axis=1)
         noise = rng.normal(0, 3, (8, _HEIGHT, _WIDTH, 1)).astype(np.int16)

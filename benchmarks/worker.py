@@ -27,8 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import data
 import distributed
+from data.order import split
+from data.sets import open_images
+from data.stream import TrainingStream
 from distributed.torch_comm import leave_process_group
 
 from .references import HOROVOD, REFERENCES
@@ -205,16 +207,16 @@ class Reference(Side):
             # A thread of the group that still runs while Python ends would abort the process.
             leave_process_group(gracefully=True)
 
-    def _load(self) -> list[data.Batch]:
+    def _load(self) -> list[dict[str, Any]]:
         """The script's batches; without the script, those of the loader of images."""
         if SCRIPT in self._sides:
             path = _batches(self._options.folder, self._rank)
             self._wait_for(path.name)
             return list(torch.load(path, weights_only=False))
-        images = data.open_images(self._args.image_folder, image_size=self._args.image_size)
-        subset, _ = data.split(len(images), 0.0, self._args.seed, at_least=self._args.batch_size)
+        images = open_images(self._args.image_folder, image_size=self._args.image_size)
+        subset, _ = split(len(images), 0.0, self._args.seed, at_least=self._args.batch_size)
         loading = {"batch_size": self._args.batch_size, "rank": 0, "world_size": 1, "seed": self._args.seed}
-        return list(itertools.islice(data.TrainingStream(images, subset, **loading), _DECODED_BATCHES))
+        return list(itertools.islice(TrainingStream(images, subset, **loading), _DECODED_BATCHES))
 
     def _pinned(self, batch: Mapping[str, Any]) -> Any:
         """With a GPU, tensors in pinned memory, as the script's loader makes them."""
@@ -222,7 +224,7 @@ class Reference(Side):
         return {key: value.pin_memory() if pins and torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def decode(run: Run) -> list[data.Batch]:
+def decode(run: Run) -> list[dict[str, Any]]:
     """The next batches of a run, which from now on gets these again and again."""
     decoded = list(itertools.islice(run.feed.batches, _DECODED_BATCHES))
     run.feed.batches = itertools.cycle(decoded)

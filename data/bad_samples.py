@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,22 +12,30 @@ import torch
 
 _LISTED = 20
 _NAMED = 1000  # bad samples whose path and reason are kept; of all, that they are bad
-_ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)
+_KINDS = {"bad": 1, "incomplete": 2}
 
 
 @dataclass(frozen=True)
 class BadSample:
     """A sample that could not be read: its dataset index, the path of its file and the reason, in one line; or a sample
-    that is `Incomplete`, or one that was accepted though only a part of it could be read (`accepting_parts`)."""
+    that is `Incomplete`. `traceback` is that of a user's code which raised an error."""
 
     index: int
     path: str
     reason: str
     is_incomplete: bool = False
-    is_partial: bool = False
+    traceback: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
+
+
+class Raised(ValueError):
+    """What a user's own code has raised, in one line; `traceback` is Python's own text about it."""
+
+    def __init__(self, text: str, traceback: str = "") -> None:
+        super().__init__(text)
+        self.traceback = traceback
 
 
 class Unsuitable(ValueError):
@@ -46,80 +52,29 @@ class NotASample(ValueError):
     no other sample takes its place."""
 
 
-class _Marks:
-    """Some of n indices. A bit for each, because all samples may be among them: 125 bytes for a thousand.
-
-    `bits` (uint8, the lowest bit first) are those of another such set; of one that was larger, what is beyond this set
-    is left out.
-    """
-
-    def __init__(self, n: int, bits: torch.Tensor | None = None) -> None:
-        self._bits, self._n, self.count = np.zeros(n + 7 >> 3, np.uint8), n, 0
-        if bits is not None:
-            known = bits.numpy()[: len(self._bits)]
-            self._bits[: len(known)] = known
-            if n & 7:
-                self._bits[-1] &= (1 << (n & 7)) - 1
-            self.count = int(_ONES[self._bits].sum())
-
-    def __contains__(self, index: int) -> bool:
-        return index < self._n and bool(self._bits[index >> 3] >> (index & 7) & 1)
-
-    def add(self, index: int) -> None:
-        """Mark an index that is not marked; one beyond the set is left out."""
-        if index < self._n:
-            self._bits[index >> 3] |= np.uint8(1 << (index & 7))
-            self.count += 1
-
-    @property
-    def bits(self) -> torch.Tensor:
-        """A copy of them, for the constructor."""
-        return torch.from_numpy(self._bits.copy())
-
-
 class BadSampleLog:
-    """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes."""
+    """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes.
+
+    `count` is the number of bad ones, without the incomplete ones, which `count_incomplete` counts.
+    """
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
         self._named: list[BadSample] = []  # the first bad samples
-        self._bad, self._incomplete, self._partial = (_Marks(n_samples) for _ in range(3))
-
-    @property
-    def count(self) -> int:
-        """Number of different bad samples so far, without the incomplete ones and those that were accepted in part."""
-        return self._bad.count
-
-    @property
-    def count_incomplete(self) -> int:
-        """Number of different incomplete samples so far."""
-        return self._incomplete.count
-
-    @property
-    def count_partial(self) -> int:
-        """Number of different samples so far that were accepted in part."""
-        return self._partial.count
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What a line of metrics says: bad_samples and, if there are any, partial_samples."""
-        return {"bad_samples": self.count, **({"partial_samples": n} if (n := self.count_partial) else {})}
+        self._kinds = np.zeros(n_samples, np.uint8)  # of each sample: 0, or one of the numbers in `_KINDS`
+        self.count = self.count_incomplete = 0
 
     def add(self, samples: Iterable[BadSample]) -> list[BadSample]:
         """Remember `samples`; returns those that were not known before, each once."""
         new = []
         for sample in samples:
-            if sample.is_partial:
-                if sample.index in self._partial:
-                    continue
-                self._partial.add(sample.index)
-            elif sample.index in self._bad or sample.index in self._incomplete:
+            if self._kinds[sample.index]:
                 continue
-            elif sample.is_incomplete:
-                self._incomplete.add(sample.index)
-            else:
-                self._bad.add(sample.index)
-                self._named += [sample] if len(self._named) < _NAMED else []
+            self._kinds[sample.index] = _KINDS["incomplete" if sample.is_incomplete else "bad"]
+            self.count += not sample.is_incomplete
+            self.count_incomplete += sample.is_incomplete
+            if not sample.is_incomplete and len(self._named) < _NAMED:
+                self._named.append(sample)
             new.append(sample)
         return new
 
@@ -150,48 +105,21 @@ class BadSampleLog:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: "samples", the index, path and reason of the first bad ones, and of each kind of
-        which there are some a bit for every sample of the set (uint8)."""
-        kinds = {"bad": self._bad, "incomplete": self._incomplete, "partial": self._partial}
+        which there are some a bit for every sample of the set (uint8, the lowest bit first)."""
         samples = [[sample.index, sample.path, sample.reason] for sample in self._named]
-        return {"samples": samples, **{kind: marks.bits for kind, marks in kinds.items() if marks.count}}
+        counts = {"bad": self.count, "incomplete": self.count_incomplete}
+        bits = {kind: np.packbits(self._kinds == _KINDS[kind], bitorder="little") for kind, n in counts.items() if n}
+        return {"samples": samples, **{kind: torch.from_numpy(of_kind) for kind, of_kind in bits.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the known bad samples by those of `state`."""
+        """Replace the known bad samples by those of `state`; of a set that was larger, what is beyond this one is left
+        out."""
         self._named = [BadSample(index, path, reason) for index, path, reason in state["samples"]]
-        self._bad, self._incomplete, self._partial = (
-            _Marks(self.n_samples, state.get(kind)) for kind in ("bad", "incomplete", "partial")
-        )
-
-
-#: What was wrong with files of which parts were returned; None: decoders raise, as outside of `accepting_parts`.
-_accepted: ContextVar[list[str] | None] = ContextVar("accepted", default=None)
-
-
-@contextlib.contextmanager
-def accepting_parts(is_on: bool = True) -> Iterator[list[str]]:
-    """Context in which decoders of this thread return what can be read of a damaged file, instead of an error, and add
-    its reason to the list that is yielded. With `is_on` False they raise, as outside of it."""
-    reasons: list[str] = []
-    token = _accepted.set(reasons if is_on else None)
-    try:
-        yield reasons
-    finally:
-        _accepted.reset(token)
-
-
-def parts_are_accepted() -> bool:
-    """Whether a decoder may return a part of a file; it then has to call `accept_part`."""
-    return _accepted.get() is not None
-
-
-def accept_part(error: BaseException) -> bool:
-    """Note what was wrong with a file of which a part is returned. Returns False if parts are not accepted: then the
-    decoder has to raise the error."""
-    reasons = _accepted.get()
-    if reasons is None:
-        return False
-    reasons.append(" ".join(reason_of(error).split()))
-    return True
+        self._kinds[:] = 0
+        for kind in _KINDS.keys() & state.keys():
+            known = np.unpackbits(state[kind].numpy(), bitorder="little")[: self.n_samples]
+            self._kinds[: len(known)][known > 0] = _KINDS[kind]
+        self.count, self.count_incomplete = (int((self._kinds == number).sum()) for number in _KINDS.values())
 
 
 def reason_of(error: BaseException) -> str:

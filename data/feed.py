@@ -7,18 +7,17 @@ import contextlib
 import itertools
 import math
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from .bad_samples import BadSample, BadSampleLog
-from .contracts import Processes, Samples, skipped_of
-from .crops import crop_of
-from .images.sets import open_images
-from .joined import Joined
+from tandem.files.reading import printable
+
+from .bad_samples import BadSample, BadSampleLog, Raised
 from .order import (
     SHARDS_AT_ONCE,
     AlternatingOrder,
@@ -33,9 +32,13 @@ from .order import (
     split_samples,
     split_shards,
 )
-from .own import OwnData, data_of
 from .records import remote
-from .stream import Collate, TrainingStream, ValidationStream, collate_images
+from .records.record import is_address
+from .samples import Joined, Samples
+from .stream import TrainingStream, ValidationStream
+
+if TYPE_CHECKING:
+    from distributed import Backend
 
 BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
 _TRAINED_PER_VALIDATED = 10  # samples between two validations for each sample that a validation sees by default
@@ -71,12 +74,11 @@ class Feed(Generic[BatchType]):
         self,
         open_samples: Callable[[], Samples],
         args: argparse.Namespace,
-        processes: Processes,
+        processes: Backend,
         *,
         split_seed: int,
         noun: str,
         source: str,
-        collate: Collate,
         open_second: Callable[[], Samples] | None = None,
         second_every: int = 1,
         divide: Callable[[Any], Split] | None = None,
@@ -85,7 +87,8 @@ class Feed(Generic[BatchType]):
         self._processes, self.noun, self._source = processes, noun, source
         self._valid_fraction, self._batch_size = args.valid_fraction, args.batch_size
         self._valid_source = args.valid_folder if open_valid else ""
-        with processes.agreement():
+        self._has_shown_traceback = False
+        with processes.agreement(), self._showing_traceback():
             processes.working("listing the samples")
             first = open_samples()
             second = None if open_second is None else open_second()
@@ -126,14 +129,14 @@ class Feed(Generic[BatchType]):
         self.ask: Callable[[], None] = lambda: None
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
-            "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample, "collate": collate,
+            "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample,
             "noun": f"{noun}s", "pin_memory": processes.device.type == "cuda",
         }  # fmt: skip
         #: What the loader gives `next`, endlessly.
         self.batches: Iterator[Any] = iter(())
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
-        self._said: dict[str, int] = {}  # how many were left out, or accepted in part, when it was said last
+        self._said = 0  # how many were left out, when it was said last
 
     @property
     def validated(self) -> Indices:
@@ -158,7 +161,7 @@ class Feed(Generic[BatchType]):
 
     def skipped(self) -> str:
         """One line about files that are no samples: how many, and of which endings; "" if there are none."""
-        return skipped_of(self.samples)
+        return self.samples.skipped
 
     def start(self, start_samples: int) -> BatchType:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
@@ -171,7 +174,7 @@ class Feed(Generic[BatchType]):
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
         order = {**self._order, "start_samples": start_samples}
         self.batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
-        with self._processes.agreement():
+        with self._processes.agreement(), self._showing_traceback():
             batch = next(self.batches)
             # Inside the agreement, because reading the first batches may fail on some processes only.
             without_split = [{**batch, "bad": []}]
@@ -182,7 +185,7 @@ class Feed(Generic[BatchType]):
 
     def next(self) -> BatchType:
         """The next batch of the order."""
-        with self._processes.waiting_for("data"):
+        with self._processes.waiting_for("data"), self._showing_traceback():
             batch = next(self.batches)
         return self._received(batch)
 
@@ -216,7 +219,7 @@ class Feed(Generic[BatchType]):
         are the same at every start; without a validation split, the first ones of this start's first batch. Call it
         once, right after `start`; raises what `start` raises."""
         n_steps = self._whole_validation.steps_holding(count)
-        with self._processes.agreement():
+        with self._processes.agreement(), self._showing_traceback():
             further = list(itertools.islice(self._preview_batches, max(n_steps - 1, 0)))
         self._preview_batches = iter(())  # its workers end, unless they are those of the validations
         self._unreported += [sample for batch in further for sample in batch["bad"]]
@@ -237,29 +240,43 @@ class Feed(Generic[BatchType]):
         }
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
-        """Say which files any process could not read since the last call, each file once, and how many were left out or
-        accepted in part. Raises UserMistake if those that could not be read are too many to continue. Collective."""
+        """Say which files any process could not read since the last call, each file once, and how many were left out.
+        Raises UserMistake if those that could not be read are too many to continue. Collective."""
         new: list[BadSample] = []
         # Ask first: this comes with every line of metrics, and hardly ever has anything to exchange.
         if self._processes.sum({"unreported": len(self._unreported)})["unreported"]:
             new = self.bad_samples.share(self._unreported, self._processes.gather_objects)
         for sample in new:
-            if sample.is_partial:
-                self._say_seldom(say, "accepted a part of", self.bad_samples.count_partial, sample)
-            elif sample.is_incomplete:
-                self._say_seldom(say, "left out", self.bad_samples.count_incomplete, sample)
+            if sample.is_incomplete:
+                self._say_seldom(say, sample)
             else:
                 say(f"cannot read {sample}; the next {self.noun} takes its place")
+                self._show_traceback(sample.traceback)
         self._unreported.clear()
         if self.bad_samples.are_too_many:  # on every process, because all know the same samples
             with self._processes.agreement():
                 self.bad_samples.check()
 
-    def _say_seldom(self, say: Callable[[str], None], what: str, count: int, sample: BadSample) -> None:
-        """Say how many samples something was done with, if they have doubled since that was said."""
-        if count >= 2 * self._said.get(what, 0):
-            self._said[what] = count
-            say(f"{what} {count} {self.noun}{'' if count == 1 else 's'} so far, such as {sample}")
+    @contextlib.contextmanager
+    def _showing_traceback(self) -> Iterator[None]:
+        """Context in which what a user's dataset raises is shown before it goes on as an error in one line."""
+        try:
+            yield
+        except Raised as error:
+            self._show_traceback(error.traceback)
+            raise
+
+    def _show_traceback(self, traceback: str) -> None:
+        """The root prints the first traceback of a user's dataset; later ones differ in nothing but the index."""
+        if traceback and not self._has_shown_traceback and self._processes.rank == 0:
+            self._has_shown_traceback = True
+            print("\n".join(map(printable, traceback.splitlines())), file=sys.stderr, flush=True)
+
+    def _say_seldom(self, say: Callable[[str], None], sample: BadSample) -> None:
+        """Say how many samples were left out, if they have doubled since that was said."""
+        if (count := self.bad_samples.count_incomplete) >= 2 * self._said:
+            self._said = count
+            say(f"left out {count} {self.noun}{'' if count == 1 else 's'} so far, such as {sample}")
 
     def _received(self, batch: Mapping[str, Any]) -> BatchType:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
@@ -280,23 +297,24 @@ def _validated_samples(n: int, args: argparse.Namespace) -> int:
     return min(n, max(most, args.batch_size)) if most else n
 
 
-def _split_by_shards(samples: Any, args: argparse.Namespace, seed: int, source: str) -> Split:
+def _split_by_shards(samples: Samples, args: argparse.Namespace, seed: int, source: str) -> Split:
     """Raises ValueError, in one line, if there are no shards, or too few."""
-    if (shards := getattr(samples, "shards", None)) is None:
+    if (shards := samples.source.shards) is None:
         raise ValueError(f"--shuffle shards takes tars or tables, and {source!r} has none: use --shuffle samples")
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
     return split_shards(shards, *fractions, seed, args.batch_size, "--shuffle samples")
 
 
-def _fetched_before(samples: Any, args: argparse.Namespace) -> Callable[[Sequence[range]], None] | None:
+def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Sequence[range]], None] | None:
     """What fetches shards from a server before they are read; None if there are none there, or no cache for them.
-    Raises OSError and ValueError, in one line."""
-    paths = getattr(samples, "shard_paths", None) or ()
-    addresses = {
-        shard.start: path for shard, path in zip(samples.shards, paths, strict=False) if remote.is_address(path)
-    }
+    Raises ValueError, in one line."""
+    shards, paths = samples.source.shards or (), getattr(samples.source, "paths", ())
+    addresses = {shard.start: path for shard, path in zip(shards, paths, strict=False) if is_address(path)}
     at_once = 2 * SHARDS_AT_ONCE  # those that are read, and those that come next
-    remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
+    try:
+        remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
+    except OSError as error:
+        raise ValueError(f"--cache_dir {args.cache_dir} cannot be used: {error}") from None
     return partial(remote.fetch_shards, addresses) if addresses and args.cache_dir else None
 
 
@@ -315,33 +333,6 @@ def _check_views(views: Sequence[Sequence[Any]], what: str) -> None:
 def _joined(parts: Sequence[Any]) -> Any:
     """Tensors or lists, one after the other."""
     return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else list(itertools.chain(*parts))
-
-
-class ImageBatch(TypedDict):
-    """images: uint8 (b, c, h, w); positions and ids: see `Feed`."""
-
-    images: Tensor
-    positions: list[int]
-    ids: list[int]
-
-
-def image_feed(args: argparse.Namespace, processes: Processes, channels: int = 3) -> Feed[ImageBatch]:
-    """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels.
-
-    `args` are `ImageFlags` and `RunFlags` of `training/flags/shared.py`. Raises what `Feed` raises.
-    """
-    source = data_of(args, "image_folder")
-
-    def open_set(spec: str | OwnData = source) -> Samples:
-        return open_images(
-            spec, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed,
-            crop=crop_of(args),
-        )  # fmt: skip
-
-    return Feed(
-        open_set, args, processes, split_seed=split_seed_of(args), noun="image", source=str(source),
-        collate=collate_images, open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
-    )  # fmt: skip
 
 
 def split_seed_of(args: argparse.Namespace) -> int:

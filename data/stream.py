@@ -4,40 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
+from PIL import ImageFile
 from torch import Tensor
 
-from .bad_samples import BadSample, Incomplete, NotASample, Unsuitable, accepting_parts, reason_of
-from .contracts import Samples
+from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, reason_of
 from .order import AlternatingOrder, Indices, ShardOrder, TrainingOrder, ValidationOrder
+from .samples import Samples
 from .workers import Loader
 
 Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
 OnBadSample = Literal["replace", "accept", "error"]
 _MOST_TRIES = 100
-
-
-class Batch(TypedDict):
-    """images: uint8 (b, c, h, w); positions: place of each sample in the global batch; ids: dataset index of the sample
-    that was loaded; bad: the samples that could not be read while loading the batch, or only in part."""
-
-    images: Tensor
-    positions: list[int]
-    ids: list[int]
-    bad: list[BadSample]
-
-
-# Loaded samples -> the entries of a batch other than positions, ids and bad.
-Collate = Callable[[Sequence[Any]], dict[str, Any]]
-
-
-def collate_images(images: Sequence[Tensor]) -> dict[str, Any]:
-    """Images (c, h, w) -> {"images": (b, c, h, w)}."""
-    return {"images": torch.stack(list(images))}
 
 
 def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -54,12 +36,13 @@ class TrainingStream:
     `start_samples` of the endless order, in O(1).
 
     A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
-    ValueError ("error"). With "accept", a sample of which a part can be read is that part ("bad" then says so), and
-    others are replaced. Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
+    ValueError ("error"). With "accept", an image that is cut off is what Pillow reads of it, and other samples are
+    replaced. Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
     empty.
 
-    Yields a `Batch` if the samples are images; for other samples, the entries that `collate` makes replace "images".
-    `noun` is what messages call the samples.
+    Yields the entries of the samples (`collate_entries`); "positions", the place of each sample in the global batch;
+    "ids", the dataset index of the sample that was loaded; and "bad", the samples that could not be read while loading
+    the batch, or only in part. `noun` is what messages call the samples.
     """
 
     def __init__(
@@ -76,7 +59,6 @@ class TrainingStream:
         num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
         pin_memory: bool = False,
-        collate: Collate = collate_images,
         noun: str = "images",
     ) -> None:
         assert batch_size % world_size == 0, (batch_size, world_size)
@@ -85,7 +67,7 @@ class TrainingStream:
         share = batch_size // world_size
         requests = _Requests(start_samples, batch_size, range(rank * share, (rank + 1) * share))
         order = order or TrainingOrder(subset, seed)
-        loader = _BatchLoader(samples, order, True, on_bad_sample, collate, noun)
+        loader = _BatchLoader(samples, order, True, on_bad_sample, noun)
         self._batches = Loader(loader, requests, num_workers, pin_memory=pin_memory)
 
     def __iter__(self) -> Iterator[Any]:
@@ -111,7 +93,6 @@ class ValidationStream:
         num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
         pin_memory: bool = False,
-        collate: Collate = collate_images,
         noun: str = "images",
         keep_workers: bool = True,
     ) -> None:
@@ -119,7 +100,7 @@ class ValidationStream:
         assert n == 0 or n >= world_size, (n, world_size)
         self._n, self._n_steps = n, min(math.ceil(n / batch_size), n // world_size)
         requests = _ValidationRequests(n, self._n_steps * world_size, rank, world_size)
-        self._load = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, collate, noun)
+        self._load = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, noun)
         self._batches = Loader(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=keep_workers)
 
     def __len__(self) -> int:
@@ -172,15 +153,15 @@ class _BatchLoader:
     order: Order
     augment: bool
     on_bad_sample: OnBadSample
-    collate: Collate
     noun: str
 
     def __call__(self, request: _Request) -> dict[str, Any]:
         first, positions = request
+        ImageFile.LOAD_TRUNCATED_IMAGES = self.on_bad_sample == "accept"  # of this process, which may be a worker
         bad: dict[int, BadSample] = {}
         samples = [self._load(first + position, bad) for position in positions]
         return {
-            **self.collate([sample for sample, _ in samples]),
+            **collate_entries([sample for sample, _ in samples]),
             "positions": list(positions),
             "ids": [index for _, index in samples],
             "bad": list(bad.values()),
@@ -193,20 +174,21 @@ class _BatchLoader:
         for skip in range(tries):
             epoch, index = self.order(position, skip)
             try:
-                with accepting_parts(self.on_bad_sample == "accept") as reasons:
-                    sample = self.samples.load(index, epoch, self.augment)
-                if reasons:
-                    bad[index] = BadSample(index, self.samples.describe(index), reasons[0], is_partial=True)
-                return sample, index
+                return self.samples.load(index, epoch, self.augment), index
             except NotASample:
                 raise
             except (OSError, ValueError) as error:
                 is_incomplete = isinstance(error, Incomplete)
-                failure = BadSample(index, self.samples.describe(index), reason_of(error), is_incomplete)
+                failure = BadSample(
+                    index, self.samples.describe(index), reason_of(error), is_incomplete,
+                    traceback=getattr(error, "traceback", ""),
+                )  # fmt: skip
                 is_bad = not isinstance(error, Unsuitable)
             if is_bad or is_incomplete:
                 bad[index] = failure
             if is_bad and self.on_bad_sample == "error":
-                raise ValueError(f"{failure} (--on_bad_sample replace goes on without it)")
+                text = f"{failure} (--on_bad_sample replace goes on without it)"
+                raise Raised(text, failure.traceback)
             first_failure = first_failure or failure
-        raise ValueError(f"none of {tries} {self.noun} could be read: {first_failure}")
+        traceback = first_failure.traceback if first_failure else ""
+        raise Raised(f"none of {tries} {self.noun} could be read: {first_failure}", traceback)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.files.installed import missing_package
 from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
-
-from .files.opening import missing_package
 
 _NAME_OF_CLIP = "clip"
 FILE = "tokenizer.json"

@@ -31,8 +31,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-import data
 import models
+from data.feed import to_unit_range
+from data.order import split
+from data.sets import open_images
 from training.run.clock import without_costs
 from training.run.run import Run
 
@@ -391,9 +393,9 @@ def shared_state(run: Path) -> dict[str, Tensor]:
 def validation_images(args: argparse.Namespace) -> Tensor:
     """The validation split of an image script, float32 in [0, 1], in order."""
     channels = 4 if getattr(args, "transparent", False) else 3
-    images = data.open_images(args.image_folder, image_size=args.image_size, channels=channels, seed=args.seed)
-    _, split = data.split(len(images), args.valid_fraction, args.seed, at_least=args.batch_size)
-    return torch.stack([data.to_unit_range(images.load(split[i])) for i in range(len(split))])
+    images = open_images(args.image_folder, image_size=args.image_size, channels=channels, seed=args.seed)
+    _, valid = split(len(images), args.valid_fraction, args.seed, at_least=args.batch_size)
+    return torch.stack([to_unit_range(images.load(valid[i])["images"]) for i in range(len(valid))])
 
 
 def assert_same_bits(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

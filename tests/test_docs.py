@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import data
+from data.tokenizers import open_tokenizer
 from tests.scripts import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,7 +145,7 @@ def test_every_config_builds_its_models(config: Path) -> None:
     script = importlib.import_module(name)
     args = SCRIPTS[name].parsed("--config", str(config))
     more: dict[str, Any] = {  # that a model is built with
-        "train_mulan": lambda: [data.open_tokenizer("clip", args.max_text_tokens)],
+        "train_mulan": lambda: [open_tokenizer("clip", args.max_text_tokens)],
         "train_decoder": lambda: [{"image_embed": 512, "text_encodings": (77, 512)}],
     }
     with torch.device("meta"):  # shapes alone

@@ -20,8 +20,8 @@ from filling import CLIP, EMBED, RATE, SOUNDS, mulan, saved, vqgan
 from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from torch.nn import functional as F
 
-import data
 import embed
+from data.tokenizers import open_tokenizer
 from tests.scripts import lines
 
 
@@ -75,7 +75,7 @@ def test_a_manifest_and_the_demonstration_are_embedded_by_their_middles(model, s
 
 def test_matches_are_the_rows_in_the_order_of_their_cosines(whole, model, capsys):
     found = EMBED.rows(whole)
-    tokenizer = data.open_tokenizer("clip", 16)
+    tokenizer = open_tokenizer("clip", 16)
     for text, answer in zip(("a dog", "two cats"), answers(capsys, model, whole, "a dog", "two cats"), strict=True):
         tokens, lengths = tokenizer.encode([text])
         with torch.no_grad():

@@ -21,8 +21,9 @@ from PIL import Image
 from safetensors.numpy import load_file
 from torch import Tensor
 
-import data
 import encode
+from data.feed import to_unit_range
+from data.sets import open_images
 from data.stores.codes import code_dtype, read_codes
 from models import DiscreteVAE, Discriminator
 from models.configs import DiscreteVAEConfig
@@ -55,9 +56,9 @@ def decode(model: Path, codes: Path, output: Path) -> Path:
 
 
 def pixels(source: Path, names: Sequence[str], channels: int = 3) -> Tensor:
-    images = data.open_images(str(source), image_size=SIZE, channels=channels)
-    by_path = {os.path.relpath(images.describe(i), source): images.load(i) for i in range(len(images))}
-    return data.to_unit_range(torch.stack([by_path[name] for name in names]))
+    images = open_images(str(source), image_size=SIZE, channels=channels)
+    by_path = {os.path.relpath(images.describe(i), source): images.load(i)["images"] for i in range(len(images))}
+    return to_unit_range(torch.stack([by_path[name] for name in names]))
 
 
 # Encoding.

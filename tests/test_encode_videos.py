@@ -21,10 +21,10 @@ from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from PIL import Image
 from torch import Tensor
 
-import data
-from data.files.source import Source
-from data.videos.decoding import ClipDecoder
-from data.videos.moving import Moving
+from data.decoding.videos import ClipDecoder
+from data.demo import DemoSource
+from data.feed import to_unit_range
+from data.records.record import Entry
 from models import VideoTokenizer
 from tests.data.videos.files import write_video
 from tests.scripts import files, lines
@@ -47,7 +47,7 @@ def clip(path: Path, frames: int, **speed: Any) -> Tensor:
     """A whole file (1, 3, f, h, w) in [0, 1]; its last frame is held until the frames fill the codes of 1 + 2 n."""
     n = frames + (1 - frames) % 2
     decoder = ClipDecoder(SIZE, n + 2, short_clips="hold", **speed)  # longer than the file, so from its beginning
-    return data.to_unit_range(decoder.load(Source(str(path)), 0))[None, :, :n]
+    return to_unit_range(decoder.load(Entry(str(path)), 0))[None, :, :n]
 
 
 def decode(model: Path, codes: Path, output: Path, *more: str) -> Path:
@@ -109,7 +109,7 @@ def test_a_long_film_is_never_in_memory(model, tmp_path, monkeypatch):
     read, given, waiting = [0], [0], [0]
     frames, encode_next = ClipDecoder.frames, VideoTokenizer.encode_next
 
-    def counted(self: Any, source: Source) -> Any:
+    def counted(self: Any, source: Entry) -> Any:
         for frame in frames(self, source):
             read[0] += 1
             yield frame
@@ -131,8 +131,8 @@ def test_the_demonstration_needs_no_pyav(model, tmp_path, monkeypatch):
     assert [(line["path"], line["frames"], line["fps"]) for line in lines(folder / "index.jsonl")] == [
         (f"demo:moving[{i}]", 41, 24.0) for i in range(2)
     ]
-    scene = Moving(2, image_size=SIZE, num_frames=41).load(1)
-    expected = video_tokenizer().encode(data.to_unit_range(scene)[None])[0].numpy()
+    scene = DemoSource("moving", 2).record(1)["clip"](SIZE, 41)
+    expected = video_tokenizer().encode(to_unit_range(scene)[None])[0].numpy()
     np.testing.assert_array_equal(TOKENIZE_VIDEOS.rows(folder)["demo:moving[1]"], expected)
     assert len(files(decode(model, folder, tmp_path / "gifs", "--format", "gif"))) == 2 + 1
 

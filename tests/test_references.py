@@ -22,7 +22,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import data
 import train_decoder
 import train_mulan
 import train_tokenizer
@@ -30,6 +29,9 @@ import train_vae
 import train_vqgan
 from benchmarks import references
 from benchmarks.jobs import one_process
+from data.feed import to_unit_range
+from data.sets import decoder_feed, image_feed, sound_feed, video_feed
+from data.tokenizers import Tokenizer, open_tokenizer
 from models.decoder import Sampling
 from tests.scripts import (
     DECODER,
@@ -122,7 +124,7 @@ def gumbel(args: argparse.Namespace) -> list[Callable[[int, int], Tensor]]:
 
 def of_vae(name: str, **flags: Any) -> Reference:
     return Reference(
-        name, VAE, flags, lambda args: [train_vae.build_model(args)], data.image_feed, RELAXED, gumbel
+        name, VAE, flags, lambda args: [train_vae.build_model(args)], image_feed, RELAXED, gumbel
     )  # fmt: skip
 
 
@@ -130,7 +132,7 @@ def images_or_clips(feed: Callable[[argparse.Namespace, Any], Any], args: argpar
     """The first batch of a feed, in [0, 1]."""
     with one_process(args.batch_size) as backend:
         batch = feed(args, backend).start(0)
-    return data.to_unit_range(batch["videos" if "videos" in batch else "images"])
+    return to_unit_range(batch["videos" if "videos" in batch else "images"])
 
 
 @torch.no_grad()
@@ -147,7 +149,7 @@ def bend(heads: Sequence[Any], logits: Sequence[Tensor]) -> None:
 
 def discriminator_of_vqgan(args: argparse.Namespace) -> nn.Module:
     discriminator = BUILD_DISCRIMINATOR["train_vqgan"](args)
-    bend([discriminator], [discriminator(images_or_clips(data.image_feed, args))])
+    bend([discriminator], [discriminator(images_or_clips(image_feed, args))])
     return discriminator
 
 
@@ -158,7 +160,7 @@ def models_of_vqgan(args: argparse.Namespace) -> list[nn.Module]:
 
 def discriminator_of_tokenizer(args: argparse.Namespace) -> nn.Module:
     discriminator = BUILD_DISCRIMINATOR["train_tokenizer"](args)
-    clips = images_or_clips(data.video_feed, args)
+    clips = images_or_clips(video_feed, args)
     logits = discriminator(clips, torch.zeros(len(clips), dtype=torch.int64))
     bend([discriminator.frame_head, *discriminator.clip_heads], logits)
     return discriminator
@@ -171,8 +173,8 @@ def models_of_tokenizer(args: argparse.Namespace) -> list[nn.Module]:
 BUILD_DISCRIMINATOR: dict[str, Any] = {m.__name__: m.build_discriminator for m in (train_vqgan, train_tokenizer)}
 
 
-def tokenizer(args: argparse.Namespace) -> data.Tokenizer:
-    return data.open_tokenizer(args.tokenizer, args.max_text_tokens)
+def tokenizer(args: argparse.Namespace) -> Tokenizer:
+    return open_tokenizer(args.tokenizer, args.max_text_tokens)
 
 
 def noise_of_mulan(args: argparse.Namespace) -> list[Callable[[int, int], Tensor]]:
@@ -195,13 +197,13 @@ def noise_of_decoder(args: argparse.Namespace) -> list[Callable[[int, int], Any]
 def of_mulan(name: str, **flags: Any) -> Reference:
     return Reference(
         name, MULAN, flags, lambda args: [train_mulan.build_model(args, tokenizer(args))],
-        lambda args, backend: data.sound_feed(args, backend, tokenizer(args)), OF_MULAN, noise_of_mulan, kept=None,
+        lambda args, backend: sound_feed(args, backend, tokenizer(args)), OF_MULAN, noise_of_mulan, kept=None,
     )  # fmt: skip
 
 
 def of_decoder(name: str, **flags: Any) -> Reference:
     def feed(args: argparse.Namespace, backend: Any) -> Any:
-        return data.decoder_feed(args, backend, image_size=args.image_sizes[-1])
+        return decoder_feed(args, backend, image_size=args.image_sizes[-1])
 
     def build(args: argparse.Namespace) -> list[nn.Module]:
         with one_process(args.batch_size) as backend:
@@ -221,14 +223,14 @@ REFERENCES = (
         "vqgan", VQGAN,
         {"image_size": 32, "num_layers": 3, "codebook_size": 16, "discr_start_step": 3, "lecam_weight": 0.3,
          "ema_decay": 0.9, "lr_warmup_steps": 4, "max_grad_norm": 1.0, "penalty_weight": 1e-3},
-        models_of_vqgan, data.image_feed, ADVERSARIAL, kept=2, discriminator=discriminator_of_vqgan,
+        models_of_vqgan, image_feed, ADVERSARIAL, kept=2, discriminator=discriminator_of_vqgan,
     ),
     Reference(
         "tokenizer", VIDEO_TOKENIZER,
         {"layers": "compress_space,residual,compress_space,residual,compress_time,residual", "batch_size": 4,
          "codebook_size": 16, "penalty_weight": 0.1,
          "weight_decay": 1.0},  # in the few updates, what decays has to show
-        models_of_tokenizer, data.video_feed, ADVERSARIAL,
+        models_of_tokenizer, video_feed, ADVERSARIAL,
         lambda args: [lambda step, n: Noise(args.seed, "frame").uniform(step, range(n), ())],
         discriminator=discriminator_of_tokenizer,
     ),

@@ -16,9 +16,9 @@ import yaml
 from torch import Tensor
 
 import convert
-import data
 import embed
 import train_mulan
+from data.tokenizers import open_tokenizer
 from models import MusicLMMuLaN
 from models.files.musiclm import load_public_mulan
 from tests.scripts import MULAN, Script, assert_same_bits, final_weights
@@ -113,7 +113,7 @@ def test_the_configuration_builds_the_public_defaults() -> None:
     """Facts: AudioSpectrogramTransformer.__init__, TextTransformer.__init__, the README's sizes, and MuLaNTrainer."""
     args = MULAN.parsed("--config", str(MULAN.configs / "musiclm.yaml"))
     with torch.device("meta"):
-        model = train_mulan.build_model(args, data.open_tokenizer("clip", args.max_text_tokens, marks=False))
+        model = train_mulan.build_model(args, open_tokenizer("clip", args.max_text_tokens, marks=False))
     defaults = {"n_fft": 128, "win_length": 24, "hop_length": 12, "patch_size": 16, "patch_dropout": 0.25,
                 "audio_dim": 512, "audio_depth": 6, "text_dim": 512, "text_depth": 6, "heads": 8, "dim_head": 64,
                 "vocab_size": 49408, "max_text_tokens": 256, "dim_latent": 128, "hierarchical_layers": 0,

@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import data
 import train_tokenizer
+from data.feed import to_unit_range
+from data.order import split
+from data.sets import open_videos
 from models import VideoTokenizer
 from tests.scripts import (
     VIDEO_TOKENIZER,
@@ -81,9 +83,9 @@ def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the
 
 def validation_clips(args: argparse.Namespace) -> Tensor:
     """The validation split, float32 in [0, 1], in order."""
-    clips = data.open_videos(args.video_folder, image_size=args.image_size, num_frames=args.num_frames, seed=args.seed)
-    _, split = data.split(len(clips), args.valid_fraction, args.split_seed, at_least=args.batch_size)
-    return torch.stack([data.to_unit_range(clips.load(split[i])) for i in range(len(split))])
+    clips = open_videos(args.video_folder, image_size=args.image_size, num_frames=args.num_frames, seed=args.seed)
+    _, valid = split(len(clips), args.valid_fraction, args.split_seed, at_least=args.batch_size)
+    return torch.stack([to_unit_range(clips.load(valid[i])["videos"]) for i in range(len(valid))])
 
 
 def test_the_weights_and_the_average_have_the_quality_that_was_validated(finished: Path) -> None:

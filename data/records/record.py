@@ -7,11 +7,24 @@ import contextlib
 import io
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tandem.files.reading import open_regular
+
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def is_address(path: str) -> bool:
+    """Whether a path is the address of something on a server, such as s3://bucket/00000.tar."""
+    return SCHEME.match(path) is not None
+
+
+def shown(path: str) -> str:
+    """A path for messages: of an address without user, password and query, in which a signature may be."""
+    return re.split("[?#]", re.sub(r"(://)[^/?#]*@", r"\1", path))[0] if is_address(path) else path
 
 
 class Wanted(NamedTuple):
@@ -26,6 +39,7 @@ class Wanted(NamedTuple):
         columns: Of tables and manifests, and keys of the items of a user's dataset.
         feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
         takes_rows: Whether a record holds a mapping of all its columns that a row has, such as texts; else the first.
+        further: Endings of files that are taken, too; of a tar, where no file of `endings` has the same name.
     """
 
     name: str
@@ -34,6 +48,7 @@ class Wanted(NamedTuple):
     columns: tuple[str, ...] = ()
     feature: str = ""
     takes_rows: bool = False
+    further: tuple[str, ...] = ()
 
 
 class Entry(NamedTuple):
@@ -57,6 +72,11 @@ class Entry(NamedTuple):
     def name(self) -> str:
         """The name of the file, by whose ending its kind is known."""
         return self.member or self.path
+
+    @property
+    def is_local_file(self) -> bool:
+        """Whether it is all of a file on this machine, which libraries may open by themselves."""
+        return self.content is None and self.size is None and "://" not in self.path
 
     def read(self, limit: int) -> bytes:
         """At most the first `limit` bytes. Raises OSError and ValueError."""
@@ -134,13 +154,12 @@ def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Byt
 
     Raises OSError, and ValueError, in one line, if it is a pipe or a device.
     """
-    if "://" in path:
-        from . import remote
+    if is_address(path):
+        from .remote import open_remote
 
-        if remote.is_address(path):
-            with remote.open_remote(path, is_part, ahead) as server:
-                yield server
-            return
+        with open_remote(path, is_part, ahead) as server:
+            yield server
+        return
     with open_regular(path) as file:
         yield LocalBytes(file.fileno())
 

@@ -8,14 +8,16 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.files import writing
 from tandem.files.exits import AskedToStop
 from tandem.files.reading import open_regular, read_json
 
 from ..bad_samples import reason_of
-from ..contracts import Processes
+
+if TYPE_CHECKING:
+    from distributed import Backend
 
 SETTINGS_FILE = "settings.json"
 _LONGEST_VALUE = 40
@@ -41,7 +43,7 @@ class OutputFolder:
         self,
         path: Path,
         settings: Mapping[str, Any],
-        processes: Processes,
+        processes: Backend,
         *,
         fresh: bool,
         say: Callable[[str], None],

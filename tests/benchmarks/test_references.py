@@ -19,8 +19,8 @@ from torchvision.transforms import CenterCrop, Compose, PILToTensor, Resize
 from benchmarks.loading import plain_decode
 from benchmarks.references import DDP, HOROVOD, REFERENCE, REFERENCES
 from benchmarks.video_loading import plain_clip, write_videos
-from data.files.source import Source
-from data.videos.decoding import ClipDecoder
+from data.decoding.videos import ClipDecoder
+from data.records.record import Entry
 from tests.scripts import VAE
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_a_plain_clip_is_that_of_the_loader_but_for_the_way_of_resizing(tmp_path
     write_videos(tmp_path, 1, seconds=1, keyframe_every=25)
     (path,) = tmp_path.iterdir()
     decoder = ClipDecoder(128, 17)
-    frames = torch.stack([frame for frame, _ in decoder.frames(Source(str(path)))], dim=1)
+    frames = torch.stack([frame for frame, _ in decoder.frames(Entry(str(path)))], dim=1)
     assert frames.shape == (3, 25, 128, 128)
     starts: Any = SimpleNamespace(uniform=lambda low, high: 0.2)
     for by_ffmpeg in (False, True):

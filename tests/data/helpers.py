@@ -13,7 +13,9 @@ import torch
 import webdataset
 from torch import Tensor
 
-from data import TrainingStream, split
+from data.order import split
+from data.samples import Samples
+from data.stream import TrainingStream
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +38,20 @@ def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
         for key, members in samples.items():
             writer.write({"__key__": key, **members})
     return path
+
+
+class OfOne:
+    """A set of whose samples one entry is looked at."""
+
+    def __init__(self, samples: Samples, entry: str) -> None:
+        self.samples, self.entry, self.describe = samples, entry, samples.describe
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def load(self, *which: Any) -> Tensor:
+        loaded: Tensor = self.samples.load(*which)[self.entry]
+        return loaded
 
 
 def stream(samples: Any, batch_size: int = 8, rank: int = 0, world_size: int = 1, **options: Any) -> TrainingStream:

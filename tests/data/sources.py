@@ -7,11 +7,12 @@ run finds them there. Each test of test_sources.py is one behaviour that all of 
 
 from __future__ import annotations
 
+import csv
 import io
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any
 
 import numpy as np
 import soundfile
-from PIL import Image
+from PIL import Image, ImageSequence
 
-from data import Feed, decoder_feed, image_feed, open_tokenizer, sound_feed, video_feed
+from data.feed import Feed
+from data.sets import decoder_feed, image_feed, sound_feed, video_feed
+from data.tokenizers import open_tokenizer
 from tests.data.files.tables import save_to_disk, table, write_parquet
 from tests.data.helpers import assert_same, joined, write_tar
 from tests.processes import Process, on_processes
@@ -132,60 +135,86 @@ SOUNDS = Kind(
 VIDEOS = Kind(VIDEO_TOKENIZER, video_feed, video, {"num_frames": 3, "random_flip": [], **CROPS}, "videos", "clip")
 
 Records = Mapping[int, Record]
+MEDIA = {"wav": "audio", "gif": "video"}  # other files are images
 
 
-def in_folder(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
+def in_folder(folder: Path, records: Records) -> Path:
     folder.mkdir(parents=True)
     for number, record in records.items():
         for ending, content in record.items():
             (folder / f"{number:03d}.{ending}").write_bytes(content)
-    return {kind.script.data.flag: folder}
+    return folder
 
 
-def in_tars(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
-    """Of 16 samples each, with a .json beside each and other files beside the tars."""
-    more = {} if kind is SOUNDS else {"json": b"{}"}
+def in_tars(folder: Path, records: Records) -> Path:
+    """Of 16 samples each, with another file beside each, and files beside the tars."""
     numbers = sorted(records)
     for shard, first in enumerate(range(0, len(numbers), 16)):
-        samples = {f"{number:03d}": {**records[number], **more} for number in numbers[first : first + 16]}
+        samples = {f"{number:03d}": {**records[number], "cls": b"1"} for number in numbers[first : first + 16]}
         write_tar(folder / f"{shard:05d}.tar", samples)
         (folder / f"{shard:05d}_stats.json").touch()
-    return {kind.script.data.flag: folder}
+    return folder
 
 
-def as_table(write: Callable[..., Path]) -> Callable[[Path, Records, Kind], dict[str, Any]]:
-    """Of images or sounds with captions. There are no embeddings in it."""
-
-    def written(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
-        media = [{"bytes": next(iter(record.values())), "path": None} for record in records.values()]
-        texts = [captions_in(record) for record in records.values()]
-        of_images = {"image": media, "text": ["".join(captions) for captions in texts]}
-        write(folder, table({"audio": media, "captions": texts} if kind is SOUNDS else of_images))
-        return {kind.script.data.flag: folder, **({"condition_on": "none"} if kind is CONDITIONED else {})}
-
-    return written
+def cells(record: Record) -> dict[str, Any]:
+    """What stands beside the file of a record, as columns of a table have it."""
+    captions, found = captions_in(record), dict[str, Any]()
+    if "txt" in record:
+        found |= {"captions": captions} if "wav" in record else {"text": "".join(captions)}
+    arrays = {"img_emb.npy": "image_embed", "text_emb.npy": "text_encodings"}
+    return found | {
+        name: np.load(io.BytesIO(record[ending])).tolist() for ending, name in arrays.items() if ending in record
+    }
 
 
 def captions_in(record: Record) -> list[str]:
     return record.get("txt", b"").decode(errors="replace").splitlines()
 
 
-def as_manifest(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
-    """JSON lines; the files lie in a folder beside."""
-    in_folder(folder / "files", records, kind)
-    rows = []
-    for number, record in records.items():
-        name = f"files/{number:03d}.{next(iter(record))}"
-        rows.append({"path": name, **({"captions": captions_in(record)} if kind is SOUNDS else {})})
-    (folder / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {kind.script.data.flag: folder / "set.jsonl"}
+def as_table(write: Callable[..., Path]) -> Callable[..., Path]:
+    """`columns`: more of them."""
+
+    def written(folder: Path, records: Records, **columns: Sequence[Any]) -> Path:
+        rows = [cells(record) for record in records.values()]
+        first = next(iter(records.values()))
+        media = [{"bytes": next(iter(record.values())), "path": None} for record in records.values()]
+        beside = {name: [row.get(name) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))}
+        return write(folder, table({MEDIA.get(next(iter(first)), "image"): media, **beside, **columns}))
+
+    return written
+
+
+def as_manifest(ending: str) -> Callable[..., Path]:
+    """The files lie in a folder beside. `columns`: more of them."""
+
+    def written(folder: Path, records: Records, **columns: Sequence[Any]) -> Path:
+        in_folder(folder / "files", records)
+        rows = [
+            {"path": f"files/{number:03d}.{next(iter(record))}", **cells(record)} for number, record in records.items()
+        ]
+        for name, values in columns.items():
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        path = folder / f"set.{ending}"
+        if ending == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            with path.open("w", newline="") as file:
+                table = csv.DictWriter(file, [*dict.fromkeys(itertools.chain(*rows))])
+                table.writeheader()
+                table.writerows(
+                    {k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows
+                )
+        return path
+
+    return written
 
 
 class Items:
     """A user's own dataset of records, decoded as users do."""
 
-    def __init__(self, records: Records, kind: Kind) -> None:
-        self.records, self.kind, self.fingerprint = [*records.values()], kind, " ".join(map(str, records))
+    def __init__(self, records: Records) -> None:
+        self.records, self.fingerprint = [*records.values()], " ".join(map(str, records))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -193,30 +222,28 @@ class Items:
     def __getitem__(self, index: int) -> Any:
         record = self.records[index]
         content = io.BytesIO(next(iter(record.values())))
-        if self.kind is SOUNDS:
+        if "wav" in record:
             samples, rate = soundfile.read(content, dtype="float32")
             return samples.T, rate, captions_in(record)
         picture = Image.open(content)
-        if self.kind is VIDEOS:
-            frames = [np.asarray(picture.convert("RGB")) for place in range(8) if not picture.seek(place)]
+        if "gif" in record:
+            frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(picture)]
             return np.stack(frames).transpose(0, 3, 1, 2).copy()
-        if self.kind is IMAGES:
-            return picture
-        return {
-            "image": picture, "caption": "".join(captions_in(record)),
-            "image_embed": np.load(io.BytesIO(record["img_emb.npy"])),
-        }  # fmt: skip
+        beside = cells(record)
+        for name in beside.keys() & {"image_embed", "text_encodings"}:
+            beside[name] = np.array(beside[name], np.float32)
+        return {"image": picture, **beside} if beside else picture
 
 
 OWN = sys.modules.setdefault("items_of_the_tests", ModuleType("items_of_the_tests"))
 
 
-def as_dataset(folder: Path, records: Records, kind: Kind) -> dict[str, Any]:
+def as_dataset(folder: Path, records: Records) -> str:
     """A function of a module, as --dataset names it."""
     folder.mkdir(parents=True)
     name = f"made_{len(vars(OWN))}"
-    setattr(OWN, name, lambda args: Items(records, kind))
-    return {"dataset": f"{OWN.__name__}:{name}"}
+    setattr(OWN, name, lambda args: Items(records))
+    return f"{OWN.__name__}:{name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,14 +251,14 @@ class Source:
     """A place of samples of a kind.
 
     Args:
-        write: Writes records below a folder that is not there yet; returns the flags that name them. None: the kind's
+        write: Writes records below a folder that is not there yet; returns what names them. None: the kind's
             demonstration.
         flags: More flags.
     """
 
     kind: Kind
     place: str
-    write: Callable[[Path, Records, Kind], dict[str, Any]] | None
+    write: Callable[[Path, Records], Path | str] | None
     flags: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -242,21 +269,17 @@ class Source:
         if self.write is None:
             return dict(self.flags)
         records = {number: changed.get(f"n{number}") or self.kind.record(number) for number in numbers}
-        return {**self.flags, **self.write(folder, records, self.kind)}
+        flag = "dataset" if self.place == "own" else self.kind.script.data.flag
+        return {**self.flags, flag: self.write(folder, records)}
 
 
-FILES = {
+FILES: dict[str, Callable[..., Path | str] | None] = {
     "folder": in_folder, "tars": in_tars, "arrow": as_table(save_to_disk), "parquet": as_table(write_parquet),
-    "manifest": as_manifest, "own": as_dataset, "demonstration": None,
+    "csv": as_manifest("csv"), "manifest": as_manifest("jsonl"), "own": as_dataset, "demonstration": None,
 }  # fmt: skip
-HAVE: dict[str, tuple[Kind, list[str]]] = {
-    "images": (IMAGES, ["folder", "tars", "arrow", "parquet", "own", "demonstration"]),
-    "conditioned": (CONDITIONED, ["folder", "tars", "parquet", "own", "demonstration"]),
-    "sounds": (SOUNDS, ["folder", "tars", "arrow", "parquet", "manifest", "own", "demonstration"]),
-    "videos": (VIDEOS, ["folder", "tars", "manifest", "own", "demonstration"]),
-}
+KINDS = {"images": IMAGES, "conditioned": CONDITIONED, "sounds": SOUNDS, "videos": VIDEOS}
 SOURCES = {
-    f"{name} of {place}": Source(kind, place, FILES[place]) for name, (kind, places) in HAVE.items() for place in places
+    f"{name} of {place}": Source(kind, place, write) for name, kind in KINDS.items() for place, write in FILES.items()
 }
 SOURCES["videos and images"] = Source(VIDEOS, "two", None, {"image_folder": "demo:shapes:12", "image_every": 3})
 

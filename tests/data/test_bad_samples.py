@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from data import BadSample, BadSampleLog
+from data.bad_samples import BadSample, BadSampleLog
 from tests.data.helpers import one_line
 from training.checkpoints.format import read_checkpoint, write_folder
 from training.checkpoints.snapshot import Snapshot
@@ -51,3 +53,17 @@ def test_incomplete_samples_are_counted_once_and_never_too_many(tmp_path):
     for known in (log, restored):
         assert (known.count, known.count_incomplete) == (2, 50)
         assert known.add([*bad(2), *incomplete]) == incomplete[2:10], "the first two are known to be bad"
+
+
+def test_millions_of_left_out_samples_take_a_bit_each_and_no_time_to_save(tmp_path):
+    n = 18_000_000
+    log, restored, smaller = BadSampleLog(n), BadSampleLog(n), BadSampleLog(100)
+    log.load_state_dict({"samples": [], "incomplete": torch.full((n // 8,), 255, dtype=torch.uint8)})
+    log.add(bad(3))
+    assert (log.count, log.count_incomplete) == (0, n), "they are known"
+    begin = time.perf_counter()
+    state = log.state_dict()
+    assert time.perf_counter() - begin < 1 and state["incomplete"].nbytes == n // 8
+    restored.load_state_dict(saved(log, tmp_path / "saved"))
+    smaller.load_state_dict(state)
+    assert (restored.count_incomplete, smaller.count_incomplete) == (n, 100)

@@ -11,12 +11,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from data import open_images
 from data.crops import Crop, Square
+from data.decoding.images import decode_image
 from data.hashing import Draws
-from data.images.captioned import open_captioned
-from data.images.decoding import decode_image
-from data.videos.sets import open_videos
+from data.records.record import Entry
+from data.sets import open_conditioned, open_images, open_videos
 from tests.data.videos.files import write_video
 
 N = 4000
@@ -103,11 +102,13 @@ def test_a_random_square_of_an_image_is_cut_in_training_alone(tmp_path, width, h
     begins = set()
     for epoch in range(20):
         left, top, _ = map(int, crop.cut(epoch, 0)(width, height))
-        image = images.load(0, epoch, augment=True)
+        image = images.load(0, epoch, augment=True)["images"]
         assert torch.equal(image[0, 0], torch.arange(left, left + 40).to(torch.uint8))
         assert torch.equal(image[1, :, 0], torch.arange(top, top + 40).to(torch.uint8))
         begins.add((left, top))
-        assert torch.equal(images.load(0, epoch), decode_image(str(tmp_path / "a.png"), 40, 3)), "the middle"
+        assert torch.equal(images.load(0, epoch)["images"], decode_image(Entry(str(tmp_path / "a.png")), 40, 3)), (
+            "the middle"
+        )
     assert len(begins) > 10
 
 
@@ -118,7 +119,7 @@ def test_a_region_is_resized_as_pillow_resizes_it(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     Image.fromarray(pixels.astype(np.uint8)).save(path, **({"quality": 100} if ending == "jpg" else {}))
     square = Square(100, 40, 160)
-    found = decode_image(str(path), 32, 3, cut=lambda width, height: square)
+    found = decode_image(Entry(str(path)), 32, 3, cut=lambda width, height: square)
     expected = Image.open(path).resize((32, 32), Image.Resampling.BILINEAR, box=(100, 40, 260, 200))
     difference = np.abs(found.permute(1, 2, 0).numpy().astype(int) - np.asarray(expected).astype(int))
     assert difference.max() <= (0 if ending == "png" else 3)  # the JPEG is decoded at a quarter of its size
@@ -134,15 +135,15 @@ def test_a_region_of_a_turned_image_is_turned(tmp_path):
     def cut(width: int, height: int) -> Square:
         return Square(width - 40, 0, 40)
 
-    plain, turned = (decode_image(str(tmp_path / f"{name}.png"), 40, 3, cut=cut) for name in "ab")
+    plain, turned = (decode_image(Entry(str(tmp_path / f"{name}.png")), 40, 3, cut=cut) for name in "ab")
     assert torch.equal(turned, torch.rot90(plain, -1, (1, 2)))
 
 
 def test_nothing_smaller_than_the_pictures_to_draw_is_cut_out(tmp_path):
     places(tmp_path / "a.png", 60, 40)
-    images = open_captioned(str(tmp_path), image_size=32, crop=Crop("random", (0.05, 0.2)))
+    images = open_conditioned(str(tmp_path), image_size=32, crop=Crop("random", (0.05, 0.2)))
     for epoch in range(20):
-        image = images.load(0, epoch, augment=True).int()
+        image = images.load(0, epoch, augment=True)["images"].int()
         assert image[0, 0, -1] - image[0, 0, 0] == 31, "not enlarged"
 
 
@@ -152,7 +153,9 @@ def test_all_frames_of_a_clip_are_cut_at_one_place(tmp_path):
     films = open_videos(str(tmp_path), image_size=48, num_frames=4, crop=Crop("random", seed=2))
     begins = set()
     for epoch in range(12):
-        clip = films.load(0, epoch, augment=True)
+        clip = films.load(0, epoch, augment=True)["videos"]
         assert clip.shape == (3, 4, 48, 48) and torch.equal(clip, clip[:, :1].expand_as(clip))
         begins.add(int(clip[0, 0, 0, 0]))
-    assert len(begins) > 6 and films.load(0)[0, 0, 0, 0] == pytest.approx(48, abs=2), "validation sees the middle"
+    assert len(begins) > 6 and films.load(0)["videos"][0, 0, 0, 0] == pytest.approx(48, abs=2), (
+        "validation sees the middle"
+    )

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from data import ImageBatch, to_unit_range
-from data.feed import Feed
+from data.feed import Feed, to_unit_range
 from data.records import remote
-from data.stream import collate_images
+from data.sets import ImageBatch
 from tests.data.helpers import assert_same, ids, one_line
 from tests.data.images.conditions import write_tars
 from tests.data.sources import CONDITIONED, IMAGES, RUN, VIDEOS, N, in_folder, training, words
@@ -28,7 +27,7 @@ def feed(process: Process | None = None, **flags: Any) -> Feed[ImageBatch]:
 
 def valid_images(count: int = 26) -> torch.Tensor:
     opened = feed()
-    return torch.stack([opened.samples.load(index) for index in list(opened.valid_set)[:count]])
+    return torch.stack([opened.samples.load(index)["images"] for index in list(opened.valid_set)[:count]])
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -82,7 +81,7 @@ def test_a_validation_sees_a_tenth_of_what_is_trained_on_before_it_and_at_least_
 
 
 def test_a_preview_that_cannot_be_read_ends_all_processes(tmp_path):
-    files = in_folder(tmp_path / "set", {number: IMAGES.record(number) for number in range(N)}, IMAGES)
+    files = {"image_folder": folder(tmp_path / "set", IMAGES, N)}
     bad = IMAGES.feed(**files).valid_set[6]
     [path] = (tmp_path / "set").glob(f"{bad:03d}.*")
     path.write_bytes(b"no picture")
@@ -117,13 +116,13 @@ def test_every_nth_batch_is_of_images_with_epochs_and_ids_of_their_own():
     assert_same([taken[0]], plain[:1])
     for batch in taken[:3]:
         for clip, index in zip(batch["videos"], batch["ids"], strict=True):
-            assert torch.equal(clip, opened.samples.load(index, 0, True))
+            assert torch.equal(clip, opened.samples.load(index, 0, True)["videos"])
 
 
 def test_the_second_set_is_compared_between_processes_too(tmp_path):
     def look(process: Process) -> Any:
-        files = in_folder(tmp_path / str(process.rank), {process.rank: IMAGES.record(0)}, IMAGES)
-        return VIDEOS.feed(process, **files, image_every=3)
+        pictures = in_folder(tmp_path / str(process.rank), {process.rank: IMAGES.record(0)})
+        return VIDEOS.feed(process, image_folder=pictures, image_every=3)
 
     errors = on_processes(2, look, catches=ValueError)
     assert all("rank 1 (on " in str(error) and "sees 41 clips in demo:moving:40 and " in str(error) for error in errors)
@@ -133,8 +132,7 @@ def test_the_second_set_is_compared_between_processes_too(tmp_path):
 
 
 def folder(path: Path, kind: Any, n: int) -> Path:
-    in_folder(path, {number: kind.record(number) for number in range(n)}, kind)
-    return path
+    return in_folder(path, {number: kind.record(number) for number in range(n)})
 
 
 def test_images_between_videos_are_not_validated(tmp_path):
@@ -155,7 +153,7 @@ def test_a_set_to_test_is_still_held_out_of_the_first_set_which_flags_of_shards_
 
 
 class Shards:
-    """56 samples in seven shards; each is its index."""
+    """56 samples in seven shards; each is its index. It is the source, too."""
 
     fingerprint = skipped = ""
     shards = tuple(range(8 * i, 8 * i + 8) for i in range(7))
@@ -166,8 +164,12 @@ class Shards:
     def describe(self, index: int) -> str:
         return str(index)
 
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> torch.Tensor:
-        return torch.tensor(index)
+    @property
+    def source(self) -> Any:
+        return self
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, torch.Tensor]:
+        return {"images": torch.tensor(index)}
 
 
 def in_shards(process: Process, samples: Any = None, **flags: Any) -> Feed[Any]:
@@ -175,7 +177,7 @@ def in_shards(process: Process, samples: Any = None, **flags: Any) -> Feed[Any]:
     args = IMAGES.script.parsed(*words({**RUN, **said}))
     opened = Shards() if samples is None else samples
     return Feed(
-        lambda: opened, args, process, split_seed=0, noun="sample", source="PATH", collate=collate_images
+        lambda: opened, args, process, split_seed=0, noun="sample", source="PATH"
     )  # fmt: skip
 
 
@@ -211,7 +213,7 @@ def test_shards_in_order_need_shards(tmp_path):
 
 def test_shards_from_a_server_are_fetched_into_the_cache_before_they_are_read(tmp_path, monkeypatch):
     class Remote(Shards):
-        shard_paths = tuple(f"s3://bucket/{i}.tar" for i in range(7))
+        paths = tuple(f"s3://bucket/{i}.tar" for i in range(7))
 
     configured: list[tuple] = []
     fetched: list[str] = []
@@ -220,7 +222,7 @@ def test_shards_from_a_server_are_fetched_into_the_cache_before_they_are_read(tm
         remote, "fetch_shards", lambda addresses, shards: fetched.extend(addresses[shard.start] for shard in shards)
     )
     opened = in_shards(Process(), Remote(), cache_dir=str(tmp_path), cache_gb=3, num_workers=0)
-    assert configured == [(str(tmp_path), 3, list(Remote.shard_paths), 8)]
+    assert configured == [(str(tmp_path), 3, list(Remote.paths), 8)]
     trained = training(opened, 2)
     later = {index // 8 for batch in training(in_shards(Process()), 5)[2:] for index in batch["ids"]}
     assert len(trained) == 2 and sorted(int(address[12:-4]) for address in fetched) == sorted(later)

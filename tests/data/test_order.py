@@ -7,13 +7,13 @@ import itertools
 
 import pytest
 
-from data import split
 from data.hashing import Draws
 from data.order import (
     AlternatingOrder,
     Permutation,
     ShardOrder,
     TrainingOrder,
+    split,
     split_samples,
     split_shards,
 )

@@ -16,13 +16,16 @@ import soundfile
 import torch
 from PIL import Image
 
-from data import open_images, open_sounds, open_videos
 from data.bad_samples import NotASample
-from data.images.conditioned import open_conditioned
-from data.own import OwnData
-from tests.data.helpers import global_batches, one_line
+from data.fields import KINDS
+from data.records.own import OwnData
+from data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
+from data.tokenizers import open_tokenizer
+from tests.data.helpers import OfOne, global_batches, one_line
+from tests.scripts import TOKENIZER
 
 N = 12
+WORDS = open_tokenizer(str(TOKENIZER), 8)
 
 
 class Items:
@@ -60,8 +63,8 @@ def planar(index: int) -> np.ndarray:
     return pixels(index).transpose(2, 0, 1)
 
 
-def opened(spec: Any, **options: Any) -> Any:
-    return open_images(spec, **{"image_size": 16, "flip": True, "seed": 5, **options})
+def opened(spec: Any, **options: Any) -> OfOne:
+    return OfOne(open_images(spec, **{"image_size": 16, "flip": True, "seed": 5, **options}), "images")
 
 
 @pytest.fixture
@@ -117,7 +120,7 @@ def test_an_item_that_is_no_image_is_named_and_no_other_takes_its_place(item, fo
     said = one_line(rows.load, 7)
     assert said.startswith("--dataset: own_items:make[7] is ") and found in said
     with pytest.raises(NotASample):
-        global_batches(rows, 2)
+        global_batches(rows.samples, 2)
 
 
 def test_conditioned_images_have_captions_and_embeddings(own):
@@ -126,12 +129,10 @@ def test_conditioned_images_have_captions_and_embeddings(own):
         return {"image": planar(index), "text": f"a  {index}", "image_embed": rows[0] + 1, "text_encodings": rows + 1}
 
     def conditioned(item: Any, **takes: Any) -> Any:
-        return open_conditioned(
-            own(item), **{"image_size": 16, "takes_image": True, "takes_text": True, "longest_text": 8, **takes}
-        )
+        return open_conditioned(own(item), **{"image_size": 16, "takes": KINDS, "longest_text": 8, **takes})
 
     rows = conditioned(item)
-    assert rows.widths == {"image_embed": 4, "text_encodings": (8, 4)}
+    assert widths_of(rows) == {"image_embed": 4, "text_encodings": (8, 4)}
     sample = rows.load(4)
     assert sample["captions"] == "a 4" and sample["image_embed"].tolist() == [5.0] * 4
     assert sample["text_encodings"].shape == (8, 4) and sample["text_encodings"].sum() == 3 * 4 * 5
@@ -148,8 +149,8 @@ def waves(index: int, n: int = 5000) -> np.ndarray:
     return (0.3 * np.sin(np.arange(n) * 0.01 * (1 + index))).astype(np.float32)
 
 
-def hearing(spec: Any) -> Any:
-    return open_sounds(spec, sample_rate=8000, clip_seconds=0.2, seed=3)
+def hearing(spec: Any) -> OfOne:
+    return OfOne(open_sounds(spec, sample_rate=8000, clip_seconds=0.2, tokenizer=WORDS, seed=3), "waveforms")
 
 
 def test_sounds_of_every_form_are_clips_as_those_of_a_folder(own, tmp_path):
@@ -166,8 +167,9 @@ def test_sounds_of_every_form_are_clips_as_those_of_a_folder(own, tmp_path):
                    "caption_1": "one", "caption_2": "two", "label": "a class"},
     ):  # fmt: skip
         rows = hearing(own(item))
-        texts, clip = rows.read(5, 1, True)
-        assert texts == (["one", "two"], "a class") and torch.equal(clip, files.load(5, 1, True))
+        sample = rows.samples.load(5, 1, True)
+        assert (sample["all_captions"], sample["labels"]) == (["one", "two"], "a class")
+        assert torch.equal(sample["waveforms"], files.load(5, 1, True))
         assert torch.equal(rows.load(5), files.load(5)) and not torch.equal(rows.load(5), rows.load(4))
     mono = hearing(own(lambda i: (waves(i, 100), 8000, "short")))
     assert mono.load(2).shape == (1600,) and torch.equal(mono.load(2)[:100], mono.load(2)[100:200]), "it is repeated"
@@ -181,12 +183,12 @@ def test_sounds_of_every_form_are_clips_as_those_of_a_folder(own, tmp_path):
     ],
 )  # fmt: skip
 def test_an_item_that_is_no_captioned_sound_is_named(item, own):
-    said = one_line(hearing(own(lambda i: item)).read, 2)
+    said = one_line(hearing(own(lambda i: item)).load, 2)
     assert said.startswith("--dataset: own_items:make[2] is ") or said == "it has no caption"
 
 
-def seeing(spec: Any, **options: Any) -> Any:
-    return open_videos(spec, **{"image_size": 8, "num_frames": 3, "seed": 1, **options})
+def seeing(spec: Any, **options: Any) -> OfOne:
+    return OfOne(open_videos(spec, **{"image_size": 8, "num_frames": 3, "seed": 1, **options}), "videos")
 
 
 def numbered(n: int) -> torch.Tensor:
@@ -250,11 +252,13 @@ def test_any_error_of_an_item_makes_a_bad_sample_that_says_where(own):
     rows = opened(own(item))
     said = one_line(rows.load, 4)
     assert said.startswith("KeyError: 'no\\nsuch key' (test_own.py, line ")
-    batches = global_batches(rows, 3, num_workers=1)
+    batches = global_batches(rows.samples, 3, num_workers=1)
     bad = {sample.index: str(sample) for batch in batches for sample in batch["bad"]}
-    assert bad[5] == "own_items:make[5]: No such file or directory" and bad[4] == f"own_items:make[4]: {said}"
+    assert (
+        bad[5].startswith("own_items:make[5]: FileNotFoundError: [Errno 2]") and bad[4] == f"own_items:make[4]: {said}"
+    )
     with pytest.raises(ValueError, match="--on_bad_sample replace goes on without it"):
-        global_batches(rows, 3, on_bad_sample="error")
+        global_batches(rows.samples, 3, on_bad_sample="error")
 
 
 # Finding it.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data import Images, ValidationStream, open_images, split
+from data.order import split
+from data.samples import Samples
+from data.sets import open_images
+from data.stream import ValidationStream
 from tests.data.helpers import assert_same, global_batches, ids, one_line, stream
 from tests.scripts import write_images
 
@@ -13,7 +16,7 @@ N = 30
 
 
 @pytest.fixture(scope="module")
-def intact() -> Images:
+def intact() -> Samples:
     return open_images(f"demo:shapes:{N}", image_size=4, flip=True)
 
 
@@ -60,7 +63,7 @@ def test_search_for_a_readable_sample_ends_after_100(n, n_tried, num_workers, tm
     assert f" {n_tried} images" in text and str(tmp_path) in text
 
 
-def validation_stream(images: Images, n: int = 30, rank: int = 0, world_size: int = 1, **options) -> ValidationStream:
+def validation_stream(images: Samples, n: int = 30, rank: int = 0, world_size: int = 1, **options) -> ValidationStream:
     """n of the 30 images are the validation set."""
     train, valid = split(30, n / 31 if n < 30 else 0.0, 0, 1)
     subset = valid if n < 30 else train
@@ -68,7 +71,7 @@ def validation_stream(images: Images, n: int = 30, rank: int = 0, world_size: in
     return ValidationStream(images, subset, batch_size=8, rank=rank, world_size=world_size, **options)
 
 
-def validation(images: Images, world_size: int, n: int = 30, **options) -> list[list[dict]]:
+def validation(images: Samples, world_size: int, n: int = 30, **options) -> list[list[dict]]:
     """[rank][step]."""
     return [list(validation_stream(images, n, rank, world_size, **options)) for rank in range(world_size)]
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from data import open_images
+from data.sets import open_images
 from data.workers import Loader
 from tandem.files.exits import CannotGoOn
 from tests.data.helpers import ROOT, stream
@@ -71,7 +71,9 @@ import os, signal, sys
 import torch.utils.data._utils.worker
 torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 1000  # seconds until torch looks for the main process
 sys.path.insert(0, {str(ROOT)!r})
-from data import TrainingStream, ValidationStream, open_images, split
+from data.order import split
+from data.sets import open_images
+from data.stream import TrainingStream, ValidationStream
 images = open_images("demo:shapes", image_size=8)
 train, valid = split(len(images), .05, 0, 8)
 batches = iter(TrainingStream(images, train, batch_size=8, rank=0, world_size=1, seed=0, num_workers=2))

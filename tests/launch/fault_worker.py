@@ -35,8 +35,8 @@ from torch import Tensor, nn
 
 import distributed
 import training.checkpoints.format
-from data import open_images
 from data.feed import Feed
+from data.sets import open_images
 from data.stream import collate_images
 from distributed import Backend, TrainingStopped, UserMistake, torch_comm
 from tandem.files.exits import exit_codes

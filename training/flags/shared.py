@@ -444,7 +444,7 @@ class RunFlags(RemoteFlags):
     on_bad_sample: str = flag(
         "replace",
         "if a file cannot be read, replace it by the next sample, or stop with an error; accept: take what "
-        "can be read of it, the beginning of an image, video or sound, and replace it if that is nothing",
+        "Pillow can read of an image that is cut off, and replace all others",
         choices=("replace", "accept", "error"),
     )
     log_every_n_steps: int = flag(

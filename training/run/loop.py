@@ -210,7 +210,7 @@ def _do(run: Run, evaluations: Sequence[Evaluation], due: Sequence[Action]) -> N
 
 def _write_line(run: Run, evaluations: Sequence[Evaluation], line: Mapping[str, Any]) -> None:
     if line:
-        run.write_line({**line, **run.feed.bad_samples.counts})
+        run.write_line({**line, "bad_samples": run.feed.bad_samples.count})
         for evaluation in evaluations:
             for warning in evaluation.watch(run.progress.step, line):
                 run.warn(warning)

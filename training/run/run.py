@@ -31,7 +31,7 @@ from .starts import end_start
 from .tracking import make_trackers
 
 if TYPE_CHECKING:
-    from data import Feed
+    from data.feed import Feed
     from distributed import Backend
 
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
@@ -204,9 +204,8 @@ class Run:
         """On the root, the line of the evaluation that the checkpoint lacks, if that was made before the run ended and
         need not be repeated, because it met no bad samples that the checkpoint does not know; else {}."""
         line = self.tracker.line(self.progress.step) or {}
-        counts = self.feed.bad_samples.counts
         is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
-        is_known = all(line.get(name, 0) == counts.get(name, 0) for name in ("bad_samples", "partial_samples"))
+        is_known = line.get("bad_samples") == self.feed.bad_samples.count
         return line if is_finished or is_known else {}
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 _ROWS = 20  # of the table between two headings
 _CELL = 9  # characters of most numbers
 _VALUE = 20  # of " 0.09475 (-0.00428)", a value of a validation and how it has changed
-_FAULTS = ("skipped_updates", "bad_samples", "partial_samples")  # counts that are not shown as long as they are 0
+_FAULTS = ("skipped_updates", "bad_samples")  # counts that are not shown as long as they are 0
 
 
 class MetricsTable:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from data import open_images, open_sounds, open_videos
 from data.files import cache
 from data.files.cache import Lists, Watched, kept_lists
 from data.files.packed import PackedStrings
+from data.sets import open_images, open_sounds, open_videos
 from tests.data.helpers import one_line
 from tests.training.disk import left_by_kills
 

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from data import open_images, open_sounds
 from data.images.captioned import open_captioned
+from data.sets import open_images, open_sounds
 from tests.data.files.tables import save_to_disk, table, write_arrow, write_parquet
 from tests.data.helpers import one_line
 from tests.data.sources import image, sound

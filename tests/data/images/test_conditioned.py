@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from data.bad_samples import Incomplete
-from data.images.captioned import Shards
-from data.images.conditioned import ConditionedImages, open_conditioned
+from data.fields import IMAGE, TEXT
+from data.samples import Samples
+from data.sets import open_conditioned, widths_of
 from tests.data.helpers import one_line, unpack, write_tar
 from tests.data.images.conditions import (
     TEXT_WIDTH,
@@ -29,18 +30,19 @@ from tests.data.images.conditions import (
 from tests.data.sources import npy
 
 
-def opened(spec: Path | str, text: bool = True, image: bool = True, **options: Any) -> ConditionedImages:
-    return open_conditioned(str(spec), image_size=8, takes_image=image, takes_text=text, **options)
+def opened(spec: Path | str, text: bool = True, image: bool = True, **options: Any) -> Samples:
+    takes = [kind for kind, is_taken in ((IMAGE, image), (TEXT, text)) if is_taken]
+    return open_conditioned(str(spec), image_size=8, takes=takes, **options)
 
 
-def by_row(folder: Path, **options: Any) -> Shards:
-    files = {"image_embed": ("--image_embeddings", str(folder / "img_emb_*.npy"))}
+def by_row(folder: Path) -> dict[str, Any]:
+    files = {IMAGE: str(folder / "img_emb_*.npy")}
     if [*folder.glob("text_emb_*")]:
-        files["text_encodings"] = ("--text_embeddings", str(folder / "text_emb_{}.npy"))
-    return Shards(embeddings=files, **options)
+        files[TEXT] = str(folder / "text_emb_{}.npy")
+    return {"rows": files}
 
 
-def assert_images_are(found: ConditionedImages, numbers: range, with_text: bool = True) -> None:
+def assert_images_are(found: Samples, numbers: range, with_text: bool = True) -> None:
     """Every sample is the image of its number, with its caption and embeddings."""
     assert len(found) == len(numbers)
     for index, number in enumerate(numbers):
@@ -66,7 +68,7 @@ def test_embeddings_beside_the_images_are_read_from_tars_and_folders(tmp_path, k
             mask.unlink()  # in a folder, it is an image of its own
     for spec in (tars, tars / "*.tar", tmp_path / "loose"):
         found = opened(spec)
-        assert found.widths == WIDTHS
+        assert widths_of(found) == WIDTHS
         assert_images_are(found, range(12))
     assert opened(tars).describe(5) == f"{tars}/00001.tar/000010001.png"
 
@@ -74,26 +76,27 @@ def test_embeddings_beside_the_images_are_read_from_tars_and_folders(tmp_path, k
 def test_embeddings_in_files_of_rows_are_found_by_the_number_of_the_tar_and_the_end_of_the_key(tmp_path):
     tars, rows = write_tars(tmp_path / "tars", "txt", "npy"), write_rows(tmp_path / "emb")
     write_rows(rows, prefix="text_emb_")
-    found = opened(tars, shards=by_row(rows))
-    assert found.widths == WIDTHS
+    found = opened(tars, **by_row(rows))
+    assert widths_of(found) == WIDTHS
     assert_images_are(found, range(12))
     for path in rows.glob("img*"):
         np.save(path, np.load(path)[::-1])
-    ranges = Shards(embeddings={"image_embed": ("--image_embeddings", str(rows / "img_emb_{0000..0002}.npy"))})
-    for shards in (by_row(rows), ranges):
-        found = opened(tars, text="text_encodings" in shards.embeddings, shards=shards)
+    ranges = {"rows": {IMAGE: str(rows / "img_emb_{0000..0002}.npy")}}
+    for files in (by_row(rows), ranges):
+        found = opened(tars, text=TEXT in files["rows"], **files)
         np.testing.assert_array_equal(found.load(4)["image_embed"], embedding(7).astype(np.float32))
 
 
 @pytest.mark.parametrize(
-    "spec, shards, numbers",
-    [("{}.tar", {"width": 5}, range(12)), ("{}.tar", {"width": 5, "first": 1}, range(4, 12)),
-     ("{}.tar", {"width": 5, "first": 0, "last": 1}, range(8)), ("*.tar", {"first": 1, "last": 1}, range(4, 8)),
-     ("", {"last": 1}, range(8)), ("{00001..00002}.tar", {"first": 2}, range(8, 12))],
+    "spec, selected, numbers",
+    [("{}.tar", {"shard_width": 5}, range(12)), ("{}.tar", {"shard_width": 5, "start_shard": 1}, range(4, 12)),
+     ("{}.tar", {"shard_width": 5, "end_shard": 1}, range(8)),
+     ("*.tar", {"start_shard": 1, "end_shard": 1}, range(4, 8)),
+     ("", {"end_shard": 1}, range(8)), ("{00001..00002}.tar", {"start_shard": 2}, range(8, 12))],
 )  # fmt: skip
-def test_tars_are_selected_by_their_numbers_the_last_one_included(tmp_path, spec, shards, numbers):
+def test_tars_are_selected_by_their_numbers_the_last_one_included(tmp_path, spec, selected, numbers):
     tars = write_tars(tmp_path / "tars", "txt", "npy")
-    assert_images_are(opened(tars / spec, text=False, shards=Shards(**shards)), numbers, with_text=False)
+    assert_images_are(opened(tars / spec, text=False, **selected), numbers, with_text=False)
 
 
 def test_an_image_without_a_caption_has_an_empty_one(tmp_path):
@@ -151,7 +154,7 @@ def test_a_text_that_is_longer_than_the_largest_file_says_is_refused(tmp_path):
 def test_a_row_beyond_the_file_is_named(tmp_path):
     tars, rows = write_tars(tmp_path / "tars", "txt"), write_rows(tmp_path / "emb")
     np.save(rows / "img_emb_0001.npy", np.load(rows / "img_emb_0001.npy")[:2])
-    found = opened(tars, text=False, shards=by_row(rows))
+    found = opened(tars, text=False, **by_row(rows))
     assert one_line(found.load, 6) == f"it is row 2 of {rows}/img_emb_0001.npy, which has only 2"
     assert found.load(5)["captions"] == "image 5"
 
@@ -176,24 +179,24 @@ def test_files_of_rows_that_do_not_fit_are_named(tmp_path, mistake):
     tars, rows = write_tars(tmp_path / "tars", "txt"), write_rows(tmp_path / "emb")
     spoil, expected = MISTAKES[mistake]
     spoil(tars, rows)
-    assert expected in one_line(opened, tars, text=False, shards=by_row(rows))
+    assert expected in one_line(opened, tars, text=False, **by_row(rows))
 
 
 def test_flags_that_contradict_one_another_are_refused(tmp_path):
     tars, rows = write_tars(tmp_path / "tars", "txt", "npy", "text.npy"), write_rows(tmp_path / "emb")
-    assert "does not take them" in one_line(opened, tars, image=False, shards=by_row(rows))
+    assert "does not take them" in one_line(opened, tars, image=False, **by_row(rows))
     tokens = {"tokenize": lambda texts: torch.zeros(len(texts), 7, dtype=torch.int64)}
-    assert "--clip computes embeddings itself" in one_line(opened, tars, shards=by_row(rows), **tokens)
+    assert "--clip computes embeddings itself" in one_line(opened, tars, **by_row(rows), **tokens)
     assert "--max_text_len 4" in one_line(opened, tars, longest_text=4)
-    assert opened(tars, longest_text=5).widths == WIDTHS
-    assert "have 0 to 2" in one_line(opened, tars, shards=Shards(first=7))
-    assert "smaller than --start_shard" in one_line(opened, tars / "{}.tar", shards=Shards(2, 1, 5))
-    assert "00003.tar" in one_line(opened, tars / "{}.tar", shards=Shards(0, 3, 5))
-    assert "has no shards" in one_line(opened, "demo:shapes", shards=Shards(first=2))
+    assert widths_of(opened(tars, longest_text=5)) == WIDTHS
+    assert "have 0 to 2" in one_line(opened, tars, start_shard=7)
+    assert "smaller than --start_shard" in one_line(opened, tars / "{}.tar", start_shard=2, end_shard=1, shard_width=5)
+    assert "00003.tar" in one_line(opened, tars / "{}.tar", end_shard=3, shard_width=5)
+    assert "has no shards" in one_line(opened, "demo:shapes", start_shard=2)
     (tmp_path / "loose").mkdir()
     (tmp_path / "loose" / "a.png").write_bytes(picture(0))
-    assert "select tars" in one_line(opened, tmp_path / "loose", shards=Shards(first=1))
-    assert "--image_embeddings is for tars" in one_line(opened, tmp_path / "loose", text=False, shards=by_row(rows))
+    assert "select tars" in one_line(opened, tmp_path / "loose", start_shard=1)
+    assert "--image_embeddings is for tars" in one_line(opened, tmp_path / "loose", text=False, **by_row(rows))
 
 
 def test_images_are_mirrored_only_where_nothing_says_left_or_right(tmp_path):

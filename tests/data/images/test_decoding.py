@@ -14,7 +14,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from data.images.decoding import decode_image
+from data.decoding.images import decode_image
+from data.records.record import Entry
 from tests.data.helpers import one_line
 
 LEFT, RIGHT = (200, 60, 20), (30, 90, 220)
@@ -79,10 +80,10 @@ COLOUR_CASES = {
 def test_every_mode_and_format_gives_its_colours(tmp_path, name):
     image, (left, right), tolerance = COLOUR_CASES[name]
     image.save(tmp_path / name, quality=95)
-    picture = decode_image(str(tmp_path / name), 32, 3)
+    picture = decode_image(Entry(str(tmp_path / name)), 32, 3)
     assert picture.shape == (3, 32, 32) and picture.dtype == torch.uint8 and picture.is_contiguous()
     assert_halves(picture, left, right, tolerance)
-    with_alpha = decode_image(str(tmp_path / name), 32, 4)
+    with_alpha = decode_image(Entry(str(tmp_path / name)), 32, 4)
     assert torch.equal(with_alpha[:3], picture)
     assert (with_alpha[3] == 255).all()
 
@@ -106,13 +107,13 @@ TRANSPARENT = {
 def test_transparency_is_kept_with_4_channels_and_shows_white_with_3(tmp_path, name):
     image, left, options = TRANSPARENT[name]
     image.save(tmp_path / name, **options)
-    assert_halves(decode_image(str(tmp_path / name), 32, 3), left, (255, 255, 255), 0)
-    assert_halves(decode_image(str(tmp_path / name), 32, 4)[3:], (255,), (0,), 0)
+    assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 3), left, (255, 255, 255), 0)
+    assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 4)[3:], (255,), (0,), 0)
 
 
 def test_colour_of_transparent_pixels_does_not_bleed(tmp_path):
     halves((0, 0, 255, 255), (255, 0, 0, 0), "RGBA", (68, 68)).save(tmp_path / "a.png")
-    picture = decode_image(str(tmp_path / "a.png"), 31, 4)
+    picture = decode_image(Entry(str(tmp_path / "a.png")), 31, 4)
     assert ((picture[3] > 0) & (picture[3] < 255)).any()  # the edge falls inside a pixel
     assert (picture[0] == 0).all()
 
@@ -125,8 +126,8 @@ def test_exif_orientation_is_applied(tmp_path, orientation, ending):
     exif[0x0112] = orientation
     image.save(tmp_path / f"a.{ending}", exif=exif, quality=95)
     ImageOps.exif_transpose(Image.open(tmp_path / f"a.{ending}")).save(tmp_path / "upright.png")
-    picture = decode_image(str(tmp_path / f"a.{ending}"), 30, 3)
-    upright = decode_image(str(tmp_path / "upright.png"), 30, 3)
+    picture = decode_image(Entry(str(tmp_path / f"a.{ending}")), 30, 3)
+    upright = decode_image(Entry(str(tmp_path / "upright.png")), 30, 3)
     assert psnr(picture, upright) > 45  # rounding: rows are filtered before columns
 
 
@@ -135,7 +136,7 @@ def test_exif_orientation_is_applied_to_a_jpeg_of_reduced_scale(tmp_path):
     exif[0x0112] = 6  # the camera was turned: upright is a quarter turn clockwise
     photo(60, 40).save(tmp_path / "plain.jpg")
     photo(60, 40).save(tmp_path / "turned.jpg", exif=exif)
-    plain, turned = (decode_image(str(tmp_path / f"{name}.jpg"), 20, 3) for name in ("plain", "turned"))
+    plain, turned = (decode_image(Entry(str(tmp_path / f"{name}.jpg")), 20, 3) for name in ("plain", "turned"))
     assert torch.equal(turned, plain.rot90(-1, (1, 2)))
 
 
@@ -146,20 +147,20 @@ def test_centre_is_cropped(tmp_path, size):
     left, top = (size[0] - 32) // 2, (size[1] - 32) // 2
     pixels[top : top + 32, left : left + 32] = (0, 255, 0)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    picture = decode_image(str(tmp_path / "a.png"), 32, 3)
+    picture = decode_image(Entry(str(tmp_path / "a.png")), 32, 3)
     assert (picture == torch.tensor([0, 255, 0]).view(3, 1, 1)).all()
 
 
 def test_small_image_is_enlarged(tmp_path):
     Image.new("RGB", (5, 7), LEFT).save(tmp_path / "a.png")
-    assert_halves(decode_image(str(tmp_path / "a.png"), 32, 3), LEFT, LEFT, 0)
+    assert_halves(decode_image(Entry(str(tmp_path / "a.png")), 32, 3), LEFT, LEFT, 0)
 
 
 def test_resize_equals_pillows_antialiased_resize(tmp_path):
     image = photo(80, 60)
     image.save(tmp_path / "a.png")
     reference = np.asarray(image.crop((10, 0, 70, 60)).resize((20, 20), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
-    picture = decode_image(str(tmp_path / "a.png"), 20, 3)
+    picture = decode_image(Entry(str(tmp_path / "a.png")), 20, 3)
     # but for its outer pixels, whose filter may look beyond the crop
     assert torch.equal(picture[:, :, 1:-1], torch.from_numpy(reference.copy())[:, :, 1:-1])
 
@@ -168,7 +169,7 @@ def reduced_and_full(folder: Path, image: Image.Image, size: int) -> tuple[Tenso
     """The picture of a JPEG, and of a lossless copy of the JPEG's full decode."""
     image.save(folder / "a.jpg", quality=90)
     Image.open(folder / "a.jpg").save(folder / "full.png")
-    return decode_image(str(folder / "a.jpg"), size, 3), decode_image(str(folder / "full.png"), size, 3)
+    return decode_image(Entry(str(folder / "a.jpg")), size, 3), decode_image(Entry(str(folder / "full.png")), size, 3)
 
 
 @pytest.mark.parametrize("width, height, size", [(375, 281, 128), (513, 400, 32)])
@@ -207,13 +208,13 @@ def test_broken_content_is_a_value_error_of_one_line(tmp_path, content, expected
 
 def test_content_counts_and_not_the_name(tmp_path):
     with pytest.raises(FileNotFoundError):
-        decode_image(str(tmp_path / "a.jpg"), 16, 3)
+        decode_image(Entry(str(tmp_path / "a.jpg")), 16, 3)
     (tmp_path / "a.jpg").write_bytes(encoded(halves(LEFT, RIGHT, "RGB"), "png"))
-    assert_halves(decode_image(str(tmp_path / "a.jpg"), 32, 3), LEFT, RIGHT, 0)
+    assert_halves(decode_image(Entry(str(tmp_path / "a.jpg")), 32, 3), LEFT, RIGHT, 0)
 
 
 @pytest.mark.parametrize("ending", ["jpg", "png", "webp"])
 def test_broken_metadata_does_not_make_a_bad_picture(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     Image.new("RGB", (32, 32), LEFT).save(path, exif=b"Exif\0\0garbage", quality=95)
-    assert_halves(decode_image(str(path), 16, 3), LEFT, LEFT, 6)
+    assert_halves(decode_image(Entry(str(path)), 16, 3), LEFT, LEFT, 6)

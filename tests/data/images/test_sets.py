@@ -6,8 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from data import open_images
-from data.images.captioned import open_captioned
+from data.sets import open_conditioned, open_images
 from tests.data.helpers import one_line
 
 
@@ -53,7 +52,7 @@ def test_skipped_files_are_counted_by_ending_and_those_beside_samples_are_none(t
     said = open_images(str(tmp_path), image_size=8).skipped
     assert said.startswith(f"5 files are skipped in {str(tmp_path)!r}") and "2 .heic" in said
     assert all(part in said for part in ("1 .txt", "1 without an ending", "1 of another ending"))
-    beside = open_captioned(str(tmp_path), image_size=8).skipped  # texts are captions there
+    beside = open_conditioned(str(tmp_path), image_size=8).skipped  # texts are captions there
     assert beside.startswith("4 files are") and ".txt" not in beside
     touch(tmp_path / "only" / "a.jpg")
     assert open_images(str(tmp_path / "only"), image_size=8).skipped == ""

@@ -13,7 +13,8 @@ import soundfile
 import soxr
 import torch
 
-from data.sounds.decoding import ClipDecoder, Source
+from data.decoding.sounds import ClipDecoder
+from data.records.record import Entry
 from tests.data.helpers import one_line
 
 RATE = 16000
@@ -23,19 +24,19 @@ def sine(hertz: float, seconds: float, rate: int, amplitude: float = 0.5) -> np.
     return amplitude * np.sin(2 * math.pi * hertz * np.arange(round(seconds * rate)) / rate)
 
 
-def written(path: Path, samples: np.ndarray, rate: int = RATE, **options) -> Source:
+def written(path: Path, samples: np.ndarray, rate: int = RATE, **options) -> Entry:
     with soundfile.SoundFile(path, "w", rate, 1 if samples.ndim == 1 else samples.shape[1], **options) as file:
         for start in range(0, len(samples), rate):  # libsndfile crashes on long writes of Vorbis
             file.write(samples[start : start + rate])
-    return Source(str(path))
+    return Entry(str(path))
 
 
-def ramp(path: Path, seconds: float, rate: int = RATE) -> Source:
+def ramp(path: Path, seconds: float, rate: int = RATE) -> Entry:
     """Sample i is i / 2^20, which says where a clip was cut."""
     return written(path, np.arange(round(seconds * rate)) / 2**20, rate, subtype="FLOAT")
 
 
-def part(source: Source, start_seconds: float, end_seconds: float = math.inf) -> Source:
+def part(source: Entry, start_seconds: float, end_seconds: float = math.inf) -> Entry:
     return source._replace(start_seconds=start_seconds, end_seconds=end_seconds)
 
 
@@ -183,7 +184,7 @@ def test_samples_stay_within_one_those_of_a_resampled_square_wave_too(tmp_path):
     assert ClipDecoder(RATE, RATE).load(source, 0).abs().max() <= 1
 
 
-def reason(source: Source) -> str:
+def reason(source: Entry) -> str:
     return one_line(ClipDecoder(RATE, RATE).load, source, 0)
 
 
@@ -202,7 +203,7 @@ def test_float_file_with_a_value_that_is_no_number_or_was_not_scaled_is_bad(tmp_
 def test_file_that_is_no_sound_is_bad(tmp_path, content, ending):
     path = tmp_path / f"a.{ending}"
     path.write_bytes(content)
-    text = reason(Source(str(path)))
+    text = reason(Entry(str(path)))
     assert text == "the file is empty" if not content else text.startswith("libsndfile cannot read it: ")
 
 
@@ -254,7 +255,7 @@ def test_mp3_without_a_header_of_its_length_is_read_to_its_end(tmp_path):
     path.write_bytes(content[second:])
     with soundfile.SoundFile(path) as file:
         assert len(file.read()) < file.frames
-    clip = ClipDecoder(44100, 4 * 44100).load(Source(str(path)), 0)
+    clip = ClipDecoder(44100, 4 * 44100).load(Entry(str(path)), 0)
     assert clip[10000:100000].std() > 0.2 and clip[-40000:].std() > 0.2
 
 
@@ -272,7 +273,7 @@ def test_clip_of_a_long_file_reads_little_more_than_the_clip(tmp_path, ending, i
     if inside:
         path = tmp_path / "b.tar"
         path.write_bytes(b"x" * 12345 + content + b"y" * 54321)
-        source = Source(str(path), 12345, len(content))
+        source = Entry(str(path), 12345, len(content))
     decoder = ClipDecoder(RATE, 10 * RATE)
     expected = decoder.load(source, 0)
     before = bytes_read()
@@ -289,5 +290,5 @@ def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
         content = Path(source.path).read_bytes()
         path = tmp_path / f"{ending}.tar"
         path.write_bytes(b"x" * 700 + content + b"y" * 700)
-        clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, Source(str(path), 700, len(content)))]
+        clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, Entry(str(path), 700, len(content)))]
         assert torch.equal(*clips), ending

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from data.sounds.decoding import ClipDecoder
+from data.decoding.sounds import ClipDecoder
 from data.sounds.long_sounds import clip_starts, read_clips
 
 

@@ -10,7 +10,7 @@ import pytest
 import soundfile
 import torch
 
-from data import open_sounds
+from data.sets import open_sounds
 from tests.data.helpers import one_line
 
 RATE = 8000

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import data.files.tars
-from data import open_sounds
 from data.files.tars import scan
+from data.sets import open_sounds
 from data.sounds.tars import MEMBERS
 from tests.data.helpers import one_line, write_tar
 from tests.data.sources import captions, sound

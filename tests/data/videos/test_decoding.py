@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from data.bad_samples import Unsuitable
-from data.files.source import FileWindow, Source, open_source
-from data.videos.decoding import ClipDecoder
+from data.decoding.videos import ClipDecoder
+from data.records.record import Entry, FileWindow, open_entry
 from tests.data.helpers import one_line
 from tests.data.videos.files import RATE, SIDE, TICKS, number_of, numbers, picture, write_video
 
@@ -59,29 +59,29 @@ def test_a_clip_holds_exactly_the_frames_that_its_times_demand(name, speed, file
             demanded = expected(stamps, start, 5, **speed)
             # A part that has just room for one clip.
             end = stamps[demanded[-1]] + 1 if not speed.get("fps") else start + 4 * TICKS / speed["fps"] + 1
-            source = Source(str(files[name]), start_seconds=start / TICKS, end_seconds=end / TICKS)
+            source = Entry(str(files[name]), start_seconds=start / TICKS, end_seconds=end / TICKS)
             assert numbers(clips.load(source, 0)) == demanded, (start, first)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_frames_of_a_file_are_read_one_after_the_other(name, files):
     stamps = FILES[name].get("stamps", REGULAR)
-    assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(Source(str(files[name])))] == list(range(N))
-    slower = [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5, fps=7.0).frames(Source(str(files[name])))]
+    assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(Entry(str(files[name])))] == list(range(N))
+    slower = [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5, fps=7.0).frames(Entry(str(files[name])))]
     assert slower == expected([stamp - stamps[0] for stamp in stamps], 0, len(slower), 7.0)
     assert len(slower) == pytest.approx((stamps[-1] - stamps[0]) * 7 / TICKS, abs=2)
-    rates = [rate for _, rate in ClipDecoder(SIDE, 5).frames(Source(str(files[name])))]
+    rates = [rate for _, rate in ClipDecoder(SIDE, 5).frames(Entry(str(files[name])))]
     mean = (N - 1) * TICKS / (stamps[-1] - stamps[0])
     assert rates[-1] == pytest.approx(RATE if "stamps" not in FILES[name] else mean, rel=1e-3)
-    assert {rate for _, rate in ClipDecoder(SIDE, 5, fps=7.0).frames(Source(str(files[name])))} == {7.0}
-    part = Source(
+    assert {rate for _, rate in ClipDecoder(SIDE, 5, fps=7.0).frames(Entry(str(files[name])))} == {7.0}
+    part = Entry(
         str(files[name]), start_seconds=(stamps[7] - stamps[0]) / 1000, end_seconds=(stamps[11] - stamps[0]) / 1000
     )
     assert [number_of(frame) for frame, _ in ClipDecoder(SIDE, 5).frames(part)] == [7, 8, 9, 10]
 
 
 def test_training_begins_anywhere_and_validation_in_the_middle(files):
-    clips, source = ClipDecoder(SIDE, 5), Source(str(files["gop12.mp4"]))
+    clips, source = ClipDecoder(SIDE, 5), Entry(str(files["gop12.mp4"]))
     assert numbers(clips.load(source, 0)) == [28, 29, 30, 31, 32] == numbers(clips.load(source, 9, 9))
     starts = [numbers(clips.load(source, index, epoch, True))[0] for index in range(20) for epoch in range(10)]
     assert min(starts) <= 2 and max(starts) >= N - 5 - 2 and max(starts) <= N - 5
@@ -95,11 +95,11 @@ def test_training_begins_anywhere_and_validation_in_the_middle(files):
 def test_clips_may_begin_at_key_frames_only(files):
     clips = ClipDecoder(SIDE, 5, clip_starts="keyframe")
     for name in ("gop12.mp4", "b_frames.mp4"):
-        found = [numbers(clips.load(Source(str(files[name])), i, 0, True)) for i in range(40)]
+        found = [numbers(clips.load(Entry(str(files[name])), i, 0, True)) for i in range(40)]
         assert all(clip == [*range(clip[0], clip[0] + 5)] for clip in found)
         assert {clip[0] for clip in found} == {0, 12, 24, 36, 48}
-        assert numbers(clips.load(Source(str(files[name])), 0)) == [28, 29, 30, 31, 32]
-        part = Source(str(files[name]), start_seconds=0.64, end_seconds=2)
+        assert numbers(clips.load(Entry(str(files[name])), 0)) == [28, 29, 30, 31, 32]
+        part = Entry(str(files[name]), start_seconds=0.64, end_seconds=2)
         assert {numbers(clips.load(part, i, 0, True))[0] for i in range(40)} == {16, 24, 36}
 
 
@@ -123,7 +123,7 @@ def test_a_file_without_a_length_is_measured(tmp_path):
     path.write_bytes(output.getvalue())
     with av.open(str(path)) as container:
         assert not container.duration and not container.streams.video[0].duration
-    assert numbers(ClipDecoder(SIDE, 5).load(Source(str(path)), 0)) == [28, 29, 30, 31, 32]
+    assert numbers(ClipDecoder(SIDE, 5).load(Entry(str(path)), 0)) == [28, 29, 30, 31, 32]
 
 
 def noise(n: int, side: int = SIDE):
@@ -137,12 +137,12 @@ def test_only_the_packets_that_a_clip_needs_are_read(name, b_frames, tmp_path, m
     read: list[int] = []
     readinto = FileWindow.readinto
     monkeypatch.setattr(FileWindow, "readinto", lambda self, buffer: read.append(readinto(self, buffer)) or read[-1])
-    with open_source(Source(str(path))) as file, av.open(file) as container:
+    with open_entry(Entry(str(path))) as file, av.open(file) as container:
         n_opening = sum(read)  # FFmpeg reads some packets of every stream to know what it is
         sizes = [packet.size for packet in container.demux(video=0) if packet.size]
     for first in (0, 11, 12, 70):
         read.clear()
-        source = Source(str(path), start_seconds=first / RATE, end_seconds=(first + 4) / RATE + 0.001)
+        source = Entry(str(path), start_seconds=first / RATE, end_seconds=(first + 4) / RATE + 0.001)
         ClipDecoder(SIDE, 5).load(source, 0)
         keyframe, last = first // 12 * 12, first + 4 + 2 * (b_frames > 0) + b_frames  # in the order of the packets
         n_needed = sum(sizes[keyframe : last + 1])
@@ -157,7 +157,7 @@ def test_frames_are_upright(rotation, tmp_path):
         stated = next(container.decode(video=0)).rotation
     shown = np.rot90(pictures[0], stated // 90)
     top, left = (side // 2 - 32 for side in shown.shape)
-    clip = ClipDecoder(64, 3).load(Source(str(path)), 0)
+    clip = ClipDecoder(64, 3).load(Entry(str(path)), 0)
     assert (abs(stated) == abs(rotation)) and clip.shape == (3, 3, 64, 64)
     expected = torch.from_numpy(shown[top : top + 64, left : left + 64].astype(int))
     assert (clip[0, 0].int() - expected).abs().max() <= 2  # from RGB to YUV and back
@@ -168,7 +168,7 @@ def test_the_shorter_side_is_resized_and_the_longer_one_cropped(width, height, s
     ramp = np.add.outer(np.linspace(0, 100, height), np.linspace(0, 100, width)).round().astype(np.uint8)
     write_video(tmp_path / "a.mkv", 2, codec="ffv1", pictures=[ramp] * 2)
     Image.fromarray(ramp).save(tmp_path / "a.png")
-    clip, image = (ClipDecoder(side, 2).load(Source(str(tmp_path / name)), 0) for name in ("a.mkv", "a.png"))
+    clip, image = (ClipDecoder(side, 2).load(Entry(str(tmp_path / name)), 0) for name in ("a.mkv", "a.png"))
     assert clip.shape == image.shape == (3, 2, side, side)
     # The ramp rises by at most 6 levels a pixel of the result; the two resize differently at the borders.
     assert (clip.int() - image.int()).abs().max() <= 7 and (clip.int() - image.int()).abs().float().mean() < 2
@@ -176,7 +176,7 @@ def test_the_shorter_side_is_resized_and_the_longer_one_cropped(width, height, s
 
 def test_pixels_that_are_not_square_are_stretched(tmp_path):
     path = write_video(tmp_path / "a.mp4", 2, pictures=[picture(999, 32, 64)] * 2, sample_aspect_ratio=2)
-    assert numbers(ClipDecoder(SIDE, 2).load(Source(str(path)), 0)) == [999, 999]
+    assert numbers(ClipDecoder(SIDE, 2).load(Entry(str(path)), 0)) == [999, 999]
 
 
 def write_gif(path: Path, n: int = 8, milliseconds: int = 100, transparent: bool = False) -> Path:
@@ -190,14 +190,14 @@ def write_gif(path: Path, n: int = 8, milliseconds: int = 100, transparent: bool
 
 
 def test_gifs_are_videos_with_white_behind_them(tmp_path):
-    assert numbers(ClipDecoder(SIDE, 8).load(Source(str(write_gif(tmp_path / "a.gif"))), 0)) == [*range(8)]
-    assert numbers(ClipDecoder(SIDE, 4, fps=5.0).load(Source(str(tmp_path / "a.gif")), 0)) == [1, 3, 5, 7]
-    clip = ClipDecoder(SIDE, 8).load(Source(str(write_gif(tmp_path / "b.gif", transparent=True))), 0)
+    assert numbers(ClipDecoder(SIDE, 8).load(Entry(str(write_gif(tmp_path / "a.gif"))), 0)) == [*range(8)]
+    assert numbers(ClipDecoder(SIDE, 4, fps=5.0).load(Entry(str(tmp_path / "a.gif")), 0)) == [1, 3, 5, 7]
+    clip = ClipDecoder(SIDE, 8).load(Entry(str(write_gif(tmp_path / "b.gif", transparent=True))), 0)
     for i in range(8):
         wanted = torch.full((3, SIDE, SIDE), 255)
         wanted[:, 16:48, 4 * i : 4 * i + 16] = torch.tensor([200, 0, 0])[:, None, None]
         assert (clip[:, i].int() - wanted).abs().max() <= 1
-    small = ClipDecoder(20, 8).load(Source(str(tmp_path / "b.gif")), 0)
+    small = ClipDecoder(20, 8).load(Entry(str(tmp_path / "b.gif")), 0)
     assert small[0].min() >= 199, "what a transparent pixel hides shows at an edge"
 
 
@@ -207,8 +207,8 @@ def test_gifs_are_videos_with_white_behind_them(tmp_path):
 def test_short_videos_and_images_are_repeated_held_or_left_out(short_clips, shown, tmp_path):
     clips = ClipDecoder(SIDE, 7, short_clips=short_clips)
     Image.fromarray(picture(5)).save(tmp_path / "b.png")
-    video, image = Source(str(write_video(tmp_path / "a.mp4", 3))), Source(str(tmp_path / "b.png"))
-    one = Source(str(write_video(tmp_path / "c.mkv", 1)))
+    video, image = Entry(str(write_video(tmp_path / "a.mp4", 3))), Entry(str(tmp_path / "b.png"))
+    one = Entry(str(write_video(tmp_path / "c.mkv", 1)))
     if shown is None:
         for source, said in ((video, "it has 3 frames for a clip of 7"), (image, "1 frame "), (one, "1 frame ")):
             assert said in one_line(clips.load, source, 0)
@@ -236,10 +236,10 @@ def broken(path: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["empty", "bytes", "cut", "list", "concat", "image"])
 def test_what_is_no_video_is_refused_in_one_line(kind, tmp_path):
-    text = one_line(ClipDecoder(SIDE, 5).load, Source(str(broken(tmp_path / "a.mp4", kind))), 0)
+    text = one_line(ClipDecoder(SIDE, 5).load, Entry(str(broken(tmp_path / "a.mp4", kind))), 0)
     assert text == "the file is empty" if kind == "empty" else text.startswith("FFmpeg cannot read it: ")
     with pytest.raises(FileNotFoundError):
-        ClipDecoder(SIDE, 5).load(Source(str(tmp_path / "none.mp4")), 0)
+        ClipDecoder(SIDE, 5).load(Entry(str(tmp_path / "none.mp4")), 0)
 
 
 def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
@@ -248,16 +248,16 @@ def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
     ).read_bytes()
     (tmp_path / "b.mp4").write_bytes(whole[: len(whole) // 2])
     clips = ClipDecoder(SIDE, 5)
-    assert clips.load(Source(str(tmp_path / "b.mp4"), end_seconds=0.4), 0).shape == (3, 5, SIDE, SIDE)
-    assert "FFmpeg" in one_line(clips.load, Source(str(tmp_path / "b.mp4"), start_seconds=2, end_seconds=2.3), 0)
+    assert clips.load(Entry(str(tmp_path / "b.mp4"), end_seconds=0.4), 0).shape == (3, 5, SIDE, SIDE)
+    assert "FFmpeg" in one_line(clips.load, Entry(str(tmp_path / "b.mp4"), start_seconds=2, end_seconds=2.3), 0)
 
 
 @pytest.mark.parametrize("speed", [{}, {"fps": 10.0}], ids=str)
 def test_a_part_that_ends_or_lies_behind_the_video_has_what_is_there(speed, files):
     clips = ClipDecoder(SIDE, 5, **speed)
-    unbounded, beyond = (Source(str(files["gop12.mp4"]), end_seconds=end) for end in (math.inf, 1000.0))
+    unbounded, beyond = (Entry(str(files["gop12.mp4"]), end_seconds=end) for end in (math.inf, 1000.0))
     for epoch in range(4):
         drawn = [clips.load(source, 0, epoch, augment=True) for source in (unbounded, beyond)]
         assert torch.equal(*drawn)
-    behind = Source(str(files["gop12.mp4"]), start_seconds=500, end_seconds=510)
+    behind = Entry(str(files["gop12.mp4"]), start_seconds=500, end_seconds=510)
     assert one_line(clips.load, behind, 0) == "it holds no frames"

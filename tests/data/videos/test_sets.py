@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from data import open_sounds, open_videos
+from data.sets import open_sounds, open_videos
 from tests.data.helpers import write_tar
 from tests.data.sources import captions, image, sound, video
 from tests.data.videos.files import SIDE, numbers, picture, write_video

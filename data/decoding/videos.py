@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..bad_samples import Unsuitable, accept_part
+from tandem.files.installed import missing_package
+
+from ..bad_samples import Unsuitable
 from ..crops import CENTER, Crop, Cut
-from ..files.opening import missing_package
-from ..files.source import Source
 from ..hashing import Draws
-from ..images.decoding import ENDINGS as IMAGE_ENDINGS
-from ..images.decoding import decode_source
+from ..records.record import Entry
 from .container import HALF_TICK, Converter, Frame, Picture, Video, opened
+from .images import ENDINGS as IMAGE_ENDINGS
+from .images import decode_image
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
 SHORT_CLIPS = ("repeat", "hold", "skip")
@@ -59,33 +60,32 @@ class ClipDecoder:
         self.image_size, self.num_frames, self.fps, self.frame_stride = image_size, num_frames, fps, frame_stride
         self.short_clips, self.clip_starts, self.seed, self.crop = short_clips, clip_starts, seed, crop
 
-    def load(self, source: Source, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+    def load(self, entry: Entry, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Video, or image as a video of one frame -> uint8 (3, num_frames, image_size, image_size), between
         start_seconds and end_seconds of the video. With `augment`, (seed, epoch, index) determine the place of the
         clip; else it is the middle.
 
-        Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there. Where
-        `accepting_parts`, a clip of a damaged video is taken from before the damage.
+        Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there.
         """
         cut = self.crop.cut(epoch, index) if augment else None
-        if source.name.lower().endswith(IMAGE_ENDINGS):
-            frames = [self._image(source, cut).permute(1, 2, 0).numpy()]
+        if entry.name.lower().endswith(IMAGE_ENDINGS):
+            frames = [self._image(entry, cut).permute(1, 2, 0).numpy()]
         else:
             share = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
-            with opened(source) as video:
-                frames = self._clip(video, source, share, augment and self.clip_starts == "keyframe", cut)
+            with opened(entry) as video:
+                frames = self._clip(video, entry, share, augment and self.clip_starts == "keyframe", cut)
         return self.filled(frames)
 
-    def frames(self, source: Source) -> Iterator[tuple[Tensor, float | None]]:
+    def frames(self, entry: Entry) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
         (3, image_size, image_size), at the fps or frame_stride of clips; beside each the frames per second up to it:
         those that the headers state, if all stamps agree with them to half a frame, else the mean; None for an image.
         Raises what `load` raises."""
-        if source.name.lower().endswith(IMAGE_ENDINGS):
-            yield self._image(source), None
+        if entry.name.lower().endswith(IMAGE_ENDINGS):
+            yield self._image(entry), None
             return
-        with opened(source) as video:
-            begin, end = video.part(source)
+        with opened(entry) as video:
+            begin, end = video.part(entry)
             step, first, is_steady = self._step(video), math.nan, True
             for number, (time, picture) in enumerate(self._pictures(video, begin, end)):
                 first = time if number == 0 else first
@@ -95,12 +95,12 @@ class ClipDecoder:
                 fps = self.fps or video.ticks_per_second / ticks
                 yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
 
-    def _image(self, source: Source, cut: Cut | None = None) -> Tensor:
-        return decode_source(source, self.image_size, 3, cut=cut)
+    def _image(self, entry: Entry, cut: Cut | None = None) -> Tensor:
+        return decode_image(entry, self.image_size, 3, cut=cut)
 
-    def _clip(self, video: Video, source: Source, share: float, at_keyframe: bool, cut: Cut | None) -> list[Picture]:
+    def _clip(self, video: Video, entry: Entry, share: float, at_keyframe: bool, cut: Cut | None) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
-        begin, end = video.part(source)
+        begin, end = video.part(entry)
         step = self._step(video)
         room = min(end, video.end) - begin - (self.num_frames - 1) * step
         start = begin + max(0.0, room) * share
@@ -108,7 +108,7 @@ class ClipDecoder:
             start = max(begin, video.keyframe_before(start))
         for tries in itertools.count(1):
             pictures = self._pictures(video, start, end, cut)
-            frames = list(_readable(itertools.islice(pictures, self.num_frames)))
+            frames = [picture for _, picture in itertools.islice(pictures, self.num_frames)]
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
                 return frames
@@ -163,18 +163,6 @@ class ClipDecoder:
         for place, number in enumerate(order):
             clip[:, place] = frames[number].transpose(2, 0, 1)
         return torch.from_numpy(clip)
-
-
-def _readable(pictures: Iterator[tuple[float, Picture]]) -> Iterator[Picture]:
-    """The pictures; if parts are accepted, those up to the first one that is damaged."""
-    import av
-
-    try:
-        for _, picture in pictures:
-            yield picture
-    except av.FFmpegError as error:
-        if not accept_part(ValueError(f"FFmpeg cannot read all of it: {error.strerror or error}")):
-            raise
 
 
 def require_decoder() -> None:

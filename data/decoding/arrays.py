@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem.files.reading import open_regular
+from ..records.record import Entry, open_bytes
 
 Array = npt.NDArray[np.float32]
 
@@ -40,8 +39,8 @@ class StoredArray(NamedTuple):
         size = math.prod(shape) * self.dtype.itemsize
         if size > limit:
             raise ValueError(f"{self.path} holds {size} bytes where at most {limit} are read")
-        with open_regular(self.path) as file:
-            content = os.pread(file.fileno(), size, self.offset + index * size)
+        with open_bytes(self.path) as file:
+            content = file.pread(size, self.offset + index * size)
         if len(content) < size:
             raise ValueError(f"{self.path} was cut off after it was opened")
         return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
@@ -56,15 +55,15 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
         raise ValueError("it is no numpy array (.npy)") from None
 
 
-def find_array(path: str, offset: int = 0, size: int | None = None) -> StoredArray:
-    """The array of a .npy file, or of the `size` bytes from `offset` of a file. Only its header is read.
+def find_array(entry: Entry) -> StoredArray:
+    """The array of a .npy file, or of the part of a file that is one. Only its header is read.
 
     Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
     is cut off.
     """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size - offset if size is None else size
-        header = io.BytesIO(os.pread(file.fileno(), min(size, _LONGEST_HEADER), offset))
+    with open_bytes(entry.path) as file:
+        size = file.size - entry.offset if entry.size is None else entry.size
+        header = io.BytesIO(file.pread(min(size, _LONGEST_HEADER), entry.offset))
     shape, is_fortran, dtype = read_header(header)
     if dtype.kind != "f" or is_fortran:
         kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
@@ -72,4 +71,4 @@ def find_array(path: str, offset: int = 0, size: int | None = None) -> StoredArr
     needed = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or header.tell() + needed > size:
         raise ValueError(f"it is cut off: an array of shape {shape} takes {needed} bytes")
-    return StoredArray(path, offset + header.tell(), shape, dtype)
+    return StoredArray(entry.path, entry.offset + header.tell(), shape, dtype)

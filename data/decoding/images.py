@@ -5,22 +5,20 @@ from __future__ import annotations
 import io
 import math
 import os
-import threading
 import warnings
-from collections.abc import Callable
 from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from tandem.files.reading import open_regular
 
-from ..bad_samples import Incomplete, accept_part, parts_are_accepted
+from ..bad_samples import Incomplete
 from ..crops import Cut, Square
-from ..files.source import Source, open_source
 from ..hashing import derive_key
+from ..records.record import Entry, open_entry
 
 # Formats of Pillow, and the endings by which files of them are found. Content is recognised by itself, so that a GIF
 # called .png is read too. Not all formats are allowed: PostScript would start Ghostscript.
@@ -36,7 +34,6 @@ FORMATS = {
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
-_switching = threading.Lock()  # held by a thread that may turn on Pillow's switch for damaged files
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -51,27 +48,20 @@ _UPRIGHT = {
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-def decode_image(path: str, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None) -> Tensor:
+def decode_image(entry: Entry, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None) -> Tensor:
     """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped;
     or the square that `cut` gives, resized.
 
     channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha.
     Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
     more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
-    shorter side has fewer than `image_size` pixels. Of a file that is cut off, `accepting_parts` lets the part be
-    returned that there is; the rest is black or grey.
+    shorter side has fewer than `image_size` pixels. Of a file that is cut off, Pillow's LOAD_TRUNCATED_IMAGES lets the
+    part be returned that there is; the rest is black or grey.
     """
-    with open_regular(path) as file:
-        return decode_image_file(file, image_size, channels, enlarge, cut)
-
-
-def decode_source(
-    source: Source, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
-) -> Tensor:
-    """`decode_image` of a file, or of the part of a tar that holds one."""
-    if source.size is None:
-        return decode_image(source.path, image_size, channels, enlarge, cut)
-    with open_source(source) as file, io.BufferedReader(file, _BUFFER) as buffered:
+    if entry.is_local_file:
+        with open_regular(entry.path) as whole:
+            return decode_image_file(whole, image_size, channels, enlarge, cut)
+    with open_entry(entry) as file, io.BufferedReader(file, _BUFFER) as buffered:
         try:
             image = decode_image_file(buffered, image_size, channels, enlarge, cut)
         except ValueError:
@@ -87,7 +77,7 @@ def decode_image_file(
 ) -> Tensor:
     """`decode_image` of an open file that can be read at random."""
     try:
-        return _tensor(_decode_or_accept(lambda: _decode(file, image_size, enlarge, cut)), channels)
+        return _tensor(_decode(file, image_size, enlarge, cut), channels)
     except Incomplete:
         raise
     except UnidentifiedImageError:
@@ -105,7 +95,7 @@ def decode_picture(
     """`decode_image` of an open picture of Pillow: of a file that is not decoded yet, with the same result."""
     try:
         square = _square_of(image, image_size, enlarge, cut)
-        return _tensor(_decode_or_accept(lambda: _upright(image, square, image_size)), channels)
+        return _tensor(_upright(image, square, image_size), channels)
     except Incomplete:
         raise
     except Exception as error:
@@ -115,27 +105,6 @@ def decode_picture(
 def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
     """Image (c, h, w), mirrored left to right in half of the draws, which depend only on (seed, epoch, index)."""
     return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
-
-
-def _decode_or_accept(decode: Callable[[], Image.Image]) -> Image.Image:
-    """What `decode` returns, of a damaged file too if parts are accepted."""
-    if not parts_are_accepted():
-        return decode()
-    # Pillow has one switch, for the whole process: while one thread has it on, a damaged file that another one decodes
-    # would look whole to that one. So only one of the threads that accept parts decodes at a time.
-    with _switching:
-        try:
-            return decode()
-        except (Incomplete, UnidentifiedImageError):
-            raise
-        except Exception as error:
-            before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, True
-            try:
-                image = decode()
-            finally:
-                ImageFile.LOAD_TRUNCATED_IMAGES = before
-            accept_part(error)
-            return image
 
 
 def _decode(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None) -> Image.Image:

@@ -22,19 +22,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from tandem.files.installed import missing_package
 from tandem.files.reading import open_regular
 
-from ..bad_samples import accept_part, parts_are_accepted
-from ..files.opening import missing_package
-from ..files.source import FileWindow, MemoryFile, Source, open_source
 from ..hashing import Draws
+from ..records.record import Entry, FileWindow, MemoryFile, open_entry
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states a rate outside is damaged
 
 _MARGIN = 256  # samples, at the lower of both rates, that soxr's "HQ" filter needs on both sides
 _LOUDEST = 10.0  # largest sample accepted in a file of floats, which should stay in [-1, 1]
-_PIECE = 1024  # frames of a file that is cut off that are read at once, and lost if one of them cannot be
 # In frames: the largest error of a length that is guessed from the file's size; and how long the decoder's output is
 # wrong after a jump, because a packet (of 1152 frames) uses bits of up to 9 packets before it.
 _MP3_ESTIMATE, _MP3_RUN_UP = 4 * 1152, 12 * 1152
@@ -50,19 +48,18 @@ class ClipDecoder:
     def __init__(self, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
         self.sample_rate, self.clip_samples, self.seed = sample_rate, clip_samples, seed
 
-    def load(self, source: Source, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+    def load(self, entry: Entry, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
         end_seconds. With `augment`, (seed, epoch, index) determine the place of the clip; else it is the middle. A
         shorter sound is repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
 
-        Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there. Where
-        `accepting_parts`, of a file that is cut off the clip is taken from what there is.
+        Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
         """
         choose = Draws("crop", self.seed, epoch, index).below if augment else _middle
-        with _opened(source) as (file, window):
+        with _opened(entry) as (file, window):
             try:
                 with _quiet_worker():
-                    clip = self._decode(file.fileno() if window is None else window, choose, source)
+                    clip = self._clip(file.fileno() if window is None else window, choose, entry)
             except RuntimeError as error:  # raised by libsndfile
                 clip, failure = None, _failure(error)
             if window is not None and window.error:
@@ -71,31 +68,17 @@ class ClipDecoder:
                 raise failure
         return torch.from_numpy(clip)
 
-    def _decode(self, file: Any, choose: Callable[[int], int], source: Source) -> Array:
-        try:
-            return self._clip(file, choose, source)
-        except (_CutOffError, RuntimeError) as error:
-            if not parts_are_accepted():
-                raise
-            for place in (choose, lambda n: 0):  # as long as its header states, or where there is most
-                with contextlib.suppress(_CutOffError, RuntimeError):
-                    os.lseek(file, 0, os.SEEK_SET) if isinstance(file, int) else file.seek(0)
-                    clip = self._clip(file, place, source, is_cut_off=True)
-                    accept_part(_failure(error) if isinstance(error, RuntimeError) else error)
-                    return clip
-            raise
-
-    def _clip(self, file: Any, choose: Callable[[int], int], source: Source, is_cut_off: bool = False) -> Array:
+    def _clip(self, file: Any, choose: Callable[[int], int], entry: Entry) -> Array:
         import soundfile
 
         with soundfile.SoundFile(file, closefd=False) as sound:
-            _require_sound(sound, is_cut_off)
+            _require_sound(sound)
             rate = sound.samplerate
-            first = min(round(source.start_seconds * rate), sound.frames)
-            last = round(min(source.end_seconds * rate, sound.frames))
+            first = min(round(entry.start_seconds * rate), sound.frames)
+            last = round(min(entry.end_seconds * rate, sound.frames))
             if first >= last:
                 lasts = f"it lasts {sound.frames / rate:g} s"
-                raise ValueError(f"{lasts}, and its clip begins at {source.start_seconds:g} s")
+                raise ValueError(f"{lasts}, and its clip begins at {entry.start_seconds:g} s")
             needed = -(-self.clip_samples * rate // self.sample_rate)
             grid = _grid(rate, self.sample_rate)
             begin = first + grid * choose(max(0, last - first - needed) // grid + 1)
@@ -104,8 +87,7 @@ class ClipDecoder:
             run_up = max(margin, _MP3_RUN_UP if sound.format == "MP3" else 0)
             before = min(-(-run_up // grid), begin // grid) * grid
             after = min(margin, sound.frames - begin - n)
-            samples = _read_mono(sound, begin - before, before + n + after, before + 1 if is_cut_off else None)
-            n = min(n, len(samples) - before) if is_cut_off else n
+            samples = _read_mono(sound, begin - before, before + n + after)
         return self._fitted(samples, rate, before, n)
 
     def _fitted(self, samples: Array, rate: int, before: int, n: int) -> Array:
@@ -135,13 +117,13 @@ def require_decoders() -> None:
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Iterator[tuple[Any, FileWindow | MemoryFile | None]]:
+def _opened(entry: Entry) -> Iterator[tuple[Any, FileWindow | MemoryFile | None]]:
     """The open file and, if it is a part of another one or in memory, what is read instead of it."""
-    if source.size is not None:
-        with open_source(source) as window:
+    if not entry.is_local_file:
+        with open_entry(entry) as window:
             yield None, window
         return
-    with open_regular(source.path) as file:
+    with open_regular(entry.path) as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise ValueError("the file is empty")
         yield file, None
@@ -174,34 +156,22 @@ def _grid(rate: int, target: int) -> int:
     return step if step <= rate // 20 else 1
 
 
-class _CutOffError(ValueError):
-    """A file ends before its header says so."""
-
-
-def _require_sound(sound: Any, is_cut_off: bool) -> None:
+def _require_sound(sound: Any) -> None:
     if not SAMPLE_RATES[0] <= sound.samplerate <= SAMPLE_RATES[1]:
         raise ValueError(f"it states a sample rate of {sound.samplerate} Hz")
     if sound.frames <= 0:
         raise ValueError("it holds no sound")
-    if not is_cut_off and (cut := _CUT_SHORT.search(sound.extra_info)) and int(cut[2]) < int(cut[1]) < _UNKNOWN_SIZE:
-        raise _CutOffError(f"it is cut off: {cut[2]} bytes of sound, where its header states {cut[1]}")
+    if (cut := _CUT_SHORT.search(sound.extra_info)) and int(cut[2]) < int(cut[1]) < _UNKNOWN_SIZE:
+        raise ValueError(f"it is cut off: {cut[2]} bytes of sound, where its header states {cut[1]}")
 
 
-def _read_mono(sound: Any, first: int, n: int, least: int | None = None) -> Array:
-    """Frames first .. first + n - 1, (n,), the mean of all channels; for an MP3 file perhaps a few less, and of a file
-    that is cut off what there is, but `least` frames."""
+def _read_mono(sound: Any, first: int, n: int) -> Array:
+    """Frames first .. first + n - 1, (n,), the mean of all channels; for an MP3 file perhaps a few less."""
     sound.seek(first)
-    try:
-        frames = sound.read(n, dtype="float32", always_2d=True)
-    except RuntimeError:
-        if least is None:
-            raise
-        frames = _frames_until_the_end(sound, first, n)
-    if least is None:
-        least = max(n - (_MP3_ESTIMATE if sound.format == "MP3" else 0), 1)
-    if len(frames) < least:
+    frames = sound.read(n, dtype="float32", always_2d=True)
+    if len(frames) < max(n - (_MP3_ESTIMATE if sound.format == "MP3" else 0), 1):
         ended, stated = (first + len(frames)) / sound.samplerate, sound.frames / sound.samplerate
-        raise _CutOffError(f"it is cut off: it ends after {ended:g} s, where its header states {stated:g} s")
+        raise ValueError(f"it is cut off: it ends after {ended:g} s, where its header states {stated:g} s")
     mono: Array = frames[:, 0] if frames.shape[1] == 1 else frames.mean(axis=1)
     loudest = float(np.abs(mono).max())
     if not math.isfinite(loudest):
@@ -214,14 +184,3 @@ def _read_mono(sound: Any, first: int, n: int, least: int | None = None) -> Arra
 def _failure(error: RuntimeError) -> ValueError:
     """An error of libsndfile, in one line."""
     return ValueError(f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}")
-
-
-def _frames_until_the_end(sound: Any, first: int, n: int) -> Array:
-    """At most n frames (m, channels) from `first` on: those in front of the place that libsndfile cannot read."""
-    pieces = [np.zeros((0, sound.channels), np.float32)]
-    with contextlib.suppress(RuntimeError):
-        sound.seek(first)
-        while n and len(piece := sound.read(min(n, _PIECE), dtype="float32", always_2d=True)):
-            pieces.append(piece)
-            n -= len(piece)
-    return np.concatenate(pieces)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..crops import Cut
-from ..files.source import Source, open_source
+from ..records.record import Entry, open_entry
 
 # FFmpeg knows the format by content; others, such as lists of files and addresses to read instead, are refused.
 _FORMATS = "mov,matroska,avi,gif"
@@ -39,11 +39,11 @@ class Frame(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(source: Source) -> Iterator[Video]:
+def opened(entry: Entry) -> Iterator[Video]:
     """An open video. Errors of FFmpeg inside become ValueErrors of one line."""
     import av
 
-    with open_source(source) as file:
+    with open_entry(entry) as file:
         try:
             # Through a file object, because FFmpeg takes some names, such as `concat:a`, for something else.
             options = {"format_whitelist": _FORMATS}
@@ -95,11 +95,11 @@ class Video:
         stamps = (packet.pts for packet in container.demux(stream) if packet.pts is not None)
         return max(stamps, default=self.start) + self.ticks_per_frame
 
-    def part(self, source: Source) -> tuple[float, float]:
+    def part(self, entry: Entry) -> tuple[float, float]:
         """The beginning and the end (infinite: that of the video) of the part that is asked for."""
         return (
-            self.start + source.start_seconds * self.ticks_per_second,
-            self.start + source.end_seconds * self.ticks_per_second,
+            self.start + entry.start_seconds * self.ticks_per_second,
+            self.start + entry.end_seconds * self.ticks_per_second,
         )
 
     def keyframe_before(self, time: float) -> float:

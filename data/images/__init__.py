@@ -1,1 +1,0 @@
-"""Images: sets of them, how they are decoded and augmented, and the demonstration demo:shapes."""

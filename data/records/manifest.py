@@ -1,0 +1,159 @@
+"""Manifests of samples: .csv, .tsv, or a JSON object per line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tandem.files.reading import open_regular, parse_json
+
+from ..bad_samples import reason_of
+from . import remote
+from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
+from .record import Wanted, is_address, shown
+from .rows import OTHER_NAMES, Rows, columns_of, path_of, seconds_of
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
+_LONGEST_LINE = 1 << 20  # characters
+
+
+class ManifestSource(Rows):
+    """The rows of a manifest, numbered in their order. See `Source` for the methods.
+
+    Columns, or keys of the objects:
+
+    - path, or file_name: of the file, relative to the manifest;
+    - start_seconds, end_seconds, or start_s, end_s (optional): the part of a long file that is the sample;
+    - the columns of what else is wanted: cells (`takes_rows`), a path relative to the manifest, or a list of numbers.
+
+    The manifest is read once; the rows of a long one are kept for later starts. A file is not looked for before it is
+    read. Raises ValueError, in one line, if the manifest cannot be understood or has no rows.
+    """
+
+    shards: Sequence[range] | None = None
+    skipped = ""
+
+    def __init__(self, path: str, wanted: Sequence[Wanted]) -> None:
+        columns: dict[Wanted, Sequence[str]] = {wanted[0]: ("path",), **{one: columns_of(one) for one in wanted[1:]}}
+        needed = list(dict.fromkeys(itertools.chain(*columns.values())))
+
+        def make() -> Made:
+            watched, rows, filled = Watched(), PackedStrings(), set[str]()
+            if not is_address(path):
+                watched.add("", status_of(path))  # before it is read, so that no change after it is missed
+            for row in _read(path, wanted, needed):
+                rows.append(json.dumps(row, ensure_ascii=False))
+                filled |= row.keys()
+            if not len(rows):
+                raise ValueError(f"the manifest {path!r} has no rows")
+            return Made({"rows": rows}, fingerprint_of(rows.buffers), {"filled": sorted(filled)}, watched)
+
+        depends = _version(path) if is_address(path) else ""
+        index = kept(path, json.dumps(["manifest", wanted[0].noun, *needed]), make, depends=depends)
+        self._rows, self.fingerprint, filled = index.strings("rows"), index.fingerprint, index.facts.get("filled")
+        if not isinstance(filled, list):
+            raise index.damaged()
+        there = {one: [name for name in names if name in filled] for one, names in columns.items()}
+        super().__init__(there, os.path.dirname(path))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def cells(self, index: int) -> Mapping[str, Any]:
+        row = parse_json(self._rows[index].encode())
+        if not isinstance(row, Mapping):  # somebody else may have kept the list
+            raise ValueError("the list that is kept of the rows of the manifest is not true: delete it")
+        return row
+
+    def describe(self, index: int) -> str:
+        return shown(self.joined(self.name(index)))
+
+    def name(self, index: int) -> str:
+        """The path as the manifest states it."""
+        return path_of(self.cells(index), next(iter(self.columns)).noun)
+
+
+def _version(address: str) -> str:
+    try:
+        return remote.version(address)
+    except OSError as error:
+        raise ValueError(f"cannot read the manifest {shown(address)!r}: {reason_of(error)}") from None
+
+
+def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Of each row its path, its times, and those of these columns that it has a cell in. Raises ValueError, with path
+    and line, if one is wrong."""
+    example = json.dumps({"path": "...", **{columns_of(one)[0]: "..." for one in wanted if one.takes_rows}})
+    numbers = {column for one in wanted[1:] if not one.takes_rows for column in columns_of(one)}
+    lines: _Lines | None = None
+    try:
+        opened = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]
+        with io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
+            lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
+            for cells in _objects(lines, example) if delimiter is None else _table(lines, delimiter):
+                cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}
+                start, end = seconds_of(cells)
+                row = {name: cells[name] for name in needed if cells.get(name) not in (None, "")}
+                for name in numbers & row.keys():
+                    if isinstance(row[name], str) and row[name].startswith("["):  # a list in a cell of a table
+                        row[name] = parse_json(row[name].encode())
+                row |= {"path": path_of(cells, wanted[0].noun), **({"start_seconds": start} if start else {})}
+                yield row | ({"end_seconds": end} if math.isfinite(end) else {})
+    except OSError as error:
+        raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
+    except UnicodeDecodeError as error:
+        after = f"{path}, after line {lines.number if lines else 0}"
+        raise ValueError(f"{after}: it is no UTF-8 text ({error.reason}): save it as UTF-8") from None
+    except (ValueError, csv.Error) as error:
+        if lines is None:  # such as a pipe
+            raise ValueError(f"cannot read the manifest {path!r}: {error}") from None
+        reason = f"it is no table: {error}" if isinstance(error, csv.Error) else error
+        raise ValueError(f"{path}, line {lines.number}: {reason}") from None
+
+
+class _Lines:
+    """The lines of a file; `number` is that of the last one. Raises ValueError at one that is too long for a row: a
+    file can be one line, without end."""
+
+    def __init__(self, file: io.TextIOBase) -> None:
+        self._file, self.number = file, 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._file.readline(_LONGEST_LINE + 1):
+            self.number += 1
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"it is longer than {_LONGEST_LINE} characters")
+            yield line
+
+
+def _objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
+    for line in lines:
+        if line.strip():
+            try:
+                row = parse_json(line.encode())
+            except ValueError as error:
+                raise ValueError(f"it is no JSON object: {error}; write one object per line") from None
+            if not isinstance(row, Mapping):
+                raise ValueError(f"it is no JSON object: write {example}, one per line")
+            yield row
+
+
+def _table(lines: _Lines, delimiter: str) -> Iterator[Mapping[str, Any]]:
+    reader = csv.reader(lines, delimiter=delimiter)
+    header = [name.strip() for name in next(reader, [])]
+    if not {"path", "file_name"} & {*header}:
+        raise ValueError(f"it has no column path (or file_name), it has {', '.join(header) or 'nothing'}")
+    for cells in reader:
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) > len(header):
+            hint = 'cells with a comma stand in "double quotes"' if delimiter == "," else "no cell holds a tab"
+            raise ValueError(f"{len(cells)} cells under {len(header)} columns: {hint}")
+        yield dict(zip(header, cells, strict=False))

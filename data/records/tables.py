@@ -1,0 +1,359 @@
+"""Tables of samples: the rows of Arrow and parquet files, read in any order.
+
+A row holds a file, as the library datasets of Hugging Face stores images and sounds: a struct of its `bytes` and its
+`path`, or a plain binary column; and its texts, its embeddings, and where its part of a long file begins and ends.
+Arrow files (of the streaming format) are mapped into memory: a start reads where their record batches are, and nothing
+of what they hold. Of parquet files it reads the footers; a sample then costs its whole row group, of which each loader
+process keeps the last ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tandem.files.installed import missing_package
+from tandem.files.reading import DAMAGES, check_regular, read_json
+
+from ..bad_samples import reason_of
+from . import remote
+from .folder import FolderSource, NothingFoundError
+from .index import fingerprint_of
+from .record import Wanted, is_address
+from .rows import TIMES, Rows, columns_of
+
+ENDINGS = (".arrow", ".parquet")
+_LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without compression
+_KEPT_BYTES = 1 << 28  # of row groups, in each process
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_MEDIA = ("Image", "Audio", "Video")
+# The words by which the hub tells splits apart in the paths of files.
+_SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
+           "val": "validation", "dev": "validation", "test": "test", "testing": "test", "eval": "test",
+           "evaluation": "test"}  # fmt: skip
+_WORD = re.compile(r"[A-Za-z]+")
+# Types of columns, as pyarrow writes them.
+_FILE = re.compile(r"struct<(.*, )?bytes: (large_)?binary\b.*>|(large_)?binary")
+_TEXT = re.compile(r"(dictionary<values=|(large_)?list<\w+: )?((large_)?string|u?int\d+)\b.*")
+_LISTS = ("list<", "large_list<", "fixed_size_list<")
+
+
+class TableFiles(NamedTuple):
+    """Arrow or parquet files whose rows are samples, in order; `folder` is what the paths in rows are relative to, and
+    `skipped` a line about other files there."""
+
+    paths: list[str]
+    folder: str = ""
+    skipped: str = ""
+
+
+def saved_files(folder: str) -> TableFiles | None:
+    """The files of a folder that `save_to_disk` has written, None if it is none.
+
+    Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
+    """
+    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        splits = _read(folder, "dataset_dict.json").get("splits")
+        names = [str(split) for split in splits] if isinstance(splits, list) else []
+        example = os.path.join(folder, *names[:1])
+        raise ValueError(
+            f"{folder!r} holds the splits {', '.join(names) or 'nothing'}: give the folder of one, such as {example!r}"
+        )
+    path = os.path.join(folder, "state.json")
+    if not os.path.isfile(path):
+        return None
+    state = _read(folder, "state.json")
+    files = state.get("_data_files")
+    files = [file.get("filename") for file in files if isinstance(file, Mapping)] if isinstance(files, list) else []
+    if not files or not all(isinstance(name, str) for name in files):
+        raise ValueError(f"{path!r} names no files: save the dataset again")
+    if state.get("_indices_data_files"):  # of versions before 2.0
+        raise ValueError(
+            f"{folder!r} holds a selection of the rows of its files: call flatten_indices() and save it again"
+        )
+    if outside := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
+        raise ValueError(f"{path!r} names {outside[0]!r}, which is no file of its folder")
+    return TableFiles([os.path.join(folder, name) for name in files], folder)
+
+
+def tables_below(folder: str) -> TableFiles | None:
+    """The Arrow or parquet files below a folder, in the order of their relative paths; None if there are none.
+
+    Raises ValueError, in one line, if they are of both kinds, or of several splits.
+    """
+    try:
+        files = FolderSource(folder, [Wanted("table", "table", ENDINGS)])
+    except NothingFoundError:
+        return None
+    names = [files.name(number) for number in range(len(files))]
+    if not names:
+        return None
+    check_alike(folder, names)
+    return TableFiles([os.path.join(folder, name) for name in names], folder, files.skipped)
+
+
+def check_alike(folder: str, names: Sequence[str]) -> None:
+    """Raises ValueError, in one line, if the tables of a folder are of both kinds, or of several splits."""
+    if len({os.path.splitext(name)[1].lower() for name in names}) > 1:
+        raise ValueError(f"{folder!r} holds Arrow and parquet files: give those of one kind, as a pattern")
+    splits = {split: name for name in reversed(names) if (split := _split_of(name))}
+    if len(splits) > 1:
+        raise ValueError(
+            f"{folder!r} holds the splits {', '.join(sorted(splits))}, such as {', '.join(sorted(splits.values()))}: "
+            "give the folder or a pattern of one"
+        )
+
+
+def _split_of(name: str) -> str | None:
+    """The split that the path of a file names, its last word of this kind."""
+    words = [_SPLITS[word.lower()] for word in _WORD.findall(name) if word.lower() in _SPLITS]
+    return words[-1] if words else None
+
+
+def _read(folder: str, name: str) -> Mapping[str, Any]:
+    path = os.path.join(folder, name)
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path!r}: {reason_of(error)}") from None
+
+
+class TableSource(Rows):
+    """The rows of Arrow or parquet files, numbered in the order of files and rows. See `Source` for the methods.
+
+    Cells of texts that are numbers of classes are replaced by the names of these. Raises ValueError, in one line, if
+    pyarrow is missing, a file is damaged, or files have no column of the first that is wanted, or several, or differ in
+    their columns.
+    """
+
+    def __init__(self, files: TableFiles, wanted: Sequence[Wanted]) -> None:
+        _require_pyarrow()
+        self._given, self.paths, self.skipped = (files, tuple(wanted)), files.paths, files.skipped
+        opened = [_opened(path) for path in files.paths]
+        schema = opened[0].schema
+        features = _features_of(schema)
+        columns: dict[Wanted, Sequence[str]] = {wanted[0]: [_column_of(schema, features, wanted[0], files.paths[0])]}
+        for one in wanted[1:]:
+            there = [name for name in columns_of(one) if name in schema.names]
+            columns[one] = [name for name in there if _is_text(schema, name)] if one.takes_rows else there[:1]
+        super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
+        times = [name for name in TIMES if name in schema.names]
+        chosen = [*dict.fromkeys(itertools.chain(*columns.values(), times))]
+        self._classes = {
+            name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
+        }
+        types = _types(schema, chosen)
+        for path, file in zip(files.paths, opened, strict=True):
+            if (found := _types(file.schema, chosen)) != types:
+                ours, theirs = (", ".join(f"{k}: {v}" for k, v in each.items()) for each in (found, types))
+                raise ValueError(f"{path!r} has the columns {ours}, but {files.paths[0]!r} {theirs}")
+            with _in_one_line(f"cannot read {path!r}"):
+                file.choose(chosen)
+        self._parts = [(file, number) for file in opened for number in range(len(file.lengths))]
+        self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in opened))])  # of the parts, after a 0
+        self._firsts = np.cumsum([0, *(sum(file.lengths) for file in opened)])
+        if not len(self):
+            first, n = repr(files.paths[0]), len(files.paths)
+            raise ValueError(f"{first if n == 1 else f'{n} files, the first {first}'} holds no rows")
+        ranges = [range(first, end) for first, end in itertools.pairwise(self._firsts.tolist())]
+        self.shards: Sequence[range] | None = ranges if len(ranges) > 1 else None
+        self._names = [os.path.relpath(path, self._folder) for path in files.paths]
+        about = json.dumps([self._names, self._firsts.tolist(), list(types.items())])
+        self.fingerprint = fingerprint_of([about.encode("utf-8", "surrogateescape")])
+        largest = max(file.largest for file in opened)
+        self._part = lru_cache(max(1, _KEPT_BYTES // largest))(self._read_part)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TableSource, self._given  # a worker that is not forked opens the files again
+
+    def cells(self, index: int) -> Mapping[str, Any]:
+        number = int(np.searchsorted(self._ends, index, side="right")) - 1
+        columns, row = self._part(number), index - int(self._ends[number])
+        cells = {name: _plain(column[row]) for name, column in columns.items()}
+        for name, classes in self._classes.items():
+            if isinstance(at := cells[name], int):
+                cells[name] = str(classes[at]) if 0 <= at < len(classes) else None
+        return cells
+
+    def describe(self, index: int) -> str:
+        file, row = self._place(index)
+        return f"{self.paths[file]}[{row}]"
+
+    def name(self, index: int) -> str:
+        file, row = self._place(index)
+        return f"{self._names[file]}/{row:09d}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return file, index - int(self._firsts[file])
+
+    def _read_part(self, number: int) -> Mapping[str, Any]:
+        """The columns of rows that are read together."""
+        file, part = self._parts[number]
+        with _in_one_line("the rows beside it cannot be read"):
+            read = file.part(part)
+            return {name: read.column(name) for name in read.schema.names}
+
+
+class _ArrowFile:
+    """A file of the streaming format in a map of memory; its parts are record batches, and kept as they are."""
+
+    largest = 1
+
+    def __init__(self, path: str) -> None:
+        import pyarrow as pa
+
+        mapped = pa.memory_map(path)
+        if mapped.size() >= 6 and mapped.read_at(6, 0) == b"ARROW1":
+            raise ValueError("it is an Arrow file of the random access format: write it as a stream, or as parquet")
+        if mapped.size() < len(_END_OF_STREAM) or mapped.read_at(8, mapped.size() - 8) != _END_OF_STREAM:
+            raise ValueError("it is cut off: it has no mark of the end")
+        mapped.seek(0)
+        self._content = mapped.read_buffer()  # a view of the map
+        self.schema = pa.ipc.open_stream(self._content).schema
+
+    def choose(self, columns: Sequence[str]) -> None:
+        import pyarrow as pa
+
+        numbers = [self.schema.get_field_index(name) for name in columns]
+        options = pa.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
+        self._batches = list(pa.ipc.open_stream(self._content, options=options))
+        first, end = self._content.address, self._content.address + self._content.size
+        buffers = (buffer for batch in self._batches for column in batch.columns for buffer in column.buffers())
+        if any(buffer and not first <= buffer.address <= end - buffer.size for buffer in buffers):
+            raise ValueError("it is compressed, so that a start would read all of it: save it without compression")
+        self.lengths = [batch.num_rows for batch in self._batches]
+
+    def part(self, number: int) -> Any:
+        self._batches[number].validate(full=True)  # else forged offsets would lead out of the file
+        return self._batches[number]
+
+
+class _ParquetFile:
+    """A parquet file; its parts are row groups. It is opened for each, because processes must not share an open one."""
+
+    def __init__(self, path: str) -> None:
+        import pyarrow.parquet as pq
+
+        self._path = path
+        with _at_random(path, is_part=False) as file:
+            self._about = pq.read_metadata(file)
+        self.schema = self._about.schema.to_arrow_schema()
+        groups = [self._about.row_group(number) for number in range(self._about.num_row_groups)]
+        self.lengths = [group.num_rows for group in groups]
+        sizes = [group.total_byte_size for group in groups]
+        self.largest = max(1, *sizes, 1)
+        if self.largest > _LARGEST_GROUP:
+            raise ValueError(
+                f"its row group {sizes.index(self.largest)} has {self.largest / 1e9:.1f} GB, and all of it is read for "
+                "one sample: write it again with row_group_size=100, or as Arrow"
+            )
+
+    def choose(self, columns: Sequence[str]) -> None:
+        self._columns = list(columns)
+
+    def part(self, number: int) -> Any:
+        import pyarrow.parquet as pq
+
+        with _at_random(self._path, is_part=True) as opened, pq.ParquetFile(opened, metadata=self._about) as file:
+            return file.read_row_group(number, columns=self._columns, use_threads=False)
+
+
+def _opened(path: str) -> _ArrowFile | _ParquetFile:
+    with _in_one_line(f"cannot read {path!r}"):
+        if not is_address(path):
+            check_regular(Path(path))
+        return _ParquetFile(path) if path.lower().endswith(".parquet") else _ArrowFile(path)
+
+
+def _at_random(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:
+    """What pyarrow opens. `is_part`: as for `open_bytes`."""
+    return remote.open_file(path, is_part) if is_address(path) else contextlib.nullcontext(path)
+
+
+@contextlib.contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """Context in which whatever pyarrow raises for a damaged file becomes a ValueError, in one line."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, *DAMAGES) as error:
+        raise ValueError(f"{what}: {' '.join(reason_of(error).split()) or type(error).__name__}") from None
+
+
+def _require_pyarrow() -> None:
+    """Raise ValueError, in one line, if pyarrow is missing. It imports the package, so that loader workers that are
+    forked later need not."""
+    try:
+        import pyarrow
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
+
+
+def _plain(cell: Any) -> Any:
+    """A cell without pyarrow, but for the contents of files, which stay where they are in a map of memory."""
+    import pyarrow.types as types
+
+    kind = cell.type
+    if cell.is_valid and types.is_struct(kind):
+        return {name: _plain(cell[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
+    if cell.is_valid and (types.is_binary(kind) or types.is_large_binary(kind)):
+        return cell.as_buffer()
+    if cell.is_valid and str(kind).startswith(_LISTS) and "string" not in str(kind):
+        numbers = cell.values.to_numpy(zero_copy_only=False)  # faster than lists by a hundred times
+        return list(numbers) if numbers.dtype == object else numbers
+    return cell.as_py()
+
+
+def _features_of(schema: Any) -> Mapping[str, Mapping[str, Any]]:
+    """What datasets says of the columns."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {name: said for name, said in features.items() if isinstance(said, Mapping)}
+    except DAMAGES:
+        return {}
+
+
+def _types(schema: Any, columns: Sequence[str]) -> dict[str, str]:
+    return {name: str(schema.field(name).type) for name in columns if name in schema.names}
+
+
+def _is_text(schema: Any, column: str) -> bool:
+    """Whether cells are texts, lists of texts, or numbers of classes."""
+    return _TEXT.fullmatch(str(schema.field(column).type)) is not None
+
+
+def _column_of(schema: Any, features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
+    """The column that holds the files."""
+    columns = columns_of(wanted)
+    files = {name: kind for name, kind in _types(schema, schema.names).items() if _FILE.fullmatch(kind)}
+    said = {name: features.get(name, {}).get("_type") for name in files}
+    stated = [name for name in files if said[name] == wanted.feature]
+    unsaid = [name for name in files if said[name] not in _MEDIA]
+    named = [name for name in unsaid if name.lower() in columns]
+    structs = [name for name in unsaid if files[name].startswith("struct")]
+    for found in (stated, named, structs):
+        found = [name for name in found if name == columns[0]] or found
+        if len(found) == 1:
+            return found[0]
+        if found:
+            what, those = f"several columns of {wanted.noun}s", ", ".join(found)
+            raise ValueError(f"{path!r} has {what}, {those}: call the one to train on {columns[0]}")
+    raise ValueError(
+        f"{path!r} has no column of {wanted.noun}s, a struct of bytes and path or a binary one called {columns[0]}; it "
+        f"has {', '.join(schema.names[:20]) or 'none'}"
+    )

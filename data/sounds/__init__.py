@@ -1,1 +1,0 @@
-"""Sounds with captions: manifests, folders and tars of them, how they are decoded, and the demonstration demo:tones."""

@@ -1,0 +1,178 @@
+"""Every field takes the same out of every source, of a good sample and of others: a table of both."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+
+from data.bad_samples import Incomplete
+from data.decoding import sounds, videos
+from data.fields import IMAGE, TEXT, CaptionField, ClipField, EmbeddingField, Field, ImageField, SoundField, TextsField
+from data.records.own import OwnData
+from data.samples import Samples
+from data.sets import open_records
+from data.tokenizers import open_tokenizer
+from tests.data.sources import FILES, Record, encoded, npy
+from tests.scripts import TOKENIZER
+
+SIZE, RATE, CLIP = 8, 8000, 400  # no picture is resized and no sound resampled: what comes out is what went in
+PLACES = [place for place, write in FILES.items() if write]
+LEFT_OUT, BAD = Incomplete, (ValueError, OSError)
+Found = Mapping[str, Any]
+
+
+def pixels(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def png(array: np.ndarray) -> bytes:
+    return encoded(Image.fromarray(array), "png")
+
+
+def gif(frames: np.ndarray) -> bytes:
+    """Frames of grey, which a GIF holds as they are."""
+    first, *others = map(Image.fromarray, frames)
+    return encoded(first, "gif", save_all=True, append_images=others, duration=40)
+
+
+def wav(waveform: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    soundfile.write(content, waveform, RATE, "FLOAT", format="WAV")
+    return content.getvalue()
+
+
+PICTURE, OTHER = pixels(0, SIZE, SIZE, 3), pixels(1, SIZE, SIZE, 3)
+FRAMES = pixels(2, 4, SIZE, SIZE)
+WAVE = np.random.default_rng(3).uniform(-1, 1, 2 * CLIP).astype(np.float32)
+ROWS = np.random.default_rng(4).standard_normal((3, 6)).astype(np.float32)
+ROW = ROWS[0]
+IMAGED: Record = {"png": png(PICTURE)}
+HEARD: Record = {"wav": wav(WAVE[:CLIP])}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The files of a sample, and what a field finds: some entries, or an error and a part of its text."""
+
+    record: Record
+    expected: Found | tuple[Any, str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A field, with the one that makes a sample before it, and samples of all conditions."""
+
+    fields: Callable[[], Sequence[Field]]
+    good: Sample
+    damaged: Sample
+    too_small: Sample
+    without_caption: Sample
+    part: Found | None = None  # of the good sample, from second 0.025 to 0.075
+
+    def __iter__(self) -> Any:
+        return iter((self.good, self.damaged, self.too_small, self.without_caption))
+
+
+def captions(*texts: str) -> Found:
+    return {"captions": texts[0], "all_captions": list(texts)}
+
+
+def planar(picture: np.ndarray) -> Found:
+    return {"images": picture.transpose(2, 0, 1)}
+
+
+FIELDS = {
+    "image": Case(
+        lambda: [ImageField(SIZE, enlarge=False), CaptionField()],
+        Sample({**IMAGED, "txt": b"a house\n"}, {**planar(PICTURE), "captions": "a house"}),
+        Sample({"png": IMAGED["png"][:50], "txt": b"a tree"}, (BAD, "")),
+        Sample({"png": png(OTHER[:5]), "txt": b"a dog"}, (LEFT_OUT, "5 pixels, fewer than 8")),
+        Sample({"png": png(OTHER)}, {**planar(OTHER), "captions": ""}),
+    ),
+    "clip": Case(
+        lambda: [ClipField(videos.ClipDecoder(SIZE, 4, short_clips="skip"))],
+        Sample({"gif": gif(FRAMES), "txt": b"a dance"}, {"videos": np.stack([FRAMES] * 3)}),
+        Sample({"gif": b"none", "txt": b"a walk"}, (BAD, "")),
+        Sample({"gif": gif(FRAMES[:2]), "txt": b"a jump"}, (BAD, "2")),
+        Sample({"gif": gif(FRAMES[::-1])}, {"videos": np.stack([FRAMES[::-1]] * 3)}),
+    ),
+    "sound": Case(
+        lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP))],
+        Sample({"wav": wav(WAVE), "txt": b"a bell"}, {"waveforms": WAVE[CLIP // 2 : CLIP // 2 + CLIP]}),
+        Sample({"wav": b"none", "txt": b"a horn"}, (BAD, "")),
+        Sample({"wav": wav(WAVE[: CLIP // 4]), "txt": b"a drum"}, {"waveforms": np.tile(WAVE[: CLIP // 4], 4)}),
+        Sample({"wav": wav(WAVE[CLIP:])}, {"waveforms": WAVE[CLIP:]}),
+        part={"waveforms": WAVE[RATE // 40 : RATE // 40 + CLIP]},
+    ),
+    "texts": Case(
+        lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP)), TextsField(open_tokenizer(str(TOKENIZER), 8))],
+        Sample({**HEARD, "txt": b"bell  sound\nhorn sound\n"}, captions("bell sound", "horn sound")),
+        Sample({"wav": b"none", "txt": b"bell sound"}, (BAD, "")),
+        Sample({**HEARD, "txt": b" \n"}, (BAD, "no caption")),
+        Sample(HEARD, (BAD, "no caption")),
+    ),
+    "embedding": Case(
+        lambda: [ImageField(SIZE), EmbeddingField(IMAGE, ROW.shape)],
+        Sample({**IMAGED, "img_emb.npy": npy(ROW)}, {"image_embed": ROW}),
+        Sample({**IMAGED, "img_emb.npy": npy(ROW * np.nan)}, (BAD, "not all numbers are finite")),
+        Sample({**IMAGED, "img_emb.npy": npy(ROW[:5])}, (BAD, "(5,)")),
+        Sample({**IMAGED, "txt": b"a house"}, (LEFT_OUT, "it has no image embedding")),
+    ),
+    "encoding": Case(
+        lambda: [ImageField(SIZE), EmbeddingField(TEXT, (3, 6))],
+        Sample({**IMAGED, "text_emb.npy": npy(ROWS[:2])}, {"text_encodings": np.vstack([ROWS[:2], 0 * ROWS[2:]])}),
+        Sample({**IMAGED, "text_emb.npy": npy(ROWS * np.inf)}, (BAD, "not all numbers are finite")),
+        Sample({**IMAGED, "text_emb.npy": npy(ROWS[:, :5])}, (BAD, "(3, 5)")),
+        Sample({**IMAGED, "img_emb.npy": npy(ROW)}, (LEFT_OUT, "it has no text encoding")),
+    ),
+}  # fmt: skip
+
+
+def opened(case: Case, spec: Path | str) -> Samples:
+    fields = case.fields()
+    own = OwnData(spec, argparse.Namespace(seed=0)) if isinstance(spec, str) else str(spec)
+    return Samples(open_records(own, fields, "shapes", "samples", 0), fields)
+
+
+def check(samples: Samples, index: int, expected: Found | tuple[Any, str]) -> None:
+    if isinstance(expected, Mapping):
+        found = samples.load(index)
+        for name, value in expected.items():
+            same = torch.equal(found[name], torch.tensor(value.copy())) if isinstance(value, np.ndarray) else None
+            assert same or found[name] == value, name
+        return
+    kind, text = expected
+    with pytest.raises(kind) as error:
+        samples.load(index)
+    assert text in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) > 5
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_of_every_source_is_what_was_written_or_an_error_of_one_line(
+    field: str, place: str, tmp_path: Path
+) -> None:
+    case, write = FIELDS[field], FILES[place]
+    assert write
+    spec = write(tmp_path / "set", dict(enumerate(sample.record for sample in case)))
+    samples = opened(case, spec)
+    assert len(samples) == 4
+    for some in (samples, samples if place == "own" else pickle.loads(pickle.dumps(samples))):
+        for index, sample in enumerate(case):
+            check(some, index, sample.expected)
+    if case.part and place in ("arrow", "parquet", "csv", "manifest"):
+        times: Any = {"start_seconds": [0.025, 0.05], "end_seconds": [0.075, 0.1]}
+        parts = opened(case, write(tmp_path / "parts", {0: case.good.record, 1: case.good.record}, **times))
+        check(parts, 0, case.part)
+        check(parts, 1, {"waveforms": WAVE[CLIP:]})
