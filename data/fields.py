@@ -305,7 +305,7 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
         record = source.record(example)
         array = numbers_of(record, kind)
         if array is None:
-            raise ValueError("it is empty")
+            raise refused(record.get(_OWN), _embedded(kind)) if _OWN in record else ValueError("it is empty")
         _check_dimensions(kind, array.shape)
     except NotASample as error:
         raise NotASample(f"--dataset: {source.describe(example)} {error}") from None
@@ -467,12 +467,16 @@ def _check_dimensions(kind: Kind, shape: tuple[int, ...]) -> None:
 def _array_of(item: Any, kind: Kind) -> Array | None:
     """The embedding of an item of a user's dataset."""
     name = kind.wanted.name
-    if isinstance(item, Mapping) and name in item and item[name] is None:
+    if isinstance(item, Mapping) and item.get(name) is None:
         return None
     array = own.as_array(item.get(name) if isinstance(item, Mapping) else None)
     if array is None or array.dtype.kind != "f" or array.ndim != kind.dimensions or 0 in array.shape:
-        raise refused(item, f'a mapping with an "image" and a "{name}", a tensor or array of floats {kind.form}')
+        raise refused(item, _embedded(kind))
     return array
+
+
+def _embedded(kind: Kind) -> str:
+    return f'a mapping with an "image" and a "{kind.wanted.name}", a tensor or array of floats {kind.form}'
 
 
 def _caption_of(item: Any) -> str:

@@ -273,7 +273,8 @@ def open_conditioned(
     stored = [] if tokenize else [kind for kind in takes if kind not in rows]
     wanted = [*fields, *(EmbeddingField(kind, ()) for kind in stored)]
     source = open_records(spec, wanted, "scenes", "images", seed, **numbers)
-    if (rows or numbers.get("start_shard") or numbers.get("end_shard") is not None) and source.shards is None:
+    selects = numbers.get("start_shard") or numbers.get("end_shard") is not None
+    if selects and isinstance(source, DemoSource | OwnSource):
         raise ValueError(f"{spec} has no shards: leave out the flags that select or describe them")
     for kind in [] if tokenize else takes:
         found = (

@@ -49,9 +49,10 @@ class FolderSource:
     shards: Sequence[range] | None = None
 
     def __init__(self, folder: str, wanted: Sequence[Wanted], demo: str = "") -> None:
-        self.folder, (self._first, *self._beside) = folder, wanted
+        self.folder, (first, *self._beside) = folder, wanted
+        self._first = first._replace(endings=first.endings + first.further)
         _check_folder(folder, f"{self._first.noun}s", f", or {demo} to try without one" if demo else "")
-        kind = json.dumps(["folder", *((one.name, one.endings) for one in wanted)])
+        kind = json.dumps(["folder", *((one.name, one.endings) for one in (self._first, *self._beside))])
         index = kept(folder, kind, lambda: _Tree(folder, self._first, self._beside).made())
         self.fingerprint, self._names, self.tars = index.fingerprint, index.strings("names"), index.strings("tars")
         self._which = {one.name: index.numbers(f"which {one.name}", len(self)) for one in self._beside}

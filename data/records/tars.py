@@ -51,7 +51,7 @@ class TarSource:
             states = [*threads.map(_state, self.paths)]
         self._n_bytes = np.array([size for size, _ in states], np.int64)
         root, names = _root_and_names(self.paths)
-        kind = json.dumps(["tars", names, [(one.name, one.endings) for one in wanted]])
+        kind = json.dumps(["tars", names, [(one.name, one.endings, one.further) for one in wanted]])
         index = kept(
             root, fingerprint_of([kind.encode()]), self._made, fewest=_FEWEST,
             depends=fingerprint_of([json.dumps(states).encode()]),
@@ -99,7 +99,7 @@ class TarSource:
             size, offset, ending = (column[index] for column in self._columns[one.name])
             if size < 0:
                 continue
-            if not (0 <= offset <= n_bytes - size and 0 <= ending < len(one.endings)):
+            if not (0 <= offset <= n_bytes - size and 0 <= ending < len(one.endings + one.further)):
                 raise self._damaged()
             member = name if one is self._wanted[0] else f"{_key(name)}{one.endings[ending]}"
             record[one.name] = Entry(path, offset, size, member=member)
@@ -175,9 +175,10 @@ def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
     and the number of its ending."""
     tail = tail.lower()
     exact = [
-        (number, 0 if number == 0 else one.endings.index(tail), one.endings.index(tail))
+        (number, place if number else 2 * (ending in one.further), place)
         for number, one in enumerate(wanted)
-        if tail in one.endings
+        for place, ending in enumerate(one.endings + one.further)
+        if ending == tail
     ]
     return exact or [
         (number, 1 if number == 0 else len(one.endings) + ending, ending)

@@ -44,7 +44,8 @@ class OfOne:
     """A set of whose samples one entry is looked at."""
 
     def __init__(self, samples: Samples, entry: str) -> None:
-        self.samples, self.entry, self.describe = samples, entry, samples.describe
+        self.samples, self.entry = samples, entry
+        self.describe, self.name = samples.describe, samples.name
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -107,6 +107,13 @@ FIELDS = {
         Sample({"gif": gif(FRAMES[:2]), "txt": b"a jump"}, (BAD, "2")),
         Sample({"gif": gif(FRAMES[::-1])}, {"videos": np.stack([FRAMES[::-1]] * 3)}),
     ),
+    "still": Case(  # an image is a video of one frame
+        lambda: [ClipField(videos.ClipDecoder(SIZE, 1))],
+        Sample(IMAGED, {"videos": PICTURE.transpose(2, 0, 1)[:, None]}),
+        Sample({"png": IMAGED["png"][:50]}, (BAD, "")),
+        Sample({"gif": gif(FRAMES[:1])}, {"videos": np.stack([FRAMES[:1]] * 3)}),
+        Sample({"png": png(OTHER)}, {"videos": OTHER.transpose(2, 0, 1)[:, None]}),
+    ),
     "sound": Case(
         lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP))],
         Sample({"wav": wav(WAVE), "txt": b"a bell"}, {"waveforms": WAVE[CLIP // 2 : CLIP // 2 + CLIP]}),
@@ -158,8 +165,10 @@ def check(samples: Samples, index: int, expected: Found | tuple[Any, str]) -> No
     assert text in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) > 5
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field, place", [
+    (field, place) for field in FIELDS for place in PLACES
+    if field != "still" or place not in ("arrow", "parquet", "own")  # where a video is what the user says is one
+])  # fmt: skip
 def test_every_field_of_every_source_is_what_was_written_or_an_error_of_one_line(
     field: str, place: str, tmp_path: Path
 ) -> None:

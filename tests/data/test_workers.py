@@ -23,8 +23,8 @@ class ThreadCounts:
     def __len__(self) -> int:
         return 8
 
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> torch.Tensor:
-        return torch.full((3, 2, 2), torch.get_num_threads(), dtype=torch.uint8)
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, torch.Tensor]:
+        return {"images": torch.full((3, 2, 2), torch.get_num_threads(), dtype=torch.uint8)}
 
     def describe(self, index: int) -> str:
         return str(index)

@@ -205,8 +205,3 @@ def test_images_are_mirrored_only_where_nothing_says_left_or_right(tmp_path):
         assert "--random_flip" in one_line(opened, tars, text=False, image=taken, flip=True)
     plain = opened(write_tars(tmp_path / "plain", "npy"), text=False, image=False, flip=True)
     assert plain.load(0).keys() == {"images", "captions"}
-
-
-def test_two_files_of_one_kind_for_one_image_are_refused(tmp_path):
-    tars = write_tars(tmp_path / "tars", "txt", "npy", "img_emb.npy")
-    assert "two files like" in one_line(opened, tars)

@@ -203,7 +203,7 @@ def bomb() -> bytes:
 )
 def test_broken_content_is_a_value_error_of_one_line(tmp_path, content, expected):
     (tmp_path / "a.jpg").write_bytes(content)
-    assert expected in one_line(decode_image, str(tmp_path / "a.jpg"), 16, 3)
+    assert expected in one_line(decode_image, Entry(str(tmp_path / "a.jpg")), 16, 3)
 
 
 def test_content_counts_and_not_the_name(tmp_path):

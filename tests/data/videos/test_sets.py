@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from data.sets import open_sounds, open_videos
-from tests.data.helpers import write_tar
-from tests.data.sources import captions, image, sound, video
+from data.sets import open_videos
+from tests.data.helpers import OfOne, write_tar
+from tests.data.sources import image, video
 from tests.data.videos.files import SIDE, numbers, picture, write_video
 
 
 def opened(spec: Path | str, **changed):
-    return open_videos(str(spec), **{"image_size": SIDE, "num_frames": 3, **changed})
+    return OfOne(open_videos(str(spec), **{"image_size": SIDE, "num_frames": 3, **changed}), "videos")
 
 
 def write_folder(folder: Path) -> Path:
@@ -62,11 +62,8 @@ def test_a_manifest_names_parts_of_files(tmp_path):
     assert (videos.name(0), videos.describe(0)) == ("v/a.mp4", str(tmp_path / "v" / "a.mp4"))
 
 
-def test_sounds_beside_videos_in_a_tar_have_an_index_of_their_own(tmp_path):
-    write_tar(tmp_path / "0.tar", {"0/a": {**video(0), **image(0), **sound(0)}})
-    for _ in range(2):
-        videos = opened(tmp_path / "0.tar")
-        assert (len(videos), videos.name(0)) == (1, "0/a.gif")
-        sounds = open_sounds(str(tmp_path / "0.tar"), sample_rate=8000, clip_seconds=0.5)
-        assert len(sounds) == 1 and sounds.texts(0).captions == captions(0)
-    assert {path.name for path in tmp_path.glob(".*.npz")} == {".0.tar.index.npz", ".0.tar.videos.index.npz"}
+def test_an_image_in_a_tar_is_a_video_of_one_frame_where_no_video_has_its_name(tmp_path):
+    write_tar(tmp_path / "0.tar", {"0/a": {**video(0), **image(0)}, "0/b": image(1)})
+    videos = opened(tmp_path / "0.tar")
+    assert [videos.name(i) for i in range(len(videos))] == ["0/a.gif", "0/b.png"]
+    assert len(opened(tmp_path / "0.tar", short_clips="skip")) == 1
