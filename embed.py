@@ -16,7 +16,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
@@ -27,14 +27,12 @@ from training.flags.parser import ArgumentParser
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from models import MuLaN
-    from trained import Trained
+    from data.decoding.sounds import ClipDecoder
 # Flag -> flags that have no effect without it.
 NEEDS = {
     "audio": ("output", "files_per_shard", "max_clips", "on_bad_sample", "num_workers"),
     "query": ("top_k", "json"),
 }
-Say = Callable[[str], None]
 
 
 def build_parser() -> ArgumentParser:
@@ -56,7 +54,7 @@ def build_parser() -> ArgumentParser:
         help="a long file is the mean of at most so many clips, spread evenly over it; 1: only its middle")
     add("--files_per_shard", type=size, default=256, metavar="FILES", help="sounds per file of embeddings")
     add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
-        help="where a file cannot be read: leave it out and name it in bad.jsonl, or stop")
+        help="where a file cannot be read: leave it out and name it in the index, or stop")
 
     add = parser.add_argument_group("search").add_argument
     add("--query", action="append", metavar="TEXT", help="a sentence, or the path of a sound file; may be repeated")
@@ -69,24 +67,38 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def load_mulan(path: str, backend: distributed.Backend) -> Trained:
-    """What a user calls a MuLaN, of either --layout, on the device of the run."""
-    from trained import open_model
+class Embedder(NamedTuple):
+    """A MuLaN on the device of the run.
 
-    trained = open_model(path, "MuLaN", "MusicLMMuLaN")
-    trained.model.to(backend.device)
-    return trained
+    about: what says which model it is.
+    dim: of its embeddings.
+    decoder: cuts the clips that it takes out of sounds.
+    of_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on the CPU.
+    of_text: a sentence -> its unit vector (dim,). It is in a batch of its own, so that its vector does not depend, to
+        the last bit, on other sentences.
+    """
+
+    about: dict[str, Any]
+    dim: int
+    decoder: ClipDecoder
+    of_clips: Callable[[Tensor], Tensor]
+    of_text: Callable[[str], Tensor]
 
 
-def embedders(
-    model: MuLaN, tokenizer: Path | None, backend: distributed.Backend
-) -> tuple[Callable[[Tensor], Tensor], Callable[[str], Tensor]]:
-    """Two functions: waveforms (b, n) in [-1, 1] -> unit vectors (b, d), in the precision of the run; and a sentence ->
-    its unit vector (d,). Each sentence is embedded in a batch of its own, so that its vector does not depend, to the
-    last bit, on other sentences. Results are fp32, on the CPU."""
+def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> Embedder:
+    """What a user calls a MuLaN, of either --layout. Raises ValueError, in one line, if there is none or it needs more
+    memory for a batch than there is."""
     import torch
 
-    from data.stores.search import tokens_of_query
+    from data.decoding.sounds import ClipDecoder
+    from data.stores.embeddings import tokens_of_query
+    from models.files.building import require_room
+    from trained import open_model
+
+    model, about, tokenizer = open_model(path, "MuLaN", "MusicLMMuLaN")
+    require_room(f"a batch of {batch_size} clips", batch_size, model.clip_numbers)
+    model.to(backend.device)
+    config = model.config
 
     @torch.no_grad()
     def of_clips(waveforms: Tensor) -> Tensor:
@@ -96,45 +108,45 @@ def embedders(
 
     @torch.no_grad()
     def of_text(text: str) -> Tensor:
-        sizes = model.config["max_text_tokens"], model.config["vocab_size"]
-        tokens = tokens_of_query(text, tokenizer, *sizes, model.marks_texts).to(backend.device)
-        return model.encode_text(tokens, torch.tensor([tokens.shape[1]], device=backend.device))[0].float().cpu()
+        tokens = tokens_of_query(text, tokenizer, config["max_text_tokens"], config["vocab_size"], model.marks_texts)
+        lengths = torch.tensor([tokens.shape[1]], device=backend.device)
+        return model.encode_text(tokens.to(backend.device), lengths)[0].float().cpu()
 
-    return of_clips, of_text
+    decoder = ClipDecoder(config["sample_rate"], model.clip_samples)
+    return Embedder(about, config["dim_latent"], decoder, of_clips, of_text)
 
 
-def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Say) -> None:
+def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Callable[[str], None]) -> None:
     """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
-    from data.sounds.decoding import ClipDecoder
-    from data.sounds.long_sounds import embed_sounds, load_clips, open_long_sounds
-    from data.stores.embeddings import embedding_shards, write_embedding_index
+    import numpy as np
+
+    from data.long_sounds import LongSounds, unit_means
+    from data.stores.embeddings import EMBEDDINGS
+    from data.stores.encoding import encode_batches
     from data.stores.output import OutputFolder, names_sha256
-    from models.files.building import require_room
+    from data.stores.shards import Encoded, ShardWriter
 
     fetch(args.model, backend)
     with backend.agreement():
-        model, about, tokenizer = load_mulan(args.model, backend)
-        require_room(f"a batch of {args.batch_size} clips", args.batch_size, model.clip_numbers)
-        decoder = ClipDecoder(model.config["sample_rate"], model.clip_samples)
+        embedder = open_embedder(args.model, args.batch_size, backend)
         backend.working("listing the samples")
-        sounds = open_long_sounds(args.audio, decoder, args.max_clips)
+        sounds = LongSounds(args.audio, embedder.decoder, args.max_clips)
     settings = {
-        "task": "embed", **about, "dim": model.config["dim_latent"], "max_clips": args.max_clips,
+        "task": "embed", **embedder.about, "dim": embedder.dim, "max_clips": args.max_clips,
         "batch_size": args.batch_size, **kernel_settings(args, backend),
         "files": len(sounds.names), "names_sha256": names_sha256([*sounds.names, *sounds.parts]),
         "files_per_shard": args.files_per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
-    shards = embedding_shards(output, sounds.names)
-    embed, _ = embedders(model, tokenizer, backend)
+    empty = np.zeros((0, embedder.dim), np.float32)
+    shards = ShardWriter(output, EMBEDDINGS, empty, sounds.names, args.files_per_shard)
 
-    def embeddings_of(todo: Sequence[int]) -> Iterator[Any]:
-        clips = load_clips(sounds, [shards.items[shard] for shard in todo], num_workers=args.num_workers)
-        return (embed_sounds(of_shard, embed, args.batch_size) for of_shard in clips)
+    def embeddings_of(todo: Sequence[range]) -> Iterator[Encoded]:
+        how = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
+        for encoded in encode_batches(sounds.load, sounds.describe, todo, embedder.of_clips, **how):
+            yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])
 
-    stop = args.on_bad_sample == "error"
-    index = functools.partial(write_embedding_index, shards, sounds.captions)
-    filled = shards.fill(embeddings_of, index, "embedded", stop_at_bad=stop)
+    filled = shards.fill(embeddings_of, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")
     say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
 
 
@@ -142,26 +154,27 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
-    from data.sounds.decoding import ClipDecoder
-    from data.sounds.long_sounds import embed_file, is_sound
-    from data.stores.embeddings import read_embeddings
-    from data.stores.search import Answer, read_queries
-    from models.files.building import require_room
+    from data.long_sounds import clips_of_query, unit_means
+    from data.stores.embeddings import Answer, StoredEmbeddings, read_queries
+    from data.stores.encoding import in_batches
 
     fetch(args.model, backend)
     with backend.agreement():
         if backend.is_root:
-            queries, index = read_queries(args.query or [], args.query_file), read_embeddings(args.index)
-            model, about, tokenizer = load_mulan(args.model, backend)
-            if not about.items() <= index.index.items():
-                raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
-            decoder, how = ClipDecoder(model.config["sample_rate"], model.clip_samples), index.index
-            require_room(f"a batch of {how['batch_size']} clips", how["batch_size"], model.clip_numbers)
+            queries, stored = read_queries(args.query or [], args.query_file), StoredEmbeddings(args.index)
             # Embed a sound with the settings of the index, so that a sound which is in the index has the cosine 1.
-            embed, embed_text = embedders(model, tokenizer, backend)
-            embed_sound = functools.partial(embed_file, decoder, embed, how["max_clips"], how["batch_size"])
-            vectors = torch.stack([(embed_sound if is_sound(query) else embed_text)(query) for query in queries])
-            found = index.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
+            batch_size, max_clips = stored.index["batch_size"], stored.index["max_clips"]
+            embedder = open_embedder(args.model, batch_size, backend)
+            if not embedder.about.items() <= stored.index.items():
+                raise ValueError(f"the index in {args.index} was not made by {args.model}: give the model that made it")
+
+            def embed(query: str) -> Tensor:
+                if (clips := clips_of_query(query, embedder.decoder, max_clips)) is None:
+                    return embedder.of_text(query)
+                return unit_means([in_batches(clips, embedder.of_clips, batch_size)])[0]
+
+            vectors = torch.stack([embed(query) for query in queries])
+            found = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
             for answer in map(Answer, queries, found):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 

@@ -20,9 +20,10 @@ the same memory (their codes are kept until the shard is written, and attend_tim
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import distributed
 from hub import fetch
@@ -35,7 +36,10 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from torch import Tensor
 
     from data.stores.codes import StoredCodes
+    from data.stores.shards import Encoded
     from models import VideoTokenizer
+
+DEMO_FRAMES = 41  # of a clip that is drawn
 ENCODING = ("image_size", "on_bad_sample", "report")
 # What is done with what -> the flags that have an effect on it, among those that do not have one on everything; and the
 # formats of its files, the default first.
@@ -73,8 +77,9 @@ def build_parser() -> ArgumentParser:
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
     formats = dict.fromkeys(form for forms in FORMATS.values() for form in forms)
     group.add_argument("--format", choices=tuple(formats),
-        help="of codes: safetensors (default), of images also npy; of decoded videos: mp4 (default), gif (holds a "
-        "whole video in memory) or png, a folder of frames for each video. One frame is always a png")
+        help="of codes: safetensors (default), or npy, for images: a .npy beside each; of decoded videos: mp4 "
+        "(default), gif (holds a whole video in memory) or png, a folder of frames for each video. One frame is always "
+        "a png")
 
     add = parser.add_argument_group("encoding").add_argument
     add("--image_size", type=pixels, metavar="PIXELS",
@@ -117,251 +122,238 @@ def check_flags(args: argparse.Namespace, *kinds: str) -> None:
         args.format = args.format or next(iter(formats))
 
 
-class Coder:
-    """What encodes and decodes, and the settings that both, and either, depend on."""
+class Opened(NamedTuple):
+    """A set that is to be encoded.
+
+    grid: [h', w'] of its codes.
+    names: of all items; `parts`: if a manifest asks for parts of files, which part each item is; else empty.
+    codes: the indices of the items of each shard -> their codes.
+    """
+
+    grid: list[int]
+    names: list[str]
+    parts: list[str]
+    codes: Callable[[Sequence[range]], Iterator[Encoded]]
+
+
+class Coder(NamedTuple):
+    """What encodes and decodes images or videos.
+
+    kind: "images" or "videos".
+    settings, of_encoding, of_decoding: what the files depend on in both directions, or in one.
+    open: opens the set to be encoded at images of this side; raises ValueError, in one line, if the model does not take
+        them.
+    ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
+    write: stored codes, shard, files: writes the files of a shard.
+    """
 
     kind: str
-
-    def __init__(self, model: Any, args: argparse.Namespace, backend: distributed.Backend) -> None:
-        self.model, self._args, self._backend = model, args, backend
-        self._threads = max(1, args.num_workers)
-        self.settings: dict[str, Any] = {}
-        self.of_encoding: dict[str, Any] = {}
-        self.of_decoding: dict[str, Any] = {}
-
-    def _computed(self, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any) -> Tensor:
-        """What a method of the model makes of values, in the precision of the run."""
-        self._backend.mark(doing)
-        with self._backend.autocast():
-            return method(values.to(self._backend.device), *state)
+    settings: dict[str, Any]
+    of_encoding: dict[str, Any]
+    of_decoding: dict[str, Any]
+    open: Callable[[int], Opened]
+    ending: str
+    frames_per_code: int | None
+    write: Callable[[StoredCodes, int, Sequence[Path]], None]
 
 
-class Images(Coder):
+def computed(
+    backend: distributed.Backend, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
+) -> Tensor:
+    """What a method of the model makes of values, in the precision of the run."""
+    backend.mark(doing)
+    with backend.autocast():
+        return method(values.to(backend.device), *state)
+
+
+def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Images in batches, through a DiscreteVAE or a VQGAN.
 
     All batches are padded to one size, because at a fixed size neither the place of an image in its batch nor the other
     images change its codes. With another size or number of threads, a CPU chooses other kernels, whose latents were
     seen to differ by 1e-6; occasionally, that makes another code the nearest.
     """
+    import torch
 
-    kind = "images"
+    from data.feed import to_unit_range
+    from data.records.rows import parts_of
+    from data.sets import open_images
+    from data.stores.decoding import decode_images
+    from data.stores.encoding import encode_batches
+    from models.files.building import require_room
 
-    def __init__(self, model: Any, args: argparse.Namespace, backend: distributed.Backend) -> None:
-        super().__init__(model, args, backend)
-        self.settings = {"batch_size": args.batch_size}
+    count = args.batch_size
 
-    def grid(self, side: int) -> list[int]:
-        """[h', w'] of the codes of images of this side. Raises ValueError, in one line, if the model does not take
-        them."""
-        import torch
+    def encode(images: Tensor) -> Tensor:
+        return computed(backend, "encoding", model.encode, to_unit_range(images.to(backend.device))).cpu()
 
-        from models.files.building import require_room
-
-        if side != self.model.image_size and type(self.model).__name__ == "DiscreteVAE":
-            raise ValueError(f"--image_size {side}: this model takes {self.model.image_size} alone; leave it out")
-        count, shape = self._args.batch_size, (self.model.channels, side, side)
-        require_room(f"a batch of {count} images of {side} pixels", count, *shape)
+    def open_set(side: int) -> Opened:
+        if side != model.image_size and type(model).__name__ == "DiscreteVAE":
+            raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
+        require_room(f"a batch of {count} images of {side} pixels", count, model.channels, side, side)
         try:
-            return list(self._encode(torch.zeros(1, *shape, device=self._backend.device)).shape[1:])
+            grid = list(encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
             raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
+        images = open_images(args.image_folder, image_size=side, channels=model.channels)
+        load = functools.partial(load_alone, images)
+        how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
+        return Opened(
+            grid, list(map(images.name, range(len(images)))), parts_of(images.source),
+            lambda shards: encode_batches(load, images.describe, shards, encode, **how),
+        )  # fmt: skip
 
-    def open(self, side: int) -> tuple[list[str], list[str]]:
-        """The names of all images, and nothing more that says which they are."""
-        from data.sets import open_images
+    def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
+        decode = functools.partial(computed, backend, "decoding", model.decode)
+        decode_images(codes, shard, files, decode, batch_size=count, num_threads=max(1, args.num_workers))
 
-        self._images = open_images(self._args.image_folder, image_size=side, channels=self.model.channels)
-        return [self._images.name(index) for index in range(len(self._images))], []
-
-    def codes(self, ranges: Sequence[range]) -> Iterator[tuple[Any, ...]]:
-        """What `ShardWriter.fill` wants of images with these indices."""
-        from data.images.sequence import image_batches, map_images
-
-        device, workers = self._backend.device, self._args.num_workers
-        loading = {"num_workers": workers, "pin_memory": device.type == "cuda"}
-        batches = image_batches(self._images, ranges, batch_size=self._args.batch_size, **loading)
-        return (map_images(of_shard, self._encode, device) for of_shard in batches)
-
-    def files(self, folder: Path, codes: StoredCodes) -> list[list[Path]]:
-        """The files of the images, by shard and row."""
-        from data.stores.pngs import png_files
-
-        return png_files(folder, codes.paths)
-
-    def write(self, codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        """Write the images of a shard."""
-        from data.stores.pngs import decode_shard
-
-        sizes = {"batch_size": self._args.batch_size, "num_threads": self._threads}
-        decode_shard(codes, shard, files, self._decode, **sizes)
-
-    def _encode(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) in [0, 1] -> codes int64 (b, h', w')."""
-        return self._computed("encoding", self.model.encode, images)
-
-    def _decode(self, codes: Tensor) -> Tensor:
-        """Codes (b, h', w') -> images, about in [0, 1]."""
-        return self._computed("decoding", self.model.decode, codes)
+    return Coder("images", {"batch_size": count}, {}, {}, open_set, ".png", None, write)
 
 
-class Videos(Coder):
-    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer. Methods: see `Images`."""
+def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
+    """An image as a batch of one, with nothing to be said of it."""
+    return images.load(index)["images"][None], {}
 
-    kind = "videos"
 
-    def __init__(self, model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> None:
-        from tandem.files.installed import missing_package
-        from training.pictures.film import can_write_mp4
+def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
+    """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
+    from data.decoding.videos import ClipDecoder
+    from data.demo import FRAMES_PER_SECOND, DemoSource
+    from data.feed import to_unit_range
+    from data.records.rows import parts_of
+    from data.sets import open_videos
+    from data.stores.codes import code_dtype
+    from data.stores.decoding import FRAME_FOLDER, decode_videos
+    from data.stores.encoding import PIECE_FRAMES, encode_streams
+    from models.files.building import require_room
+    from models.video.layers import check_side
+    from tandem.files.installed import missing_package
+    from training.pictures.film import can_write_mp4, to_gif, write_mp4
 
-        if model.channels != 3 or model.is_conditional:
-            what = "needs a condition" if model.is_conditional else f"has {model.channels} channels"
-            raise ValueError(f"the model in {args.model} {what}; videos are coded by models of RGB without a condition")
-        if args.format == "mp4" and not can_write_mp4():
-            raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
-        super().__init__(model, args, backend)
-        self._speed = {"fps": args.fps, "frame_stride": args.frame_stride}
-        self.of_encoding = {**self._speed, "frames_per_code": model.frames_per_code}
-        self.of_decoding = {"format": args.format}
+    if model.channels != 3 or model.is_conditional:
+        what = "needs a condition" if model.is_conditional else f"has {model.channels} channels"
+        raise ValueError(f"the model in {args.model} {what}; videos are coded by models of RGB without a condition")
+    if args.format == "mp4" and not can_write_mp4():
+        raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
+    speed = {"fps": args.fps, "frame_stride": args.frame_stride}
+    threads, dtype = max(1, args.num_workers), code_dtype(model.num_codes)
 
-    def grid(self, side: int) -> list[int]:
-        from data.videos.films import PIECE_FRAMES
-        from models.files.building import require_room
-        from models.video.layers import check_side
+    def start_encoding() -> Callable[[Tensor], np.ndarray]:
+        state = model.start_encoding()
 
-        check_side("--image_size", side, self.model.pixels_per_code)
+        def encode(frames: Tensor) -> np.ndarray:
+            pixels = to_unit_range(frames.to(backend.device))[None]
+            return computed(backend, "encoding", model.encode_next, pixels, state)[0].cpu().numpy().astype(dtype)
+
+        return encode
+
+    def start_decoding() -> Callable[[Tensor], Tensor]:
+        state = model.start_decoding()
+        return lambda codes: computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
+
+    def open_set(side: int) -> Opened:
+        check_side("--image_size", side, model.pixels_per_code)
         require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
-        return [side // self.model.pixels_per_code] * 2
+        videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
+        source, clips = videos.source, ClipDecoder(side, DEMO_FRAMES, **speed)
+        step = FRAMES_PER_SECOND / args.fps if args.fps else args.frame_stride
 
-    def open(self, side: int) -> tuple[list[str], list[str]]:
-        """The names of all videos and, if a manifest asks for parts of them, what parts these are."""
-        from data.sets import open_videos
-        from data.videos.films import DEMO_FRAMES, names_of
+        def frames_of(index: int) -> Iterator[tuple[Tensor, float | None]]:
+            if isinstance(source, DemoSource):
+                return ((frame, FRAMES_PER_SECOND / step) for frame in videos.load(index)["videos"].unbind(1))
+            return clips.frames(source.record(index)["clip"])
 
-        videos: Any = open_videos(self._args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **self._speed)
-        self._videos = videos
-        return names_of(videos)
+        how = {"frames_per_code": model.frames_per_code, "num_threads": threads}
+        return Opened(
+            [side // model.pixels_per_code] * 2, list(map(videos.name, range(len(videos)))), parts_of(source),
+            lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how),
+        )  # fmt: skip
 
-    def codes(self, ranges: Sequence[range]) -> Iterator[tuple[Any, ...]]:
-        from data.videos.films import encode_films
+    def write_film(file: BinaryIO, frames: Iterator[np.ndarray], fps: float) -> None:
+        if args.format == "gif":
+            file.write(to_gif(frames, fps))
+        else:
+            write_mp4(file, frames, fps)
 
-        how = {"frames_per_code": self.model.frames_per_code, "num_threads": self._threads}
-        return (encode_films(self._videos, indices, self._encoding, **how) for indices in ranges)
+    def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
+        decode_videos(codes, shard, files, start_decoding, write_film, num_threads=threads)
 
-    def files(self, folder: Path, codes: StoredCodes) -> list[list[Path]]:
-        from data.stores.films import FRAME_FOLDER, film_files
-
-        ending = FRAME_FOLDER if self._args.format == "png" else f".{self._args.format}"
-        return film_files(folder, codes, ending, self.model.frames_per_code)
-
-    def write(self, codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        from data.stores.films import decode_films
-        from training.pictures.film import to_gif, write_mp4
-
-        def write_film(file: BinaryIO, frames: Iterator[np.ndarray], fps: float) -> None:
-            if self._args.format == "gif":
-                file.write(to_gif(frames, fps))
-            else:
-                write_mp4(file, frames, fps)
-
-        decode_films(codes, shard, files, self._decoding, write_film, num_threads=self._threads)
-
-    def _encoding(self) -> Callable[[Tensor], np.ndarray]:
-        """Begin a video: a function of its next frames, uint8 (3, f, h, w), that returns their codes (f', h', w')."""
-        from data.feed import to_unit_range
-        from data.stores.codes import code_dtype
-
-        state, dtype = self.model.start_encoding(), code_dtype(self.model.num_codes)
-
-        def codes_of(frames: Tensor) -> np.ndarray:
-            pixels = to_unit_range(frames.to(self._backend.device))[None]
-            return self._computed("encoding", self.model.encode_next, pixels, state)[0].cpu().numpy().astype(dtype)
-
-        return codes_of
-
-    def _decoding(self) -> Callable[[Tensor], Tensor]:
-        """Begin a video: a function of its next codes, int64 (f', h', w'), that returns their frames (3, f, h, w)."""
-        state = self.model.start_decoding()
-
-        def frames_of(codes: Tensor) -> Tensor:
-            return self._computed("decoding", self.model.decode_next, codes[None], state)[0]
-
-        return frames_of
+    ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
+    of_encoding = {**speed, "frames_per_code": model.frames_per_code}
+    return Coder("videos", {}, of_encoding, {"format": args.format}, open_set, ending, model.frames_per_code, write)
 
 
-def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Images | Videos, dict[str, Any]]:
-    """The model on the device of the run; and the settings that codes depend on besides what is coded. Raises
-    ValueError, in one line, if there is no such model or it does not code what the flags say."""
+def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
+    """The model on the device of the run, what codes with it, and the settings that codes depend on besides what is
+    coded. Raises ValueError, in one line, if there is no such model or it does not code what the flags say."""
     from trained import open_model
 
-    coders: dict[str, type[Images] | type[Videos]] = {"DiscreteVAE": Images, "VQGAN": Images, "VideoTokenizer": Videos}
-    model, about, _ = open_model(args.model, *coders)
+    model, about, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     name = type(model).__name__
-    kind = coders[name].kind
+    kind = "videos" if name == "VideoTokenizer" else "images"
     if kind not in kinds_of(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
     check_flags(args, kind)
-    coder = coders[name](model.to(backend.device).requires_grad_(False), args, backend)
-    return coder, {**about, **coder.settings, **kernel_settings(args, backend)}
+    make = video_coder if kind == "videos" else image_coder
+    coder = make(model.to(backend.device).requires_grad_(False), args, backend)
+    return model, coder, {**about, **coder.settings, **kernel_settings(args, backend)}
 
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Encode a folder of images or videos. Raises AskedToStop after a signal."""
+    import numpy as np
     import torch
 
-    from data.stores.codes import code_dtype, code_shards, read_codes, write_code_index
+    from data.stores.codes import CODES, StoredCodes, code_dtype
     from data.stores.output import OutputFolder, names_sha256
+    from data.stores.shards import ShardWriter
     from training.measures.averages import code_statistics
 
     fetch(args.model, backend)
     with backend.agreement():
-        coder, about = open_coder(args, backend)
-        side, num_codes = args.image_size or coder.model.image_size, coder.model.num_codes
-        grid = coder.grid(side)
+        model, coder, about = open_coder(args, backend)
         backend.working("listing the samples")
-        names, parts = coder.open(side)
-    per_shard = f"{coder.kind}_per_shard"
+        side, kind, dtype = args.image_size or model.image_size, coder.kind, code_dtype(model.num_codes)
+        grid, names, parts, codes = coder.open(side)
+    per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
-        "task": "encode", **about, "num_codes": num_codes, "grid": grid, "dtype": str(code_dtype(num_codes)),
-        "image_size": side, **coder.of_encoding, coder.kind: len(names), "names_sha256": names_sha256([*names, *parts]),
-        per_shard: getattr(args, per_shard), "format": args.format,
+        "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),
+        "image_size": side, **coder.of_encoding, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
+        f"{kind}_per_shard": per_shard, "format": args.format,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    shards = code_shards(output, names)
-
-    def codes_of(todo: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        return coder.codes([shards.items[shard] for shard in todo])
-
-    stop = args.on_bad_sample == "error"
-    filled = shards.fill(codes_of, lambda: write_code_index(shards), "encoded", stop_at_bad=stop)
-    backend.say(f"{len(names) - filled.bad} {coder.kind} in {len(shards)} shards of codes: {args.output}")
+    shards = ShardWriter(output, CODES, np.zeros((0, *grid), dtype), names, per_shard, with_npy=args.format == "npy")
+    filled = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
+    backend.say(f"{len(names) - filled.bad} {kind} in {len(shards)} shards of codes: {args.output}")
     if args.report:
         with backend.agreement():
-            counts = read_codes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
+            counts = StoredCodes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
-        n, seconds = filled.items, filled.seconds
-        if n:
-            speed = f"{n / seconds:.3g} {coder.kind}/s"
-            backend.say(f"{n} {coder.kind} in {seconds:.3g} s, {speed}; {filled.bad} files were left out")
+        if n := filled.items:
+            speed = f"{n} {kind} in {filled.seconds:.3g} s, {n / filled.seconds:.3g} {kind}/s"
+            backend.say(f"{speed}; {filled.bad} files were left out")
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Decode a folder of codes to images or videos. Raises AskedToStop after a signal."""
-    from data.stores.codes import read_codes
+    from data.stores.codes import StoredCodes
+    from data.stores.decoding import decoded_files
     from data.stores.output import OutputFolder
 
     fetch(args.model, backend)
     with backend.agreement():
-        stored = read_codes(args.decode)
-        coder, about = open_coder(args, backend)
-        stored.require_model(about["weights_sha256"], args.model)
-        files = coder.files(Path(args.output), stored)
-    settings = {"task": "decode", **about, "index_sha256": stored.sha256, **coder.of_decoding}
+        codes = StoredCodes(args.decode)
+        _, coder, about = open_coder(args, backend)
+        if codes.index.get("weights_sha256") != about["weights_sha256"]:
+            raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
+        files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
+    settings = {"task": "decode", **about, "index_sha256": codes.sha256, **coder.of_decoding}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     for shard in output.rounds(range(len(files)), "decoded"):
         with backend.agreement():
             if shard is not None:
-                coder.write(stored, shard, files[shard])
+                coder.write(codes, shard, files[shard])
     backend.say(f"{sum(map(len, files))} {coder.kind}: {args.output}")
 
 

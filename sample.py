@@ -271,7 +271,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     from data.sets import open_images
     from data.stores.output import OutputFolder, names_sha256
-    from data.stores.pngs import is_complete, save, to_pixels
+    from data.stores.pngs import pixels_of, save_missing
     from models.clip import Clip
     from models.decoder import Sampling
     from models.files.building import require_room
@@ -339,9 +339,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         with backend.agreement():
             if shard is not None:
                 here = paths[firsts[shard] : firsts[shard] + args.batch_size]
-                if not all(map(is_complete, here)):
-                    for path, pixels in zip(here, to_pixels(pictures(firsts[shard])), strict=False):
-                        save(path, pixels)
+                save_missing(here, pixels_of([firsts[shard]], pictures), max(1, args.num_workers))
     with backend.agreement():
         if backend.is_root:
             lines = [

@@ -51,6 +51,9 @@ _SOUND = (
 )
 
 
+TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), takes_rows=True)
+
+
 class Field(Protocol):
     """What a script takes out of each record. `fingerprint` is equal where the same was found of a source."""
 
@@ -193,7 +196,7 @@ class TextsField:
     tokenizer: Tokenizer
     seed: int = 0
 
-    wanted: ClassVar[Wanted] = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), takes_rows=True)
+    wanted: ClassVar[Wanted] = TEXTS
     fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
@@ -431,7 +434,7 @@ def texts_of(record: Record) -> Texts:
     else:
         texts = texts_of_row(found)
     if not texts.captions:
-        beside = "" if record.get("texts") else ": there is neither a .txt nor a .json beside it"
+        beside = "" if _OWN in record or "texts" in record else ": there is neither a .txt nor a .json beside it"
         raise ValueError(f"{NO_CAPTION}{beside}")
     return texts
 

@@ -33,7 +33,7 @@ from .fields import (
 from .order import Split, split_samples, split_shards
 from .records.opening import open_source
 from .records.own import OwnData, OwnSource, data_of
-from .records.record import Source
+from .records.record import Source, Wanted
 from .samples import Samples
 from .tokenizers import Tokenizer
 
@@ -93,12 +93,12 @@ class ConditionedBatch(TypedDict, total=False):
     ids: list[int]
 
 
-def open_records(spec: Spec, fields: Sequence[Field], kind: str, noun: str, seed: int, **numbers: Any) -> Source:
+def open_records(spec: Spec, wanted: Sequence[Wanted], kind: str, noun: str, seed: int, **numbers: Any) -> Source:
     """The source that a flag stands for: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
     (`OwnData`); or what `open_source` makes of a path. No sample is opened.
 
     Args:
-        fields: The first one makes a sample.
+        wanted: What fields look for; the first one makes a sample.
         kind: Of the demonstration, see `DemoSource`.
         noun: What messages call the samples, in the plural.
         numbers: Which tars: see `open_source`.
@@ -109,7 +109,7 @@ def open_records(spec: Spec, fields: Sequence[Field], kind: str, noun: str, seed
         return OwnSource(spec)
     demo = demo_name(kind)
     drawn = open_demo(spec or demo, kind, noun, seed)
-    return drawn or open_source(str(spec), [field.wanted for field in fields], demo=demo, **numbers)
+    return drawn or open_source(str(spec), wanted, demo=demo, **numbers)
 
 
 def open_images(
@@ -119,7 +119,7 @@ def open_images(
     if channels not in (3, 4):
         raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {channels}")
     fields = [ImageField(image_size, channels, flip, seed, crop=crop)]
-    return Samples(open_records(spec, fields, "shapes", "images", seed), fields)
+    return Samples(open_records(spec, [field.wanted for field in fields], "shapes", "images", seed), fields)
 
 
 def image_feed(args: argparse.Namespace, processes: Backend, channels: int = 3) -> Feed[ImageBatch]:
@@ -164,7 +164,7 @@ def open_videos(
         seed=seed, crop=crop,
     )  # fmt: skip
     fields = [ClipField(clips, flip)]
-    source = open_records(spec, fields, "moving", "clips", seed)
+    source = open_records(spec, [field.wanted for field in fields], "moving", "clips", seed)
     if not isinstance(source, DemoSource | OwnSource):
         videos.require_decoder()
     return Samples(source, fields)
@@ -184,7 +184,7 @@ def video_feed(args: argparse.Namespace, processes: Backend) -> Feed[VideoBatch]
         if args.image_every == 1:
             raise ValueError("--image_every 1 leaves no update for the videos: give 2 or more")
         fields = [OneFrameField(**alike)]
-        return Samples(open_records(args.image_folder, fields, "shapes", "images", args.seed), fields)
+        return Samples(open_records(args.image_folder, [fields[0].wanted], "shapes", "images", args.seed), fields)
 
     return Feed(
         open_set, args, processes, split_seed=split_seed_of(args), noun="clip",
@@ -205,7 +205,7 @@ def open_sounds(
     fields: list[Field] = [SoundField(sounds.ClipDecoder(sample_rate, clip_samples, seed))]
     if tokenizer:
         fields.append(TextsField(tokenizer, seed))
-    source = open_records(spec, fields, "tones", "sounds", seed)
+    source = open_records(spec, [field.wanted for field in fields], "tones", "sounds", seed)
     if isinstance(source, DemoSource):
         check_sound(sample_rate, clip_samples)
     else:
@@ -271,7 +271,7 @@ def open_conditioned(
             why = "--clip computes embeddings itself" if tokenize else "the model does not take them"
             raise ValueError(f"{kind.flag} has no use: {why}; leave it out")
     stored = [] if tokenize else [kind for kind in takes if kind not in rows]
-    wanted = [*fields, *(EmbeddingField(kind, ()) for kind in stored)]
+    wanted = [*(field.wanted for field in fields), *(kind.wanted for kind in stored)]
     source = open_records(spec, wanted, "scenes", "images", seed, **numbers)
     selects = numbers.get("start_shard") or numbers.get("end_shard") is not None
     if selects and isinstance(source, DemoSource | OwnSource):

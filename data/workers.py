@@ -4,7 +4,6 @@ scheduler do not reach workers."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import multiprocessing
 import os
 import re
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,17 +64,6 @@ class Loader:
             results = _awaited(self._loader.__iter__)  # workers that are kept answer that they begin again
         _leave_ends_to_the_next_result()
         return map(_raised, _watched(results) if self._loader.num_workers else results)
-
-
-def load_groups(
-    load: Callable[[Any], Any], groups: Sequence[Sequence[Any]], num_workers: int, *, pin_memory: bool = False
-) -> Iterator[Iterator[Any]]:
-    """Groups of requests -> for each group an iterator over its results, to be exhausted before the next group.
-
-    The other arguments are those of `Loader`.
-    """
-    results = iter(Loader(load, list(itertools.chain(*groups)), num_workers, pin_memory=pin_memory))
-    return (itertools.islice(results, len(group)) for group in groups)
 
 
 #: PyTorch's handler of SIGCHLD, which raises an error if a worker has died; None: it has not been set yet.

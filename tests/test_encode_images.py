@@ -24,7 +24,7 @@ from torch import Tensor
 import encode
 from data.feed import to_unit_range
 from data.sets import open_images
-from data.stores.codes import code_dtype, read_codes
+from data.stores.codes import StoredCodes, code_dtype
 from models import DiscreteVAE, Discriminator
 from models.configs import DiscreteVAEConfig
 from tests.scripts import files
@@ -86,7 +86,7 @@ def test_npy_files_hold_the_same_codes(codes, model, source, tmp_path):
     other = TOKENIZE.fill(model, source, tmp_path, "--format", "npy")
     for path in codes.glob("*.safetensors"):
         np.testing.assert_array_equal(np.load(other / f"{path.stem}.npy"), load_file(path)["codes"])
-    assert read_codes(other).load(2).shape == (1, 4, 4)
+    assert StoredCodes(other).load(2).shape == (1, 4, 4)
 
 
 def test_images_in_tars_get_the_codes_of_their_folder(codes, model, source, tmp_path):

@@ -35,9 +35,9 @@ class NothingFoundError(ValueError):
 
 
 class FolderSource:
-    """Every file below a folder that has an ending of `wanted[0]`, numbered in the order of the relative paths; what
-    the others want stands beside it. Of names that differ in the case of the ending alone, the last one in order is
-    taken. See `Source` for the methods.
+    """Every file below a folder that has an ending of `wanted[0]`, or a further one, numbered in the order of the
+    relative paths; what the others want stands beside it. Of names that differ in the case of the ending alone, the
+    last one in order is taken. See `Source` for the methods.
 
     Linked folders are followed, but each real folder is visited once; names that begin with a dot are skipped. No file
     is opened; long lists are kept for later starts (`index.kept`). `tars` are the relative paths of tars in the folder.
@@ -49,10 +49,9 @@ class FolderSource:
     shards: Sequence[range] | None = None
 
     def __init__(self, folder: str, wanted: Sequence[Wanted], demo: str = "") -> None:
-        self.folder, (first, *self._beside) = folder, wanted
-        self._first = first._replace(endings=first.endings + first.further)
+        self.folder, (self._first, *self._beside) = folder, wanted
         _check_folder(folder, f"{self._first.noun}s", f", or {demo} to try without one" if demo else "")
-        kind = json.dumps(["folder", *((one.name, one.endings) for one in (self._first, *self._beside))])
+        kind = json.dumps(["folder", *((one.name, one.taken) for one in wanted)])
         index = kept(folder, kind, lambda: _Tree(folder, self._first, self._beside).made())
         self.fingerprint, self._names, self.tars = index.fingerprint, index.strings("names"), index.strings("tars")
         self._which = {one.name: index.numbers(f"which {one.name}", len(self)) for one in self._beside}
@@ -159,13 +158,11 @@ class _Tree:
             n = self._skipped.total() + self._n_files
             raise NothingFoundError(
                 f"no {self._first.noun} in {self._folder!r}, which holds {n} other file{'' if n == 1 else 's'}: files "
-                f"that end in {' '.join((*self._first.endings, _TAR))} are read, in the folder and in those below it"
+                f"that end in {' '.join((*self._first.taken, _TAR))} are read, in the folder and in those below it"
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}
         for one, places, n_bytes in zip(self._beside, which, sizes, strict=True):
-            columns[f"which {one.name}"] = np.frombuffer(places, np.int64)
-            if not is_text(one):
-                columns[f"size {one.name}"] = np.frombuffer(n_bytes, np.int64)
+            columns |= {f"which {one.name}": places, **({} if is_text(one) else {f"size {one.name}": n_bytes})}
         facts = {
             "spellings": list(self._spellings),
             "skipped": [f"{n} {ending}" for ending, n in self._skipped.most_common(_MOST_ENDINGS + 1)],
@@ -210,14 +207,14 @@ class _Tree:
 
     def _read(self, path: str, relative: str, folders: list[str]) -> Iterator[Iterable[str]]:
         """Sorted names of the files in a folder, in runs; those of the folders in it are appended to `folders`."""
-        endings, files = (*self._first.endings, _TAR, *self._endings), list[str]()
+        endings, files = (*self._first.taken, _TAR, *self._endings), list[str]()
         with os.scandir(path) as entries:
             for entry in entries:
                 name = entry.name
                 if name.startswith("."):
                     continue
                 if entry.is_symlink():  # what it leads to may change without a change of this folder
-                    self._watched.add(os.path.join(relative, name), _status_of(entry))
+                    self._watched.add(os.path.join(relative, name), status_of(entry.path))
                 is_folder, is_file = _kind(entry)
                 if is_folder:
                     folders.append(name)
@@ -235,7 +232,7 @@ class _Tree:
     def _samples(self, folder: str, names: Iterable[str]) -> Iterator[tuple[str, _Beside | None]]:
         """The samples and tars among the files of a folder. Names that are equal up to their first dot follow each
         other."""
-        firsts, tar = self._first.endings, (_TAR,)
+        firsts, tar = self._first.taken, (_TAR,)
         for _, group in itertools.groupby(names, lambda name: name.partition(".")[0]):
             found, here = dict[str, str](), list[str]()
             for name in group:
@@ -260,13 +257,6 @@ class _Tree:
                     spelling = self._spellings.setdefault(beside[len(stem) :], len(self._spellings))
                     return spelling, status.st_size if status else 0
         return _NONE, -1
-
-
-def _status_of(entry: os.DirEntry[str]) -> os.stat_result | None:
-    try:
-        return entry.stat()
-    except OSError:
-        return None
 
 
 def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:

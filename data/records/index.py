@@ -22,6 +22,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -40,7 +41,6 @@ _READ_TOGETHER = 4096  # strings
 _CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock have one time; FAT has the longest
 _LONGEST_WAIT_SECONDS = 600.0
 _WATCHED = "watched"
-_INT64 = np.dtype(np.int64)
 
 
 class PackedStrings:
@@ -84,15 +84,15 @@ class Watched:
 class Made(NamedTuple):
     """What an index is to hold.
 
-    columns: strings, or int64 (n,), by name;
+    columns: strings or int64 numbers, by name;
     fingerprint: see `records.record.Source`;
     facts: little that JSON can hold;
     watched: what the index depends on, if that is known after it was made alone.
     """
 
-    columns: Mapping[str, PackedStrings | npt.NDArray[np.int64]]
+    columns: Mapping[str, PackedStrings | array[int]]
     fingerprint: str
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any] = MappingProxyType({})
     watched: Watched | None = None
 
 
@@ -208,7 +208,7 @@ class Numbers:
 
     def whole(self) -> npt.NDArray[np.int64]:
         """All of them, in memory."""
-        return np.frombuffer(self._index.read(self._at, 8 * self._n), _INT64)
+        return np.frombuffer(self._index.read(self._at, 8 * self._n), np.int64)
 
 
 def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", fewest: int = FEWEST) -> Index:
@@ -255,12 +255,9 @@ def _parts(made: Made, key: list[Any], depends: str) -> list[bytes | memoryview]
     columns = {_WATCHED: made.watched.lines if made.watched else PackedStrings(), **made.columns}
     described, parts = list[Any](), list[bytes | memoryview]()
     for name, column in columns.items():
-        if isinstance(column, PackedStrings):
-            parts += column.buffers
-        else:
-            parts.append(np.ascontiguousarray(column, _INT64).data)
+        parts += column.buffers if isinstance(column, PackedStrings) else [memoryview(column).cast("B")]
         described.append([name, len(column), len(parts[-1]) if isinstance(column, PackedStrings) else None])
-    header = {"key": key, "depends": depends, "fingerprint": made.fingerprint, "facts": made.facts}
+    header = {"key": key, "depends": depends, "fingerprint": made.fingerprint, "facts": dict(made.facts)}
     return [json.dumps({**header, "columns": described}).encode() + b"\n", *parts]
 
 

@@ -49,7 +49,7 @@ class ManifestSource(Rows):
             if not is_address(path):
                 watched.add("", status_of(path))  # before it is read, so that no change after it is missed
             for row in _read(path, wanted, needed):
-                rows.append(json.dumps(row, ensure_ascii=False))
+                rows.append(json.dumps(row))
                 filled |= row.keys()
             if not len(rows):
                 raise ValueError(f"the manifest {path!r} has no rows")

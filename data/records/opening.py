@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import itertools
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from .tables import ENDINGS as TABLE_ENDINGS
 from .tables import TableFiles, TableSource, check_alike, saved_files, tables_below
 from .tars import TarSource, number_of
 
-_RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
-_BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+_BRACES = re.compile(r"\{([^{}]*(?:,|\.\.)[^{}]*)\}")
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?")
 _ON_SERVERS = (".tar", *TABLE_ENDINGS, *MANIFEST_ENDINGS)
 _MOST_FILES = 1 << 20  # that a pattern stands for
 _LONGEST_QUOTE = 200
@@ -140,14 +139,15 @@ def _only_tar(path: str, what: str) -> str:
 
 def expanded(pattern: str) -> list[str]:
     """Paths of `{000..010}`, `{a,b}` and `*`, in order. Raises ValueError, in one line, if there are none."""
-    ranges = [(int(first), int(last)) for first, last in _RANGE.findall(pattern)]
-    if any(last < first for first, last in ranges):
-        raise ValueError(f"a range in {pattern[:_LONGEST_QUOTE]!r} is empty: write the smaller number first")
-    paths = list[str]()
-    if math.prod(last - first + 1 for first, last in ranges) <= _MOST_FILES:
-        paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)]
+    n, quoted = 1, repr(pattern[:_LONGEST_QUOTE])
+    for choices in _BRACES.findall(pattern):
+        said = _RANGE.fullmatch(choices)
+        n *= int(said[2]) - int(said[1]) + 1 if said else choices.count(",") + 1
+        if n < 1:
+            raise ValueError(f"the range {{{choices}}} in {quoted} is empty: write the smaller number first")
+    paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n <= _MOST_FILES else []
     if not 0 < len(paths) <= _MOST_FILES:
-        raise ValueError(f"{pattern[:_LONGEST_QUOTE]!r} stands for more than {_MOST_FILES} files: name fewer at a time")
+        raise ValueError(f"{quoted} stands for more than {_MOST_FILES} files: name fewer at a time")
     if is_address(pattern):  # what is missing is said when it is opened
         return [found for path in paths for found in (remote.listed(path) if remote.is_pattern(path) else [path])]
     if glob.has_magic(pattern):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..bad_samples import NotASample, Raised
+from ..bad_samples import Raised
 from ..hashing import derive_key
 from .index import fingerprint_of
 from .record import Record, Wanted
@@ -80,10 +80,6 @@ class OwnSource:
         drawn = ("augmented", epoch) if augment else ("plain",)
         with _in_one_line(), _seeded(derive_key("dataset", self._seed, *drawn, index)):
             return {"item": self._dataset[index]}
-
-    def refuse(self, index: int, found: Any, expected: str) -> NotASample:
-        """The error for an item that is none that the script trains on; `expected` is what it has to be."""
-        return NotASample(f"--dataset: {self.describe(index)} is {shown(found)}; it has to be {expected}")
 
 
 def _made(data: OwnData) -> tuple[Any, int]:

@@ -50,6 +50,11 @@ class Wanted(NamedTuple):
     takes_rows: bool = False
     further: tuple[str, ...] = ()
 
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """All endings."""
+        return self.endings + self.further
+
 
 class Entry(NamedTuple):
     """A file, or the byte range of a file that holds one; and the part of the sound or video that clips are taken from.
@@ -219,9 +224,3 @@ def open_entry(entry: Entry) -> Iterator[FileWindow | MemoryFile]:
         if size == 0:
             raise ValueError("the file is empty")
         yield FileWindow(file, entry.offset, size)
-
-
-def parts_of(entries: Sequence[Entry]) -> list[str]:
-    """Which part of its file each entry is, in seconds; empty if all are whole files."""
-    parts = [(entry.start_seconds, entry.end_seconds) for entry in entries]
-    return [f"{begin} {end}" for begin, end in parts] if any(part != (0.0, math.inf) for part in parts) else []

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .record import Entry, Record, Wanted, is_address
+from .record import Entry, Record, Source, Wanted, is_address
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
 OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
@@ -24,7 +24,11 @@ class Rows:
     Args:
         columns: In which columns each that is wanted is looked for, the first one first.
         folder: What paths in cells are relative to.
+
+    `has_parts`: whether rows may be parts of files.
     """
+
+    has_parts = True
 
     def __init__(self, columns: Mapping[Wanted, Sequence[str]], folder: str) -> None:
         self.columns, self._folder = columns, folder
@@ -72,12 +76,21 @@ class Rows:
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if isinstance(content, (list, np.ndarray)):
             try:
-                return np.array(content, np.float32)
+                with np.errstate(over="ignore"):  # whoever uses them checks that they are finite
+                    return np.array(content, np.float32)
             except (ValueError, TypeError):
                 raise ValueError(f"its {wanted.noun} is no list of numbers, nor lists of equally many") from None
         if content is not None and not isinstance(content, str):
             return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         return Entry(self.joined(path_of({"path": path}, wanted.noun))) if path else None
+
+
+def parts_of(source: Source) -> list[str]:
+    """Which part of its file each record of a table is, in seconds; empty if all are whole files."""
+    if not (isinstance(source, Rows) and source.has_parts):
+        return []
+    seconds = [seconds_of(source.cells(index)) for index in range(len(source))]
+    return [f"{start} {end}" for start, end in seconds] if any(part != (0.0, math.inf) for part in seconds) else []
 
 
 def columns_of(wanted: Wanted) -> tuple[str, ...]:

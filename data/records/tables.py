@@ -62,22 +62,22 @@ def saved_files(folder: str) -> TableFiles | None:
 
     Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
     """
-    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
-        splits = _read(folder, "dataset_dict.json").get("splits")
+    path, of_splits = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
+    if os.path.isfile(of_splits):
+        splits = _read(of_splits).get("splits")
         names = [str(split) for split in splits] if isinstance(splits, list) else []
         example = os.path.join(folder, *names[:1])
         raise ValueError(
             f"{folder!r} holds the splits {', '.join(names) or 'nothing'}: give the folder of one, such as {example!r}"
         )
-    path = os.path.join(folder, "state.json")
     if not os.path.isfile(path):
         return None
-    state = _read(folder, "state.json")
+    state = _read(path)
     files = state.get("_data_files")
     files = [file.get("filename") for file in files if isinstance(file, Mapping)] if isinstance(files, list) else []
     if not files or not all(isinstance(name, str) for name in files):
         raise ValueError(f"{path!r} names no files: save the dataset again")
-    if state.get("_indices_data_files"):  # of versions before 2.0
+    if state.get("_indices_data_files"):  # of old versions
         raise ValueError(
             f"{folder!r} holds a selection of the rows of its files: call flatten_indices() and save it again"
         )
@@ -120,8 +120,7 @@ def _split_of(name: str) -> str | None:
     return words[-1] if words else None
 
 
-def _read(folder: str, name: str) -> Mapping[str, Any]:
-    path = os.path.join(folder, name)
+def _read(path: str) -> Mapping[str, Any]:
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
@@ -140,21 +139,22 @@ class TableSource(Rows):
         _require_pyarrow()
         self._given, self.paths, self.skipped = (files, tuple(wanted)), files.paths, files.skipped
         opened = [_opened(path) for path in files.paths]
-        schema = opened[0].schema
-        features = _features_of(schema)
-        columns: dict[Wanted, Sequence[str]] = {wanted[0]: [_column_of(schema, features, wanted[0], files.paths[0])]}
+        kinds, features = _kinds(opened[0].schema), _features_of(opened[0].schema)
+        columns: dict[Wanted, Sequence[str]] = {wanted[0]: [_column_of(kinds, features, wanted[0], files.paths[0])]}
         for one in wanted[1:]:
-            there = [name for name in columns_of(one) if name in schema.names]
-            columns[one] = [name for name in there if _is_text(schema, name)] if one.takes_rows else there[:1]
+            there = [name for name in columns_of(one) if name in kinds]
+            columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.takes_rows else there[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
-        times = [name for name in TIMES if name in schema.names]
+        times = [name for name in TIMES if name in kinds]
+        self.has_parts = bool(times)
         chosen = [*dict.fromkeys(itertools.chain(*columns.values(), times))]
         self._classes = {
             name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
         }
-        types = _types(schema, chosen)
+        types = {name: kinds[name] for name in chosen}
         for path, file in zip(files.paths, opened, strict=True):
-            if (found := _types(file.schema, chosen)) != types:
+            found = {name: kind for name, kind in _kinds(file.schema).items() if name in types}
+            if found != types:
                 ours, theirs = (", ".join(f"{k}: {v}" for k, v in each.items()) for each in (found, types))
                 raise ValueError(f"{path!r} has the columns {ours}, but {files.paths[0]!r} {theirs}")
             with _in_one_line(f"cannot read {path!r}"):
@@ -182,7 +182,8 @@ class TableSource(Rows):
     def cells(self, index: int) -> Mapping[str, Any]:
         number = int(np.searchsorted(self._ends, index, side="right")) - 1
         columns, row = self._part(number), index - int(self._ends[number])
-        cells = {name: _plain(column[row]) for name, column in columns.items()}
+        with _in_one_line("the row cannot be read"):
+            cells = {name: _plain(column[row]) for name, column in columns.items()}
         for name, classes in self._classes.items():
             if isinstance(at := cells[name], int):
                 cells[name] = str(classes[at]) if 0 <= at < len(classes) else None
@@ -387,9 +388,10 @@ def _plain(cell: Any) -> Any:
         return {name: _plain(cell[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
     if cell.is_valid and (types.is_binary(kind) or types.is_large_binary(kind)):
         return cell.as_buffer()
-    if cell.is_valid and str(kind).startswith(_LISTS) and "string" not in str(kind):
-        numbers = cell.values.to_numpy(zero_copy_only=False)  # faster than lists by a hundred times
-        return list(numbers) if numbers.dtype == object else numbers
+    if cell.is_valid and str(kind).startswith(_LISTS):
+        if types.is_floating(kind.value_type):
+            return np.from_dlpack(cell.values)  # to_numpy() would import pandas
+        return [_plain(each) for each in cell.values]
     return cell.as_py()
 
 
@@ -402,19 +404,17 @@ def _features_of(schema: Any) -> Mapping[str, Mapping[str, Any]]:
         return {}
 
 
-def _types(schema: Any, columns: Sequence[str]) -> dict[str, str]:
-    return {name: str(schema.field(name).type) for name in columns if name in schema.names}
+def _kinds(schema: Any) -> dict[str, str]:
+    """The type of each column, as pyarrow writes it; of columns of one name, none."""
+    return {
+        name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True) if schema.names.count(name) < 2
+    }
 
 
-def _is_text(schema: Any, column: str) -> bool:
-    """Whether cells are texts, lists of texts, or numbers of classes."""
-    return _TEXT.fullmatch(str(schema.field(column).type)) is not None
-
-
-def _column_of(schema: Any, features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
+def _column_of(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
     """The column that holds the files."""
     columns = columns_of(wanted)
-    files = {name: kind for name, kind in _types(schema, schema.names).items() if _FILE.fullmatch(kind)}
+    files = {name: kind for name, kind in kinds.items() if _FILE.fullmatch(kind)}
     said = {name: features.get(name, {}).get("_type") for name in files}
     stated = [name for name in files if said[name] == wanted.feature]
     unsaid = [name for name in files if said[name] not in _MEDIA]
@@ -429,5 +429,5 @@ def _column_of(schema: Any, features: Mapping[str, Mapping[str, Any]], wanted: W
             raise ValueError(f"{path!r} has {what}, {those}: call the one to train on {columns[0]}")
     raise ValueError(
         f"{path!r} has no column of {wanted.noun}s, a struct of bytes and path or a binary one called {columns[0]}; it "
-        f"has {', '.join(schema.names[:20]) or 'none'}"
+        f"has {', '.join([*kinds][:20]) or 'none'}"
     )

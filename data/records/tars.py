@@ -9,9 +9,9 @@ import json
 import os
 import re
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ _FEWEST = 100  # samples in an index that is kept: of long members, each header 
 _THREADS = 16
 _BLOCK = 512  # bytes
 _LONGEST_HEADER = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
-_AHEAD, _ONE_HEADER, _NEAR = 1 << 16, 1 << 11, 1 << 14  # bytes
+_ONE_HEADER, _NEAR, _AHEAD, _AHEAD_REMOTE = 1 << 11, 1 << 14, 1 << 16, 1 << 20  # bytes
 # Kinds of members. Links, devices and folders have no content, whatever size they claim.
 _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
 _HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
@@ -69,21 +69,21 @@ class TarSource:
 
     def _made(self) -> Made:
         kinds = functools.lru_cache(1 << 12)(functools.partial(_kinds, self._wanted))
-        names, tables, firsts = PackedStrings(), list[npt.NDArray[np.int64]](), [0]
+        names, firsts = PackedStrings(), array("q", [0])
+        columns = [array("q") for _ in range(len(_PARTS) * len(self._wanted))]
         with ThreadPoolExecutor(_THREADS) as threads:
-            scans = threads.map(lambda path: scan(path, self._wanted, kinds), self.paths)
-            for found, table in scans:
+            for found, table in threads.map(lambda path: scan(path, self._wanted, kinds), self.paths):
                 for name in found:
                     names.append(name)
-                tables.append(table)
+                for column, numbers in zip(columns, table.T, strict=True):
+                    column.frombytes(numbers.tobytes())
                 firsts.append(len(names))
-        table = np.concatenate(tables)
-        columns: dict[str, Any] = {"names": names, "firsts": np.array(firsts, np.int64)}
-        for column, (one, part) in enumerate(itertools.product(self._wanted, _PARTS)):
-            columns[f"{part} {one.name}"] = table[:, column]
         # Of the same samples in the same tars, with the same members beside them; other members may lie between.
-        parts = [*names.buffers, columns["firsts"].tobytes(), table[:, 2 :: len(_PARTS)].tobytes()]
-        return Made(columns, fingerprint_of(parts), {})
+        parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
+        titles = [f"{part} {one.name}" for one in self._wanted for part in _PARTS]
+        return Made(
+            {"names": names, "firsts": firsts, **dict(zip(titles, columns, strict=True))}, fingerprint_of(parts)
+        )
 
     def __len__(self) -> int:
         return len(self._names)
@@ -99,9 +99,9 @@ class TarSource:
             size, offset, ending = (column[index] for column in self._columns[one.name])
             if size < 0:
                 continue
-            if not (0 <= offset <= n_bytes - size and 0 <= ending < len(one.endings + one.further)):
+            if not (0 <= offset <= n_bytes - size and 0 <= ending < len(one.taken)):
                 raise self._damaged()
-            member = name if one is self._wanted[0] else f"{_key(name)}{one.endings[ending]}"
+            member = name if one is self._wanted[0] else f"{_key(name)}{one.taken[ending]}"
             record[one.name] = Entry(path, offset, size, member=member)
         return record
 
@@ -175,16 +175,16 @@ def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
     and the number of its ending."""
     tail = tail.lower()
     exact = [
-        (number, place if number else 2 * (ending in one.further), place)
+        (number, ending if number else int(ending >= len(one.endings)), ending)
         for number, one in enumerate(wanted)
-        for place, ending in enumerate(one.endings + one.further)
-        if ending == tail
+        if tail in one.taken
+        for ending in [one.taken.index(tail)]
     ]
     return exact or [
-        (number, 1 if number == 0 else len(one.endings) + ending, ending)
+        (number, len(one.taken) + ending if number else 2 + int(ending >= len(one.endings)), ending)
         for number, one in enumerate(wanted)
         if number == 0 or is_text(one)
-        for ending in [next((place for place, ending in enumerate(one.endings) if tail.endswith(ending)), -1)]
+        for ending in [next((place for place, ending in enumerate(one.taken) if tail.endswith(ending)), -1)]
         if ending >= 0
     ]
 
@@ -221,16 +221,20 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], 
 
 
 class _Pieces:
-    """A file that is read forward in pieces: long ones where headers are near each other, else one header at a time."""
+    """A file that is read forward in pieces: a short one for a header far from the last one, and longer and longer ones
+    where headers are near each other. Of a server, a longer one takes no longer."""
 
-    def __init__(self, file: Bytes) -> None:
-        self._file, self._begin, self._piece = file, -_NEAR, b""
+    def __init__(self, file: Bytes, is_remote: bool) -> None:
+        self._file, self._begin, self._piece, self._size = file, 0, b"", _ONE_HEADER
+        self._near, self._shortest = (_AHEAD_REMOTE, _AHEAD_REMOTE) if is_remote else (_NEAR, _ONE_HEADER)
 
     def read(self, at: int, size: int) -> bytes:
         begin = at - self._begin
         if not 0 <= begin <= len(self._piece) - size:
-            ahead = _AHEAD if begin < _NEAR else _ONE_HEADER
-            self._piece, self._begin, begin = self._file.pread(max(size, ahead), at), at, 0
+            self._size = max(
+                self._shortest, min(2 * self._size, _AHEAD) if begin < len(self._piece) + self._near else 0
+            )
+            self._piece, self._begin, begin = self._file.pread(max(size, self._size), at), at, 0
         return self._piece[begin : begin + size]
 
 
@@ -241,7 +245,7 @@ def members(path: str) -> Iterator[tuple[str, int, int]]:
     """
     try:
         with open_bytes(path) as file:
-            yield from _members(_Pieces(file), file.size)
+            yield from _members(_Pieces(file, is_address(path)), file.size)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
     except ValueError as error:
@@ -295,7 +299,10 @@ def _number(field: bytes) -> int:
     """A number of a header, in octal digits; or in bytes, if they are too few. Raises ValueError."""
     if field[:1] in (b"\x80", b"\xff"):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[:1] == b"\xff" else 0)
-    return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    digits = field.partition(b"\0")[0].strip() or b"0"
+    if not re.fullmatch(rb"[0-7]+", digits):
+        raise ValueError("invalid header")
+    return int(digits, 8)
 
 
 def _name(header: bytes) -> bytes:
@@ -310,7 +317,7 @@ def _pairs(content: bytes) -> dict[str, bytes]:
         digits = content[at : at + 20].partition(b" ")[0]
         end = at + int(digits)
         key, equals, value = content[at + len(digits) + 1 : end - 1].partition(b"=")
-        if not (equals and end <= len(content)):
+        if not (equals and at < end <= len(content)):  # else it had no end
             raise ValueError("an extended header that is none")
         found[key.decode(errors="replace")], at = value, end
     return found

@@ -3,8 +3,7 @@
     index/embeddings-00000.safetensors    "embeddings" float32 (n, d), of length 1
     index/index.jsonl                     {"path": "dogs/1.wav", "shard": 0, "row": 0}, a line per row, in order;
                                           with "captions": ["..."] where a sound has some
-    index/bad.jsonl                       {"path": ..., "reason": ...}, a line per file that could not be read
-    index/index.json                      settings and checksums; for the other files see shards.py
+    index/index.json                      settings, checksums and unreadable files; see shards.py
 
 Loading needs no code of this repository:
 
@@ -14,67 +13,86 @@ Loading needs no code of this repository:
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from tandem.files.reading import parse_json, read_lines
+from tandem.files.reading import read_bytes
 
-from .output import OutputFolder
-from .search import Match
-from .shards import INDEX_FILE, LINES_FILE, ShardWriter, explained, read_index, read_shard, shard_sizes
+from ..bad_samples import reason_of
+from ..tokenizers import open_tokenizer
+from .shards import INDEX_FILE, LINES_FILE, Stored, explained
 
 EMBEDDINGS = "embeddings"
-BAD_FILE = "bad.jsonl"
+_LONGEST_QUERIES = 1 << 26  # bytes
 
 Vectors = npt.NDArray[np.float32]
 
 
-def embedding_shards(output: OutputFolder, names: Sequence[str]) -> ShardWriter:
-    """A writer of the shards of the embeddings (n, d) of sounds; `names` are the relative paths of all files, in order.
-    The settings hold "dim" and "files_per_shard"."""
-    sizes = shard_sizes(len(names), output.settings["files_per_shard"])
-    return ShardWriter(output, np.zeros((0, output.settings["dim"]), np.float32), sizes, names, name=EMBEDDINGS)
+class Match(NamedTuple):
+    """A file that was found: its rank from 1 on, its cosine to the query, its path, and its first caption if the index
+    knows one."""
+
+    rank: int
+    cosine: float
+    path: str
+    caption: str | None = None
 
 
-def write_embedding_index(shards: ShardWriter, captions: Callable[[int], Sequence[str]]) -> None:
-    """Write index.jsonl and bad.jsonl, then index.json, which marks the index as complete. All shards must exist.
-    `captions` gives those of a sound by its number."""
-    lines = shards.lines(lambda index: {"captions": texts} if (texts := list(captions(index))) else {})
-    bad = shards.bad()
-    head = {"rows": len(lines), "bad": len(bad), "lines_sha256": shards.write_lines(LINES_FILE, lines)}
-    shards.write_index({**head, "bad_sha256": shards.write_lines(BAD_FILE, bad), "shards": shards.entries()})
+class Answer(NamedTuple):
+    """The matches of a query."""
+
+    query: str
+    matches: Sequence[Match]
+
+    def as_table(self) -> str:
+        """For people: the query, and a line per match. Bytes of a path that are not UTF-8 are escaped."""
+        width = max((len(match.path) for match in self.matches if match.caption), default=0)
+        lines = [
+            f"{match.rank:4d}  {match.cosine:6.3f}  {match.path:{width}}  {match.caption or ''}".rstrip()
+            for match in self.matches
+        ]
+        head = f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()
+        text = "\n".join([self.query, head, *lines, ""])
+        return text.encode(errors="backslashreplace").decode()
+
+    def as_json(self) -> str:
+        """For programs, in one line. A match without caption has no such key."""
+        matches = [{k: v for k, v in match._asdict().items() if v is not None} for match in self.matches]
+        return json.dumps({"query": self.query, "matches": matches})
 
 
-@dataclass(frozen=True)
-class StoredEmbeddings:
-    """A complete index. Its methods raise ValueError, in one line, if a file is not what the index says."""
+class StoredEmbeddings(Stored):
+    """A complete index. The constructor and the methods raise ValueError, in one line, if there is none, or it is
+    incomplete, damaged or empty."""
 
-    folder: Path
-    index: Mapping[str, Any]  # index.json
-    sha256: str  # of index.json, which holds the checksums of everything else
-
-    @property
-    def rows(self) -> list[int]:
-        """Rows of each shard."""
-        return [entry["rows"] for entry in self.index["shards"]]
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder, EMBEDDINGS)
+        index = self.index
+        with explained(self.folder / INDEX_FILE):
+            if index["task"] != "embed":
+                raise ValueError("it is an index of something else")
+            self.rows = [entry["rows"] for entry in index["shards"]]
+            numbers = (*self.rows, index["dim"] - 1, index["max_clips"] - 1, index["batch_size"] - 1)
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError("one of its numbers cannot be")
+            if sum(self.rows) != index["rows"]:
+                raise ValueError("its numbers of rows do not agree")
+            bad = len(index["bad"])
+        if not index["rows"]:
+            raise ValueError(f"the index in {folder} is empty: none of its {bad} files could be read")
 
     def load(self, shard: int) -> Vectors:
         """Embeddings (n, d) of a shard, checked against its checksum and the index."""
-        entry = self.index["shards"][shard]
-        with explained(self.folder / entry["file"]):
-            expected = (entry["rows"], self.index["dim"])
-            vectors = read_shard(self.folder, entry, EMBEDDINGS, expected)
-            if vectors.shape != expected or vectors.dtype != np.float32:
-                raise ValueError(f"it holds {vectors.dtype} {vectors.shape}, not float32 {expected}")
+        with self.rows_of(shard, [self.index["dim"]], [np.float32]) as vectors:
             if not np.isfinite(vectors).all():
                 raise ValueError("not all of its numbers are finite")
-        return vectors
+            return vectors
 
     def nearest(self, queries: Vectors, count: int, mark: Callable[[], None] = lambda: None) -> list[list[Match]]:
         """For each of the queries (m, d), unit vectors, the `count` rows of the largest cosine, or all rows if there
@@ -94,41 +112,48 @@ class StoredEmbeddings:
             # Rows of equal cosines are in order here, and a stable sort keeps that order.
             best = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
             cosines, rows = (np.take_along_axis(each, best, axis=1) for each in (cosines, rows))
-        lines = self._lines(set(rows.ravel().tolist()))
+        files = self._files(set(rows.ravel().tolist()))
         return [
-            [Match(rank, float(cosine), *lines[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
+            [Match(rank, float(cosine), *files[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
             for pair in zip(rows.tolist(), cosines, strict=True)
         ]
 
-    def _lines(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
-        """Path, and caption if there is one, of some rows. Reads index.jsonl once, a line at a time."""
+    def _files(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
+        """Path, and caption if there is one, of some rows."""
         found: dict[int, tuple[str, str | None]] = {}
-        digest = hashlib.sha256()
         with explained(self.folder / LINES_FILE):
-            for row, line in enumerate(read_lines(self.folder / LINES_FILE)):
-                digest.update(line)
+            for row, line in enumerate(self.lines()):
                 if row in rows:
-                    entry = parse_json(line)
-                    found[row] = str(entry["path"]), next(map(str, entry.get("captions", [])), None)
-            if digest.hexdigest() != self.index["lines_sha256"] or len(found) != len(rows):
-                raise ValueError("its checksum is not that of the index")
+                    found[row] = str(line["path"]), next(map(str, line.get("captions", [])), None)
+            if len(found) != len(rows):
+                raise ValueError("its number of lines is not that of the index")
         return found
 
 
-def read_embeddings(folder: str | Path) -> StoredEmbeddings:
-    """Open an index. Raises ValueError, in one line, if there is none, or it is incomplete, damaged or
-    empty."""
-    folder = Path(folder)
-    index, sha256 = read_index(folder, EMBEDDINGS)
-    with explained(folder / INDEX_FILE):
-        if index["task"] != "embed":
-            raise ValueError("it is an index of something else")
-        counts = [entry["rows"] for entry in index["shards"]]
-        numbers = (*counts, index["rows"], index["dim"] - 1, index["max_clips"] - 1, index["batch_size"] - 1)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("one of its numbers cannot be")
-        if sum(counts) != index["rows"]:
-            raise ValueError("its numbers of rows do not agree")
-    if index["rows"] == 0:
-        raise ValueError(f"the index in {folder} is empty: none of its {index['bad']} files could be read")
-    return StoredEmbeddings(folder, index, sha256)
+def read_queries(given: Sequence[str], path: str | None) -> list[str]:
+    """The queries of the command line, then those of a file, one per line; empty ones are left out. Raises ValueError,
+    in one line, if the file cannot be read or no query is left."""
+    queries = list(given)
+    if path is not None:
+        try:
+            queries += read_bytes(path, _LONGEST_QUERIES).decode().splitlines()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the queries in {path}: {reason_of(error)}") from None
+    queries = [query.strip() for query in queries if query.strip()]
+    if not queries:
+        raise ValueError("there is no query: what was given is empty")
+    return queries
+
+
+def tokens_of_query(text: str, file: Path | None, max_text_tokens: int, vocab_size: int, marks: bool = True) -> Tensor:
+    """The tokens (1, t) of a sentence, by the tokenizer in a file, or by CLIP's (`marks`: see `open_tokenizer`) if
+    there is none. Raises ValueError, in one line, if it cannot be read, or its vocabulary has
+    another size."""
+    tokenizer = open_tokenizer("clip" if file is None else str(file), max_text_tokens, marks)
+    if tokenizer.vocab_size != vocab_size:
+        raise ValueError(
+            f"the model was trained on {vocab_size} tokens, but the tokenizer {tokenizer.name} has "
+            f"{tokenizer.vocab_size}: put the tokenizer.json that it was trained with into its folder"
+        )
+    tokens, (length,) = tokenizer.encode([text])
+    return tokens[:, :length]

@@ -1,9 +1,9 @@
-"""Arrays on the disk: shards of a fixed number of items, a record beside each, and an index that is written last.
+"""Arrays on the disk: shards of a fixed number of items, and an index that is written last.
 
-codes-00000.safetensors   the rows of the items that could be read, in order; or codes-00000.npy
-codes-00000.json          rows, checksum, and unreadable items; written after the shard
+codes-00000.safetensors   the rows of the items that could be read, in order. It is renamed to this name once it is
+                          whole, so what exists is done. The metadata hold its checksum and what is known of the items
 index.jsonl               {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per item, in order; row: its first
-index.json                settings and checksums; written last: if it exists, all other files are complete
+index.json                settings, checksums and unreadable items; if it exists, all other files are complete
 """
 
 from __future__ import annotations
@@ -21,28 +21,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
-from safetensors.numpy import load as safetensors_load
-from safetensors.numpy import save as safetensors_save
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
-from tandem.files.reading import DAMAGES, LONGEST_JSON_BYTES, parse_json, read_bytes, read_json
+from tandem.files.reading import DAMAGES, LONGEST_JSON_BYTES, check_regular, parse_json, read_bytes, read_lines
 
 from ..bad_samples import BadSample, BadSampleLog, reason_of
-from ..files.arrays import read_header
-from .output import OutputFolder, json_bytes, sha256_of
+from .output import OutputFolder, json_bytes
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
+COUNT = "code_frames"  # key of the number of rows of an item that has several
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
-
-# Of a shard: its numbers, which have at most so many bytes each; and of its file what is no number.
-_MOST_NUMBERS, _LARGEST_NUMBER_BYTES, _LONGEST_HEADER = 1 << 29, 4, 1 << 16
+_MOST_NUMBERS = 1 << 29  # of a shard
 
 Array = npt.NDArray[Any]
-COUNT = "code_frames"  # key of the number of rows of an item that has several
 
-# Shards -> for each shard, in order, its rows (n, ...) in parts, and the items that could not be read; and, if items
-# have several rows, what their lines in the index say of each item that could be read, COUNT among it.
-Compute = Callable[[Sequence[int]], Iterator[tuple[Any, ...]]]
+
+class Encoded(NamedTuple):
+    """The items of a shard.
+
+    Args:
+        parts: Arrays (n, ...), together the rows of the items that could be read, in order.
+        notes: What the index says of each item that could be read; COUNT among it, if an item has several rows.
+        bad: The items that could not be read.
+    """
+
+    parts: Sequence[Any]
+    notes: list[dict[str, Any]]
+    bad: list[BadSample]
 
 
 class Filled(NamedTuple):
@@ -58,199 +64,202 @@ class ShardWriter:
     """Fills an output folder with shards, in any order and by any number of processes.
 
     Args:
-        empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
-        sizes: Items of each shard, readable or not.
-        names: Relative paths of all items, in order.
         name: Name of the array in each file, and the beginning of the file's name.
-        paths_in_records: Whether records hold the paths of unreadable items beside their indices.
+        empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
+        names: Relative paths of all items, in order.
+        per_shard: Items of a shard, readable or not; the last may have fewer.
+        with_npy: Whether the rows stand in a codes-00000.npy, too, for those who cannot read safetensors.
     """
 
     def __init__(
         self,
         output: OutputFolder,
-        empty: Array,
-        sizes: Sequence[int],
-        names: Sequence[str],
-        *,
         name: str,
-        ending: str = "safetensors",
-        paths_in_records: bool = True,
+        empty: Array,
+        names: Sequence[str],
+        per_shard: int,
+        *,
+        with_npy: bool = False,
     ) -> None:
-        self.output, self._empty, self._names, self._name, self._ending = output, empty, names, name, ending
-        self._paths_in_records = paths_in_records
-        # Indices of each shard's items.
-        self.items = [range(last - size, last) for size, last in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        self.output, self._name, self._empty, self._names, self._with_npy = output, name, empty, names, with_npy
+        numbers = range(len(names))
+        self._items = [numbers[first : first + per_shard] for first in range(0, len(names), per_shard)]
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self._items)
 
     def fill(
-        self, compute: Compute, write_index: Callable[[], None], done: str, *, stop_at_bad: bool = False
+        self,
+        compute: Callable[[Sequence[range]], Iterator[Encoded]],
+        counted: str,
+        done: str,
+        *,
+        stop_at_bad: bool = False,
     ) -> Filled:
         """Compute and write all shards that are missing or damaged, then the index. Collective.
 
-        `compute` gets the shards of this process; `write_index` is called on one process, once all shards exist;
-        `done` says in messages what has been done to a shard, such as "encoded". Raises UserMistake, in one line, if
-        the disk is full, or too many items cannot be read (with `stop_at_bad`: if any item cannot be read); AskedToStop
-        after a signal.
+        `compute` gets the indices of the items of each shard of this process; index.json holds the number of readable
+        items as `counted`; `done` says in messages what has been done to a shard, such as "encoded". Raises
+        UserMistake, in one line, if the disk is full, or too many items cannot be read (with `stop_at_bad`: if any
+        item cannot be read); AskedToStop after a signal.
         """
-        started = time.perf_counter()
-        processes = self.output.processes
-        unfinished: list[int] = []
+        started, processes = time.perf_counter(), self.output.processes
+        before: dict[int, list[BadSample]] = {}
         with processes.agreement():
-            if processes.rank == 0:  # this reads all existing files
+            if processes.rank == 0:  # this reads all existing shards
                 for k in range(len(self)):
                     processes.working("checking the shards")
-                    unfinished += [] if self._is_finished(k) else [k]
-        todo = processes.broadcast_object(unfinished)
+                    with contextlib.suppress(*_DAMAGES):
+                        before[k] = self._check(k)
+        todo = processes.broadcast_object([k for k in range(len(self)) if k not in before])
         if not todo:
             self.output.say(f"all {len(self)} shards were {done} before, nothing is left to do: {self.output.path}")
-        log = BadSampleLog(sum(map(len, self.items)))
-        self._report(log, [bad for k in range(len(self)) if k not in todo for bad in self._bad(k)], stop_at_bad)
-        results = iter(compute(todo[processes.rank :: processes.world_size]))
+        log = BadSampleLog(len(self._names))
+        self._report(log, itertools.chain(*before.values()), stop_at_bad)
+        results = compute([self._items[k] for k in todo[processes.rank :: processes.world_size]])
         for shard in self.output.rounds(todo, done):
             bad: list[BadSample] = []
             with processes.agreement():
                 if shard is not None:
-                    parts, bad, *about = next(results)
-                    self._write(shard, parts, bad, *about)
+                    encoded = next(results)
+                    self._write(shard, encoded)
+                    bad = encoded.bad
             self._report(log, bad, stop_at_bad)
         seconds = time.perf_counter() - started
         with processes.agreement():
             if processes.rank == 0:
-                write_index()
-        return Filled(sum(len(self.items[k]) for k in todo), log.count, seconds)
+                self._write_index(counted)
+        return Filled(sum(len(self._items[k]) for k in todo), log.count, seconds)
 
-    def lines(self, notes: Callable[[int], Mapping[str, Any]] = lambda index: {}) -> list[dict[str, Any]]:
-        """Path, shard and first row of each item, and what else is known of it, in order; `notes` adds to the line of
-        an item by its index. All shards must exist."""
-        lines = []
-        for shard in range(len(self)):
-            left_out = {sample.index for sample in self._bad(shard)}
-            items = [index for index in self.items[shard] if index not in left_out]
-            about = self._record(shard).get("items") or [{}] * len(items)
-            firsts = itertools.accumulate((each.get(COUNT, 1) for each in about), initial=0)
-            for index, first, each in zip(items, firsts, about, strict=False):
-                lines.append({"path": self._names[index], "shard": shard, "row": first, **each, **notes(index)})
-        return lines
+    def _file(self, shard: int) -> str:
+        return f"{self._name}-{shard:05d}.safetensors"
 
-    def bad(self) -> list[dict[str, str]]:
-        """Path and reason of each item that could not be read. All shards must exist."""
-        return [{"path": bad.path, "reason": bad.reason} for k in range(len(self)) for bad in self._bad(k)]
-
-    def entries(self) -> list[dict[str, Any]]:
-        """File, rows and checksum of each shard, for the index. All shards must exist."""
-        records = [(k, self._record(k)) for k in range(len(self))]
-        return [{"file": self._file(k), "rows": r["rows"], "sha256": r["sha256"]} for k, r in records]
-
-    def write_lines(self, file: str, objects: Iterable[Any]) -> str:
-        """Write a JSON object per line; returns the file's SHA-256."""
-        text = "".join(json.dumps(line) + "\n" for line in objects).encode()
-        self.output.write(file, text)
-        return hashlib.sha256(text).hexdigest()
-
-    def write_index(self, index: Mapping[str, Any]) -> None:
-        """Write index.json: the settings of the folder, then `index`."""
-        self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **index}))
-
-    def _write(
-        self,
-        shard: int,
-        parts: Sequence[npt.ArrayLike],
-        bad: Sequence[BadSample],
-        about: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        arrays = [np.asarray(part) for part in (self._empty, *parts)]
+    def _write(self, shard: int, encoded: Encoded) -> None:
+        arrays = [np.asarray(part) for part in (self._empty, *encoded.parts)]
         rows = np.concatenate(arrays, dtype=self._empty.dtype, casting="unsafe")
-        n_items = len(rows) if about is None else len(about)
-        n_rows = len(rows) if about is None else sum(each[COUNT] for each in about)
-        assert (n_items + len(bad), n_rows) == (len(self.items[shard]), len(rows)), (n_items, len(bad), n_rows, shard)
-        content = _to_bytes(rows, self._name, self._ending)
-        self.output.write(self._file(shard), content)
-        unreadable = [[b.index, *([self._names[b.index]] if self._paths_in_records else []), b.reason] for b in bad]
-        record = {"rows": len(rows), "sha256": hashlib.sha256(content).hexdigest(), "bad": unreadable}
-        self.output.write(
-            self._file(shard, "json"), json_bytes(record if about is None else {**record, "items": about})
-        )
+        notes, bad = encoded.notes, [[sample.index, sample.reason] for sample in encoded.bad]
+        assert (len(notes) + len(bad), _rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
+        if self._with_npy:  # before the shard, which says that both are whole
+            content = io.BytesIO()
+            np.save(content, rows, allow_pickle=False)
+            self.output.write(f"{self._name}-{shard:05d}.npy", content.getvalue())
+        self.output.write(self._file(shard), shard_bytes(self._name, rows, notes=notes, bad=bad))
 
-    def _is_finished(self, shard: int) -> bool:
-        """Whether the shard has a record, and its file has the checksum of the record."""
-        try:
-            record = self._record(shard)
-            n_items = len(record["items"]) if "items" in record else record["rows"]
-            is_whole = n_items + len(record["bad"]) == len(self.items[shard])
-            file, n_numbers = self.output.path / self._file(shard), record["rows"] * math.prod(self._empty.shape[1:])
-            # Without this, a file that claims terabytes would be read for hours.
-            n_others = file.stat().st_size - n_numbers * self._empty.itemsize
-            fits = n_numbers <= _MOST_NUMBERS and 0 <= n_others <= _LONGEST_HEADER
-            return is_whole and fits and record["sha256"] == sha256_of([file])
-        except _DAMAGES:
-            return False
+    def _about(self, shard: int) -> Any:
+        """What the metadata of an existing shard say."""
+        with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
+            return parse_json(file.metadata()["about"].encode())
 
-    def _bad(self, shard: int) -> list[BadSample]:
-        """The items of an existing shard that could not be read, by relative path."""
-        return [BadSample(index, self._names[index], reason) for index, *_, reason in self._record(shard)["bad"]]
+    def _check(self, shard: int) -> list[BadSample]:
+        """The items of a shard that could not be read, by relative path. Raises one of `_DAMAGES` if there is no such
+        shard, or not all of what it says of itself is true."""
+        about = self._about(shard)
+        shape = (_rows(about["notes"]), *self._empty.shape[1:])
+        read_rows(self.output.path / self._file(shard), self._name, shape, [self._empty.dtype], about["sha256"])
+        if len(about["notes"]) + len(about["bad"]) != len(self._items[shard]):
+            raise ValueError("it holds other items")
+        return [BadSample(index, self._names[index], reason) for index, reason in about["bad"]]
 
-    def _record(self, shard: int) -> Any:
-        return read_json(self.output.path / self._file(shard, "json"))
-
-    def _file(self, shard: int, ending: str = "") -> str:
-        return f"{self._name}-{shard:05d}.{ending or self._ending}"
+    def _write_index(self, counted: str) -> None:
+        """Write index.jsonl, then index.json. All shards must exist."""
+        lines: list[dict[str, Any]] = []
+        shards, bad = [], []
+        for shard, items in enumerate(self._items):
+            about, row = self._about(shard), 0
+            reasons, notes = dict(about["bad"]), iter(about["notes"])
+            for index in items:
+                path = self._names[index]
+                if index in reasons:
+                    bad.append({"path": path, "reason": reasons[index]})
+                else:
+                    lines.append({"path": path, "shard": shard, "row": row, **next(notes)})
+                    row += lines[-1].get(COUNT, 1)
+            shards.append({"file": self._file(shard), "rows": row, "sha256": about["sha256"]})
+        text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        self.output.write(LINES_FILE, text)
+        sums = {counted: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
+        self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **sums, "shards": shards, "bad": bad}))
 
     def _report(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
         """Say which items any process could not read, each once. Collective."""
-        processes = self.output.processes
-        new = log.share(bad, processes.gather_objects)
-        with processes.agreement():
+        new = log.share(bad, self.output.processes.gather_objects)
+        with self.output.processes.agreement():
             if new and stop:
                 raise ValueError(f"cannot read {new[0]}; --on_bad_sample skip goes on without it")
-        for sample in new:
-            text = f"cannot read {sample}; it is left out"
-            self.output.say(text.encode(errors="backslashreplace").decode())  # a name may hold bytes that are not UTF-8
-        with processes.agreement():
+            for sample in new:  # whose name may hold bytes that are not UTF-8
+                self.output.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
             log.check()
 
 
-def shard_sizes(n_items: int, items_per_shard: int) -> list[int]:
-    """Items of each shard, of which the last may be smaller."""
-    return [min(items_per_shard, n_items - first) for first in range(0, n_items, items_per_shard)]
+class Stored:
+    """A complete folder of shards, of which `index` is index.json, and `sha256` its checksum. Raises ValueError, in one
+    line, as all methods do, if there is none, or not all of it yet, or a file is not what the index says."""
+
+    def __init__(self, folder: str | Path, name: str) -> None:
+        self.folder, self._name = Path(folder), name
+        path = self.folder / INDEX_FILE
+        if not path.exists():
+            what = f"it holds no index of {name}"
+            if not self.folder.is_dir():
+                what = "there is no such folder"
+            elif any(self.folder.glob(f"{name}-*")):
+                what = "the command that fills it did not finish: start it again"
+            raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {what}")
+        with explained(path):
+            content = read_bytes(path, LONGEST_JSON_BYTES)
+            self.index: Mapping[str, Any] = parse_json(content)
+            self.sha256 = hashlib.sha256(content).hexdigest()
+            for entry in self.index["shards"]:
+                if not stays_inside(entry["file"], parts=1):
+                    raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
+
+    @contextlib.contextmanager
+    def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[Any]) -> Iterator[Array]:
+        """The rows of a shard, checked against the index; what the body raises is explained, too."""
+        entry = self.index["shards"][shard]
+        with explained(path := self.folder / entry["file"]):
+            yield read_rows(path, self._name, (entry["rows"], *shape), dtypes, entry["sha256"])
+
+    def lines(self) -> Iterator[Mapping[str, Any]]:
+        """The lines of index.jsonl, one at a time. Their checksum is compared at the end."""
+        digest = hashlib.sha256()
+        for text in read_lines(self.folder / LINES_FILE):
+            digest.update(text)
+            yield parse_json(text)
+        if digest.hexdigest() != self.index["lines_sha256"]:
+            raise ValueError("its checksum is not that of the index")
 
 
-def read_shard(folder: Path, entry: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Array:
-    """The rows of a shard, by its entry in an index, which claims this shape of them. Raises one of many errors if it
-    is damaged: see `explained`."""
+def shard_bytes(name: str, rows: Array, **about: Any) -> bytes:
+    """The content of a shard. One entry of metadata holds everything: several would be in no fixed order."""
+    text = json.dumps({"sha256": _sha256(rows), **about})
+    return save({name: rows}, {"about": text})
+
+
+def read_rows(path: Path, name: str, shape: Sequence[int], dtypes: Sequence[Any], sha256: str) -> Array:
+    """The rows of a shard, of this shape and one of these types. Raises one of many errors if it is damaged: see
+    `explained`."""
     if not all(type(side) is int and side >= 0 for side in shape) or math.prod(shape) > _MOST_NUMBERS:
-        raise ValueError(f"the index claims a shape of {shape} for it, and it can have {_MOST_NUMBERS} numbers at most")
-    content = read_bytes(folder / entry["file"], _LONGEST_HEADER + math.prod(shape) * _LARGEST_NUMBER_BYTES)
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise ValueError(
+            f"the index claims a shape of {tuple(shape)} for it, and it can have {_MOST_NUMBERS} numbers at most"
+        )
+    with safe_open(check_regular(path), "np") as file:
+        if (found := file.get_slice(name).get_shape()) != list(shape):  # a header may claim any size
+            raise ValueError(f"it holds a shape of {tuple(found)}, not {tuple(shape)}")
+        rows: Array = file.get_tensor(name)
+    if rows.dtype not in dtypes:
+        raise ValueError(f"it holds {rows.dtype}, not {' or '.join(str(np.dtype(dtype)) for dtype in dtypes)}")
+    if _sha256(rows) != sha256:
         raise ValueError("its checksum is not that of the index")
-    if not entry["file"].endswith(".npy"):
-        return safetensors_load(content)[name]
-    header = io.BytesIO(content)
-    found, is_fortran, dtype = read_header(header)
-    if found != shape or is_fortran or dtype.hasobject:  # a header may claim any size
-        raise ValueError(f"it holds {dtype} {found}, not {shape}")
-    return np.frombuffer(content, dtype, math.prod(shape), header.tell()).reshape(shape)
+    return rows
 
 
-def read_index(folder: Path, name: str) -> tuple[dict[str, Any], str]:
-    """index.json of a folder of shards, and its SHA-256. Raises ValueError, in one line, if it is missing or
-    damaged, or names files outside the folder."""
-    path = folder / INDEX_FILE
-    if not path.exists():
-        what = f"it holds no index of {name}"
-        if not folder.is_dir():
-            what = "there is no such folder"
-        elif any(folder.glob(f"{name}-*")):
-            what = "the command that fills it did not finish: start it again"
-        raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {what}")
-    with explained(path):
-        content = read_bytes(path, LONGEST_JSON_BYTES)
-        index = parse_json(content)
-        for entry in index["shards"]:
-            if not stays_inside(entry["file"], parts=1):
-                raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
-        return index, hashlib.sha256(content).hexdigest()
+def _sha256(rows: Array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(rows).data).hexdigest()
+
+
+def _rows(notes: Iterable[Mapping[str, Any]]) -> int:
+    return sum(note.get(COUNT, 1) for note in notes)
 
 
 @contextlib.contextmanager
@@ -270,11 +279,3 @@ def stays_inside(path: Any, parts: int | None = None) -> bool:
     pure = PurePosixPath(path)
     fits = parts is None or len(pure.parts) == parts
     return fits and not pure.is_absolute() and bool(pure.name) and ".." not in pure.parts
-
-
-def _to_bytes(rows: Array, name: str, ending: str) -> bytes:
-    if ending == "safetensors":
-        return safetensors_save({name: rows})
-    content = io.BytesIO()
-    np.save(content, rows, allow_pickle=False)
-    return content.getvalue()

@@ -195,9 +195,12 @@ def _changes(before: dict[str, str], after: dict[str, str], target: Target) -> s
 def _sum_again(path: Path) -> None:
     """Write the checksums of a folder anew, so that its readers get to what is damaged."""
 
-    def digest(file: Path) -> str:
-        regular = file.is_file() and not file.is_symlink() and file.stat().st_size < HUGE
-        return hashlib.sha256(file.read_bytes()).hexdigest() if regular else "0" * 64
+    def digest(file: Path, is_shard: bool = False) -> str:
+        if not file.is_file() or file.is_symlink() or file.stat().st_size >= HUGE:
+            return "0" * 64
+        content = file.read_bytes()
+        begin = 8 + int.from_bytes(content[:8], "little") if is_shard else 0  # of a shard, what follows the header
+        return hashlib.sha256(content[begin:]).hexdigest()
 
     for sums in path.rglob("SHA256SUMS"):
         if sums.is_file() and not sums.is_symlink():
@@ -208,11 +211,9 @@ def _sum_again(path: Path) -> None:
             if index.is_symlink() or not index.is_file() or index.stat().st_size >= HUGE:
                 continue
             content = json.loads(index.read_text())
+            content["lines_sha256"] = digest(index.parent / "index.jsonl")
             for entry in content["shards"]:
-                entry["sha256"] = digest(index.parent / entry["file"])
-            for key, name in (("lines_sha256", "index.jsonl"), ("bad_sha256", "bad.jsonl")):
-                if key in content:
-                    content[key] = digest(index.parent / name)
+                entry["sha256"] = digest(index.parent / entry["file"], is_shard=True)
             index.write_text(json.dumps(content))
 
 

@@ -148,8 +148,6 @@ class Script:
 
     def bad(self, folder: Path) -> list[dict[str, str]]:
         """What the folder records about inputs that could not be read."""
-        if (folder / "bad.jsonl").exists():
-            return lines(folder / "bad.jsonl")
         bad: list[dict[str, str]] = index(folder)["bad"]
         return bad
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.records import index
+from data.records import index, tables
 from data.records.manifest import ManifestSource
 from data.records.record import Wanted
 from data.records.tables import TableFiles, TableSource, saved_files, tables_below
@@ -188,7 +188,10 @@ def test_a_table_without_a_fitting_column_is_one_line_that_names_the_columns(tmp
     assert one_line(opened, tmp_path / "e.arrow") == f"'{tmp_path}/e.arrow' holds no rows"
 
 
-def test_what_a_start_would_read_whole_is_refused(tmp_path):
+def test_what_a_start_or_a_sample_would_read_whole_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_LARGEST_GROUP", 100)
+    folder = write_parquet(tmp_path / "parquet", images(), shards=1)
+    assert "its row group 3 has 0.0 GB, and all of it is read for one sample" in one_line(opened, folder)
     path = write_arrow(tmp_path / "a.arrow", images(), options=pa.ipc.IpcWriteOptions(compression="lz4"))
     assert "it is compressed" in one_line(opened, path)
 

@@ -106,7 +106,8 @@ def test_a_sample_has_the_members_of_its_name_up_to_the_first_dot(tmp_path):
     """An ending has to be all of the rest, unless nothing else is there; the first ending is taken."""
     path = made_of(
         tmp_path / "a.tar", "b.npy", "d/a.txt", "d/a.PNG", "a.png", "a.mask.png", "a.json", "a.txt", "c.mask.jpg",
-        "c.tags.txt", "b.jpg", "b.img_emb.npy", "b.other.json", "d/a.x.npy", ".hidden.png", "e.txt", "f.png/", "d/.g.png",
+        "c.tags.txt", "b.jpg", "b.img_emb.npy", "b.other.json", "d/a.x.npy", ".hidden.png", "e.txt", "f.png/",
+        "d/.g.png",
     )  # fmt: skip
     found = [{name: read.decode() for name, (_, read) in record.items()} for record in content(opened(path))]
     assert found == [
@@ -122,7 +123,8 @@ def test_a_sample_has_the_members_of_its_name_up_to_the_first_dot(tmp_path):
 def test_two_images_of_one_name_are_refused(names, tmp_path):
     said = one_line(opened, made_of(tmp_path / "a.tar", *names))
     assert f"two images of one name, {names[0]!r} and {names[-1]!r}" in said
-    assert len(opened(made_of(tmp_path / "b.tar", *names, "0.webp.png"[:2] + "jpg"))) if "a" in names[0] else True
+    if names[0] == "0.a.png":
+        assert opened(made_of(tmp_path / "b.tar", *names, "0.jpg")).name(0) == "0.jpg"
 
 
 def test_the_fingerprint_is_that_of_names_tars_and_what_stands_beside(tmp_path):
@@ -175,8 +177,7 @@ def test_an_extended_header_that_is_none_is_damage(tmp_path, line):
 def test_an_index_that_lies_about_places_leads_to_no_byte_outside(tmp_path):
     """What it says of the beginnings of tars is checked at the start, and the rest where it is used."""
     path = shard(tmp_path / "a.tar", 5)
-    firsts = opened(path)._index_columns if hasattr(TarSource, "_index_columns") else None
-    assert firsts is None
+    opened(path)
     [index] = kept(tmp_path)
     whole = index.read_bytes()
     place = opened(path).record(3)["image"].offset
@@ -253,10 +254,10 @@ def test_a_file_that_is_no_tar_or_damaged_in_its_middle_is_named(tmp_path):
 def test_members_are_those_that_tarfile_finds(tmp_path, style):
     """Long names, folders, links, global headers, names that are no text, and sizes in bytes."""
     draw = random.Random(0)
-    names = ["a.png", "d" * 90 + "/" + "n" * 95 + ".png", "x" * 100, "e" * 99 + ".p", "ü/ß.png"]
+    names = ["a.png", "d" * 90 + "/" + "n" * 95 + ".png", "x" * 100, "ü/ß.png"]
     names += [os.fsdecode(b"\xff.png")] if style != tarfile.USTAR_FORMAT else []
     if style != tarfile.USTAR_FORMAT:
-        names += ["ünïcode/" + "long/" * 40 + "a.b", "l" * 300]
+        names += ["ünïcode/" + "long/" * 40 + "a.b", "l" * 300, "e" * 99 + ".p"]
     with tarfile.open(tmp_path / "a.tar", "w", format=style, pax_headers={"comment": "of all"}) as tar:
         for number, name in enumerate(names * 3):
             member = tarfile.TarInfo(name)
@@ -283,9 +284,8 @@ def test_tars_are_named_by_a_folder_a_pattern_a_range_and_their_numbers(start, e
     flags = {"start_shard": start, "shard_width": 3, **({} if end is None else {"end_shard": end})}
     assert found(folder.name, **flags) == found(f"{folder.name}/", **flags) == expected(*numbers)
     folder.rename(tmp_path / "set")
-    for spec in ("set/*.tar", "set/{000..002}.tar", "s{a,e}t/00{0..2}.tar", "set/00[0-2].tar", "set/{}.tar"):
-        if spec != "s{a,e}t/00{0..2}.tar":
-            assert found(spec, **flags) == expected(*numbers)
+    for spec in ("set/*.tar", "set/{000..002}.tar", "set/00{0..2}.tar", "set/00[0-2].tar", "set/{}.tar"):
+        assert found(spec, **flags) == expected(*numbers)
     assert found("set/001.tar") == expected(*range(5, 10))
     assert found("set/{000,002}.tar") == expected(*range(5), *range(10, 15))
     for spec, said in (

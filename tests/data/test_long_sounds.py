@@ -5,7 +5,8 @@ import pytest
 import soundfile
 
 from data.decoding.sounds import ClipDecoder
-from data.sounds.long_sounds import clip_starts, read_clips
+from data.long_sounds import clip_starts, read_clips
+from data.records.record import Entry
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ def test_clips_hear_all_of_a_sound_or_are_spread_evenly(frames, max_clips, start
 def test_clips_of_another_sample_rate_are_whole_and_stand_where_they_should(tmp_path):
     times = np.arange(44100 * 3) / 44100
     soundfile.write(tmp_path / "x.wav", np.sin(2 * np.pi * 440 * times) * times / 3, 44100)
-    clips = read_clips(str(tmp_path / "x.wav"), ClipDecoder(16000, 16000), 6)
+    clips = read_clips(Entry(str(tmp_path / "x.wav")), ClipDecoder(16000, 16000), 6)
     assert clips.shape == (3, 16000)
     expected = np.sin(2 * np.pi * 440 * np.arange(48000) / 16000) * np.arange(48000) / 48000
     for clip, start in zip(clips, (0, 16000, 32000), strict=True):
