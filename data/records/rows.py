@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .record import Entry, Record, Source, Wanted
+from .record import Entry, Record, Source, Wanted, is_address
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
 OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
@@ -62,7 +62,13 @@ class Rows:
         return np.full(len(self), 0 if is_there else -1, np.int64)
 
     def joined(self, path: str) -> str:
-        return os.path.join(self._folder, os.path.expanduser(path))
+        """The path or address of a file that a row names. Raises ValueError, in one line, if a list on a server names a
+        file of this machine."""
+        if is_address(path):
+            return path
+        if is_address(self._folder) and (path.startswith(("/", "~")) or ".." in path.split("/")):
+            raise ValueError(f"it names {path[:_LONGEST_QUOTE]!r}, which is not below its list on the server")
+        return os.path.join(self._folder, path if is_address(self._folder) else os.path.expanduser(path))
 
     def _value(self, wanted: Wanted, cell: Any, index: int) -> Any:
         """The file or the numbers that a cell stands for, None if for none."""

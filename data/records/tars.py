@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from ..bad_samples import reason_of
 from .folder import is_text
-from .index import Made, PackedStrings, fingerprint_of, is_address, kept
-from .record import Bytes, Entry, Record, Wanted, open_bytes
+from .index import Made, PackedStrings, fingerprint_of, kept
+from .record import Bytes, Entry, Record, Wanted, is_address, open_bytes
 
 _FEWEST = 100  # samples in an index that is kept: of long members, each header takes a read of the disk
 _THREADS = 16
@@ -150,6 +150,10 @@ def _key(name: str) -> str:
 def _state(path: str) -> tuple[int, str]:
     """The size of a tar, and what is different after a change."""
     try:
+        if is_address(path):
+            from . import remote
+
+            return remote.RemoteBytes(path).size, remote.version(path)
         status = os.stat(path)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
