@@ -242,8 +242,8 @@ def _write_tables(folder: Path) -> None:
         "images": table({"image": images, "label": [i % 2 for i in range(len(images))]},
                         {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}),
         "pairs": table({"jpg": images, "text": ["a red ring"] * len(images), "image_embed": rows.tolist()}),
-        "sounds": table({"audio": here + elsewhere, "captions": [["a dog", "it barks"]] * n, "start_s": [0.1] * n,
-                         "end_s": [0.4] * n}),
+        "sounds": table({"audio": here + elsewhere, "captions": [["a dog", "it barks"]] * n, "start_s": [0.02] * n,
+                         "end_s": [0.08] * n}),
     }  # fmt: skip
     save_to_disk(folder / "tables" / "saved", of["images"])
     for name, made in of.items():
@@ -259,7 +259,7 @@ def _write_listed(folder: Path) -> None:
         shutil.copytree(folder / name, listed / name)
     for name, copy in (("00000.tar", "pairs.tar"), ("captioned.tar", "captioned.tar"), ("pairs.jsonl", "pairs.jsonl")):
         shutil.copy2(folder / name, listed / copy)
-    index._is_unchanged = lambda path, watched: [*watched] is not None  # it is read all the same
+    index._is_unchanged = lambda path, watched: len([*watched]) >= 0  # it is read all the same
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "_CLOCK_TICK_NS", -1 << 60)
         patch.setattr(index, "_made", functools.partial(_made_of_any_length, index._made))

@@ -182,7 +182,7 @@ def test_an_index_that_lies_about_places_leads_to_no_byte_outside(tmp_path):
     whole = index.read_bytes()
     place = opened(path).record(3)["image"].offset
     at = whole.index(np.int64(place).tobytes())
-    for forged in (10**15, -1):
+    for forged in (10**15, -1, path.stat().st_size - 1):
         index.write_bytes(whole[:at] + np.int64(forged).tobytes() + whole[at + 8 :])
         assert "was damaged or replaced: delete it" in one_line(opened(path).record, 3)
         assert len(opened(path).record(2)) == 2
