@@ -14,7 +14,6 @@ from typing import Any
 
 import distributed
 from tandem.fields import itself
-from tandem.files.reading import printable
 from trained import DISCRIMINATOR, READ, as_named, find, load, load_discriminator, newest, tokenizer_file, write_model
 from training.flags.parser import ArgumentParser
 from training.run.card import PICTURE, Kind, model_card, newest_picture, public_settings
@@ -69,9 +68,8 @@ def start_training(
         if args.init_from:
             with backend.agreement():
                 news = adopt(parser, args)
-            if backend.is_root:
-                for line in news:
-                    print(printable(line), flush=True)
+            for line in news:
+                backend.say(line)
             settings = parser.settings(args)
         train(args, {**settings, "init_from": pinned}, backend)
 

@@ -19,7 +19,12 @@ from typing import Any
 
 from tandem.converters import non_negative_int, positive_int
 from tandem.files.exits import exit_codes
+from tandem.files.reading import printable
+from tandem.files.writing import write_atomically
 from training.flags.parser import ArgumentParser
+from training.report.page import data_of, is_report, library, page
+from training.report.runs import RunReader, names_of
+from training.report.watching import Server
 
 LARGEST_PORT = 65535
 
@@ -53,16 +58,11 @@ def check_flags(parser: ArgumentParser, args: Namespace) -> None:
 
 
 def read_all(readers: Sequence[Any]) -> dict[str, Any]:
-    from training.report.page import data_of
-
     return data_of([reader.read() for reader in readers])
 
 
 def write(path: Path, readers: Sequence[Any], is_default: bool) -> None:
     """Write the page. Raises ValueError, in one line, and OSError."""
-    from tandem.files.writing import write_atomically
-    from training.report.page import is_report, page
-
     if path.is_symlink() or (path.exists() and not (path.is_file() and is_report(path))):
         raise ValueError(f"{path} exists and is no report of report.py; give another --output")
     data = read_all(readers)
@@ -87,8 +87,6 @@ def counted(number: int, noun: str) -> str:
 
 def watch(readers: Sequence[Any], port: int) -> None:
     """Serve the page until Ctrl-C or SIGTERM. Raises OSError."""
-    from training.report.watching import Server
-
     try:
         server = Server(lambda: read_all(readers), port)
     except OSError as error:
@@ -110,8 +108,6 @@ def watch(readers: Sequence[Any], port: int) -> None:
 
 def say(text: str) -> None:
     """Print a line, which may quote a file."""
-    from tandem.files.reading import printable
-
     print(printable(text), flush=True)
 
 
@@ -120,9 +116,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_flags(parser, args)
     with exit_codes(parser.error):
-        from training.report.page import library
-        from training.report.runs import RunReader, names_of
-
         library()
         names = names_of(args.runs)
         readers = [RunReader(path, name, args.pictures) for path, name in zip(args.runs, names, strict=True)]

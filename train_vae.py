@@ -53,9 +53,7 @@ class LossFlags:
         FILE,
         title="model",
     )
-    starting_temp: float = flag(
-        1.0, "Gumbel-softmax temperature at the start", positive_float, title="loss and schedules"
-    )
+    starting_temp: float = flag(1.0, "Gumbel temperature at the start", positive_float, title="loss and schedules")
     temp_min: float = flag(0.5, "lowest temperature", positive_float)
     anneal_rate: float = flag(
         1e-06,
@@ -63,9 +61,7 @@ class LossFlags:
         non_negative_float,
     )
     learning_rate: float = flag(0.001, "learning rate of Adam at the start", positive_float)
-    lr_decay_rate: float = flag(
-        0.98, "after updates 1, 101, 201, ... the learning rate is multiplied by it", positive_float
-    )
+    lr_decay_rate: float = flag(0.98, "factor on the learning rate after updates 1, 101, 201, ...", positive_float)
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:

@@ -62,7 +62,7 @@ class TrainingFlags:
     )
     fid_weights: str | None = flag(
         None,
-        "report rFID with these Inception weights (pt_inception-2015-12-05)",
+        "report rFID by these weights (pt_inception-2015-12-05)",
         FILE,
         needs=VALIDATION,
         title="evaluation",

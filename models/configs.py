@@ -69,10 +69,7 @@ class QuantizerConfig(ModelConfig):
         32, "width of a codebook entry (vq, ibq)", width, in_weights=True, needs=when("quantizer", "vq", "ibq")
     )
     vq_decay: float = flag(
-        0.8,
-        "decay of the moving averages from which the codebook is computed (vq)",
-        fraction,
-        needs=when("quantizer", "vq"),
+        0.8, "decay of the averages that are the codebook (vq)", fraction, needs=when("quantizer", "vq")
     )
     vq_cosine: bool = flag(
         False,
@@ -136,9 +133,7 @@ class RecomputingConfig(ModelConfig):
     """Of a model that is deep enough to gain by computing its layers again."""
 
     gradient_checkpointing: bool = flag(
-        False,
-        "compute the layers' activations again in the backward pass: slower, and far less memory",
-        title="precision",
+        False, "compute activations again in the backward pass: slower, and far less memory", title="precision"
     )
 
 
@@ -147,9 +142,7 @@ class VQGANConfig(QuantizerConfig, RecomputingConfig):
     """Of a `VQGAN`."""
 
     image_size: int = flag(256, "a multiple of 2^num_layers", pixels, lasting=True, title="images")
-    dim: int = flag(
-        128, "channels at full resolution; every halving doubles them", width, title="model", in_weights=True
-    )
+    dim: int = flag(128, "channels at full resolution; a halving doubles them", width, title="model", in_weights=True)
     num_layers: int = flag(4, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True)
     num_resnet_blocks: tuple[int, ...] = flag(
         (1,), "residual blocks of the coarsest level, or of each level, finest first", sizes, in_weights=True
@@ -208,11 +201,7 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
         in_weights=True,
     )
     patch_size: int = flag(
-        1,
-        "cut frames into patches of this side before the first layer; a power of two",
-        size,
-        metavar="PIXELS",
-        in_weights=True,
+        1, "cut frames into patches of this side first; a power of two", size, metavar="PIXELS", in_weights=True
     )
     patch: str = flag(
         "haar",

@@ -136,7 +136,7 @@ class DecoderConfig(RecomputingConfig):
     )
     lowres_noise_level: float = flag(
         0.2,
-        "noise level of the condition when sampling, as a share of --timesteps",
+        "noise of the condition when sampling, a share of --timesteps",
         fraction,
         needs=when("lowres_condition", "noise"),
     )
@@ -283,7 +283,7 @@ class Sampling(ModelConfig):
     )
     cfg_rescale: float = flag(
         0.0,
-        "how much of the contrast that guidance adds is taken back (Lin et al. 2023)",
+        "part of the contrast by guidance that is taken back (Lin et al. 2023)",
         fraction,
         needs=(CONDITIONAL, GUIDED),
     )

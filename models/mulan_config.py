@@ -38,12 +38,7 @@ class TwoTowersConfig(RecomputingConfig):
     and the window that of the Fourier transform."""
 
     sample_rate: int = flag(
-        16000,
-        "sample rate to which all sounds are resampled",
-        size,
-        metavar="HZ",
-        title="sounds and texts",
-        in_weights=True,
+        16000, "all sounds are resampled to this rate", size, metavar="HZ", title="sounds and texts", in_weights=True
     )
     clip_seconds: float = flag(
         10.0,
@@ -51,9 +46,7 @@ class TwoTowersConfig(RecomputingConfig):
         positive_float,
         metavar="SECONDS",
     )
-    max_text_tokens: int = flag(
-        256, "texts are cut off after this number of tokens", size, metavar="TOKENS", in_weights=True
-    )
+    max_text_tokens: int = flag(256, "texts are cut off after so many tokens", size, metavar="TOKENS", in_weights=True)
     n_fft: int = flag(
         1024,
         "length of the Fourier transform's window",
@@ -82,10 +75,8 @@ class TwoTowersConfig(RecomputingConfig):
         also="spec_hop_length",
         needs=_AUDIO,
     )
-    time_mask_fraction: float = flag(0.2, "SpecAugment in training: mask up to this fraction of the time", fraction)
-    frequency_mask_fraction: float = flag(
-        0.25, "SpecAugment in training: mask up to this fraction of the frequencies", fraction
-    )
+    time_mask_fraction: float = flag(0.2, "SpecAugment: mask up to this fraction of the time", fraction)
+    frequency_mask_fraction: float = flag(0.25, "SpecAugment: mask up to this fraction of the frequencies", fraction)
     audio_dim: int = flag(512, "width of the audio tower", width, title="towers", in_weights=True, needs=_AUDIO)
     audio_depth: int = flag(6, "layers of the audio tower", size, in_weights=True, needs=_AUDIO)
     text_dim: int = flag(512, "width of the text tower", width, in_weights=True, needs=_TEXT)
@@ -110,9 +101,7 @@ class TwoTowersConfig(RecomputingConfig):
     attn_dropout: float = flag(
         0.0, "part of the attention weights, and of the outputs of attention, that is dropped in training", fraction
     )
-    ff_dropout: float = flag(
-        0.0, "part of the inner numbers of the feed-forwards that is dropped in training", fraction
-    )
+    ff_dropout: float = flag(0.0, "part of the inner numbers of the feed-forwards dropped in training", fraction)
     patch_size: int = flag(
         16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True, needs=_AUDIO
     )
@@ -134,10 +123,7 @@ class TwoTowersConfig(RecomputingConfig):
         title="loss",
     )
     init_bias: float = flag(
-        -10.0,
-        "number added to the scaled cosines at the start; it is learned (sigmoid)",
-        any_float,
-        needs=when("loss", "sigmoid"),
+        -10.0, "added to the scaled cosines at the start; learned (sigmoid)", any_float, needs=when("loss", "sigmoid")
     )
     vocab_size: int = 49408
 
@@ -221,12 +207,7 @@ class MuLaNConfig(TwoTowersConfig):
     )
     n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=(_TANDEM, _AUDIO))
     fmin: float = flag(
-        0.0,
-        "lowest frequency of the mel bands",
-        non_negative_float,
-        metavar="HZ",
-        in_weights=True,
-        needs=(_TANDEM, _AUDIO),
+        0.0, "where the mel bands begin", non_negative_float, metavar="HZ", in_weights=True, needs=(_TANDEM, _AUDIO)
     )
     fmax: float | None = flag(
         None,
@@ -329,14 +310,11 @@ class TowerFlags:
     )
     text_tower_quick_gelu: bool = flag(
         False,
-        "the state dict of --text_tower is of a model with OpenAI's activation, quick_gelu",
+        "--text_tower is the state dict of a model with quick_gelu, as OpenAI's",
         needs=given("text_tower", "PATH"),
     )
     audio_tower: str | None = flag(
-        None,
-        "pretrained audio tower: a transformers folder of an audio spectrogram transformer (AST)",
-        FOLDER,
-        lasting=bool,
+        None, "pretrained audio tower: a transformers folder of an AST", FOLDER, lasting=bool
     )
 
     @classmethod

@@ -65,9 +65,13 @@ class ClipFlags:
             )
 
 
+# In a config file --lr_cosine may be switched on and off.
+_SWITCHED = {**dict.fromkeys(("true", "yes", "on"), "cosine"), **dict.fromkeys(("false", "no", "off"), "constant")}
+
+
 def _shape(text: str) -> str:
-    """Of `lr_cosine: true` in a config file, too."""
-    return {"true": "cosine", "false": "constant"}.get(text.lower(), text.lower())
+    """The shape of the learning rate that is meant."""
+    return _SWITCHED.get(text.lower(), text.lower())
 
 
 @dataclass

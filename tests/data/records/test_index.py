@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,9 @@ def test_an_index_is_made_once_and_read_again_also_after_pickling(file, monkeypa
     assert content(kept(str(file), "other kind", lambda: made(file, ["x"]))) == (["x"], [0])
     assert in_files(file) == [path], "short ones are not kept"
     sent = pickle.dumps(again(file))
+    file.write_text("other rows")
+    opened(file, lambda path: made(path, ["b"]))
+    assert "was damaged or replaced" in one_line(pickle.loads, sent)
     path.unlink()
     assert "was damaged or replaced" in one_line(pickle.loads, sent)
 
@@ -123,7 +127,7 @@ def test_a_damaged_index_is_made_again_or_is_an_error_where_it_is_read(file):
         assert content(opened(file))[0] == ROWS, bad[:80]
         assert path.read_bytes() == whole
     ends = whole.index(np.array([0, 0, 1, 9], np.int64).tobytes())
-    for value in (-1, 1 << 30, 1 << 62):
+    for value in (-1, columns[1][2] + 8, 1 << 30, 1 << 62):  # the second is a place in the next column
         path.write_bytes(whole[: ends + 16] + np.int64(value).tobytes() + whole[ends + 24 :])
         assert "delete it" in one_line(again(file).strings("rows").__getitem__, 1)
     path.write_bytes(whole)
@@ -167,6 +171,7 @@ def _open_at_once(path: Path, together: Any, queue: Any) -> None:
     def make(path: Path) -> Made:
         with open(f"{path}.log", "a") as log:
             log.write("made\n")
+        time.sleep(0.3)  # the others come meanwhile
         return made(path)
 
     together.wait()

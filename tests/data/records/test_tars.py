@@ -117,6 +117,8 @@ def test_a_sample_has_the_members_of_its_name_up_to_the_first_dot(tmp_path):
         {"image": "c.mask.jpg", "texts": "c.tags.txt"},
     ]
     assert [opened(path).name(number) for number in range(4)] == ["b.jpg", "d/a.PNG", "a.png", "c.mask.jpg"]
+    masked = TarSource([str(path)], [IMAGE, Wanted("mask", "mask", (".mask.png", ".mask.jpg"))])
+    assert [len(masked.record(number)) for number in range(len(masked))] == [1, 2, 1], "a mask is no image"
 
 
 @pytest.mark.parametrize("names", [("0.png", "0.txt", "0.jpg"), ("0.a.png", "0.b.png")])
@@ -265,8 +267,8 @@ def test_members_are_those_that_tarfile_finds(tmp_path, style):
                 number % 5
             ]
             member.linkname, member.mtime = "k" * 200 if style != tarfile.USTAR_FORMAT else "k", 1.25 * number
-            member.size = draw.choice([0, 1, 511, 512, 513, 3000]) if member.isreg() else 0
-            tar.addfile(member, io.BytesIO(bytes(member.size)))
+            member.size = draw.choice([0, 1, 511, 512, 513, 3000])  # links may claim to have content
+            tar.addfile(member, io.BytesIO(bytes(member.size)) if member.isreg() else None)
     with tarfile.open(tmp_path / "a.tar") as tar:
         found = [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
     assert [*members(str(tmp_path / "a.tar"))] == found and len(found) > 6
