@@ -97,9 +97,9 @@ class TarSource:
         record = {}
         for one in self._wanted:
             size, offset, ending = (column[index] for column in self._columns[one.name])
-            if size < 0:
+            if size < 0 and one is not self._wanted[0]:
                 continue
-            if not (0 <= offset <= n_bytes - size and 0 <= ending < len(one.taken)):
+            if not (size >= 0 and 0 <= offset <= n_bytes - size and 0 <= ending < len(one.taken)):
                 raise self._damaged()
             member = name if one is self._wanted[0] else f"{_key(name)}{one.taken[ending]}"
             record[one.name] = Entry(path, offset, size, member=member)

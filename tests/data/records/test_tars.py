@@ -184,10 +184,13 @@ def test_an_index_that_lies_about_places_leads_to_no_byte_outside(tmp_path):
     whole = index.read_bytes()
     place = opened(path).record(3)["image"].offset
     at = whole.index(np.int64(place).tobytes())
-    for forged in (10**15, -1):
+    for forged in (10**15, -1, path.stat().st_size - 1):
         index.write_bytes(whole[:at] + np.int64(forged).tobytes() + whole[at + 8 :])
         assert "was damaged or replaced: delete it" in one_line(opened(path).record, 3)
         assert len(opened(path).record(2)) == 2
+    at = whole.index(np.array([len(files(n)["png"]) for n in range(5)], np.int64).tobytes()) + 8 * 3
+    index.write_bytes(whole[:at] + np.int64(-1).tobytes() + whole[at + 8 :])
+    assert "was damaged" in one_line(opened(path).record, 3), "a sample without its image"
     at = whole.index(np.array([0, 5], np.int64).tobytes())
     for forged in ([0, 4], [1, 5], [5, 0]):
         index.write_bytes(whole[:at] + np.array(forged).tobytes() + whole[at + 16 :])
