@@ -26,8 +26,8 @@ from PIL import Image, ImageSequence
 from data.feed import Feed
 from data.sets import decoder_feed, image_feed, sound_feed, video_feed
 from data.tokenizers import open_tokenizer
-from tests.data.files.tables import save_to_disk, table, write_parquet
 from tests.data.helpers import assert_same, joined, write_tar
+from tests.data.records.tables import save_to_disk, table, write_parquet
 from tests.processes import Process, on_processes
 from tests.scripts import DECODER, MULAN, RUN, TOKENIZER, VAE, VIDEO_TOKENIZER, WORDS, Script, words
 

@@ -15,8 +15,8 @@ import torch
 from data.feed import Feed, to_unit_range
 from data.records import remote
 from data.sets import ImageBatch
+from tests.data.conditions import write_tars
 from tests.data.helpers import assert_same, ids, one_line
-from tests.data.images.conditions import write_tars
 from tests.data.sources import CONDITIONED, IMAGES, RUN, VIDEOS, N, in_folder, training, words
 from tests.processes import Process, on_processes
 

@@ -17,8 +17,8 @@ from data.records import index, tables
 from data.records.manifest import ManifestSource
 from data.records.record import Wanted
 from data.records.tables import TableFiles, TableSource, saved_files, tables_below
-from tests.data.files.tables import save_to_disk, table, write_arrow, write_parquet
 from tests.data.helpers import one_line
+from tests.data.records.tables import save_to_disk, table, write_arrow, write_parquet
 
 N = 14
 IMAGE = Wanted("image", "image", (".jpg", ".png"), ("image", "img", "jpg"), "Image")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tests.data.decoding.films import write_video
 from tests.data.helpers import ids, one_line
 from tests.data.sources import BATCH, VIDEOS, training
-from tests.data.videos.files import write_video
 
 SKIPPED = {"valid_fraction": 0, "short_clips": "skip"}
 

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from data.sets import open_videos
+from tests.data.decoding.films import SIDE, numbers, picture, write_video
 from tests.data.helpers import OfOne, write_tar
 from tests.data.sources import image, video
-from tests.data.videos.files import SIDE, numbers, picture, write_video
 
 
 def opened(spec: Path | str, **changed):

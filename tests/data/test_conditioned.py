@@ -14,8 +14,7 @@ from data.bad_samples import Incomplete
 from data.fields import IMAGE, TEXT
 from data.samples import Samples
 from data.sets import open_conditioned, widths_of
-from tests.data.helpers import one_line, unpack, write_tar
-from tests.data.images.conditions import (
+from tests.data.conditions import (
     TEXT_WIDTH,
     TOKENS,
     WIDTH,
@@ -27,6 +26,7 @@ from tests.data.images.conditions import (
     write_rows,
     write_tars,
 )
+from tests.data.helpers import one_line, unpack, write_tar
 from tests.data.sources import npy
 
 

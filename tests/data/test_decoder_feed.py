@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.conditions import write_rows, write_tars
 from tests.data.helpers import assert_same, ids
-from tests.data.images.conditions import write_rows, write_tars
 from tests.data.sources import CONDITIONED, passes, training
 from tests.scripts import DECODER
 
