@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,6 +40,29 @@ def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
         for key, members in samples.items():
             writer.write({"__key__": key, **members})
     return path
+
+
+class Items:
+    """A user's own dataset of what a function gives for an index."""
+
+    def __init__(self, item: Callable[[int], Any], n: int = 12, fingerprint: str | None = None) -> None:
+        self.item, self.n, self.fingerprint = item, n, fingerprint
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return self.item(index)
+
+
+_OWN = sys.modules.setdefault("items_of_the_tests", ModuleType("items_of_the_tests"))
+
+
+def named(items: Items) -> str:
+    """The name of a dataset for --dataset: that of a function of a module which is imported already."""
+    name = f"made_{len(vars(_OWN))}"
+    setattr(_OWN, name, lambda args: items)
+    return f"{_OWN.__name__}:{name}"
 
 
 class OfOne:

@@ -11,12 +11,10 @@ import csv
 import io
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from PIL import Image, ImageSequence
 from data.feed import Feed
 from data.sets import decoder_feed, image_feed, sound_feed, video_feed
 from data.tokenizers import open_tokenizer
-from tests.data.helpers import assert_same, joined, write_tar
+from tests.data.helpers import Items, assert_same, joined, named, write_tar
 from tests.data.records.tables import save_to_disk, table, write_parquet
 from tests.processes import Process, on_processes
 from tests.scripts import DECODER, MULAN, RUN, TOKENIZER, VAE, VIDEO_TOKENIZER, WORDS, Script, words
@@ -210,40 +208,27 @@ def as_manifest(ending: str) -> Callable[..., Path]:
     return written
 
 
-class Items:
-    """A user's own dataset of records, decoded as users do."""
-
-    def __init__(self, records: Records) -> None:
-        self.records, self.fingerprint = [*records.values()], " ".join(map(str, records))
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> Any:
-        record = self.records[index]
-        content = io.BytesIO(next(iter(record.values())))
-        if "wav" in record:
-            samples, rate = soundfile.read(content, dtype="float32")
-            return samples.T, rate, captions_in(record)
-        picture = Image.open(content)
-        if "gif" in record:
-            frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(picture)]
-            return np.stack(frames).transpose(0, 3, 1, 2).copy()
-        beside = cells(record)
-        for name in beside.keys() & {"image_embed", "text_encodings"}:
-            beside[name] = np.array(beside[name], np.float32)
-        return {"image": picture, **beside} if beside else picture
-
-
-OWN = sys.modules.setdefault("items_of_the_tests", ModuleType("items_of_the_tests"))
+def decoded(record: Record) -> Any:
+    """A record as the item of a user's own dataset."""
+    content = io.BytesIO(next(iter(record.values())))
+    if "wav" in record:
+        samples, rate = soundfile.read(content, dtype="float32")
+        return samples.T, rate, captions_in(record)
+    picture = Image.open(content)
+    if "gif" in record:
+        frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(picture)]
+        return np.stack(frames).transpose(0, 3, 1, 2).copy()
+    beside = cells(record)
+    for name in beside.keys() & {"image_embed", "text_encodings"}:
+        beside[name] = np.array(beside[name], np.float32)
+    return {"image": picture, **beside} if beside else picture
 
 
 def as_dataset(folder: Path, records: Records) -> str:
     """A function of a module, as --dataset names it."""
     folder.mkdir(parents=True)
-    name = f"made_{len(vars(OWN))}"
-    setattr(OWN, name, lambda args: Items(records))
-    return f"{OWN.__name__}:{name}"
+    contents = [*records.values()]
+    return named(Items(lambda index: decoded(contents[index]), len(contents), " ".join(map(str, records))))
 
 
 @dataclass(frozen=True, eq=False)

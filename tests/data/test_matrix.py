@@ -97,7 +97,7 @@ FIELDS = {
         lambda: [ImageField(SIZE, enlarge=False), CaptionField()],
         Sample({**IMAGED, "txt": b"a house\n"}, {**planar(PICTURE), "captions": "a house"}),
         Sample({"png": IMAGED["png"][:50], "txt": b"a tree"}, (BAD, "")),
-        Sample({"png": png(OTHER[:5]), "txt": b"a dog"}, (LEFT_OUT, "5 pixels, fewer than 8")),
+        Sample({"png": png(OTHER[:, :5]), "txt": b"a dog"}, (LEFT_OUT, "5 pixels, fewer than 8")),
         Sample({"png": png(OTHER)}, {**planar(OTHER), "captions": ""}),
     ),
     "clip": Case(
