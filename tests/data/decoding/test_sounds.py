@@ -14,6 +14,7 @@ import soxr
 import torch
 
 from data.decoding.sounds import ClipDecoder
+from data.long_sounds import clip_starts, read_clips
 from data.records.record import Entry
 from tests.data.helpers import one_line
 
@@ -292,3 +293,24 @@ def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
         path.write_bytes(b"x" * 700 + content + b"y" * 700)
         clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, Entry(str(path), 700, len(content)))]
         assert torch.equal(*clips), ending
+
+
+# Long sounds are heard by clips that are spread over them.
+
+
+@pytest.mark.parametrize(
+    ("frames", "max_clips", "starts"),
+    [
+        (50, 6, [0]), (100, 6, [0]), (101, 6, [0, 1]), (200, 6, [0, 100]), (250, 6, [0, 75, 150]), (101, 1, [0]),
+        (301, 1, [100]), (10_100, 6, [0, 2000, 4000, 6000, 8000, 10_000]), (1_000, 3, [0, 450, 900]),
+    ],
+)  # fmt: skip
+def test_clips_hear_all_of_a_sound_or_are_spread_evenly(frames, max_clips, starts):
+    assert clip_starts(frames, 100, max_clips) == starts
+
+
+def test_clips_of_another_sample_rate_are_whole_and_stand_where_they_should(tmp_path):
+    louder, expected = (sine(440, 3, rate) * np.linspace(0, 1, 3 * rate) for rate in (44100, RATE))
+    clips = read_clips(written(tmp_path / "x.wav", louder, 44100), ClipDecoder(RATE, RATE), 6)
+    assert clips.shape == (3, RATE)
+    assert np.abs(clips.numpy() - expected.reshape(3, RATE))[:, 100:-100].max() < 1e-3

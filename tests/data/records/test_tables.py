@@ -63,8 +63,10 @@ def test_rows_of_all_files_are_records_in_order_for_any_process(write, tmp_path)
     assert record["image"].name == "8.img" and record["texts"] == {"text": "picture 8"}
     assert source.shards == [range(7), range(7, 14)] and opened(Path(source.describe(8)[:-3])).shards is None
     assert source.describe(8).endswith("[1]") and source.name(8).endswith("/000000001")
-    again = pickle.loads(pickle.dumps(source))
+    sent = pickle.dumps(source)
+    again = pickle.loads(sent)
     assert again.fingerprint == source.fingerprint and read(again, 5) == content(5)
+    assert len(sent) < 5000, "paths, not contents"
     assert source.sizes("image").tolist() == [0] * N and source.sizes("nothing").tolist() == [-1] * N
 
 
