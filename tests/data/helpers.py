@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
@@ -116,9 +117,31 @@ def ids(batches: Iterable[dict]) -> list[int]:
     return [index for batch in batches for index in batch["ids"]]
 
 
-def one_line(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """The text of the ValueError of a call, which is one line."""
-    with pytest.raises(ValueError) as error:
+def one_line(call: Callable[..., Any], *arguments: Any, kind: type[Exception] = ValueError, **options: Any) -> str:
+    """The text of the error of a call, which is one line."""
+    with pytest.raises(kind) as error:
         call(*arguments, **options)
     assert str(error.value) and "\n" not in str(error.value)
     return str(error.value)
+
+
+def in_processes(n: int, call: Callable[[int], Any]) -> list[Any]:
+    """What a function of their numbers gives in n forked processes, which begin together."""
+    context = multiprocessing.get_context("fork")
+    together, found = context.Barrier(n), context.SimpleQueue()
+
+    def run(number: int) -> None:
+        together.wait()
+        try:
+            found.put(call(number))
+        except BaseException as error:
+            found.put(repr(error))
+            raise
+
+    processes = [context.Process(target=run, args=(number,)) for number in range(n)]
+    for process in processes:
+        process.start()
+    results = [found.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return results
