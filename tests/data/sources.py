@@ -49,6 +49,18 @@ def npy(array: np.ndarray) -> bytes:
     return content.getvalue()
 
 
+def gif(frames: Iterable[Image.Image]) -> bytes:
+    """25 frames a second; those of grey are held as they are."""
+    first, *others = frames
+    return encoded(first, "gif", save_all=True, append_images=others, duration=40)
+
+
+def wav(waveform: np.ndarray, rate: int) -> bytes:
+    content = io.BytesIO()
+    soundfile.write(content, waveform, rate, "FLOAT", format="WAV")
+    return content.getvalue()
+
+
 def embedding(number: int) -> np.ndarray:
     return np.random.default_rng(number).standard_normal(6).astype(np.float32)
 
@@ -75,16 +87,12 @@ def captions(number: int) -> list[str]:
 
 @cache
 def sound(number: int) -> Record:
-    content = io.BytesIO()
-    soundfile.write(content, wave(number), 11025, "FLOAT", format="WAV")
-    return {"wav": content.getvalue(), "txt": "\n".join(captions(number)).encode()}
+    return {"wav": wav(wave(number), 11025), "txt": "\n".join(captions(number)).encode()}
 
 
 @cache
 def video(number: int) -> Record:
-    """8 frames of grey, which a GIF holds as they are."""
-    first, *others = (noise(100 * number + frame).convert("L") for frame in range(8))
-    return {"gif": encoded(first, "gif", save_all=True, append_images=others, duration=40)}
+    return {"gif": gif(noise(100 * number + frame).convert("L") for frame in range(8))}
 
 
 @dataclass(frozen=True, eq=False)

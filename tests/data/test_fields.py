@@ -22,7 +22,7 @@ from data.sets import open_conditioned, open_images, open_sounds, open_videos, w
 from data.tokenizers import open_tokenizer
 from tests.data.decoding.films import SIDE, numbers, picture, write_video
 from tests.data.helpers import Items, OfOne, global_batches, ids, named, one_line, write_tar
-from tests.data.sources import BATCH, VIDEOS, image, training, video
+from tests.data.sources import BATCH, VIDEOS, gif, image, training, video
 from tests.scripts import TOKENIZER
 
 N = 12
@@ -219,7 +219,7 @@ def test_a_folder_holds_videos_of_every_kind_and_images(tmp_path):
         pictures = [picture(10 * first + frame) for frame in range(4)]
         write_video(tmp_path / f"{ending}.{ending}", 4, codec=codecs.get(ending, "libx264"), pictures=pictures)
     frames = [Image.fromarray(picture(60 + frame)) for frame in range(4)]
-    frames[0].save(tmp_path / "x.gif", save_all=True, append_images=frames[1:], duration=40)
+    (tmp_path / "x.gif").write_bytes(gif(frames))
     frames[0].save(tmp_path / "x.png")
     videos = seeing(str(tmp_path), image_size=SIDE)
     assert len(videos) == 8 and len(seeing(str(tmp_path), short_clips="skip")) == 7

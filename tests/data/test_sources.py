@@ -28,12 +28,8 @@ from tests.data.sources import (
     Source,
     by_position,
     captions,
-    conditioned_image,
     embedding,
-    image,
-    npy,
     passes,
-    sound,
     training,
 )
 from tests.processes import Process, on_processes
@@ -221,21 +217,6 @@ def test_the_fingerprint_is_that_of_a_copy_and_of_no_other_samples(on_disk: Sour
         flags = on_disk.written(tmp_path / str(place) / "set", numbers)
         prints.append(on_disk.kind.feed(**flags, batch_size=2, valid_fraction=0).samples.fingerprint)
     assert prints[0] == prints[1] != prints[2]
-
-
-@pytest.mark.parametrize("name, changed", [
-    ("sounds of manifest", {"n1": {**sound(1), "txt": b"other words"}}),
-    ("sounds of folder", {"n1": {"wav": sound(1)["wav"], "json": b'{"caption": "a bell"}'}}),
-    ("conditioned of tars", {"n1": {key: part for key, part in conditioned_image(1).items() if key != "txt"}}),
-    ("conditioned of folder", {f"n{i}": {**image(i), "img_emb.npy": npy(embedding(i)[:5])} for i in range(4)}),
-])  # fmt: skip
-def test_the_fingerprint_tells_what_stands_beside_samples(
-    name: str, changed: dict[str, Record], tmp_path: Path
-) -> None:
-    source = SOURCES[name]
-    sets = (source.written(tmp_path / str(len(more)) / "set", range(4), **more) for more in ({}, changed))
-    one, other = (source.kind.feed(**flags, batch_size=2).samples.fingerprint for flags in sets)
-    assert one != other
 
 
 def test_a_process_that_sees_other_samples_is_named_on_all(kind: Kind, tmp_path: Path) -> None:
