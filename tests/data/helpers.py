@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import sys
-import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,17 +20,6 @@ from data.samples import Samples
 from data.stream import TrainingStream
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def unpack(path: Path, folder: Path) -> None:
-    """The members of a tar as files of a folder. Pythons before 3.11.4 do not know extractall's filter, and Python 3.14
-    changes what it does without one."""
-    folder.mkdir(exist_ok=True)
-    with tarfile.open(path) as tar:
-        for member in tar:
-            content = tar.extractfile(member)
-            assert content is not None
-            (folder / member.name).write_bytes(content.read())
 
 
 def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:

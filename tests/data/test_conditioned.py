@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from tests.data.conditions import (
     write_rows,
     write_tars,
 )
-from tests.data.helpers import assert_same, ids, one_line, unpack, write_tar
-from tests.data.sources import CONDITIONED, npy, passes, training
+from tests.data.helpers import ids, one_line, write_tar
+from tests.data.sources import CONDITIONED, in_folder, npy, training
 from tests.scripts import DECODER
 
 
@@ -62,11 +63,8 @@ WIDTHS = {"image_embed": WIDTH, "text_encodings": (TOKENS, TEXT_WIDTH)}
 @pytest.mark.parametrize("kinds", [("img_emb.npy", "text_emb.npy"), ("npy", "text.npy", "depth.npy", "mask.png")])
 def test_embeddings_beside_the_images_are_read_from_tars_and_folders(tmp_path, kinds):
     tars = write_tars(tmp_path / "tars", "txt", "json", *kinds)
-    for path in sorted(tars.glob("*.tar")):
-        unpack(path, tmp_path / "loose")
-    if "mask.png" in kinds:
-        for mask in (tmp_path / "loose").glob("*.mask.png"):
-            mask.unlink()  # in a folder, it is an image of its own
+    beside = [kind for kind in kinds if kind != "mask.png"]  # in a folder, a mask is an image of its own
+    in_folder(tmp_path / "loose", {number: members(number, "txt", *beside) for number in range(12)})
     for spec in (tars, tars / "*.tar", tmp_path / "loose"):
         found = opened(spec)
         assert widths_of(found) == WIDTHS
@@ -184,8 +182,6 @@ def test_images_are_mirrored_only_where_nothing_says_left_or_right(tmp_path):
 
 # The feed.
 
-SHARDS, EACH = 10, 8
-
 
 def flags(folder: Path | str, **more: Any) -> dict[str, Any]:
     return {
@@ -194,26 +190,17 @@ def flags(folder: Path | str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture
-def tars(tmp_path) -> Path:
-    return write_tars(tmp_path / "tars", "txt", "img_emb.npy", "text_emb.npy", shards=SHARDS, each=EACH)
-
-
-@pytest.mark.parametrize("split_by", ["sample", "shard"])
-def test_every_image_is_in_one_of_three_splits_the_same_for_any_number_of_processes(tars, split_by):
-    n = {"sample": (60, 12, 8), "shard": (56, 16, 8)}[split_by]
+@pytest.mark.parametrize("split_by, sizes", [("sample", (60, 12, 8)), ("shard", (56, 16, 8))])
+def test_every_image_is_in_one_of_three_splits(split_by, sizes, tmp_path):
+    tars = write_tars(tmp_path / "tars", "txt", "img_emb.npy", shards=10, each=8)
     feed = CONDITIONED.feed(**flags(tars, split_by=split_by))
     splits = feed.train_set, feed.valid_set, feed.test_set
-    assert tuple(map(len, splits)) == n and feed.samples_per_epoch == n[0]
-    assert sorted([*feed.train_set, *feed.valid_set, *feed.test_set]) == list(range(SHARDS * EACH))
-    alone, together = (passes(CONDITIONED, flags(tars, split_by=split_by), 14, world_size) for world_size in (1, 4))
-    for name, batches in alone.items():
-        assert_same(batches, together[name])
-    assert set(ids(alone["train"])) <= set(feed.train_set) and ids(alone["valid"]) == list(feed.valid_set)
-    feed.start(0)
-    assert ids(feed.test()) == list(feed.test_set)
+    assert tuple(map(len, splits)) == sizes and feed.samples_per_epoch == sizes[0]
+    assert sorted(itertools.chain(*splits)) == list(range(80))
+    assert {*ids(training(feed, 14))} <= {*feed.train_set}
+    assert ids(feed.validation()) == list(feed.valid_set) and ids(feed.test()) == list(feed.test_set)
     if split_by == "shard":
-        assert [len({index // EACH for index in split}) for split in splits] == [7, 2, 1]
+        assert [len({index // 8 for index in split}) for split in splits] == [7, 2, 1]
 
 
 def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_path):

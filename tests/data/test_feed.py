@@ -120,15 +120,6 @@ def test_every_nth_batch_is_of_images_with_epochs_and_ids_of_their_own():
             assert torch.equal(clip, opened.samples.load(index, 0, True)["videos"])
 
 
-def test_the_second_set_is_compared_between_processes_too(tmp_path):
-    def look(process: Process) -> Any:
-        pictures = in_folder(tmp_path / str(process.rank), {process.rank: IMAGES.record(0)})
-        return VIDEOS.feed(process, image_folder=pictures, image_every=3)
-
-    errors = on_processes(2, look, catches=ValueError)
-    assert all("rank 1 (on " in str(error) and "sees 41 clips in demo:moving:40 and " in str(error) for error in errors)
-
-
 # A second folder to validate on.
 
 
