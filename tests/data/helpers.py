@@ -15,7 +15,6 @@ import torch
 import webdataset
 from torch import Tensor
 
-from data.order import split_samples
 from data.samples import Samples
 from data.stream import TrainingStream
 
@@ -71,9 +70,8 @@ class OfOne:
 
 def stream(samples: Any, batch_size: int = 8, rank: int = 0, world_size: int = 1, **options: Any) -> TrainingStream:
     """A training stream over all samples, with the seed 0."""
-    everything = split_samples(len(samples), 0, 0, 0, 1).train
-    options = {"seed": 0, **options}
-    return TrainingStream(samples, everything, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+    sizes = {"batch_size": batch_size, "rank": rank, "world_size": world_size, "seed": 0}
+    return TrainingStream(samples, range(len(samples)), **{**sizes, **options})
 
 
 def global_batches(samples: Any, n: int, *, world_size: int = 1, **options: Any) -> list[dict]:
