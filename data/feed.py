@@ -33,6 +33,7 @@ from .order import (
     split_shards,
 )
 from .records import remote
+from .records.record import is_address
 from .samples import Joined, Samples
 from .stream import TrainingStream, ValidationStream
 
@@ -306,14 +307,14 @@ def _split_by_shards(samples: Samples, args: argparse.Namespace, seed: int, sour
 
 def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Sequence[range]], None] | None:
     """What fetches shards from a server before they are read; None if there are none there, or no cache for them.
-    Raises OSError and ValueError, in one line."""
-    source = samples.source
-    paths = getattr(source, "paths", ())  # of tars or tables
-    addresses = {
-        shard.start: path for shard, path in zip(source.shards or (), paths, strict=False) if remote.is_address(path)
-    }
+    Raises ValueError, in one line."""
+    shards, paths = samples.source.shards or (), getattr(samples.source, "paths", ())
+    addresses = {shard.start: path for shard, path in zip(shards, paths, strict=False) if is_address(path)}
     at_once = 2 * SHARDS_AT_ONCE  # those that are read, and those that come next
-    remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
+    try:
+        remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
+    except OSError as error:
+        raise ValueError(f"--cache_dir {args.cache_dir} cannot be used: {error}") from None
     return partial(remote.fetch_shards, addresses) if addresses and args.cache_dir else None
 
 

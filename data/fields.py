@@ -7,7 +7,6 @@ import glob
 import io
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -29,10 +28,9 @@ from .hashing import Draws, derive_key
 from .records import own
 from .records.opening import expanded
 from .records.record import Entry, Record, Source, Wanted
-from .records.tars import TarSource, stem_of
+from .records.tars import TarSource, number_of, stem_of
 from .tokenizers import Tokenizer
 
-_DIGITS = re.compile(r"(\d+)$")
 _MOST_CHANNELS = 64
 _OWN = "item"  # the key of a record of a user's dataset
 IMAGE_NAMES = ("image", "img")
@@ -355,7 +353,7 @@ def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -
             noun = kind.wanted.noun
             raise ValueError(f"cannot read the {noun}s in {files[number]!r}: {reason_of(error)}") from None
         if arrays[-1].shape[1:] != arrays[0].shape[1:]:
-            ours, theirs = (f"{array.shape[1:]} in {array.path!r}" for array in (arrays[-1], arrays[0]))
+            ours, theirs = (f"{array.shape[1:]} in {array.entry.path!r}" for array in (arrays[-1], arrays[0]))
             raise ValueError(f"{kind.wanted.noun}s have the shape {ours}, but {theirs}")
     for path, indices in zip(source.paths, source.shards or (), strict=True):
         if indices:
@@ -374,7 +372,7 @@ class _Rows:
         array = self._arrays[self._tars.shard(index)]
         row = row_of(self._tars.name(index), self._index_width)
         if row >= array.shape[0]:
-            raise ValueError(f"it is row {row} of {array.path}, which has only {array.shape[0]}")
+            raise ValueError(f"it is row {row} of {array.entry.path}, which has only {array.shape[0]}")
         return array.row(row)
 
 
@@ -389,14 +387,6 @@ def row_of(name: str, index_width: int, tar: str = "") -> int:
         where = f" in {tar!r}" if tar else ""
         raise ValueError(f"the key {key!r}{where} does not end with {index_width} digits, the row of its embedding")
     return int(digits)
-
-
-def number_of(path: str, flag: str) -> int:
-    """Number of a shard by its file's name: "img_emb_0012.npy" and "00012.tar" -> 12."""
-    found = _DIGITS.search(stem_of(os.path.basename(path)))
-    if found is None:
-        raise ValueError(f"{flag}: the name of {path!r} does not end with the number of its shard, such as 00012")
-    return int(found[1])
 
 
 def _row_files(spec: str) -> list[str]:

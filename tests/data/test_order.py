@@ -164,6 +164,8 @@ def test_samples_of_shards_that_are_read_together_are_mixed_and_substitutes_are_
     counts = collections.Counter(index // 100 for index in window[:100])
     assert len(counts) == 4 and min(counts.values()) > 10, "expected 25 of each, with a standard deviation of 3.8"
     assert [order(399, skip)[1] for skip in range(400)] == window[399:] + window[:399]
+    together = [{order(epoch * 1200 + i)[1] // 100 for i in range(400)} for epoch in range(4)]
+    assert together[0] not in together[1:], "each epoch reads other shards together"
 
 
 def test_the_shards_that_come_next_are_told_when_others_are_begun():

@@ -21,7 +21,8 @@ from PIL import Image
 
 from data.records import remote
 from data.records.cache import ShardCache
-from data.records.record import Entry, open_bytes, open_entry
+from data.records.opening import expanded, open_source
+from data.records.record import Entry, Wanted, is_address, open_bytes, open_entry, shown
 from data.workers import Loader
 from tests.data.helpers import in_processes, one_line
 from tests.fault_proxy import Proxy, proxy_before
@@ -195,47 +196,55 @@ def test_no_message_holds_a_password_or_a_signature(server):
     server.proxy.always = 403
     for path in ("001.tar?X-Amz-Signature=hunter2", "001.tar#hunter2"):
         failure(read, f"{server.address}/{path}", offset=0)
-    assert remote.shown(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
-    assert remote.shown("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
+    assert shown(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
+    assert shown("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
     for address in (f"https://me:{SECRET}@host/a.tar", f"s3://key:{SECRET}@bucket/a", f"https://host/a?sig={SECRET}"):
-        assert "config.yaml" in failure(remote.expanded, address, kind=ValueError)
+        assert "config.yaml" in failure(opened, address, kind=ValueError)
+
+
+IMAGE = Wanted("image", "image", (".png",), ("image",), feature="Image")
+
+
+def opened(path: str):
+    return open_source(path, [IMAGE], demo="demo:shapes")
 
 
 def test_folders_and_patterns_are_listed_by_the_server(servers):
     at = servers["s3"].address
     tars = [f"{at}/{number:03d}.tar" for number in range(5)]
-    assert remote.expanded(f"{at}/0*.tar") == tars and remote.expanded(f"{at}/00[01].tar") == tars[:2]
-    everything = remote.expanded(at)
-    assert everything == remote.expanded(f"{at}/") == sorted(everything)
+    for pattern in ("0*.tar", "{000..004}.tar", "00[0-4].tar", "0{00,01,02,03,04}.tar"):
+        assert expanded(f"{at}/{pattern}") == tars
+    everything = remote.listed(at)
+    assert everything == remote.listed(f"{at}/") == sorted(everything)
     assert {*tars, f"{at}/a@b.png", f"{at}/table.parquet"} <= set(everything)
-    assert remote.expanded(tars[0]) == tars[:1]
-    assert "no file" in one_line(remote.expanded, f"{at}/x*.tar")
-    assert "no such file" in failure(remote.expanded, f"{at}/x")
-    assert "no such file" in failure(remote.expanded, "s3://another-bucket/x")
+    assert "no file" in one_line(expanded, f"{at}/x*.tar")
+    assert "no file" in one_line(opened, f"{at}/x")
+    assert "no such file" in one_line(opened, "s3://another-bucket/x")
+    assert "no such file" in one_line(opened, f"{at}/missing.tar")
 
 
 def test_a_web_server_cannot_list_and_the_line_says_what_to_give(servers):
     at = servers["http"].address
     for address in (f"{at}/*.tar", f"{at}/"):
-        assert "{00000..00099}.tar" in one_line(remote.expanded, address)
-    assert remote.expanded(f"{at}/000.tar?download=true") == [f"{at}/000.tar?download=true"]
+        assert "{00000..00099}.tar" in one_line(opened, address)
+    assert expanded(f"{at}/000.tar?download=true") == [f"{at}/000.tar?download=true"]
 
 
 @pytest.mark.parametrize("address", ["nix://a/b", "file:///etc/passwd", "memory://a", "zip://a::s3://bucket/b.zip"])
 def test_what_is_no_address_of_a_server_is_refused(address):
-    assert address.partition("://")[0] in one_line(remote.expanded, address)
+    assert address.partition("://")[0] in one_line(opened, address)
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    assert ".[remote]" in one_line(remote.expanded, "gs://bucket/a.tar")
+    assert ".[remote]" in one_line(opened, "gs://bucket/a.tar")
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    text = one_line(remote.expanded, "s3://bucket/a.tar")
+    text = one_line(opened, "s3://bucket/a.tar")
     assert "fsspec" in text and ".[remote]" in text
 
 
 def test_paths_of_this_machine_are_no_addresses():
-    assert not any(map(remote.is_address, ("/a/b.tar", "a.tar", "demo:shapes", "c:/a", "pipe:cat a", "://a")))
-    assert all(map(remote.is_address, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
+    assert not any(map(is_address, ("/a/b.tar", "a.tar", "demo:shapes", "c:/a", "pipe:cat a", "://a")))
+    assert all(map(is_address, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
 
 
 def test_the_version_changes_with_the_file(server, tmp_path):
@@ -304,7 +313,7 @@ def test_headers_are_read_by_ranges_and_samples_from_the_cache(server, tmp_path,
     with open_bytes(f"{server.address}/000.tar") as file:
         file.pread(512, 0)
     assert kept(tmp_path / "cache") == 0
-    with remote.open_file(f"{server.address}/table.parquet") as table:
+    with remote.open_file(f"{server.address}/table.parquet", is_part=True) as table:
         assert pq.ParquetFile(table).read_row_group(3).num_rows == 1000
     assert kept(tmp_path / "cache") == (server.folder / "table.parquet").stat().st_size
 

@@ -262,6 +262,23 @@ def test_paths_are_relative_to_the_manifest_or_absolute_and_name_what_stands_bes
     assert "its text encoding" in one_line(source.record, 1)
 
 
+@pytest.mark.parametrize("cell", ["[{}]", "[[1], [1, 2]]", "{}", '{"bytes": {}}', "[1" + "0" * 400 + "]"])
+def test_a_cell_that_is_no_embedding_is_one_line(cell, tmp_path):
+    (tmp_path / "a.jsonl").write_text(f'{{"path": "a.png", "image_embed": {cell}}}\n{{"path": "b.png"}}')
+    source = ManifestSource(str(tmp_path / "a.jsonl"), [IMAGE, EMBED])
+    if cell == "{}":
+        assert [*source.record(0)] == ["image"]
+    else:
+        assert "its image embedding is no list of numbers" in one_line(source.record, 0)
+    assert [*source.record(1)] == ["image"]
+
+
+def test_a_number_in_place_of_an_embedding_is_an_array_without_dimensions(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"path": "a.png", "image_embed": 5}\n{"path": "b.png", "image_embed": true}')
+    source = ManifestSource(str(tmp_path / "a.jsonl"), [IMAGE, EMBED])
+    assert [source.record(number)["image_embed"].shape for number in range(2)] == [(), ()]
+
+
 def test_rows_may_be_parts_of_one_long_file(tmp_path):
     rows = "path,start_seconds,end_seconds,start_s\na.wav,2,3,9\na.wav,8,,9\na.wav,,,\n"
     source = manifest(tmp_path / "set.csv", rows)
@@ -282,8 +299,8 @@ def test_rows_may_be_parts_of_one_long_file(tmp_path):
         ("a.csv", "path,caption,start_seconds\na.wav,one,nan\n", "line 2: its start_seconds is 'nan'"),
         ("a.csv", "path,caption,start_seconds\na.wav,one,inf\n", "line 2: its start_seconds is 'inf'"),
         ("a.csv", "path,caption,end_s\na.wav,one,inf\n", "line 2: its end_seconds is 'inf'"),
-        ("a.csv", "path,caption,start_seconds,end_seconds\na.wav,one,5.5,5\n",
-         "line 2: it ends at 5 s, not after its start at 5.5 s"),
+        ("a.csv", "path,caption,start_seconds,end_seconds\na.wav,one,5,5\n",
+         "line 2: it ends at 5 s, not after its start at 5 s"),
         ("a.jsonl", '{"path": "a.wav", "caption": "one"}\n{"path": "b', "line 2: it is no JSON object"),
         ("a.jsonl", '3\n', 'line 1: it is no JSON object: write {"path": "...", "caption": "..."}, one per line'),
         ("a.jsonl", '{"path": "a\\u0000.wav", "caption": "one"}', "line 1"),
