@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import itertools
 import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +24,7 @@ from data.records.cache import ShardCache
 from data.records.opening import expanded, open_source
 from data.records.record import Entry, Wanted, is_address, open_bytes, open_entry, shown
 from data.workers import Loader
-from tests.data.helpers import one_line
+from tests.data.helpers import in_processes, one_line
 from tests.fault_proxy import Proxy, proxy_before
 from tests.file_servers import CREDENTIALS, http_server, s3_server
 
@@ -86,12 +85,11 @@ def no_cache() -> Iterator[None]:
     remote.configure(None)
 
 
-def failure(*arguments: object, **named: object) -> str:
-    """What reading a file says when it fails, in one line."""
-    with pytest.raises(OSError) as raised:
-        read(*arguments, **named)  # type: ignore[arg-type]
-    assert "\n" not in str(raised.value) and SECRET not in str(raised.value)
-    return str(raised.value)
+def failure(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """What a call says when it fails."""
+    text = one_line(call, *arguments, **{"kind": OSError, **named})
+    assert SECRET not in text
+    return text
 
 
 def read(address: str, size: int = 1000, offset: int = 5) -> bytes:
@@ -163,7 +161,7 @@ def test_a_server_that_fails_for_long_is_an_error_of_one_line(server, fault, sai
     monkeypatch.setattr(remote, "_SECONDS", 0.3)
     monkeypatch.setattr(server.proxy, "slow_seconds", 0.6)
     server.proxy.always = fault
-    text = failure(f"{server.address}/001.tar")
+    text = failure(read, f"{server.address}/001.tar")
     assert said in text and "5 times in a row" in text and "001.tar" in text
     assert gets(server) == 5
 
@@ -173,7 +171,7 @@ def test_pauses_between_attempts_grow(server, monkeypatch):
     monkeypatch.setattr(remote, "_PAUSE", 0.5)
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
     server.proxy.always = 503
-    failure(f"{server.address}/001.tar")
+    failure(read, f"{server.address}/001.tar")
     assert len(pauses) == 4
     assert all(0.5 * 2**i * 0.5 <= pause <= 0.5 * 2**i * 1.5 for i, pause in enumerate(pauses))
 
@@ -181,35 +179,27 @@ def test_pauses_between_attempts_grow(server, monkeypatch):
 @pytest.mark.parametrize("status, said", [(403, "refuses access"), (404, "no such file"), (400, "400")])
 def test_an_answer_that_would_be_the_same_again_is_an_error_at_once(server, status, said):
     server.proxy.always = status
-    assert said in failure(f"{server.address}/001.tar", offset=0)
+    assert said in failure(read, f"{server.address}/001.tar", offset=0)
     assert gets(server) == 1
 
 
 def test_missing_files_and_servers_and_rights_are_errors_of_one_line(server):
-    assert "no such file" in failure(f"{server.address}/missing.tar")
-    assert "no such file" in one_line_of(OSError, remote.version, f"{server.address}/missing.tar")
+    assert "no such file" in failure(read, f"{server.address}/missing.tar")
+    assert "no such file" in failure(remote.version, f"{server.address}/missing.tar")
     if server.address.startswith("http"):
-        assert "refuses access" in failure(f"{server.address}/private.tar")
-        assert "whole files only" in failure(f"{server.address}/whole.tar")
-        assert "connection failed" in failure("http://127.0.0.1:9/000.tar")
-
-
-def one_line_of(kind: type[Exception], call, *arguments: object) -> str:
-    with pytest.raises(kind) as raised:
-        call(*arguments)
-    assert "\n" not in str(raised.value) and SECRET not in str(raised.value)
-    return str(raised.value)
+        assert "refuses access" in failure(read, f"{server.address}/private.tar")
+        assert "whole files only" in failure(read, f"{server.address}/whole.tar")
+        assert "connection failed" in failure(read, "http://127.0.0.1:9/000.tar")
 
 
 def test_no_message_holds_a_password_or_a_signature(server):
     server.proxy.always = 403
     for path in ("001.tar?X-Amz-Signature=hunter2", "001.tar#hunter2"):
-        failure(f"{server.address}/{path}", offset=0)
+        failure(read, f"{server.address}/{path}", offset=0)
     assert shown(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
     assert shown("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
     for address in (f"https://me:{SECRET}@host/a.tar", f"s3://key:{SECRET}@bucket/a", f"https://host/a?sig={SECRET}"):
-        text = one_line(opened, address)
-        assert "config.yaml" in text and SECRET not in text
+        assert "config.yaml" in failure(opened, address, kind=ValueError)
 
 
 IMAGE = Wanted("image", "image", (".png",), ("image",), feature="Image")
@@ -394,40 +384,21 @@ def test_a_shard_that_has_changed_at_the_server_is_fetched_again(tmp_path, no_ca
             assert Entry(f"{address}/a.tar", 1, 4).read(100) == content[1:5]
 
 
-def reads(server: Server, cache: Path, seed: int, results: multiprocessing.Queue) -> None:
-    remote.configure(str(cache), 0.0006)
-    order = random.Random(seed).choices(range(4), k=30)
-    results.put([sample(server, number) and kept(cache) <= 600_000 for number in order])
+def test_several_processes_share_the_cache(server, tmp_path):
+    def reads(seed: int) -> bool:
+        remote.configure(str(tmp_path / "a"), 0.0006)
+        order = random.Random(seed).choices(range(4), k=30)
+        return all(sample(server, number) and kept(tmp_path / "a") <= 600_000 for number in order)
 
-
-def test_several_processes_share_the_cache(server, tmp_path, no_cache):
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue = context.Queue()
-    for seeds in ([7] * 4, range(4)):
-        server.proxy.requests.clear()
-        started = [context.Process(target=reads, args=(server, tmp_path / "a", seed, results)) for seed in seeds]
-        for process in started:
-            process.start()
-        found = list(itertools.chain(*(results.get(timeout=30) for _ in started)))
-        for process in started:
-            process.join()
-        assert len(found) == 120 and all(found)
+    assert in_processes(4, lambda _: reads(7)) == in_processes(4, reads) == [True] * 4
 
 
 def test_four_processes_that_want_one_shard_fetch_it_once(server, tmp_path):
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue = context.Queue()
-
-    def read_one() -> None:
+    def read_one(_: int) -> bool:
         remote.configure(str(tmp_path / "cache"), 1)
-        results.put(sample(server, 0))
+        return sample(server, 0)
 
-    started = [context.Process(target=read_one) for _ in range(4)]
-    for process in started:
-        process.start()
-    assert all(results.get(timeout=60) for _ in started) and gets(server) == 1
-    for process in started:
-        process.join()
+    assert in_processes(4, read_one) == [True] * 4 and gets(server) == 1
 
 
 def test_shards_can_be_fetched_before_they_are_read(server, tmp_path, no_cache):

@@ -310,6 +310,11 @@ def test_what_is_no_set_is_refused_in_one_line(tmp_path):
         return one_line(open_source, str(tmp_path / name), WANTED, demo="demo:shapes", **flags)
 
     assert str(tmp_path / "phtos") in said("phtos") and ", or demo:shapes to try without one" in said("phtos")
+    (tmp_path / "empty").mkdir()
+    assert "holds 0 other files" in said("empty")
+    (tmp_path / "empty" / "a.pdf").touch()
+    assert "1 other file: files that end in .png .jpg .tar are read" in said("empty")
+    assert "copy them to a disk" in one_line(open_source, "pipe:cat 000.tar", WANTED, demo="demo:shapes")
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "001.png").touch()
     assert "--start_shard and --end_shard select tars" in said("mixed", end_shard=3)
