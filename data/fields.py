@@ -86,6 +86,10 @@ class ImageField:
     enlarge: bool = True
     crop: Crop = CENTER
 
+    def __post_init__(self) -> None:
+        if self.channels not in (3, 4):
+            raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
+
     wanted: ClassVar[Wanted] = Wanted(
         "image", "image", IMAGE_ENDINGS, (*IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
     )

@@ -58,7 +58,7 @@ class LongSounds:
     """
 
     def __init__(self, spec: str, decoder: ClipDecoder, max_clips: int) -> None:
-        self._source = open_records(spec, [LongSoundField.wanted, TEXTS], "tones", "sounds", 0)
+        self._source = open_records(spec, [LongSoundField.wanted, TEXTS], "tones", 0)
         is_folder = isinstance(self._source, FolderSource)
         if not isinstance(self._source, DemoSource):
             require_decoders()

@@ -118,12 +118,6 @@ class Split(NamedTuple):
     test: Indices
 
 
-def split(n: int, fraction: float, seed: int, at_least: int) -> tuple[Subset, Subset]:
-    """Divide a data set of n samples by seed into (train, valid): `split_samples` without a test split."""
-    train, valid, _ = _parts_of(n, fraction, 0.0, seed, at_least)
-    return train, valid
-
-
 def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int, at_least: int) -> Split:
     """Divide a data set of n samples by seed.
 
@@ -131,12 +125,6 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     the global batch size. Raises ValueError if a fraction is not in [0, 1), they leave nothing, or fewer than
     `at_least` samples remain to train on.
     """
-    return Split(*_parts_of(n, valid_fraction, test_fraction, seed, at_least))
-
-
-def _parts_of(
-    n: int, valid_fraction: float, test_fraction: float, seed: int, at_least: int
-) -> tuple[Subset, Subset, Subset]:
     _check_fractions(valid_fraction, test_fraction)
     fractions = {"validation": valid_fraction, "test": test_fraction}
     sizes = {name: max(share(n, f), at_least) if f > 0 else 0 for name, f in fractions.items()}
@@ -156,7 +144,7 @@ def _parts_of(
             f"to train on, less than one batch of {at_least}: add data, lower --batch_size or set {flags}"
         )
     permutation = Permutation(n, "split", seed)
-    return (
+    return Split(
         Subset(permutation, 0, n_train),
         Subset(permutation, n_train, n_valid),
         Subset(permutation, n_train + n_valid, n_test),
@@ -325,9 +313,7 @@ class AlternatingOrder:
         offset: What is added to the indices of `second`: the number of samples in the set of `first`, see `Joined`.
     """
 
-    def __init__(
-        self, first: TrainingOrder | ShardOrder, second: TrainingOrder, *, every: int, batch_size: int, offset: int
-    ) -> None:
+    def __init__(self, first: Order, second: Order, *, every: int, batch_size: int, offset: int) -> None:
         self._first, self._second, self._offset = first, second, offset
         self._every, self._batch_size = every, batch_size
 
@@ -343,6 +329,9 @@ class AlternatingOrder:
     def __len__(self) -> int:
         """Samples per epoch of the longer order."""
         return max(len(self._first), len(self._second))
+
+
+Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
 
 
 @functools.lru_cache(maxsize=4)

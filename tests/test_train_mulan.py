@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.order import split
+from data.order import split_samples
 from data.sets import open_sounds
 from data.tokenizers import open_tokenizer
 from models import MuLaN
@@ -107,7 +107,7 @@ def test_recalls_are_those_of_the_model_that_is_left_over_all_captions(sounds: s
     model = MuLaN.from_pretrained(run / "model")
     recordings = open_sounds(sounds, sample_rate=8000, clip_seconds=0.5)
     words = open_tokenizer(str(TOKENIZER), 24)
-    _, valid = split(24, 0.5, 42, at_least=8)
+    valid = split_samples(24, 0.5, 0.0, 42, at_least=8).valid
     indices = [valid[i] for i in range(len(valid))]
     assert len(indices) == 12
     captions = [caption for index in indices for caption in recordings.texts(index).captions]

@@ -13,7 +13,7 @@ import torch
 import webdataset
 from torch import Tensor
 
-from data.order import split
+from data.order import TrainingOrder, split_samples
 from data.samples import Samples
 from data.stream import TrainingStream
 
@@ -57,9 +57,9 @@ class OfOne:
 
 def stream(samples: Any, batch_size: int = 8, rank: int = 0, world_size: int = 1, **options: Any) -> TrainingStream:
     """A training stream over all samples, with the seed 0."""
-    everything, _ = split(len(samples), 0.0, 0, 1)
-    options = {"seed": 0, **options}
-    return TrainingStream(samples, everything, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+    everything = split_samples(len(samples), 0.0, 0.0, 0, 1).train
+    order = TrainingOrder(everything, seed=0)
+    return TrainingStream(samples, order, batch_size=batch_size, rank=rank, world_size=world_size, **options)
 
 
 def global_batches(samples: Any, n: int, *, world_size: int = 1, **options: Any) -> list[dict]:

@@ -13,7 +13,6 @@ from data.order import (
     Permutation,
     ShardOrder,
     TrainingOrder,
-    split,
     split_samples,
     split_shards,
 )
@@ -56,21 +55,21 @@ def test_permutation_of_a_trillion_items_takes_no_memory():
     "n, fraction, at_least, n_valid", [(120, 0.05, 8, 8), (1000, 0.05, 8, 50), (100, 0.07, 1, 7), (10, 0.0, 8, 0)]
 )
 def test_split_is_disjoint_complete_and_by_the_seed_alone(n, fraction, at_least, n_valid):
-    train, valid = split(n, fraction, seed=0, at_least=at_least)
+    train, valid, _ = split_samples(n, fraction, 0.0, seed=0, at_least=at_least)
     assert len(valid) == n_valid and len(train) == n - n_valid
     assert sorted([*train, *valid]) == list(range(n))
-    again, other = (split(n, fraction, seed, at_least)[1] for seed in (0, 1))
+    again, other = (split_samples(n, fraction, 0.0, seed, at_least).valid for seed in (0, 1))
     assert list(again) == list(valid) and (n_valid == 0 or set(other) != set(valid))
 
 
 @pytest.mark.parametrize("n, fraction, n_valid", [(15, 0.05, 8), (7, 0.0, 0), (100, 0.95, 95)])
 def test_split_that_leaves_less_than_a_batch_shows_the_arithmetic(n, fraction, n_valid):
-    assert f"{n} - {n_valid} = {n - n_valid} to train on" in one_line(split, n, fraction, 0, at_least=8)
+    assert f"{n} - {n_valid} = {n - n_valid} to train on" in one_line(split_samples, n, fraction, 0.0, 0, at_least=8)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 5.0, float("nan")])
 def test_split_by_what_is_no_fraction_is_refused(fraction):
-    assert "no fraction" in one_line(split, 100, fraction, 0, at_least=1)
+    assert "no fraction" in one_line(split_samples, 100, fraction, 0.0, 0, at_least=1)
 
 
 @pytest.mark.parametrize("valid, test, sizes", [
@@ -120,7 +119,7 @@ def test_too_few_or_too_small_shards_are_refused_with_the_number_that_is_needed(
 
 
 def test_every_epoch_and_seed_has_another_permutation_of_the_subset():
-    train, _ = split(50, 0.2, seed=0, at_least=4)
+    train = split_samples(50, 0.2, 0.0, seed=0, at_least=4).train
     orders = TrainingOrder(train, seed=0), TrainingOrder(train, seed=1)
     epochs = [[order(epoch * 40 + i) for i in range(40)] for order in orders for epoch in range(3)]
     for number, epoch in enumerate(epochs):
@@ -130,7 +129,7 @@ def test_every_epoch_and_seed_has_another_permutation_of_the_subset():
 
 
 def test_skipping_goes_round_the_same_epoch():
-    train, _ = split(10, 0.0, seed=0, at_least=4)
+    train = split_samples(10, 0.0, 0.0, seed=0, at_least=4).train
     order = TrainingOrder(train, seed=0)
     second_epoch = [order(10 + i) for i in range(10)]
     assert [order(17, skip) for skip in range(10)] == second_epoch[7:] + second_epoch[:7]

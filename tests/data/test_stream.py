@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data.order import split
+from data.order import split_samples
 from data.samples import Samples
 from data.sets import open_images
 from data.stream import ValidationStream
@@ -65,7 +65,7 @@ def test_search_for_a_readable_sample_ends_after_100(n, n_tried, num_workers, tm
 
 def validation_stream(images: Samples, n: int = 30, rank: int = 0, world_size: int = 1, **options) -> ValidationStream:
     """n of the 30 images are the validation set."""
-    train, valid = split(30, n / 31 if n < 30 else 0.0, 0, 1)
+    train, valid, _ = split_samples(30, n / 31 if n < 30 else 0.0, 0.0, 0, 1)
     subset = valid if n < 30 else train
     assert len(subset) == n
     return ValidationStream(images, subset, batch_size=8, rank=rank, world_size=world_size, **options)
@@ -97,5 +97,5 @@ def test_validation_can_be_repeated_with_the_same_workers(intact):
 
 
 def test_empty_validation_has_no_batches(intact):
-    nothing = split(30, 0.0, 0, 1)[1]
+    nothing = split_samples(30, 0.0, 0.0, 0, 1).valid
     assert list(ValidationStream(intact, nothing, batch_size=8, rank=0, world_size=2)) == []

@@ -135,7 +135,7 @@ def list_samples(backend: Backend, fault: str, seconds: float) -> None:
         batch_size=12, valid_fraction=0.0, valid_samples=0, validate_every_n_steps=0, seed=0, num_workers=0,
         on_bad_sample="replace",
     )  # fmt: skip
-    Feed(open_samples, args, backend, split_seed=0, noun="image", source="samples", collate=collate_images)
+    Feed(open_samples, args, backend, noun="image", source="samples", collate=collate_images)
 
 
 def load(engine: Any, backend: Backend) -> None:
