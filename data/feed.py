@@ -111,7 +111,8 @@ class Feed:
                     self._order, TrainingOrder(range(len(second)), args.seed),
                     every=second_every, batch_size=args.batch_size, offset=len(first),
                 )  # fmt: skip
-        self.sees_whole_split = False
+        self.skipped = self.samples.skipped  # a line about files that are no samples, or ""
+        self.sees_whole_split = False  # whether `validation` sees the whole validation split
         #: Called between the steps of an evaluation by all processes, after the same ones; it may raise to end it.
         self.ask: Callable[[], None] = lambda: None
         self._loading: dict[str, Any] = {
@@ -146,10 +147,6 @@ class Feed:
             counts.append(f"and {more} of the second set to train on")
         return f"{self._source}: {', '.join(counts)}"
 
-    def skipped(self) -> str:
-        """One line about files that are no samples: how many, and of which endings; "" if there are none."""
-        return self.samples.skipped
-
     def start(self, start_samples: int) -> Batch:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
@@ -178,15 +175,6 @@ class Feed:
         for batch in self._processes.each("validation data", stream):
             self.ask()
             yield self._received(batch)
-
-    @contextlib.contextmanager
-    def whole_validation(self) -> Iterator[None]:
-        """Context in which `validation` sees the whole validation split."""
-        self.sees_whole_split = True
-        try:
-            yield
-        finally:
-            self.sees_whole_split = False
 
     def validation_samples(self, places: range) -> Batch:
         """The samples at these places of the validation split, which begins again after its end, loaded in this process

@@ -7,10 +7,9 @@ import glob
 import io
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +28,9 @@ from .hashing import Draws, derive_key
 from .records import own
 from .records.opening import expanded
 from .records.record import Entry, Record, Source, Wanted
-from .records.tars import TarSource, stem_of
+from .records.tars import TarSource, number_of, stem_of
 from .tokenizers import Tokenizer
 
-_DIGITS = re.compile(r"(\d+)$")
 _MOST_CHANNELS = 64
 _OWN = "item"  # the key of a record of a user's dataset
 IMAGE_NAMES = ("image", "img")
@@ -54,21 +52,25 @@ _SOUND = (
 TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), takes_rows=True)
 
 
-class Field(Protocol):
+class Field:
     """What a script takes out of each record. `fingerprint` is equal where the same was found of a source."""
 
     @property
-    def wanted(self) -> Wanted: ...
+    def wanted(self) -> Wanted:
+        raise NotImplementedError
+
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        return ""
+
     def load(self, record: Record, index: int, epoch: int, augment: bool) -> dict[str, Any]:
         """A sample's part of entries of the batch. With `augment`, what is drawn depends on the field's seed and on
         (epoch, index) alone; else nothing is drawn. Raises OSError, ValueError, in one line, or `Incomplete`."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class ImageField:
+class ImageField(Field):
     """ "images": uint8 (channels, image_size, image_size).
 
     Args:
@@ -93,7 +95,6 @@ class ImageField:
     wanted: ClassVar[Wanted] = Wanted(
         "image", "image", IMAGE_ENDINGS, (*IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
     )
-    fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         how = (self.image_size, self.channels, self.enlarge, self.crop.cut(epoch, index) if augment else None)
@@ -118,14 +119,12 @@ class OneFrameField(ImageField):
 
 
 @dataclass(frozen=True)
-class ClipField:
+class ClipField(Field):
     """ "videos": uint8 (3, num_frames, image_size, image_size), as the decoder cuts them; an image is a video of one
     frame. `flip`: whether half of the augmented clips are mirrored left to right."""
 
     clips: videos.ClipDecoder
     flip: bool = False
-
-    fingerprint: ClassVar[str] = ""
 
     @property
     def wanted(self) -> Wanted:
@@ -175,7 +174,7 @@ class ClipField:
 
 
 @dataclass(frozen=True)
-class SoundField:
+class SoundField(Field):
     """ "waveforms": float32 (clip_samples,) in [-1, 1], as the decoder cuts them."""
 
     clips: sounds.ClipDecoder
@@ -183,7 +182,6 @@ class SoundField:
     wanted: ClassVar[Wanted] = Wanted(
         "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio"
     )
-    fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         found = _file_of(record[_OWN]) if _OWN in record else record["sound"]
@@ -193,7 +191,7 @@ class SoundField:
 
 
 @dataclass(frozen=True)
-class TextsField:
+class TextsField(Field):
     """The texts of a sound: the tokens of one of its captions, "tokens", "lengths", "captions" and "caption_ids"; and
     "all_captions" and "labels". In training, (seed, epoch, index) draw the caption; else it is the first."""
 
@@ -201,7 +199,6 @@ class TextsField:
     seed: int = 0
 
     wanted: ClassVar[Wanted] = TEXTS
-    fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         captions, label = texts_of(record)
@@ -217,14 +214,13 @@ class TextsField:
 
 
 @dataclass(frozen=True)
-class CaptionField:
+class CaptionField(Field):
     """ "captions": the first caption of an image, "" if it has none; and, with `tokenize` (texts -> int64 (b, t)),
     "tokens"."""
 
     tokenize: Callable[[Sequence[str]], Tensor] | None = None
 
     wanted: ClassVar[Wanted] = Wanted("texts", "caption", (".txt",), TEXT_KEYS, takes_rows=True)
-    fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         caption = self._caption(record)
@@ -261,7 +257,7 @@ KINDS = (IMAGE, TEXT)
 
 
 @dataclass(frozen=True)
-class EmbeddingField:
+class EmbeddingField(Field):
     """ "image_embed" or "text_encodings", which were computed beforehand: float32 of `shape`, which is that of one
     image: (d,), or (L, d) where no caption has more than L tokens; encodings of fewer tokens end with rows of 0. An
     image that has none, or zeros only, is `Incomplete`. `rows`: index -> array, if they do not stand in records."""
@@ -393,14 +389,6 @@ def row_of(name: str, index_width: int, tar: str = "") -> int:
         where = f" in {tar!r}" if tar else ""
         raise ValueError(f"the key {key!r}{where} does not end with {index_width} digits, the row of its embedding")
     return int(digits)
-
-
-def number_of(path: str, flag: str) -> int:
-    """Number of a shard by its file's name: "img_emb_0012.npy" and "00012.tar" -> 12."""
-    found = _DIGITS.search(stem_of(os.path.basename(path)))
-    if found is None:
-        raise ValueError(f"{flag}: the name of {path!r} does not end with the number of its shard, such as 00012")
-    return int(found[1])
 
 
 def _row_files(spec: str) -> list[str]:

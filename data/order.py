@@ -46,12 +46,11 @@ class Permutation:
         return left << self._half_bits | right
 
 
-class Subset:
-    """The dataset indices at places start..start+length-1 of a shuffle; `subset[i]` takes O(1) memory. `first`: the
-    index of what the shuffle calls 0."""
+class Indices:
+    """Dataset indices, of which `indices[i]` takes next to no memory. A class below this one computes it in `_at`."""
 
-    def __init__(self, permutation: Permutation, start: int, length: int, first: int = 0) -> None:
-        self.permutation, self.start, self._length, self.first = permutation, start, length, first
+    def __init__(self, length: int) -> None:
+        self._length = length
 
     def __len__(self) -> int:
         return self._length
@@ -59,37 +58,44 @@ class Subset:
     def __getitem__(self, i: int) -> int:
         if not 0 <= i < self._length:
             raise IndexError(i)
+        return self._at(i)
+
+    def _at(self, i: int) -> int:
+        raise NotImplementedError
+
+
+class Subset(Indices):
+    """The dataset indices at places start..start+length-1 of a shuffle. `first`: the index of what the shuffle calls
+    0."""
+
+    def __init__(self, permutation: Permutation, start: int, length: int, first: int = 0) -> None:
+        super().__init__(length)
+        self.permutation, self.start, self.first = permutation, start, first
+
+    def _at(self, i: int) -> int:
         return self.first + self.permutation(self.start + i)
 
 
-class Spread:
-    """`length` of some dataset indices, at equal distances; `spread[i]` takes O(1) memory."""
+class Spread(Indices):
+    """`length` of some dataset indices, at equal distances."""
 
     def __init__(self, indices: Indices, length: int) -> None:
-        self._indices, self._length = indices, length
+        super().__init__(length)
+        self._indices = indices
 
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, i: int) -> int:
-        if not 0 <= i < self._length:
-            raise IndexError(i)
+    def _at(self, i: int) -> int:
         return self._indices[i * len(self._indices) // self._length]
 
 
-class Ranges:
-    """The dataset indices of several ranges, one range after the other; `ranges[i]` takes O(log(number of ranges))."""
+class Ranges(Indices):
+    """The dataset indices of several ranges, one range after the other; each takes O(log(number of ranges))."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
         self._ranges = list(ranges)
         self._ends = list(itertools.accumulate(map(len, self._ranges)))
+        super().__init__(self._ends[-1] if self._ends else 0)
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, i: int) -> int:
-        if not 0 <= i < len(self):
-            raise IndexError(i)
+    def _at(self, i: int) -> int:
         which = bisect.bisect_right(self._ends, i)
         return self._ranges[which][i - self._ends[which]]  # counted from the range's end
 
@@ -97,9 +103,6 @@ class Ranges:
     def ranges(self) -> Sequence[range]:
         """The ranges, in order."""
         return self._ranges
-
-
-Indices = Subset | Ranges | Spread | range
 
 
 def part_of(indices: Indices, length: int) -> Indices:
@@ -218,7 +221,7 @@ def share(n: int, fraction: float) -> int:
 class TrainingOrder:
     """The endless order of training: every epoch is another shuffle of the subset, given by (seed, epoch) only."""
 
-    def __init__(self, subset: Indices, seed: int) -> None:
+    def __init__(self, subset: Indices | range, seed: int) -> None:
         self._subset, self._seed = subset, seed
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:

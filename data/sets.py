@@ -254,8 +254,12 @@ def decoder_feed(
 def widths_of(samples: Samples) -> dict[str, Any]:
     """The shape of what a sample holds of each kind: "image_embed", d; "text_encodings", (L, d); None where a set has
     none or they are not used."""
-    shapes = {field.kind: field.shape for field in samples.fields if isinstance(field, EmbeddingField)}
+    shapes = _shapes_of(samples)
     return {"image_embed": shapes.get(IMAGE, (None,))[0], "text_encodings": shapes.get(TEXT)}
+
+
+def _shapes_of(samples: Samples) -> dict[Kind, tuple[Any, ...]]:
+    return {field.kind: field.shape for field in samples.fields if isinstance(field, EmbeddingField)}
 
 
 def has(source: Source, name: str) -> bool:
@@ -267,10 +271,7 @@ def _check_widths(valid: Samples, trained: Samples, folder: str) -> None:
     """Raise ValueError if the embeddings to validate are no such as the model is trained on; texts may be shorter or
     longer."""
     for kind in KINDS:
-        width, expected = (
-            next((field.shape[-1] for field in of.fields if field.wanted == kind.wanted), None)  # type: ignore[attr-defined]
-            for of in (valid, trained)
-        )
+        width, expected = (_shapes_of(samples).get(kind, (None,))[-1] for samples in (valid, trained))
         if width != expected:
             raise ValueError(
                 f"{kind.wanted.noun}s of --valid_folder {folder} have {width} numbers, those to train on {expected}: "

@@ -60,8 +60,9 @@ def test_a_validation_sees_the_same_few_samples_on_any_number_of_processes_and_t
         opened = feed(process, valid_samples=10)
         opened.start(0)
         some = ids(opened.validation())
-        with opened.whole_validation():
-            everything = ids(opened.validation())
+        opened.sees_whole_split = True
+        everything = ids(opened.validation())
+        opened.sees_whole_split = False
         assert ids(opened.validation()) == some and len(opened.validated) == 10
         return some, everything, len(opened.preview(4)["ids"])
 

@@ -133,9 +133,9 @@ def list_samples(backend: Backend, fault: str, seconds: float) -> None:
 
     args = argparse.Namespace(
         batch_size=12, valid_fraction=0.0, valid_samples=0, validate_every_n_steps=0, seed=0, num_workers=0,
-        on_bad_sample="replace",
+        on_bad_sample="replace", valid_folder=None, shuffle="samples", split_seed=None,
     )  # fmt: skip
-    Feed(open_samples, args, backend, noun="image", source="samples", collate=collate_images)
+    Feed(open_samples, args, backend, noun="image", source="samples")
 
 
 def load(engine: Any, backend: Backend) -> None:
