@@ -37,7 +37,6 @@ import distributed
 import training.checkpoints.format
 from data.feed import Feed
 from data.sets import open_images
-from data.stream import collate_images
 from distributed import Backend, TrainingStopped, UserMistake, torch_comm
 from tandem.files.exits import exit_codes
 from training.checkpoints.store import Checkpoints
