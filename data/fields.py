@@ -22,7 +22,7 @@ from .decoding import sounds, videos
 from .decoding.arrays import Array, StoredArray, find_array
 from .decoding.images import ENDINGS as IMAGE_ENDINGS
 from .decoding.images import decode_image, decode_picture, randomly_flipped
-from .decoding.texts import NO_CAPTION, TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_object, texts_of_row
+from .decoding.texts import TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_object, texts_of_row
 from .demo import FRAMES_PER_SECOND
 from .hashing import Draws, derive_key
 from .records import own
@@ -421,13 +421,12 @@ def texts_of(record: Record) -> Texts:
     """The captions of a record, and its class. Raises OSError or ValueError, in one line, if it has no caption."""
     if _OWN in record:
         texts = _texts_of(record[_OWN])
-    elif isinstance(found := record.get("texts", {}), Entry):
-        return read_texts(found)
     else:
-        texts = texts_of_row(found)
+        found = record.get("texts", {})
+        texts = read_texts(found) if isinstance(found, Entry) else texts_of_row(found)
     if not texts.captions:
         beside = "" if _OWN in record or "texts" in record else ": there is neither a .txt nor a .json beside it"
-        raise ValueError(f"{NO_CAPTION}{beside}")
+        raise ValueError(f"it has no caption{beside}")
     return texts
 
 
