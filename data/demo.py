@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -89,15 +90,13 @@ def open_demo(spec: str, kind: str, seed: int = 0) -> DemoSource | None:
     said, _, number = spec.removeprefix(PREFIX).partition(":")
     if PREFIX + said != name:
         raise ValueError(f"there is no demonstration set {spec!r}: the only one is {name}")
-    if number == "":
-        return DemoSource(kind, DEFAULT_SIZE, seed)
-    is_number = number.isascii() and number.isdigit() and len(number) <= len(str(LARGEST_SIZE))
-    if not (is_number and 0 < int(number) <= LARGEST_SIZE):
+    n = int(number or DEFAULT_SIZE) if re.fullmatch("[0-9]{,7}", number) else 0
+    if not 0 < n <= LARGEST_SIZE:
         raise ValueError(
             f"{spec[:_LONGEST_QUOTE]!r} asks for {number[:_LONGEST_QUOTE]!r} {_KINDS[kind].noun}, which is no number "
             f"from 1 to {LARGEST_SIZE}: write e.g. {name}:{DEFAULT_SIZE}"
         )
-    return DemoSource(kind, int(number), seed)
+    return DemoSource(kind, n, seed)
 
 
 def _one_of(choices: Iterable[T], draws: Draws) -> T:

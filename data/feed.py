@@ -77,20 +77,16 @@ class Feed:
         second_every: int = 1,
         open_valid: Callable[[], Samples] | None = None,
     ) -> None:
-        self._processes, self.noun, self._source = processes, noun, source
-        self._valid_fraction, self._batch_size = args.valid_fraction, args.batch_size
+        self._args, self._processes, self.noun, self._source = args, processes, noun, source
         self._valid_source = args.valid_folder if open_valid else ""
         self._has_shown_traceback = False
         with processes.agreement(), self._showing_traceback():
             processes.working("listing the samples")
-            first = open_samples()
-            second = None if open_second is None else open_second()
-            self.valid_samples = None if open_valid is None else open_valid()
-            self.first = self.samples = first
+            self.first = self.samples = first = open_samples()
+            second, self.valid_samples = (None if opens is None else opens() for opens in (open_second, open_valid))
             for more in (second, self.valid_samples):
                 self.samples = self.samples if more is None else Joined(self.samples, more)
-        seen = (len(self.samples), self.samples.fingerprint, socket.gethostname())
-        views = processes.gather_objects(seen)
+        views = processes.gather_objects((len(self.samples), self.samples.fingerprint, socket.gethostname()))
         with processes.agreement():
             sources = " and ".join(filter(None, [source, self._valid_source]))
             _check_views(views, f"{noun}s in {sources}")
@@ -136,11 +132,12 @@ class Feed:
         parts = {"to train on": self.train_set, "to validate": self.valid_set, "to test": self.test_set}
         n, noun = sum(map(len, parts.values())), self.noun
         counts = [f"{len(part)} {noun}s {use}" for use, part in parts.items() if len(part) or use != "to test"]
-        asked = share(n, self._valid_fraction)
+        fraction, batch_size = self._args.valid_fraction, self._args.batch_size
+        asked = share(n, fraction)
         if self._valid_source:
             counts[1] += f" in {self._valid_source}"
-        elif len(self.valid_set) == self._batch_size > asked:
-            counts[1] += f" (a batch is the least; --valid_fraction {self._valid_fraction:g} alone is {asked})"
+        elif len(self.valid_set) == batch_size > asked:
+            counts[1] += f" (a batch is the least; --valid_fraction {fraction:g} alone is {asked})"
         if len(self.validated) < len(self.valid_set):
             counts[1] += f" ({len(self.validated)} at each validation, all at the end)"
         if more := len(self.samples) - n:
@@ -190,7 +187,7 @@ class Feed:
         are the same at every start; without a validation split, the first ones of this start's first batch. Every
         process loads them itself. Raises what `start` raises."""
         n_valid = len(self.valid_set)
-        stream, least = (self._whole_validation, n_valid) if n_valid else (self._training, self._batch_size)
+        stream, least = (self._whole_validation, n_valid) if n_valid else (self._training, self._args.batch_size)
         with self._processes.agreement(), self._showing_traceback():
             batch = stream.load(range(min(count, least)))
         return self._received(batch)

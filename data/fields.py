@@ -278,12 +278,8 @@ class EmbeddingField(Field):
             raise Incomplete(f"it has no {noun}")
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_own:
-                most = (
-                    f"at most {self.shape} (--max_text_len)"
-                    if self.kind == TEXT
-                    else f"{self.shape}, as in the first item"
-                )
-                raise refused(array, f"a {noun} of {most}")
+                most = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
+                raise refused(array, f"a {noun} of {most.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
@@ -316,12 +312,10 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
         name = source.describe(example)
         raise ValueError(f"cannot read the {kind.wanted.noun} of {name!r}: {reason_of(error)}") from None
     # Of files, the longest is known; of rows and items, what the model takes.
-    is_longest = (
-        kind == IMAGE or isinstance(record.get(kind.wanted.name), Entry) or callable(record.get(kind.wanted.name))
-    )
-    return EmbeddingField(
-        kind, array.shape if is_longest else (longest_text, *array.shape[1:]), fingerprint=str(array.shape)
-    )
+    found = record.get(kind.wanted.name)
+    is_longest = kind == IMAGE or isinstance(found, Entry) or callable(found)
+    shape = array.shape if is_longest else (longest_text, *array.shape[1:])
+    return EmbeddingField(kind, shape, fingerprint=str(array.shape))
 
 
 def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -> EmbeddingField:
@@ -395,9 +389,7 @@ def _row_files(spec: str) -> list[str]:
     path = os.path.expanduser(spec)
     if os.path.isdir(path):
         path = os.path.join(glob.escape(path), "*.npy")
-    elif os.path.isfile(path):
-        return [path]
-    return expanded(path.replace("{}", "[0-9]*"))
+    return [path] if os.path.isfile(path) else expanded(path.replace("{}", "[0-9]*"))
 
 
 def numbers_of(record: Record, kind: Kind) -> Array | None:
@@ -409,11 +401,8 @@ def numbers_of(record: Record, kind: Kind) -> Array | None:
     found = record.get(name)
     if isinstance(found, Entry):
         array = find_array(found).read()
-        return (
-            array.reshape(array.shape[-kind.dimensions :])
-            if array.size == np.prod(array.shape[-kind.dimensions :])
-            else array
-        )
+        shape = array.shape[-kind.dimensions :]
+        return array.reshape(shape) if array.size == math.prod(shape) else array
     return np.asarray(found()) if callable(found) else found
 
 

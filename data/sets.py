@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .crops import CENTER, Crop, crop_of
+from .crops import CENTER, Crop
 from .decoding import sounds, videos
 from .demo import DemoSource, check_sound, demo_name, open_demo
 from .feed import Feed
@@ -93,7 +93,8 @@ def image_feed(args: argparse.Namespace, processes: Backend, channels: int = 3) 
 
 def _pictures(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
     """What flags say of squares of pictures, whether they are images or frames."""
-    return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop_of(args)}
+    crop = Crop(args.crop, args.crop_area, args.seed)
+    return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
 
 
 def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = False, **how: Any) -> Samples:

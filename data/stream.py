@@ -153,7 +153,7 @@ class _BatchLoader:
     def _load(self, position: int, bad: dict[int, BadSample]) -> tuple[Any, int]:
         """The sample at `position` of the order, or the next one there that can be read."""
         tries = min(len(self.order), _MOST_TRIES)
-        first_failure: BadSample | None = None
+        failures: list[BadSample] = []
         for skip in range(tries):
             epoch, index = self.order(position, skip)
             try:
@@ -172,6 +172,5 @@ class _BatchLoader:
             if is_bad and self.on_bad_sample == "error":
                 text = f"{failure} (--on_bad_sample replace goes on without it)"
                 raise Raised(text, failure.traceback)
-            first_failure = first_failure or failure
-        traceback = first_failure.traceback if first_failure else ""
-        raise Raised(f"none of {tries} {self.noun} could be read: {first_failure}", traceback)
+            failures.append(failure)
+        raise Raised(f"none of {tries} {self.noun} could be read: {failures[0]}", failures[0].traceback)
