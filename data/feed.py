@@ -16,22 +16,8 @@ from torch import Tensor
 
 from tandem.files.reading import printable
 
+from . import order
 from .bad_samples import BadSample, BadSampleLog, Raised
-from .order import (
-    SHARDS_AT_ONCE,
-    AlternatingOrder,
-    Indices,
-    Order,
-    Ranges,
-    ShardOrder,
-    Split,
-    TrainingOrder,
-    part_of,
-    share,
-    split_of_folder,
-    split_samples,
-    split_shards,
-)
 from .records import remote
 from .samples import Joined, Samples
 from .stream import TrainingStream, ValidationStream
@@ -92,19 +78,19 @@ class Feed:
             _check_views(views, f"{noun}s in {sources}")
             self.train_set, self.valid_set, self.test_set = _divided(first, args, source)
             if self.valid_samples is not None:
-                n_valid, n_all = len(self.valid_samples), len(self.samples)
-                self.valid_set = split_of_folder(range(n_all - n_valid, n_all), split_seed_of(args), args.batch_size)
-            self._part = part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
+                indices = range(len(self.samples))[-len(self.valid_samples) :]
+                self.valid_set = order.split_of_folder(indices, split_seed_of(args), args.batch_size)
+            self._part = order.part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
-            self._order: Order = TrainingOrder(self.train_set, args.seed)
+            self._order: order.Order = order.TrainingOrder(self.train_set, args.seed)
             if args.shuffle == "shards":
-                assert isinstance(self.train_set, Ranges)
-                self._order = ShardOrder(self.train_set.ranges, args.seed, fetch=_fetched_before(first, args))
+                assert isinstance(self.train_set, order.Ranges)
+                self._order = order.ShardOrder(self.train_set.ranges, args.seed, fetch=_fetched_before(first, args))
             if second is not None:
                 # Until each sample of the first set was seen once, so many were seen of both.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
-                self._order = AlternatingOrder(
-                    self._order, TrainingOrder(range(len(second)), args.seed),
+                self._order = order.AlternatingOrder(
+                    self._order, order.TrainingOrder(range(len(second)), args.seed),
                     every=second_every, batch_size=args.batch_size, offset=len(first),
                 )  # fmt: skip
         self.skipped = self.samples.skipped  # a line about files that are no samples, or ""
@@ -123,7 +109,7 @@ class Feed:
         self._said = 0  # how many were left out, when it was said last
 
     @property
-    def validated(self) -> Indices:
+    def validated(self) -> order.Indices:
         """The samples of the validation split that a pass of `validation` sees."""
         return self.valid_set if self.sees_whole_split else self._part
 
@@ -133,7 +119,7 @@ class Feed:
         n, noun = sum(map(len, parts.values())), self.noun
         counts = [f"{len(part)} {noun}s {use}" for use, part in parts.items() if len(part) or use != "to test"]
         fraction, batch_size = self._args.valid_fraction, self._args.batch_size
-        asked = share(n, fraction)
+        asked = order.share(n, fraction)
         if self._valid_source:
             counts[1] += f" in {self._valid_source}"
         elif len(self.valid_set) == batch_size > asked:
@@ -250,7 +236,7 @@ def _validated_samples(n: int, args: argparse.Namespace) -> int:
     return min(n, max(most, args.batch_size)) if most else n
 
 
-def _divided(samples: Samples, args: argparse.Namespace, source: str) -> Split:
+def _divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Split:
     """The parts for training, validation and a test. Raises ValueError, in one line, if there are too few samples, or
     no shards where flags are about them."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
@@ -258,11 +244,11 @@ def _divided(samples: Samples, args: argparse.Namespace, source: str) -> Split:
     if args.shuffle == "shards":
         by_shards = "--shuffle shards"
     if not by_shards:
-        return split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
+        return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
     otherwise = {"--split_by shard": "--split_by sample", "--shuffle shards": "--shuffle samples"}[by_shards]
     if (shards := samples.source.shards) is None:
         raise ValueError(f"{by_shards} takes tars or tables, and {source!r} has none: use {otherwise}")
-    return split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
+    return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
 
 
 def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Sequence[range]], None] | None:
@@ -273,7 +259,7 @@ def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Seq
     addresses = {
         shard.start: path for shard, path in zip(source.shards or (), paths, strict=False) if remote.is_address(path)
     }
-    at_once = 2 * SHARDS_AT_ONCE  # those that are read, and those that come next
+    at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
     remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
     return partial(remote.fetch_shards, addresses) if addresses and args.cache_dir else None
 
