@@ -97,8 +97,10 @@ def decode_picture(
     if not enlarge and min(image.size) < image_size:
         raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
     try:
-        square = _decode_small(image, image_size, cut)
-        picture = _resized(_resizable(image), square, image_size)
+        left, top, side = _decode_small(image, image_size, cut)
+        box, size = (left, top, left + side, top + side), (image_size, image_size)
+        # Pillow weights RGBA by alpha.
+        picture = _resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
         orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
         return _tensor(picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture, channels)
     except Exception as error:
@@ -149,18 +151,8 @@ def _resizable(image: Image.Image) -> Image.Image:
     return image.convert("L" if image.mode == "1" else "RGB")
 
 
-def _resized(image: Image.Image, square: Square, size: int) -> Image.Image:
-    """A square of an image -> (size, size). Pillow weights RGBA by alpha."""
-    left, top, side = square
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
-
-
 def _tensor(image: Image.Image, channels: int) -> Tensor:
-    pixels = np.asarray(_with_channels(image, channels)).transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(pixels))
-
-
-def _with_channels(image: Image.Image, channels: int) -> Image.Image:
     if channels == 3 and image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert({3: "RGB", 4: "RGBA"}[channels])
+    pixels = np.asarray(image.convert({3: "RGB", 4: "RGBA"}[channels])).transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(pixels))
