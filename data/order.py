@@ -232,7 +232,7 @@ class TrainingOrder:
         """
         n = len(self._subset)
         epoch, place = divmod(position, n)
-        return epoch, self._subset[_epoch_shuffle(n, self._seed, epoch)((place + skip) % n)]
+        return epoch, self._subset[_shuffle(n, "epoch", self._seed, epoch)((place + skip) % n)]
 
     def __len__(self) -> int:
         """Samples per epoch."""
@@ -273,7 +273,7 @@ class ShardOrder:
             self._begun = (epoch, number)
             is_last = number + 1 == len(windows)
             self._fetch((self._windows(epoch + 1)[0][0] if is_last else windows[number + 1]).ranges)
-        shuffle = _window_shuffle(len(window), self._seed, epoch, number)
+        shuffle = _shuffle(len(window), "window", self._seed, epoch, number)
         return epoch, window[shuffle((place - ends[number] + skip) % len(window))]
 
     def __len__(self) -> int:
@@ -337,11 +337,6 @@ class AlternatingOrder:
 Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
 
 
-@functools.lru_cache(maxsize=4)
-def _epoch_shuffle(n: int, seed: int, epoch: int) -> Permutation:
-    return Permutation(n, "epoch", seed, epoch)
-
-
-@functools.lru_cache(maxsize=4)
-def _window_shuffle(n: int, seed: int, epoch: int, number: int) -> Permutation:
-    return Permutation(n, "window", seed, epoch, number)
+@functools.lru_cache(maxsize=8)
+def _shuffle(n: int, *key: int | str) -> Permutation:
+    return Permutation(n, *key)
