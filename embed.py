@@ -91,11 +91,11 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     import torch
 
     from data.decoding.sounds import ClipDecoder
-    from data.stores.embeddings import tokens_of_query
+    from data.tokenizers import open_tokenizer
     from models.files.building import require_room
     from trained import open_model
 
-    model, about, tokenizer = open_model(path, "MuLaN", "MusicLMMuLaN")
+    model, about, file = open_model(path, "MuLaN", "MusicLMMuLaN")
     require_room(f"a batch of {batch_size} clips", batch_size, model.clip_numbers)
     model.to(backend.device)
     config = model.config
@@ -108,9 +108,16 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
 
     @torch.no_grad()
     def of_text(text: str) -> Tensor:
-        tokens = tokens_of_query(text, tokenizer, config["max_text_tokens"], config["vocab_size"], model.marks_texts)
-        lengths = torch.tensor([tokens.shape[1]], device=backend.device)
-        return model.encode_text(tokens.to(backend.device), lengths)[0].float().cpu()
+        name = "clip" if file is None else str(file)
+        tokenizer = open_tokenizer(name, config["max_text_tokens"], model.marks_texts)
+        if tokenizer.vocab_size != config["vocab_size"]:
+            raise ValueError(
+                f"the model was trained on {config['vocab_size']} tokens, but the tokenizer {name} has "
+                f"{tokenizer.vocab_size}: put the tokenizer.json that it was trained with into its folder"
+            )
+        tokens, lengths = tokenizer.encode([text])
+        tokens = tokens[:, : lengths[0]].to(backend.device)
+        return model.encode_text(tokens, torch.tensor(lengths, device=backend.device))[0].float().cpu()
 
     decoder = ClipDecoder(config["sample_rate"], model.clip_samples)
     return Embedder(about, config["dim_latent"], decoder, of_clips, of_text)

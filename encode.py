@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     import numpy as np
     from torch import Tensor
 
+    from data.samples import Samples
     from data.stores.codes import StoredCodes
     from data.stores.shards import Encoded
     from models import VideoTokenizer
@@ -126,13 +127,12 @@ class Opened(NamedTuple):
     """A set that is to be encoded.
 
     grid: [h', w'] of its codes.
-    names: of all items; `parts`: if a manifest asks for parts of files, which part each item is; else empty.
+    samples: its items.
     codes: the indices of the items of each shard -> their codes.
     """
 
     grid: list[int]
-    names: list[str]
-    parts: list[str]
+    samples: Samples
     codes: Callable[[Sequence[range]], Iterator[Encoded]]
 
 
@@ -176,7 +176,6 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     import torch
 
     from data.feed import to_unit_range
-    from data.records.rows import parts_of
     from data.sets import open_images
     from data.stores.decoding import decode_images
     from data.stores.encoding import encode_batches
@@ -198,10 +197,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         images = open_images(args.image_folder, image_size=side, channels=model.channels)
         load = functools.partial(load_alone, images)
         how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
-        return Opened(
-            grid, list(map(images.name, range(len(images)))), parts_of(images.source),
-            lambda shards: encode_batches(load, images.describe, shards, encode, **how),
-        )  # fmt: skip
+        return Opened(grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how))
 
     def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
         decode = functools.partial(computed, backend, "decoding", model.decode)
@@ -220,7 +216,6 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
     from data.decoding.videos import ClipDecoder
     from data.demo import FRAMES_PER_SECOND, DemoSource
     from data.feed import to_unit_range
-    from data.records.rows import parts_of
     from data.sets import open_videos
     from data.stores.codes import code_dtype
     from data.stores.decoding import FRAME_FOLDER, decode_videos
@@ -264,10 +259,10 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
             return clips.frames(source.record(index)["clip"])
 
         how = {"frames_per_code": model.frames_per_code, "num_threads": threads}
+        grid = [side // model.pixels_per_code] * 2
         return Opened(
-            [side // model.pixels_per_code] * 2, list(map(videos.name, range(len(videos)))), parts_of(source),
-            lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how),
-        )  # fmt: skip
+            grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
+        )
 
     def write_film(file: BinaryIO, frames: Iterator[np.ndarray], fps: float) -> None:
         if args.format == "gif":
@@ -304,6 +299,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     import numpy as np
     import torch
 
+    from data.records.rows import parts_of
     from data.stores.codes import CODES, StoredCodes, code_dtype
     from data.stores.output import OutputFolder, names_sha256
     from data.stores.shards import ShardWriter
@@ -314,7 +310,9 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         model, coder, about = open_coder(args, backend)
         backend.working("listing the samples")
         side, kind, dtype = args.image_size or model.image_size, coder.kind, code_dtype(model.num_codes)
-        grid, names, parts, codes = coder.open(side)
+        grid, samples, codes = coder.open(side)
+        names = [samples.name(index) for index in range(len(samples))]
+        parts = parts_of(samples.source)  # of files, if a manifest asks for parts
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
         "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),

@@ -270,8 +270,8 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     import torch
 
     from data.sets import open_images
+    from data.stores.decoding import pixels_of, save_missing
     from data.stores.output import OutputFolder, names_sha256
-    from data.stores.pngs import pixels_of, save_missing
     from models.clip import Clip
     from models.files.building import require_room
     from trained import open_model

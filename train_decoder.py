@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from torch import Tensor
 
     from data.feed import Feed
-    from data.sets import ConditionedBatch
     from models import Decoder
     from models.clip import Clip
     from models.diffusion import Losses
@@ -134,7 +133,7 @@ class UnetTraining:
 
 def evaluate(
     decoder: Decoder,
-    feed: Feed[ConditionedBatch],
+    feed: Feed,
     unets: Mapping[int, UnetTraining],
     embed: Callable[[Any], dict[str, Any]],
     backend: distributed.Backend,

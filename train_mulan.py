@@ -32,8 +32,7 @@ from training.flags.shared import DecayingOptimizerFlags, RunFlags
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
 
-    from data.feed import Feed
-    from data.sets import SoundBatch
+    from data.feed import Batch, Feed
     from data.tokenizers import Tokenizer
     from models import MuLaN
     from training.measures.embedder import Embedder
@@ -132,7 +131,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
 
 def evaluate(
-    embedder: Embedder, feed: Feed[SoundBatch], contrastive: Contrastive, templates: Sequence[str],
+    embedder: Embedder, feed: Feed, contrastive: Contrastive, templates: Sequence[str],
     backend: distributed.Backend,
 ) -> dict[str, float]:  # fmt: skip
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
@@ -154,7 +153,7 @@ def evaluate(
     return values
 
 
-def picture(embedder: Embedder, shown: SoundBatch, count: int) -> Image.Image:
+def picture(embedder: Embedder, shown: Batch, count: int) -> Image.Image:
     """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
     from training.pictures.sounds import best_matches, side_by_side, similarity_picture, spectrogram_grid
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from PIL import Image
     from torch import Tensor
 
-    from data.feed import Feed
-    from data.sets import ImageBatch
+    from data.feed import Batch, Feed
     from models import DiscreteVAE, VAEOutput
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vae" / "demo.yaml"
@@ -102,7 +101,7 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 
 def evaluate(
     model: DiscreteVAE,
-    feed: Feed[ImageBatch],
+    feed: Feed,
     objective: Callable[[VAEOutput], Tensor],
     temperature: float,
     backend: distributed.Backend,
@@ -122,7 +121,7 @@ def evaluate(
     return {**values, "codes": code_histogram(counts)}
 
 
-def reconstructions(models: Mapping[str, DiscreteVAE], shown: ImageBatch, temperature: float) -> Image.Image:
+def reconstructions(models: Mapping[str, DiscreteVAE], shown: Batch, temperature: float) -> Image.Image:
     """Originals, soft and hard reconstructions by the model that is kept: the average if there is one."""
     from data.feed import to_unit_range
     from training.pictures.images import grid

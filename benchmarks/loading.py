@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.order import split_samples
+from data.order import TrainingOrder, split_samples
 from data.sets import open_images
 from data.stream import TrainingStream
 
@@ -69,9 +69,9 @@ def write_photos(folder: Path) -> None:
 
 def stream_rate(samples: Any, workers: int) -> float:
     """Samples per second that come out of the training stream."""
-    subset = split_samples(len(samples), 0, 0, 0, at_least=1).train
-    loading = {"batch_size": _BATCH_SIZE, "rank": 0, "world_size": 1, "seed": 0, "num_workers": workers}
-    batches = iter(TrainingStream(samples, subset, **loading))
+    order = TrainingOrder(split_samples(len(samples), 0.0, 0.0, 0, at_least=1).train, seed=0)
+    loading = {"batch_size": _BATCH_SIZE, "rank": 0, "world_size": 1, "num_workers": workers}
+    batches = iter(TrainingStream(samples, order, **loading))
     for _ in range(3 * workers):  # PyTorch's DataLoader prefetches two batches per worker
         next(batches)
     began = now = time.perf_counter()

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import distributed
-from data.order import split_samples
+from data.order import TrainingOrder, split_samples
 from data.sets import open_images
 from data.stream import TrainingStream
 from distributed.torch_comm import leave_process_group
@@ -214,9 +214,13 @@ class Reference(Side):
             self._wait_for(path.name)
             return list(torch.load(path, weights_only=False))
         images = open_images(self._args.image_folder, image_size=self._args.image_size)
-        subset = split_samples(len(images), 0, 0, self._args.seed, at_least=self._args.batch_size).train
-        loading = {"batch_size": self._args.batch_size, "rank": 0, "world_size": 1, "seed": self._args.seed}
-        return list(itertools.islice(TrainingStream(images, subset, **loading), _DECODED_BATCHES))
+        subset = split_samples(len(images), 0.0, 0.0, self._args.seed, self._args.batch_size).train
+        loading = {"batch_size": self._args.batch_size, "rank": 0, "world_size": 1}
+        return list(
+            itertools.islice(
+                TrainingStream(images, TrainingOrder(subset, self._args.seed), **loading), _DECODED_BATCHES
+            )
+        )
 
     def _pinned(self, batch: Mapping[str, Any]) -> Any:
         """With a GPU, tensors in pinned memory, as the script's loader makes them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 from collections.abc import Callable
@@ -74,8 +73,3 @@ class Crop:
 
 
 CENTER = Crop()
-
-
-def crop_of(args: argparse.Namespace) -> Crop:
-    """What the flags --crop, --crop_area and --seed say."""
-    return Crop(args.crop, args.crop_area, args.seed)

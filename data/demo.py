@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -61,7 +62,7 @@ class DemoSource:
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
         if not 0 <= index < self.n:
             raise IndexError(index)
-        return _KINDS[self.kind][1](self.seed, index, epoch if augment else "plain")
+        return _KINDS[self.kind].draw(self.seed, index, epoch if augment else "plain")
 
     def describe(self, index: int) -> str:
         return f"{demo_name(self.kind)}[{index}]"
@@ -74,12 +75,12 @@ class DemoSource:
 
 def demo_name(kind: str) -> str:
     """The name of the demonstration with samples of a kind, such as "demo:shapes" of scenes."""
-    return f"{PREFIX}{_KINDS[kind][0]}"
+    return f"{PREFIX}{_KINDS[kind].name}"
 
 
-def open_demo(spec: str, kind: str, noun: str, seed: int = 0) -> DemoSource | None:
+def open_demo(spec: str, kind: str, seed: int = 0) -> DemoSource | None:
     """The samples of `demo:<name>` or `demo:<name>:<number>`; None if `spec` names no demonstration. `kind`: see
-    `DemoSource`. `noun` is what messages call the samples, in the plural.
+    `DemoSource`.
 
     Raises ValueError, in one line, if `spec` names another demonstration, or its number is not a positive integer.
     """
@@ -89,15 +90,13 @@ def open_demo(spec: str, kind: str, noun: str, seed: int = 0) -> DemoSource | No
     said, _, number = spec.removeprefix(PREFIX).partition(":")
     if PREFIX + said != name:
         raise ValueError(f"there is no demonstration set {spec!r}: the only one is {name}")
-    if number == "":
-        return DemoSource(kind, DEFAULT_SIZE, seed)
-    is_number = number.isascii() and number.isdigit() and len(number) <= len(str(LARGEST_SIZE))
-    if not (is_number and 0 < int(number) <= LARGEST_SIZE):
+    n = int(number or DEFAULT_SIZE) if re.fullmatch("[0-9]{,7}", number) else 0
+    if not 0 < n <= LARGEST_SIZE:
         raise ValueError(
-            f"{spec[:_LONGEST_QUOTE]!r} asks for {number[:_LONGEST_QUOTE]!r} {noun}, which is no number from 1 to "
-            f"{LARGEST_SIZE}: write e.g. {name}:{DEFAULT_SIZE}"
+            f"{spec[:_LONGEST_QUOTE]!r} asks for {number[:_LONGEST_QUOTE]!r} {_KINDS[kind].noun}, which is no number "
+            f"from 1 to {LARGEST_SIZE}: write e.g. {name}:{DEFAULT_SIZE}"
         )
-    return DemoSource(kind, int(number), seed)
+    return DemoSource(kind, n, seed)
 
 
 def _one_of(choices: Iterable[T], draws: Draws) -> T:
@@ -527,8 +526,16 @@ def _ramp(envelope: str, n: int) -> Array:
     return fading if envelope == "fading" else fading[::-1]
 
 
-# The name of the demonstration that has samples of each kind, and what draws one: (seed, index, epoch or "plain").
-_KINDS: dict[str, tuple[str, Callable[[int, int, int | str], Record]]] = {
-    "shapes": ("shapes", _shapes), "scenes": ("shapes", _scene), "moving": ("moving", _moving),
-    "tones": ("tones", _tones),
+class _Kind(NamedTuple):
+    """The name of the demonstration that has samples of a kind, what messages call them, and what draws one: (seed,
+    index, epoch or "plain")."""
+
+    name: str
+    noun: str
+    draw: Callable[[int, int, int | str], Record]
+
+
+_KINDS = {
+    "shapes": _Kind("shapes", "images", _shapes), "scenes": _Kind("shapes", "images", _scene),
+    "moving": _Kind("moving", "clips", _moving), "tones": _Kind("tones", "sounds", _tones),
 }  # fmt: skip

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import math
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tandem.files.reading import printable
 
+from . import order
 from .bad_samples import BadSample, BadSampleLog, Raised
-from .order import (
-    SHARDS_AT_ONCE,
-    AlternatingOrder,
-    Indices,
-    Ranges,
-    ShardOrder,
-    Split,
-    TrainingOrder,
-    part_of,
-    share,
-    split_of_folder,
-    split_samples,
-    split_shards,
-)
 from .records import remote
 from .records.record import is_address
 from .samples import Joined, Samples
@@ -40,11 +26,11 @@ from .stream import TrainingStream, ValidationStream
 if TYPE_CHECKING:
     from distributed import Backend
 
-BatchType = TypeVar("BatchType", bound=Mapping[str, Any])
+Batch = dict[str, Any]  # see `Feed`; of what fields give, every entry has one element per sample
 _TRAINED_PER_VALIDATED = 10  # samples between two validations for each sample that a validation sees by default
 
 
-class Feed(Generic[BatchType]):
+class Feed:
     """Opens a set, splits it by seed, and gives each process its part of every batch. All processes must call the same
     methods in the same order.
 
@@ -54,17 +40,13 @@ class Feed(Generic[BatchType]):
 
     Args:
         open_samples: Opens the set. It may raise ValueError on some processes only.
-        args: batch_size, valid_fraction, valid_samples, validate_every_n_steps, seed (of the order), num_workers and
-            on_bad_sample.
-        split_seed: Seed of the split into training and validation.
-        divide: Splits the set into training, validation and test; without it, there is no test split. It may raise
-            ValueError.
+        args: The flags of all scripts, of which batch_size, seed (of the order) and split_seed are some.
         noun: What messages call one sample, such as "image".
         source: What messages call the set: its path.
         open_second: Opens a second set, to train on in every update whose number (from 1) divides by `second_every`;
             none of it is for validation. Its indices follow those of the first set.
-        open_valid: Opens the set that is the validation split (`--valid_folder`), of which all is; `divide` or
-            valid_fraction then leave none of the first set to it. Its indices follow those of all others.
+        open_valid: Opens the set that is the validation split (`--valid_folder`), of which all is; valid_fraction
+            then leaves none of the first set to it. Its indices follow those of all others.
 
     Raises:
         UserMistake: one line, if there are no such samples or too few, or if the processes do not see the same ones.
@@ -76,55 +58,44 @@ class Feed(Generic[BatchType]):
         args: argparse.Namespace,
         processes: Backend,
         *,
-        split_seed: int,
         noun: str,
         source: str,
         open_second: Callable[[], Samples] | None = None,
         second_every: int = 1,
-        divide: Callable[[Any], Split] | None = None,
         open_valid: Callable[[], Samples] | None = None,
     ) -> None:
-        self._processes, self.noun, self._source = processes, noun, source
-        self._valid_fraction, self._batch_size = args.valid_fraction, args.batch_size
+        self._args, self._processes, self.noun, self._source = args, processes, noun, source
         self._valid_source = args.valid_folder if open_valid else ""
         self._has_shown_traceback = False
         with processes.agreement(), self._showing_traceback():
             processes.working("listing the samples")
-            first = open_samples()
-            second = None if open_second is None else open_second()
-            self.valid_samples = None if open_valid is None else open_valid()
-            self.first = self.samples = first
+            self.first = self.samples = first = open_samples()
+            second, self.valid_samples = (None if opens is None else opens() for opens in (open_second, open_valid))
             for more in (second, self.valid_samples):
                 self.samples = self.samples if more is None else Joined(self.samples, more)
-        seen = (len(self.samples), self.samples.fingerprint, socket.gethostname())
-        views = processes.gather_objects(seen)
+        views = processes.gather_objects((len(self.samples), self.samples.fingerprint, socket.gethostname()))
         with processes.agreement():
             sources = " and ".join(filter(None, [source, self._valid_source]))
             _check_views(views, f"{noun}s in {sources}")
-            n, shares = len(first), (args.valid_fraction, 0.0)
-            if args.shuffle == "shards":
-                parts = _split_by_shards(first, args, split_seed, source)
-            else:
-                parts = divide(first) if divide else split_samples(n, *shares, split_seed, args.batch_size)
-            self.train_set, self.valid_set, self.test_set = parts
+            self.train_set, self.valid_set, self.test_set = _divided(first, args, source)
             if self.valid_samples is not None:
-                n_valid, n_all = len(self.valid_samples), len(self.samples)
-                self.valid_set = split_of_folder(range(n_all - n_valid, n_all), split_seed, args.batch_size)
-            self._part = part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
+                indices = range(len(self.samples))[-len(self.valid_samples) :]
+                self.valid_set = order.split_of_folder(indices, split_seed_of(args), args.batch_size)
+            self._part = order.part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
-            order: TrainingOrder | ShardOrder = TrainingOrder(self.train_set, args.seed)
+            self._order: order.Order = order.TrainingOrder(self.train_set, args.seed)
             if args.shuffle == "shards":
-                assert isinstance(self.train_set, Ranges)
-                order = ShardOrder(self.train_set.ranges, args.seed, fetch=_fetched_before(first, args))
-            self._order: dict[str, Any] = {"seed": args.seed, "order": order}
+                assert isinstance(self.train_set, order.Ranges)
+                self._order = order.ShardOrder(self.train_set.ranges, args.seed, fetch=_fetched_before(first, args))
             if second is not None:
                 # Until each sample of the first set was seen once, so many were seen of both.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
-                self._order["order"] = AlternatingOrder(
-                    order, TrainingOrder(range(len(second)), args.seed),
-                    every=second_every, batch_size=args.batch_size, offset=n,
+                self._order = order.AlternatingOrder(
+                    self._order, order.TrainingOrder(range(len(second)), args.seed),
+                    every=second_every, batch_size=args.batch_size, offset=len(first),
                 )  # fmt: skip
-        self.sees_whole_split = False
+        self.skipped = self.samples.skipped  # a line about files that are no samples, or ""
+        self.sees_whole_split = False  # whether `validation` sees the whole validation split
         #: Called between the steps of an evaluation by all processes, after the same ones; it may raise to end it.
         self.ask: Callable[[], None] = lambda: None
         self._loading: dict[str, Any] = {
@@ -139,7 +110,7 @@ class Feed(Generic[BatchType]):
         self._said = 0  # how many were left out, when it was said last
 
     @property
-    def validated(self) -> Indices:
+    def validated(self) -> order.Indices:
         """The samples of the validation split that a pass of `validation` sees."""
         return self.valid_set if self.sees_whole_split else self._part
 
@@ -148,22 +119,19 @@ class Feed(Generic[BatchType]):
         parts = {"to train on": self.train_set, "to validate": self.valid_set, "to test": self.test_set}
         n, noun = sum(map(len, parts.values())), self.noun
         counts = [f"{len(part)} {noun}s {use}" for use, part in parts.items() if len(part) or use != "to test"]
-        asked = share(n, self._valid_fraction)
+        fraction, batch_size = self._args.valid_fraction, self._args.batch_size
+        asked = order.share(n, fraction)
         if self._valid_source:
             counts[1] += f" in {self._valid_source}"
-        elif len(self.valid_set) == self._batch_size > asked:
-            counts[1] += f" (a batch is the least; --valid_fraction {self._valid_fraction:g} alone is {asked})"
+        elif len(self.valid_set) == batch_size > asked:
+            counts[1] += f" (a batch is the least; --valid_fraction {fraction:g} alone is {asked})"
         if len(self.validated) < len(self.valid_set):
             counts[1] += f" ({len(self.validated)} at each validation, all at the end)"
         if more := len(self.samples) - n:
             counts.append(f"and {more} of the second set to train on")
         return f"{self._source}: {', '.join(counts)}"
 
-    def skipped(self) -> str:
-        """One line about files that are no samples: how many, and of which endings; "" if there are none."""
-        return self.samples.skipped
-
-    def start(self, start_samples: int) -> BatchType:
+    def start(self, start_samples: int) -> Batch:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
         self._validation, self._test = (
@@ -172,72 +140,44 @@ class Feed(Generic[BatchType]):
         self._whole_validation = self._validation
         if len(self._part) < len(self.valid_set):  # which is read for the preview and at the end alone
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
-        order = {**self._order, "start_samples": start_samples}
-        self.batches = iter(TrainingStream(self.samples, self.train_set, **order, **self._loading))
+        self._training = TrainingStream(self.samples, self._order, start_samples=start_samples, **self._loading)
+        self.batches = iter(self._training)
+        # Inside the agreement, because reading the first batch may fail on some processes only.
         with self._processes.agreement(), self._showing_traceback():
             batch = next(self.batches)
-            # Inside the agreement, because reading the first batches may fail on some processes only.
-            without_split = [{**batch, "bad": []}]
-            self._preview_batches = iter(self._whole_validation if len(self.valid_set) else without_split)
-            self._first_preview = next(self._preview_batches)
-        self._unreported += self._first_preview["bad"]
         return self._received(batch)
 
-    def next(self) -> BatchType:
+    def next(self) -> Batch:
         """The next batch of the order."""
         with self._processes.waiting_for("data"), self._showing_traceback():
             batch = next(self.batches)
         return self._received(batch)
 
-    def validation(self) -> Iterator[BatchType]:
+    def validation(self) -> Iterator[Batch]:
         """This process's part of one pass over the `validated` part of the validation split."""
         stream = self._whole_validation if self.sees_whole_split else self._validation
         for batch in self._processes.each("validation data", stream):
             self.ask()
             yield self._received(batch)
 
-    @contextlib.contextmanager
-    def whole_validation(self) -> Iterator[None]:
-        """Context in which `validation` sees the whole validation split."""
-        self.sees_whole_split = True
-        try:
-            yield
-        finally:
-            self.sees_whole_split = False
-
-    def validation_samples(self, places: range) -> BatchType:
+    def validation_samples(self, places: range) -> Batch:
         """The samples at these places of the validation split, which begins again after its end, loaded in this process
         alone. Not collective."""
         return self._received(self._whole_validation.load(places))
 
-    def test(self) -> Iterator[BatchType]:
+    def test(self) -> Iterator[Batch]:
         """This process's part of one pass over the test split, as `validation`."""
         return map(self._received, self._processes.each("test data", self._test))
 
-    def preview(self, count: int) -> BatchType:
+    def preview(self, count: int) -> Batch:
         """A batch of at most `count` samples, the same on every process: the first ones of the validation split, which
-        are the same at every start; without a validation split, the first ones of this start's first batch. Call it
-        once, right after `start`; raises what `start` raises."""
-        n_steps = self._whole_validation.steps_holding(count)
+        are the same at every start; without a validation split, the first ones of this start's first batch. Every
+        process loads them itself. Raises what `start` raises."""
+        n_valid = len(self.valid_set)
+        stream, least = (self._whole_validation, n_valid) if n_valid else (self._training, self._args.batch_size)
         with self._processes.agreement(), self._showing_traceback():
-            further = list(itertools.islice(self._preview_batches, max(n_steps - 1, 0)))
-        self._preview_batches = iter(())  # its workers end, unless they are those of the validations
-        self._unreported += [sample for batch in further for sample in batch["bad"]]
-        parts = [self._beginning(batch, count) for batch in (self._first_preview, *further)]
-        return cast(BatchType, {key: _joined([part[key] for part in parts]) for key in parts[0]})
-
-    def _beginning(self, batch: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """The samples of all processes' batches whose position is below `count`, on every process."""
-        # Gather only the samples that are shown, because the whole batch is far more data.
-        n_shown = sum(position < count for position in batch["positions"])
-        shown = {key: value[:n_shown] for key, value in batch.items() if key != "bad"}
-        lists = self._processes.gather_objects({k: v for k, v in shown.items() if isinstance(v, list)})
-        return {
-            key: self._processes.gather(value.to(self._processes.device))
-            if isinstance(value, Tensor)
-            else _joined([of_rank[key] for of_rank in lists])
-            for key, value in shown.items()
-        }
+            batch = stream.load(range(min(count, least)))
+        return self._received(batch)
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
         """Say which files any process could not read since the last call, each file once, and how many were left out.
@@ -278,14 +218,14 @@ class Feed(Generic[BatchType]):
             self._said = count
             say(f"left out {count} {self.noun}{'' if count == 1 else 's'} so far, such as {sample}")
 
-    def _received(self, batch: Mapping[str, Any]) -> BatchType:
+    def _received(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
         self._unreported += batch["bad"]
         entries = {key: value for key, value in batch.items() if key != "bad"}
         for key, value in entries.items():
             if isinstance(value, Tensor):
                 entries[key] = value.to(self._processes.device, non_blocking=True)
-        return cast(BatchType, entries)
+        return entries
 
 
 def _validated_samples(n: int, args: argparse.Namespace) -> int:
@@ -297,12 +237,19 @@ def _validated_samples(n: int, args: argparse.Namespace) -> int:
     return min(n, max(most, args.batch_size)) if most else n
 
 
-def _split_by_shards(samples: Samples, args: argparse.Namespace, seed: int, source: str) -> Split:
-    """Raises ValueError, in one line, if there are no shards, or too few."""
-    if (shards := samples.source.shards) is None:
-        raise ValueError(f"--shuffle shards takes tars or tables, and {source!r} has none: use --shuffle samples")
+def _divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Split:
+    """The parts for training, validation and a test. Raises ValueError, in one line, if there are too few samples, or
+    no shards where flags are about them."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
-    return split_shards(shards, *fractions, seed, args.batch_size, "--shuffle samples")
+    by_shards = "--split_by shard" if getattr(args, "split_by", "sample") == "shard" else ""
+    if args.shuffle == "shards":
+        by_shards = "--shuffle shards"
+    if not by_shards:
+        return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
+    otherwise = {"--split_by shard": "--split_by sample", "--shuffle shards": "--shuffle samples"}[by_shards]
+    if (shards := samples.source.shards) is None:
+        raise ValueError(f"{by_shards} takes tars or tables, and {source!r} has none: use {otherwise}")
+    return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
 
 
 def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Sequence[range]], None] | None:
@@ -310,7 +257,7 @@ def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Seq
     Raises ValueError, in one line."""
     shards, paths = samples.source.shards or (), getattr(samples.source, "paths", ())
     addresses = {shard.start: path for shard, path in zip(shards, paths, strict=False) if is_address(path)}
-    at_once = 2 * SHARDS_AT_ONCE  # those that are read, and those that come next
+    at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
     try:
         remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
     except OSError as error:
@@ -328,11 +275,6 @@ def _check_views(views: Sequence[Sequence[Any]], what: str) -> None:
                 f"rank {rank} (on {host_here}) sees {n_here} {what}, rank 0 (on {host}) sees {n}{but}: every process "
                 "has to see the same files; copy the whole folder or list to each machine again"
             )
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Tensors or lists, one after the other."""
-    return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else list(itertools.chain(*parts))
 
 
 def split_seed_of(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from .decoding import sounds, videos
 from .decoding.arrays import Array, StoredArray, find_array
 from .decoding.images import ENDINGS as IMAGE_ENDINGS
 from .decoding.images import decode_image, decode_picture, randomly_flipped
-from .decoding.texts import NO_CAPTION, TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_object, texts_of_row
+from .decoding.texts import TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_object, texts_of_row
 from .demo import FRAMES_PER_SECOND
 from .hashing import Draws, derive_key
 from .records import own
@@ -52,21 +52,25 @@ _SOUND = (
 TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), takes_rows=True)
 
 
-class Field(Protocol):
+class Field:
     """What a script takes out of each record. `fingerprint` is equal where the same was found of a source."""
 
     @property
-    def wanted(self) -> Wanted: ...
+    def wanted(self) -> Wanted:
+        raise NotImplementedError
+
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        return ""
+
     def load(self, record: Record, index: int, epoch: int, augment: bool) -> dict[str, Any]:
         """A sample's part of entries of the batch. With `augment`, what is drawn depends on the field's seed and on
         (epoch, index) alone; else nothing is drawn. Raises OSError, ValueError, in one line, or `Incomplete`."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class ImageField:
+class ImageField(Field):
     """ "images": uint8 (channels, image_size, image_size).
 
     Args:
@@ -84,10 +88,13 @@ class ImageField:
     enlarge: bool = True
     crop: Crop = CENTER
 
+    def __post_init__(self) -> None:
+        if self.channels not in (3, 4):
+            raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
+
     wanted: ClassVar[Wanted] = Wanted(
         "image", "image", IMAGE_ENDINGS, (*IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
     )
-    fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         how = (self.image_size, self.channels, self.enlarge, self.crop.cut(epoch, index) if augment else None)
@@ -112,14 +119,12 @@ class OneFrameField(ImageField):
 
 
 @dataclass(frozen=True)
-class ClipField:
+class ClipField(Field):
     """ "videos": uint8 (3, num_frames, image_size, image_size), as the decoder cuts them; an image is a video of one
     frame. `flip`: whether half of the augmented clips are mirrored left to right."""
 
     clips: videos.ClipDecoder
     flip: bool = False
-
-    fingerprint: ClassVar[str] = ""
 
     @property
     def wanted(self) -> Wanted:
@@ -169,7 +174,7 @@ class ClipField:
 
 
 @dataclass(frozen=True)
-class SoundField:
+class SoundField(Field):
     """ "waveforms": float32 (clip_samples,) in [-1, 1], as the decoder cuts them."""
 
     clips: sounds.ClipDecoder
@@ -177,7 +182,6 @@ class SoundField:
     wanted: ClassVar[Wanted] = Wanted(
         "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio"
     )
-    fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         found = _file_of(record[_OWN]) if _OWN in record else record["sound"]
@@ -187,7 +191,7 @@ class SoundField:
 
 
 @dataclass(frozen=True)
-class TextsField:
+class TextsField(Field):
     """The texts of a sound: the tokens of one of its captions, "tokens", "lengths", "captions" and "caption_ids"; and
     "all_captions" and "labels". In training, (seed, epoch, index) draw the caption; else it is the first."""
 
@@ -195,7 +199,6 @@ class TextsField:
     seed: int = 0
 
     wanted: ClassVar[Wanted] = TEXTS
-    fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         captions, label = texts_of(record)
@@ -211,14 +214,13 @@ class TextsField:
 
 
 @dataclass(frozen=True)
-class CaptionField:
+class CaptionField(Field):
     """ "captions": the first caption of an image, "" if it has none; and, with `tokenize` (texts -> int64 (b, t)),
     "tokens"."""
 
     tokenize: Callable[[Sequence[str]], Tensor] | None = None
 
     wanted: ClassVar[Wanted] = Wanted("texts", "caption", (".txt",), TEXT_KEYS, takes_rows=True)
-    fingerprint: ClassVar[str] = ""
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         caption = self._caption(record)
@@ -255,7 +257,7 @@ KINDS = (IMAGE, TEXT)
 
 
 @dataclass(frozen=True)
-class EmbeddingField:
+class EmbeddingField(Field):
     """ "image_embed" or "text_encodings", which were computed beforehand: float32 of `shape`, which is that of one
     image: (d,), or (L, d) where no caption has more than L tokens; encodings of fewer tokens end with rows of 0. An
     image that has none, or zeros only, is `Incomplete`. `rows`: index -> array, if they do not stand in records."""
@@ -276,12 +278,8 @@ class EmbeddingField:
             raise Incomplete(f"it has no {noun}")
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_own:
-                most = (
-                    f"at most {self.shape} (--max_text_len)"
-                    if self.kind == TEXT
-                    else f"{self.shape}, as in the first item"
-                )
-                raise refused(array, f"a {noun} of {most}")
+                most = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
+                raise refused(array, f"a {noun} of {most.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
@@ -314,12 +312,10 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
         name = source.describe(example)
         raise ValueError(f"cannot read the {kind.wanted.noun} of {name!r}: {reason_of(error)}") from None
     # Of files, the longest is known; of rows and items, what the model takes.
-    is_longest = (
-        kind == IMAGE or isinstance(record.get(kind.wanted.name), Entry) or callable(record.get(kind.wanted.name))
-    )
-    return EmbeddingField(
-        kind, array.shape if is_longest else (longest_text, *array.shape[1:]), fingerprint=str(array.shape)
-    )
+    found = record.get(kind.wanted.name)
+    is_longest = kind == IMAGE or isinstance(found, Entry) or callable(found)
+    shape = array.shape if is_longest else (longest_text, *array.shape[1:])
+    return EmbeddingField(kind, shape, fingerprint=str(array.shape))
 
 
 def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -> EmbeddingField:
@@ -393,9 +389,7 @@ def _row_files(spec: str) -> list[str]:
     path = os.path.expanduser(spec)
     if os.path.isdir(path):
         path = os.path.join(glob.escape(path), "*.npy")
-    elif os.path.isfile(path):
-        return [path]
-    return expanded(path.replace("{}", "[0-9]*"))
+    return [path] if os.path.isfile(path) else expanded(path.replace("{}", "[0-9]*"))
 
 
 def numbers_of(record: Record, kind: Kind) -> Array | None:
@@ -407,11 +401,8 @@ def numbers_of(record: Record, kind: Kind) -> Array | None:
     found = record.get(name)
     if isinstance(found, Entry):
         array = find_array(found).read()
-        return (
-            array.reshape(array.shape[-kind.dimensions :])
-            if array.size == np.prod(array.shape[-kind.dimensions :])
-            else array
-        )
+        shape = array.shape[-kind.dimensions :]
+        return array.reshape(shape) if array.size == math.prod(shape) else array
     return np.asarray(found()) if callable(found) else found
 
 
@@ -419,13 +410,12 @@ def texts_of(record: Record) -> Texts:
     """The captions of a record, and its class. Raises OSError or ValueError, in one line, if it has no caption."""
     if _OWN in record:
         texts = _texts_of(record[_OWN])
-    elif isinstance(found := record.get("texts", {}), Entry):
-        return read_texts(found)
     else:
-        texts = texts_of_row(found)
+        found = record.get("texts", {})
+        texts = read_texts(found) if isinstance(found, Entry) else texts_of_row(found)
     if not texts.captions:
         beside = "" if _OWN in record or "texts" in record else ": there is neither a .txt nor a .json beside it"
-        raise ValueError(f"{NO_CAPTION}{beside}")
+        raise ValueError(f"it has no caption{beside}")
     return texts
 
 

@@ -6,8 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from .decoding.sounds import ClipDecoder, require_decoders
 from .demo import DemoSource
 from .fields import TEXTS, SoundField, texts_of
 from .records.folder import FolderSource
-from .records.record import Entry, Record, Wanted
+from .records.record import Entry
 from .records.rows import parts_of
 from .sets import open_records
 
@@ -30,22 +29,6 @@ ENDINGS = (
     *DECODED_ENDINGS, ".aifc", ".au", ".snd", ".caf", ".w64", ".rf64", ".voc", ".avr", ".sph", ".nist", ".sd2", ".svx",
     ".8svx", ".paf", ".pvf", ".sds", ".xi", ".htk", ".ircam",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LongSoundField(SoundField):
-    """ "waveforms": float32 (k, clip_samples) in [-1, 1], 1 <= k <= max_clips, the clips of a sound; of a part of a
-    file, and of a sound that is drawn, its middle alone."""
-
-    max_clips: int = 1
-
-    wanted: ClassVar[Wanted] = SoundField.wanted._replace(endings=ENDINGS)
-
-    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        found = record["sound"]
-        if self.max_clips > 1 and isinstance(found, Entry):
-            return {"waveforms": read_clips(found, self.clips, self.max_clips)}
-        return {"waveforms": super().load(record, index)["waveforms"][None]}
 
 
 class LongSounds:
@@ -58,11 +41,11 @@ class LongSounds:
     """
 
     def __init__(self, spec: str, decoder: ClipDecoder, max_clips: int) -> None:
-        self._source = open_records(spec, [LongSoundField.wanted, TEXTS], "tones", "sounds", 0)
+        self._source = open_records(spec, [SoundField.wanted._replace(endings=ENDINGS), TEXTS], "tones", 0)
         is_folder = isinstance(self._source, FolderSource)
         if not isinstance(self._source, DemoSource):
             require_decoders()
-        self._field = LongSoundField(decoder, max_clips if is_folder else 1)
+        self._middle, self._decoder, self._max_clips = SoundField(decoder), decoder, max_clips if is_folder else 1
         self.describe = self._source.describe
         self.names = [*map(self._source.name if is_folder else self.describe, range(len(self._source)))]
         self.parts = parts_of(self._source)
@@ -71,7 +54,10 @@ class LongSounds:
         """The clips (k, clip_samples), and {"captions": [...]} if there are some that can be read. Raises OSError or
         ValueError, in one line, if the sound cannot be read."""
         record = self._source.record(index)
-        clips = self._field.load(record, index)["waveforms"]
+        if self._max_clips > 1:
+            clips = read_clips(record["sound"], self._decoder, self._max_clips)
+        else:
+            clips = self._middle.load(record, index)["waveforms"][None]
         with contextlib.suppress(OSError, ValueError):
             return clips, {"captions": texts_of(record).captions}
         return clips, {}

@@ -46,12 +46,11 @@ class Permutation:
         return left << self._half_bits | right
 
 
-class Subset:
-    """The dataset indices at places start..start+length-1 of a shuffle; `subset[i]` takes O(1) memory. `first`: the
-    index of what the shuffle calls 0."""
+class Indices:
+    """Dataset indices, of which `indices[i]` takes next to no memory. A class below this one computes it in `_at`."""
 
-    def __init__(self, permutation: Permutation, start: int, length: int, first: int = 0) -> None:
-        self.permutation, self.start, self._length, self.first = permutation, start, length, first
+    def __init__(self, length: int) -> None:
+        self._length = length
 
     def __len__(self) -> int:
         return self._length
@@ -59,37 +58,44 @@ class Subset:
     def __getitem__(self, i: int) -> int:
         if not 0 <= i < self._length:
             raise IndexError(i)
+        return self._at(i)
+
+    def _at(self, i: int) -> int:
+        raise NotImplementedError
+
+
+class Subset(Indices):
+    """The dataset indices at places start..start+length-1 of a shuffle. `first`: the index of what the shuffle calls
+    0."""
+
+    def __init__(self, permutation: Permutation, start: int, length: int, first: int = 0) -> None:
+        super().__init__(length)
+        self.permutation, self.start, self.first = permutation, start, first
+
+    def _at(self, i: int) -> int:
         return self.first + self.permutation(self.start + i)
 
 
-class Spread:
-    """`length` of some dataset indices, at equal distances; `spread[i]` takes O(1) memory."""
+class Spread(Indices):
+    """`length` of some dataset indices, at equal distances."""
 
     def __init__(self, indices: Indices, length: int) -> None:
-        self._indices, self._length = indices, length
+        super().__init__(length)
+        self._indices = indices
 
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, i: int) -> int:
-        if not 0 <= i < self._length:
-            raise IndexError(i)
+    def _at(self, i: int) -> int:
         return self._indices[i * len(self._indices) // self._length]
 
 
-class Ranges:
-    """The dataset indices of several ranges, one range after the other; `ranges[i]` takes O(log(number of ranges))."""
+class Ranges(Indices):
+    """The dataset indices of several ranges, one range after the other; each takes O(log(number of ranges))."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
         self._ranges = list(ranges)
         self._ends = list(itertools.accumulate(map(len, self._ranges)))
+        super().__init__(self._ends[-1] if self._ends else 0)
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, i: int) -> int:
-        if not 0 <= i < len(self):
-            raise IndexError(i)
+    def _at(self, i: int) -> int:
         which = bisect.bisect_right(self._ends, i)
         return self._ranges[which][i - self._ends[which]]  # counted from the range's end
 
@@ -97,9 +103,6 @@ class Ranges:
     def ranges(self) -> Sequence[range]:
         """The ranges, in order."""
         return self._ranges
-
-
-Indices = Subset | Ranges | Spread | range
 
 
 def part_of(indices: Indices, length: int) -> Indices:
@@ -218,7 +221,7 @@ def share(n: int, fraction: float) -> int:
 class TrainingOrder:
     """The endless order of training: every epoch is another shuffle of the subset, given by (seed, epoch) only."""
 
-    def __init__(self, subset: Indices, seed: int) -> None:
+    def __init__(self, subset: Indices | range, seed: int) -> None:
         self._subset, self._seed = subset, seed
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
@@ -229,7 +232,7 @@ class TrainingOrder:
         """
         n = len(self._subset)
         epoch, place = divmod(position, n)
-        return epoch, self._subset[_epoch_shuffle(n, self._seed, epoch)((place + skip) % n)]
+        return epoch, self._subset[_shuffle(n, "epoch", self._seed, epoch)((place + skip) % n)]
 
     def __len__(self) -> int:
         """Samples per epoch."""
@@ -270,7 +273,7 @@ class ShardOrder:
             self._begun = (epoch, number)
             is_last = number + 1 == len(windows)
             self._fetch((self._windows(epoch + 1)[0][0] if is_last else windows[number + 1]).ranges)
-        shuffle = _window_shuffle(len(window), self._seed, epoch, number)
+        shuffle = _shuffle(len(window), "window", self._seed, epoch, number)
         return epoch, window[shuffle((place - ends[number] + skip) % len(window))]
 
     def __len__(self) -> int:
@@ -313,9 +316,7 @@ class AlternatingOrder:
         offset: What is added to the indices of `second`: the number of samples in the set of `first`, see `Joined`.
     """
 
-    def __init__(
-        self, first: TrainingOrder | ShardOrder, second: TrainingOrder, *, every: int, batch_size: int, offset: int
-    ) -> None:
+    def __init__(self, first: Order, second: Order, *, every: int, batch_size: int, offset: int) -> None:
         self._first, self._second, self._offset = first, second, offset
         self._every, self._batch_size = every, batch_size
 
@@ -333,11 +334,9 @@ class AlternatingOrder:
         return max(len(self._first), len(self._second))
 
 
-@functools.lru_cache(maxsize=4)
-def _epoch_shuffle(n: int, seed: int, epoch: int) -> Permutation:
-    return Permutation(n, "epoch", seed, epoch)
+Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
 
 
-@functools.lru_cache(maxsize=4)
-def _window_shuffle(n: int, seed: int, epoch: int, number: int) -> Permutation:
-    return Permutation(n, "window", seed, epoch, number)
+@functools.lru_cache(maxsize=8)
+def _shuffle(n: int, *key: int | str) -> Permutation:
+    return Permutation(n, *key)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .crops import CENTER, Crop, crop_of
+from .crops import CENTER, Crop
 from .decoding import sounds, videos
 from .demo import DemoSource, check_sound, demo_name, open_demo
-from .feed import Feed, split_seed_of
+from .feed import Feed
 from .fields import (
     IMAGE,
     KINDS,
@@ -30,7 +30,6 @@ from .fields import (
     embedding_field,
     embedding_rows,
 )
-from .order import Split, split_samples, split_shards
 from .records.opening import open_source
 from .records.own import OwnData, OwnSource, data_of
 from .records.record import Source, Wanted
@@ -46,61 +45,13 @@ _LARGEST_CLIP_BYTES = 1 << 32
 _NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
 
 
-class ImageBatch(TypedDict):
-    """images: uint8 (b, c, h, w); positions and ids: see `Feed`."""
-
-    images: Tensor
-    positions: list[int]
-    ids: list[int]
-
-
-class VideoBatch(TypedDict):
-    """videos: uint8 (b, 3, f, h, w), in a batch of images f = 1; positions and ids: see `Feed`."""
-
-    videos: Tensor
-    positions: list[int]
-    ids: list[int]
-
-
-class SoundBatch(TypedDict):
-    """waveforms: float32 (b, clip_samples) in [-1, 1]; tokens: int64 (b, max_text_tokens); lengths: how many tokens of
-    each row count; captions: the texts of the tokens, in training one of each sound's captions, drawn for each epoch,
-    in validation the first; caption_ids: int64 (b,), equal for equal captions; positions and ids: see `Feed`;
-    all_captions: all captions of each sound; labels: the class of each sound, None if it has none."""
-
-    waveforms: Tensor
-    tokens: Tensor
-    lengths: list[int]
-    captions: list[str]
-    caption_ids: Tensor
-    positions: list[int]
-    ids: list[int]
-    all_captions: list[list[str]]
-    labels: list[str | None]
-
-
-class ConditionedBatch(TypedDict, total=False):
-    """images: uint8 (b, 3, s, s); captions: "" where there is none; positions and ids: see `Feed`. And, where the model
-    takes them: image_embed, float32 (b, d), and text_encodings, float32 (b, L, d), which end with rows of 0 after the
-    last token; or, if these are to be computed from images and texts, tokens, int64 (b, number of tokens)."""
-
-    images: Tensor
-    captions: list[str]
-    image_embed: Tensor
-    text_encodings: Tensor
-    tokens: Tensor
-    positions: list[int]
-    ids: list[int]
-
-
-def open_records(spec: Spec, wanted: Sequence[Wanted], kind: str, noun: str, seed: int, **numbers: Any) -> Source:
+def open_records(spec: Spec, wanted: Sequence[Wanted], kind: str, seed: int, **numbers: Any) -> Source:
     """The source that a flag stands for: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
     (`OwnData`); or what `open_source` makes of a path. No sample is opened.
 
     Args:
         wanted: What fields look for; the first one makes a sample.
         kind: Of the demonstration, see `DemoSource`.
-        noun: What messages call the samples, in the plural.
         numbers: Which tars: see `open_source`.
 
     Raises ValueError, in one line, if there is no such set or nothing in it.
@@ -108,90 +59,78 @@ def open_records(spec: Spec, wanted: Sequence[Wanted], kind: str, noun: str, see
     if isinstance(spec, OwnData):
         return OwnSource(spec)
     demo = demo_name(kind)
-    drawn = open_demo(spec or demo, kind, noun, seed)
-    return drawn or open_source(str(spec), wanted, demo=demo, **numbers)
+    return open_demo(spec or demo, kind, seed) or open_source(str(spec), wanted, demo=demo, **numbers)
 
 
-def open_images(
-    spec: Spec, *, image_size: int, channels: int = 3, flip: bool = False, seed: int = 0, crop: Crop = CENTER
-) -> Samples:
-    """A set of "images": see `open_records` for `spec` and what is raised, and `ImageField`."""
-    if channels not in (3, 4):
-        raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {channels}")
-    fields = [ImageField(image_size, channels, flip, seed, crop=crop)]
-    return Samples(open_records(spec, [field.wanted for field in fields], "shapes", "images", seed), fields)
+def _feed(
+    open_set: Callable[..., Samples],
+    args: argparse.Namespace,
+    processes: Backend,
+    flag: str,
+    noun: str,
+    of_training: Mapping[str, Any] = {},
+    **more: Any,
+) -> Feed:
+    """The feed of the samples that `open_set` makes of --dataset or of the value of a flag, with further arguments for
+    these alone, and of --valid_folder."""
+    spec = data_of(args, flag)
+    open_valid = partial(open_set, args.valid_folder) if args.valid_folder else None
+    more = {"source": str(spec), "noun": noun, "open_valid": open_valid, **more}
+    return Feed(partial(open_set, spec, **of_training), args, processes, **more)
 
 
-def image_feed(args: argparse.Namespace, processes: Backend, channels: int = 3) -> Feed[ImageBatch]:
+def open_images(spec: Spec, field: type[ImageField] = ImageField, **how: Any) -> Samples:
+    """A set of images: see `open_records` for `spec` and what is raised, and `ImageField` for the arguments."""
+    fields = [field(**how)]
+    return Samples(open_records(spec, [fields[0].wanted], "shapes", fields[0].seed), fields)
+
+
+def image_feed(args: argparse.Namespace, processes: Backend, channels: int = 3) -> Feed:
     """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `Feed` raises."""
-    source = data_of(args, "image_folder")
-
-    def open_set(spec: Spec = source) -> Samples:
-        return open_images(
-            spec, image_size=args.image_size, channels=channels, flip=args.random_flip, seed=args.seed,
-            crop=crop_of(args),
-        )  # fmt: skip
-
-    return Feed(
-        open_set, args, processes, split_seed=split_seed_of(args), noun="image", source=str(source),
-        open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
-    )  # fmt: skip
+    open_set = partial(open_images, **_pictures(args, args.image_size), channels=channels)
+    return _feed(open_set, args, processes, "image_folder", "image")
 
 
-def open_videos(
-    spec: Spec,
-    *,
-    image_size: int,
-    num_frames: int,
-    fps: float | None = None,
-    frame_stride: int = 1,
-    flip: bool = False,
-    seed: int = 0,
-    short_clips: str = "repeat",
-    clip_starts: str = "anywhere",
-    crop: Crop = CENTER,
-) -> Samples:
+def _pictures(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
+    """What flags say of squares of pictures, whether they are images or frames."""
+    crop = Crop(args.crop, args.crop_area, args.seed)
+    return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
+
+
+def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = False, **how: Any) -> Samples:
     """A set of clips, "videos", in which an image is a video of one frame: see `open_records` for `spec` and what is
     raised, `ClipField` for `flip`, and `ClipDecoder` for the others."""
     if (n_bytes := 3 * num_frames * image_size**2) > _LARGEST_CLIP_BYTES:
         raise ValueError(
             f"a clip of {num_frames} frames of {image_size} pixels takes {n_bytes / 1e9:.3g} GB: lower one of them"
         )
-    if fps is not None and frame_stride != 1:
-        raise ValueError(f"--fps {fps:g} and --frame_stride {frame_stride} exclude each other: give one of them")
-    clips = videos.ClipDecoder(
-        image_size, num_frames, fps=fps, frame_stride=frame_stride, short_clips=short_clips, clip_starts=clip_starts,
-        seed=seed, crop=crop,
-    )  # fmt: skip
+    clips = videos.ClipDecoder(image_size, num_frames, **how)
+    if clips.fps is not None and clips.frame_stride != 1:
+        said = f"--fps {clips.fps:g} and --frame_stride {clips.frame_stride}"
+        raise ValueError(f"{said} exclude each other: give one of them")
     fields = [ClipField(clips, flip)]
-    source = open_records(spec, [field.wanted for field in fields], "moving", "clips", seed)
+    source = open_records(spec, [fields[0].wanted], "moving", clips.seed)
     if not isinstance(source, DemoSource | OwnSource):
         videos.require_decoder()
     return Samples(source, fields)
 
 
-def video_feed(args: argparse.Namespace, processes: Backend) -> Feed[VideoBatch]:
+def video_feed(args: argparse.Namespace, processes: Backend) -> Feed:
     """The feed of a script that trains on videos: with `--image_folder`, every `--image_every`-th update is a batch of
     images, as clips of one frame. Validation is of videos only. Raises what `Feed` raises."""
-    alike = {"image_size": args.image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop_of(args)}
+    pictures, more = _pictures(args, args.image_size), dict[str, Any]()
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
-    source = data_of(args, "video_folder")
-
-    def open_set(spec: Spec = source) -> Samples:
-        return open_videos(spec, **alike, **{name: getattr(args, name) for name in names})
+    open_set = partial(open_videos, **pictures, **{name: getattr(args, name) for name in names})
 
     def open_second() -> Samples:
         if args.image_every == 1:
             raise ValueError("--image_every 1 leaves no update for the videos: give 2 or more")
-        fields = [OneFrameField(**alike)]
-        return Samples(open_records(args.image_folder, [fields[0].wanted], "shapes", "images", args.seed), fields)
+        return open_images(args.image_folder, OneFrameField, **pictures)
 
-    return Feed(
-        open_set, args, processes, split_seed=split_seed_of(args), noun="clip",
-        source=" and ".join(filter(None, [str(source), args.image_folder])),
-        open_second=open_second if args.image_folder else None, second_every=args.image_every,
-        open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
-    )  # fmt: skip
+    if args.image_folder:
+        both = f"{data_of(args, 'video_folder')} and {args.image_folder}"
+        more = {"open_second": open_second, "second_every": args.image_every, "source": both}
+    return _feed(open_set, args, processes, "video_folder", "clip", **more)
 
 
 def open_sounds(
@@ -205,7 +144,7 @@ def open_sounds(
     fields: list[Field] = [SoundField(sounds.ClipDecoder(sample_rate, clip_samples, seed))]
     if tokenizer:
         fields.append(TextsField(tokenizer, seed))
-    source = open_records(spec, [field.wanted for field in fields], "tones", "sounds", seed)
+    source = open_records(spec, [field.wanted for field in fields], "tones", seed)
     if isinstance(source, DemoSource):
         check_sound(sample_rate, clip_samples)
     else:
@@ -219,18 +158,10 @@ def open_sounds(
     return Samples(source, fields)
 
 
-def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> Feed[SoundBatch]:
+def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> Feed:
     """The feed of a script that trains on sounds and captions. Raises what `Feed` raises."""
-    source = data_of(args, "audio_data")
-
-    def open_set(spec: Spec = source) -> Samples:
-        hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds}
-        return open_sounds(spec, **hearing, tokenizer=tokenizer, seed=args.seed)
-
-    return Feed(
-        open_set, args, processes, split_seed=split_seed_of(args), noun="sound", source=str(source),
-        open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
-    )  # fmt: skip
+    hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds, "seed": args.seed}
+    return _feed(partial(open_sounds, **hearing, tokenizer=tokenizer), args, processes, "audio_data", "sound")
 
 
 def open_conditioned(
@@ -272,7 +203,7 @@ def open_conditioned(
             raise ValueError(f"{kind.flag} has no use: {why}; leave it out")
     stored = [] if tokenize else [kind for kind in takes if kind not in rows]
     wanted = [*(field.wanted for field in fields), *(kind.wanted for kind in stored)]
-    source = open_records(spec, wanted, "scenes", "images", seed, **numbers)
+    source = open_records(spec, wanted, "scenes", seed, **numbers)
     selects = numbers.get("start_shard") or numbers.get("end_shard") is not None
     if selects and isinstance(source, DemoSource | OwnSource):
         raise ValueError(f"{spec} has no shards: leave out the flags that select or describe them")
@@ -305,38 +236,16 @@ def decoder_feed(
     image_size: int,
     takes_image: bool = True,
     takes_text: bool = False,
-    longest_text: int = 256,
-    tokenize: Callable[[Sequence[str]], Tensor] | None = None,
-) -> Feed[ConditionedBatch]:
-    """The feed of a script that trains on conditioned images; `widths_of` says how wide its conditions are. The others
-    are arguments of `open_conditioned`. Raises what `Feed` raises."""
-    source = data_of(args, "image_folder")
+    **how: Any,
+) -> Feed:
+    """The feed of a script that trains on conditioned images; `widths_of` says how wide its conditions are. `how`:
+    "longest_text" and "tokenize", see `open_conditioned`. Raises what `Feed` raises."""
     takes = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
     rows = {kind: spec for kind, spec in ((IMAGE, args.image_embeddings), (TEXT, args.text_embeddings)) if spec}
-    of_training: dict[str, Any] = {
-        "rows": rows, "index_width": args.index_width, "start_shard": args.start_shard, "end_shard": args.end_shard,
-        "shard_width": args.shard_width,
-    }  # fmt: skip
-
-    def open_set(spec: Spec, **selected: Any) -> Samples:
-        return open_conditioned(
-            spec, image_size=image_size, takes=takes, tokenize=tokenize, longest_text=longest_text,
-            flip=args.random_flip, seed=args.seed, crop=crop_of(args), **selected,
-        )  # fmt: skip
-
-    def divide(samples: Samples) -> Split:
-        fractions, seed = (args.valid_fraction, args.test_fraction), split_seed_of(args)
-        if args.split_by == "sample":
-            return split_samples(len(samples), *fractions, seed, args.batch_size)
-        if samples.source.shards is None:
-            raise ValueError(f"--split_by shard splits by tars, and {str(source)!r} has none: use sample")
-        return split_shards(samples.source.shards, *fractions, seed, args.batch_size)
-
-    feed: Feed[ConditionedBatch] = Feed(
-        partial(open_set, source, **of_training), args, processes, split_seed=split_seed_of(args), noun="image",
-        source=str(source), divide=divide,
-        open_valid=partial(open_set, args.valid_folder) if args.valid_folder else None,
-    )  # fmt: skip
+    names = ("index_width", "start_shard", "end_shard", "shard_width")
+    of_training = {"rows": rows, **{name: getattr(args, name) for name in names}}
+    open_set = partial(open_conditioned, **_pictures(args, image_size), takes=takes, **how)
+    feed = _feed(open_set, args, processes, "image_folder", "image", of_training)
     with processes.agreement():
         if feed.valid_samples is not None:
             _check_widths(feed.valid_samples, feed.first, args.valid_folder)
@@ -346,8 +255,12 @@ def decoder_feed(
 def widths_of(samples: Samples) -> dict[str, Any]:
     """The shape of what a sample holds of each kind: "image_embed", d; "text_encodings", (L, d); None where a set has
     none or they are not used."""
-    shapes = {field.kind: field.shape for field in samples.fields if isinstance(field, EmbeddingField)}
+    shapes = _shapes_of(samples)
     return {"image_embed": shapes.get(IMAGE, (None,))[0], "text_encodings": shapes.get(TEXT)}
+
+
+def _shapes_of(samples: Samples) -> dict[Kind, tuple[Any, ...]]:
+    return {field.kind: field.shape for field in samples.fields if isinstance(field, EmbeddingField)}
 
 
 def has(source: Source, name: str) -> bool:
@@ -359,10 +272,7 @@ def _check_widths(valid: Samples, trained: Samples, folder: str) -> None:
     """Raise ValueError if the embeddings to validate are no such as the model is trained on; texts may be shorter or
     longer."""
     for kind in KINDS:
-        width, expected = (
-            next((field.shape[-1] for field in of.fields if field.wanted == kind.wanted), None)  # type: ignore[attr-defined]
-            for of in (valid, trained)
-        )
+        width, expected = (_shapes_of(samples).get(kind, (None,))[-1] for samples in (valid, trained))
         if width != expected:
             raise ValueError(
                 f"{kind.wanted.noun}s of --valid_folder {folder} have {width} numbers, those to train on {expected}: "

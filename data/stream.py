@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,12 +13,12 @@ from PIL import ImageFile
 from torch import Tensor
 
 from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, reason_of
-from .order import AlternatingOrder, Indices, ShardOrder, TrainingOrder, ValidationOrder
+from .order import Indices, Order, ValidationOrder
 from .samples import Samples
 from .workers import Loader
 
-Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
 OnBadSample = Literal["replace", "accept", "error"]
+_Request = tuple[int, range]  # position of a batch's first sample in the order, places in that batch to load
 _MOST_TRIES = 100
 
 
@@ -28,17 +28,12 @@ def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {key: torch.stack(part) if isinstance(part[0], Tensor) else part for key, part in columns.items()}
 
 
-class TrainingStream:
-    """This rank's part of every global batch, endlessly: each epoch is another shuffle of the subset.
-
-    batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. The order of
-    the samples depends only on `subset` and `seed`; or it is `order`, if that is given. Begins at sample
-    `start_samples` of the endless order, in O(1).
+class _Stream(Loader):
+    """Batches of an order, those of each request.
 
     A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
     ValueError ("error"). With "accept", an image that is cut off is what Pillow reads of it, and other samples are
-    replaced. Also raises ValueError if none of min(n, 100) successive samples can be read, or the subset is
-    empty.
+    replaced. Also raises ValueError if none of min(n, 100) successive samples can be read.
 
     Yields the entries of the samples (`collate_entries`); "positions", the place of each sample in the global batch;
     "ids", the dataset index of the sample that was loaded; and "bad", the samples that could not be read while loading
@@ -48,38 +43,56 @@ class TrainingStream:
     def __init__(
         self,
         samples: Samples,
-        subset: Indices,
+        order: Order,
+        requests: Iterable[_Request],
         *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        order: Order | None = None,
-        start_samples: int = 0,
+        augment: bool,
+        first: int = 0,
         num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
         pin_memory: bool = False,
         noun: str = "images",
+        keep_workers: bool = False,
+    ) -> None:
+        self._first, self._load = first, _BatchLoader(samples, order, augment, on_bad_sample, noun)
+        super().__init__(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=keep_workers)
+
+    def load(self, places: range) -> dict[str, Any]:
+        """The batch of these places behind the first sample of the stream, loaded in this process."""
+        return self._load((self._first, places))
+
+
+class TrainingStream(_Stream):
+    """This rank's part of every global batch of an order, endlessly.
+
+    batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. Begins at
+    sample `start_samples` of the endless order, in O(1). `how`: see `_Stream`.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        order: Order,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        start_samples: int = 0,
+        **how: Any,
     ) -> None:
         assert batch_size % world_size == 0, (batch_size, world_size)
-        if len(subset) == 0:
-            raise ValueError(f"there are no {noun} to train on: the set is empty")
         share = batch_size // world_size
         requests = _Requests(start_samples, batch_size, range(rank * share, (rank + 1) * share))
-        order = order or TrainingOrder(subset, seed)
-        loader = _BatchLoader(samples, order, True, on_bad_sample, noun)
-        self._batches = Loader(loader, requests, num_workers, pin_memory=pin_memory)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
+        super().__init__(samples, order, requests, augment=True, first=start_samples, **how)
 
 
-class ValidationStream:
+class ValidationStream(_Stream):
     """This rank's part of the validation set, without augmentation; the parts of all ranks hold every sample once.
 
     batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
-    at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set.
-    `keep_workers`: whether the workers of a pass wait for the next one.
+    at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set; what is
+    loaded behind its last place begins again. `keep_workers`: whether the workers of a pass wait for the next one.
+    `how`: see `_Stream`.
     """
 
     def __init__(
@@ -90,35 +103,19 @@ class ValidationStream:
         batch_size: int,
         rank: int,
         world_size: int,
-        num_workers: int = 0,
-        on_bad_sample: OnBadSample = "replace",
-        pin_memory: bool = False,
-        noun: str = "images",
         keep_workers: bool = True,
+        **how: Any,
     ) -> None:
         n = len(subset)
         assert n == 0 or n >= world_size, (n, world_size)
-        self._n, self._n_steps = n, min(math.ceil(n / batch_size), n // world_size)
-        requests = _ValidationRequests(n, self._n_steps * world_size, rank, world_size)
-        self._load = _BatchLoader(samples, ValidationOrder(subset), False, on_bad_sample, noun)
-        self._batches = Loader(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=keep_workers)
+        self._n_steps = min(math.ceil(n / batch_size), n // world_size)
+        n_parts = self._n_steps * world_size
+        parts = [range(n * i // n_parts, n * (i + 1) // n_parts) for i in range(rank, n_parts, world_size)]
+        requests = [(0, part) for part in parts]
+        super().__init__(samples, ValidationOrder(subset), requests, augment=False, keep_workers=keep_workers, **how)
 
     def __len__(self) -> int:
         return self._n_steps
-
-    def load(self, places: range) -> dict[str, Any]:
-        """The batch of these places, loaded in this process; places go on from the beginning after the last one."""
-        return self._load((0, places))
-
-    def steps_holding(self, count: int) -> int:
-        """The number of steps that hold the first `count` samples, or all samples if there are fewer."""
-        return -(-min(count, self._n) * self._n_steps // max(self._n, 1))  # step i ends at sample n (i + 1) / n_steps
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-
-_Request = tuple[int, range]  # position of a batch's first sample in the order, places in that batch to load
 
 
 @dataclass(frozen=True)
@@ -131,20 +128,6 @@ class _Requests:
 
     def __iter__(self) -> Iterator[_Request]:
         return ((first, self.local) for first in itertools.count(self.start, self.batch_size))
-
-
-@dataclass(frozen=True)
-class _ValidationRequests:
-    """Of n places in `n_parts` parts, every `world_size`-th part from part `rank`."""
-
-    n: int
-    n_parts: int
-    rank: int
-    world_size: int
-
-    def __iter__(self) -> Iterator[_Request]:
-        n, m = self.n, self.n_parts
-        return ((0, range(n * i // m, n * (i + 1) // m)) for i in range(self.rank, m, self.world_size))
 
 
 @dataclass(frozen=True)
@@ -170,7 +153,7 @@ class _BatchLoader:
     def _load(self, position: int, bad: dict[int, BadSample]) -> tuple[Any, int]:
         """The sample at `position` of the order, or the next one there that can be read."""
         tries = min(len(self.order), _MOST_TRIES)
-        first_failure: BadSample | None = None
+        failures: list[BadSample] = []
         for skip in range(tries):
             epoch, index = self.order(position, skip)
             try:
@@ -189,6 +172,5 @@ class _BatchLoader:
             if is_bad and self.on_bad_sample == "error":
                 text = f"{failure} (--on_bad_sample replace goes on without it)"
                 raise Raised(text, failure.traceback)
-            first_failure = first_failure or failure
-        traceback = first_failure.traceback if first_failure else ""
-        raise Raised(f"none of {tries} {self.noun} could be read: {first_failure}", traceback)
+            failures.append(failure)
+        raise Raised(f"none of {tries} {self.noun} could be read: {failures[0]}", failures[0].traceback)

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import os
-import sys
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,17 +125,10 @@ def _simple_tokenizer() -> Any:
     path = os.path.join(folders[0], "tokenizer.py") if folders else ""
     if not os.path.isfile(path):
         raise missing_package("the tokenizer clip", "open_clip_torch")
-    name = f"{__name__}_open_clip"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        return runpy.run_path(path)["SimpleTokenizer"]()
     except ImportError as error:
-        del sys.modules[name]
         raise missing_package("the tokenizer clip", error.name or "open_clip_torch") from None
-    return module.SimpleTokenizer()
 
 
 def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:

@@ -97,10 +97,8 @@ class Video:
 
     def part(self, entry: Entry) -> tuple[float, float]:
         """The beginning and the end (infinite: that of the video) of the part that is asked for."""
-        return (
-            self.start + entry.start_seconds * self.ticks_per_second,
-            self.start + entry.end_seconds * self.ticks_per_second,
-        )
+        begin, end = (self.start + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))
+        return begin, end
 
     def keyframe_before(self, time: float) -> float:
         """When the last key frame before a time is shown, as far as the index of the file knows."""

@@ -77,7 +77,8 @@ def decode_image_file(
 ) -> Tensor:
     """`decode_image` of an open file that can be read at random."""
     try:
-        return _tensor(_decode(file, image_size, enlarge, cut), channels)
+        with Image.open(file, formats=tuple(FORMATS)) as image:
+            return decode_picture(image, image_size, channels, enlarge, cut)
     except Incomplete:
         raise
     except UnidentifiedImageError:
@@ -86,46 +87,33 @@ def decode_image_file(
         reason = "the file is empty" if is_empty else f"the content is none of {found}"
         raise ValueError(reason) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+        raise _in_one_line(error) from error
 
 
 def decode_picture(
     image: Image.Image, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
 ) -> Tensor:
     """`decode_image` of an open picture of Pillow: of a file that is not decoded yet, with the same result."""
+    if not enlarge and min(image.size) < image_size:
+        raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
     try:
-        square = _square_of(image, image_size, enlarge, cut)
-        return _tensor(_upright(image, square, image_size), channels)
-    except Incomplete:
-        raise
+        left, top, side = _decode_small(image, image_size, cut)
+        box, size = (left, top, left + side, top + side), (image_size, image_size)
+        # Pillow weights RGBA by alpha.
+        picture = _resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
+        orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
+        return _tensor(picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture, channels)
     except Exception as error:
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+        raise _in_one_line(error) from error
+
+
+def _in_one_line(error: Exception) -> ValueError:
+    return ValueError(" ".join(str(error).split()) or type(error).__name__)
 
 
 def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
     """Image (c, h, w), mirrored left to right in half of the draws, which depend only on (seed, epoch, index)."""
     return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
-
-
-def _decode(file: BinaryIO, size: int, enlarge: bool, cut: Cut | None) -> Image.Image:
-    """Open file -> upright square of mode L, RGB or RGBA."""
-    with Image.open(file, formats=tuple(FORMATS)) as image:
-        square = _square_of(image, size, enlarge, cut)
-        return _upright(image, square, size)
-
-
-def _square_of(image: Image.Image, size: int, enlarge: bool, cut: Cut | None) -> Square:
-    """The square that becomes the sample, of a picture that is then decoded as small as it may be."""
-    if not enlarge and min(image.size) < size:
-        raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {size}")
-    return _decode_small(image, size, cut)
-
-
-def _upright(image: Image.Image, square: Square, size: int) -> Image.Image:
-    """A square of a picture of any mode -> (size, size), upright, of mode L, RGB or RGBA."""
-    picture = _resized(_resizable(image), square, size)
-    orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
-    return picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture
 
 
 def _orientation(image: Image.Image) -> int:
@@ -163,18 +151,8 @@ def _resizable(image: Image.Image) -> Image.Image:
     return image.convert("L" if image.mode == "1" else "RGB")
 
 
-def _resized(image: Image.Image, square: Square, size: int) -> Image.Image:
-    """A square of an image -> (size, size). Pillow weights RGBA by alpha."""
-    left, top, side = square
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
-
-
 def _tensor(image: Image.Image, channels: int) -> Tensor:
-    pixels = np.asarray(_with_channels(image, channels)).transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(pixels))
-
-
-def _with_channels(image: Image.Image, channels: int) -> Image.Image:
     if channels == 3 and image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert({3: "RGB", 4: "RGBA"}[channels])
+    pixels = np.asarray(image.convert({3: "RGB", 4: "RGBA"}[channels])).transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(pixels))

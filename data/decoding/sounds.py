@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,13 @@ _UNKNOWN_SIZE = 0x7FFF0000  # programs that write to a pipe do not know the size
 Array = npt.NDArray[np.float32]
 
 
+@dataclass(frozen=True)
 class ClipDecoder:
     """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files; training draws places by `seed`."""
 
-    def __init__(self, sample_rate: int, clip_samples: int, seed: int = 0) -> None:
-        self.sample_rate, self.clip_samples, self.seed = sample_rate, clip_samples, seed
+    sample_rate: int
+    clip_samples: int
+    seed: int = 0
 
     def load(self, entry: Entry, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and

@@ -13,7 +13,6 @@ from ..records.record import Entry
 _LONGEST_TEXT, _LONGEST_SENTENCE = 1 << 20, 1 << 16  # bytes
 NUMBERED_CAPTIONS = tuple(f"caption_{number}" for number in range(1, 6))
 TEXT_KEYS = ("caption", "captions", *NUMBERED_CAPTIONS, "text")
-NO_CAPTION = "it has no caption"
 
 
 class Texts(NamedTuple):
@@ -26,18 +25,15 @@ class Texts(NamedTuple):
 def read_texts(entry: Entry) -> Texts:
     """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read.
 
-    Raises OSError if the file cannot be read and ValueError, in one line, if it holds no caption.
+    Raises OSError if the file cannot be read and ValueError, in one line, if what is in it is none of the two.
     """
     content = entry.read(_LONGEST_TEXT)
     try:
         text = content.decode("utf-8-sig")
         is_json = entry.name.lower().endswith(".json")
-        texts = texts_of_object(parse_json(text.encode())) if is_json else Texts(cleaned(text.splitlines()), None)
+        return texts_of_object(parse_json(text.encode())) if is_json else Texts(cleaned(text.splitlines()), None)
     except ValueError as error:
         raise ValueError(f"its caption file {os.path.basename(entry.name)} cannot be read: {error}") from None
-    if not texts.captions:
-        raise ValueError(NO_CAPTION)
-    return texts
 
 
 def read_sentence(entry: Entry) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import cast
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,15 +22,14 @@ from ..bad_samples import Unsuitable
 from ..crops import CENTER, Crop, Cut
 from ..hashing import Draws
 from ..records.record import Entry
-from .container import HALF_TICK, Converter, Frame, Picture, Video, opened
+from .container import HALF_TICK, Converter, Picture, Video, opened
 from .images import ENDINGS as IMAGE_ENDINGS
 from .images import decode_image
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
-SHORT_CLIPS = ("repeat", "hold", "skip")
-CLIP_STARTS = ("anywhere", "keyframe")
 
 
+@dataclass(frozen=True)
 class ClipDecoder:
     """Cuts clips of `num_frames` square frames out of video files; training draws their places by `seed`.
 
@@ -44,21 +43,14 @@ class ClipDecoder:
         crop: What is cut out of all frames of a clip in training; else it is the middle.
     """
 
-    def __init__(
-        self,
-        image_size: int,
-        num_frames: int,
-        *,
-        fps: float | None = None,
-        frame_stride: int = 1,
-        short_clips: str = "repeat",
-        clip_starts: str = "anywhere",
-        seed: int = 0,
-        crop: Crop = CENTER,
-    ) -> None:
-        assert short_clips in SHORT_CLIPS and clip_starts in CLIP_STARTS, (short_clips, clip_starts)
-        self.image_size, self.num_frames, self.fps, self.frame_stride = image_size, num_frames, fps, frame_stride
-        self.short_clips, self.clip_starts, self.seed, self.crop = short_clips, clip_starts, seed, crop
+    image_size: int
+    num_frames: int
+    fps: float | None = None
+    frame_stride: int = 1
+    short_clips: str = "repeat"
+    clip_starts: str = "anywhere"
+    seed: int = 0
+    crop: Crop = CENTER
 
     def load(self, entry: Entry, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
         """Video, or image as a video of one frame -> uint8 (3, num_frames, image_size, image_size), between
@@ -134,19 +126,17 @@ class ClipDecoder:
             return
         step = self._step(video)
         times = (start + number * step for number in itertools.count())
-        time, shown = next(times), cast("Frame | None", None)
-        for frame in video.frames_from(start):
+        time, frames = next(times), video.frames_from(start)
+        shown = next(frames, None)
+        while shown is not None:
+            following = next(frames, None)
+            until = following.pts if following else shown.pts + (shown.duration or video.ticks_per_frame)
             picture = None
-            while shown is not None and time + HALF_TICK < min(frame.pts, end):
+            while time + HALF_TICK < min(until, end):
                 picture = convert(shown) if picture is None else picture
                 yield time, picture
                 time = next(times)
-            shown = frame
-        picture = None
-        while shown is not None and time + HALF_TICK < min(shown.pts + (shown.duration or video.ticks_per_frame), end):
-            picture = convert(shown) if picture is None else picture
-            yield time, picture
-            time = next(times)
+            shown = following
 
     def filled(self, frames: list[Picture]) -> Tensor:
         """At most num_frames frames (image_size, image_size, 3) -> a clip (3, num_frames, image_size, image_size), by

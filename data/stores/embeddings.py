@@ -20,12 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from tandem.files.reading import read_bytes
 
 from ..bad_samples import reason_of
-from ..tokenizers import open_tokenizer
 from .shards import INDEX_FILE, LINES_FILE, Stored, explained
 
 EMBEDDINGS = "embeddings"
@@ -143,17 +141,3 @@ def read_queries(given: Sequence[str], path: str | None) -> list[str]:
     if not queries:
         raise ValueError("there is no query: what was given is empty")
     return queries
-
-
-def tokens_of_query(text: str, file: Path | None, max_text_tokens: int, vocab_size: int, marks: bool = True) -> Tensor:
-    """The tokens (1, t) of a sentence, by the tokenizer in a file, or by CLIP's (`marks`: see `open_tokenizer`) if
-    there is none. Raises ValueError, in one line, if it cannot be read, or its vocabulary has
-    another size."""
-    tokenizer = open_tokenizer("clip" if file is None else str(file), max_text_tokens, marks)
-    if tokenizer.vocab_size != vocab_size:
-        raise ValueError(
-            f"the model was trained on {vocab_size} tokens, but the tokenizer {tokenizer.name} has "
-            f"{tokenizer.vocab_size}: put the tokenizer.json that it was trained with into its folder"
-        )
-    tokens, (length,) = tokenizer.encode([text])
-    return tokens[:, :length]

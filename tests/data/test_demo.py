@@ -76,7 +76,7 @@ def test_augmentation_changes_sounds_alone(kind: str) -> None:
 
 def test_a_name_is_a_demonstration_a_mistake_or_a_path() -> None:
     def opened(spec: str, kind: str = "scenes") -> DemoSource | None:
-        return open_demo(spec, kind, "images", seed=3)
+        return open_demo(spec, kind, seed=3)
 
     source = opened("demo:shapes:12")
     assert source and (len(source), source.seed, source.describe(3)) == (12, 3, "demo:shapes[3]")

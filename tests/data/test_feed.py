@@ -14,14 +14,13 @@ import torch
 
 from data.feed import Feed, to_unit_range
 from data.records import remote
-from data.sets import ImageBatch
 from tests.data.conditions import write_tars
 from tests.data.helpers import assert_same, ids, one_line
 from tests.data.sources import CONDITIONED, IMAGES, RUN, VIDEOS, N, in_folder, training, words
 from tests.processes import Process, on_processes
 
 
-def feed(process: Process | None = None, **flags: Any) -> Feed[ImageBatch]:
+def feed(process: Process | None = None, **flags: Any) -> Feed:
     """130 images, of which 26 are for validation: 4 steps of 6 and 7, where a batch has 8."""
     return IMAGES.feed(process, **{"image_folder": "demo:shapes:130", "crop": None, "crop_area": None, **flags})
 
@@ -61,8 +60,9 @@ def test_a_validation_sees_the_same_few_samples_on_any_number_of_processes_and_t
         opened = feed(process, valid_samples=10)
         opened.start(0)
         some = ids(opened.validation())
-        with opened.whole_validation():
-            everything = ids(opened.validation())
+        opened.sees_whole_split = True
+        everything = ids(opened.validation())
+        opened.sees_whole_split = False
         assert ids(opened.validation()) == some and len(opened.validated) == 10
         return some, everything, len(opened.preview(4)["ids"])
 
@@ -160,11 +160,11 @@ class Shards:
         return {"images": torch.tensor(index)}
 
 
-def in_shards(process: Process, samples: Any = None, **flags: Any) -> Feed[Any]:
+def in_shards(process: Process, samples: Any = None, **flags: Any) -> Feed:
     said = {"shuffle": "shards", "batch_size": 8, "image_folder": "demo:shapes", "valid_fraction": 0.2, **flags}
     args = IMAGES.script.parsed(*words({**RUN, **said}))
     opened = Shards() if samples is None else samples
-    return Feed(lambda: opened, args, process, split_seed=0, noun="sample", source="PATH")
+    return Feed(lambda: opened, args, process, noun="sample", source="PATH")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -130,7 +130,7 @@ FIELDS = {
 def opened(case: Case, spec: Path | str) -> Samples:
     fields = case.fields()
     own = OwnData(spec, argparse.Namespace(seed=0)) if isinstance(spec, str) else str(spec)
-    return Samples(open_records(own, [field.wanted for field in fields], "shapes", "samples", 0), fields)
+    return Samples(open_records(own, [field.wanted for field in fields], "shapes", 0), fields)
 
 
 def check(samples: Samples, index: int, expected: Found | tuple[Any, str]) -> None:

@@ -71,10 +71,12 @@ import os, signal, sys
 import torch.utils.data._utils.worker
 torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 1000  # seconds until torch looks for the main process
 sys.path.insert(0, {str(ROOT)!r})
+from data.order import TrainingOrder
 from data.sets import open_images
 from data.stream import TrainingStream, ValidationStream
 images = open_images("demo:shapes", image_size=8)
-batches = iter(TrainingStream(images, range(4096), batch_size=8, rank=0, world_size=1, seed=0, num_workers=2))
+order = TrainingOrder(range(4096), 0)
+batches = iter(TrainingStream(images, order, batch_size=8, rank=0, world_size=1, num_workers=2))
 next(batches)
 validation = ValidationStream(images, range(200), batch_size=8, rank=0, world_size=1, num_workers=1)
 list(validation)

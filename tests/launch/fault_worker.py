@@ -37,7 +37,6 @@ import distributed
 import training.checkpoints.format
 from data.feed import Feed
 from data.sets import open_images
-from data.stream import collate_images
 from distributed import Backend, TrainingStopped, UserMistake, torch_comm
 from tandem.files.exits import exit_codes
 from training.checkpoints.store import Checkpoints
@@ -133,9 +132,9 @@ def list_samples(backend: Backend, fault: str, seconds: float) -> None:
 
     args = argparse.Namespace(
         batch_size=12, valid_fraction=0.0, valid_samples=0, validate_every_n_steps=0, seed=0, num_workers=0,
-        on_bad_sample="replace",
+        on_bad_sample="replace", valid_folder=None, shuffle="samples", split_seed=None,
     )  # fmt: skip
-    Feed(open_samples, args, backend, split_seed=0, noun="image", source="samples", collate=collate_images)
+    Feed(open_samples, args, backend, noun="image", source="samples")
 
 
 def load(engine: Any, backend: Backend) -> None:

@@ -112,7 +112,7 @@ def updates(
         return
     feed = run.feed
     run.say(f"{feed.summary()}; {run.progress.total_steps} updates")
-    run.warn(feed.skipped())
+    run.warn(feed.skipped)
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)
 
@@ -240,8 +240,9 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
             best.save_if_better(values[best.metric], step, whole, run.folder.check_is_here)
         run.warn(best.failure)
     if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
-        with run.feed.whole_validation():
-            values |= _values(run, evaluation, "valid_whole")
+        run.feed.sees_whole_split = True
+        values |= _values(run, evaluation, "valid_whole")
+        run.feed.sees_whole_split = False
     return values
 
 

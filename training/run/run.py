@@ -58,7 +58,7 @@ class Run:
         args: argparse.Namespace,
         settings: Mapping[str, Any],
         processes: Backend,
-        feed: Feed[Any],
+        feed: Feed,
         *,
         models: Mapping[str, Any],
         columns: Sequence[str] = (),
