@@ -207,7 +207,8 @@ def _write_lists(folder: Path) -> None:
 
 
 def _write_pairs(folder: Path) -> None:
-    """Pictures with a caption and an embedding beside each, in a folder and in a tar, and embeddings in one file."""
+    """Pictures with a caption and an embedding beside each, in a folder, a tar and a manifest, and embeddings in one
+    file."""
     random = np.random.default_rng(0)
     rows = random.normal(size=(10, 5)).astype(np.float32)
     np.save(folder / "rows.npy", rows[:3])
@@ -220,7 +221,6 @@ def _write_pairs(folder: Path) -> None:
         stem.with_suffix(".txt").write_text("a red ring")
         np.save(stem.with_suffix(".npy"), row)
     (folder / "00000.tar").write_bytes(_tar(folder / "pairs"))
-
     pairs = [{"path": f"pairs/{path.name}", "text": "a red ring", "image_embed": row.tolist()}
              for path, row in zip(_pictures(folder), rows, strict=True)]  # fmt: skip
     pairs[0]["image_embed"] = "pairs/000000000.npy"
