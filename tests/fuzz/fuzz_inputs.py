@@ -21,10 +21,10 @@ import torch
 from filling import mulan, video_tokenizer, vqgan, write_images, write_sounds, write_videos
 from PIL import Image
 from safetensors.torch import save_file
-from tests.data.files.tables import save_to_disk, table, write_arrow
 
 from data.records import index
 from models import DiscreteVAE
+from tests.data.records.tables import save_to_disk, table, write_arrow
 from tests.models.files.test_dalle2 import laion
 from tests.models.reference.tokenizers import state_of as public_vqgan
 from tests.models.test_clip import write_clip
