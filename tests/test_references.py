@@ -30,7 +30,7 @@ import train_vqgan
 from benchmarks import references
 from benchmarks.jobs import one_process
 from data.feed import to_unit_range
-from data.sets import decoder_feed, image_feed, sound_feed, video_feed
+from data.sets import decoder_feed, image_feed, sound_feed, video_feed, widths_of
 from data.tokenizers import Tokenizer, open_tokenizer
 from models.decoder_config import Sampling
 from tests.scripts import (
@@ -207,7 +207,7 @@ def of_decoder(name: str, **flags: Any) -> Reference:
 
     def build(args: argparse.Namespace) -> list[nn.Module]:
         with one_process(args.batch_size) as backend:
-            return [train_decoder.build_model(args, feed(args, backend).first.widths)]
+            return [train_decoder.build_model(args, widths_of(feed(args, backend).first))]
 
     # Biases before a norm have a gradient of 0 but for rounding, which Adam follows: weights are not compared.
     return Reference(

@@ -105,12 +105,12 @@ def test_recalls_are_those_of_the_model_that_is_left_over_all_captions(sounds: s
     more = ["--audio_data", sounds, "--valid_fraction", "0.5", "--max_steps", "3"]
     run = MULAN.train(tmp_path / "run", *more)
     model = MuLaN.from_pretrained(run / "model")
-    recordings = open_sounds(sounds, sample_rate=8000, clip_seconds=0.5)
     words = open_tokenizer(str(TOKENIZER), 24)
+    recordings = open_sounds(sounds, sample_rate=8000, clip_seconds=0.5, tokenizer=words)
     valid = split_samples(24, 0.5, 0.0, 42, at_least=8).valid
     indices = [valid[i] for i in range(len(valid))]
     assert len(indices) == 12
-    captions = [caption for index in indices for caption in recordings.texts(index).captions]
+    captions = [caption for index in indices for caption in recordings.load(index)["all_captions"]]
     owners = torch.arange(12).repeat_interleave(2)
     with torch.no_grad():
         audio = model.encode_audio(torch.stack([recordings.load(index)["waveforms"] for index in indices]))
