@@ -19,6 +19,7 @@ from tandem.files.reading import printable
 from . import order
 from .bad_samples import BadSample, BadSampleLog, Raised
 from .records import remote
+from .records.record import is_address
 from .samples import Joined, Samples
 from .stream import TrainingStream, ValidationStream
 
@@ -253,14 +254,14 @@ def _divided(samples: Samples, args: argparse.Namespace, source: str) -> order.S
 
 def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Sequence[range]], None] | None:
     """What fetches shards from a server before they are read; None if there are none there, or no cache for them.
-    Raises OSError and ValueError, in one line."""
-    source = samples.source
-    paths = getattr(source, "paths", ())  # of tars or tables
-    addresses = {
-        shard.start: path for shard, path in zip(source.shards or (), paths, strict=False) if remote.is_address(path)
-    }
+    Raises ValueError, in one line."""
+    shards, paths = samples.source.shards or (), getattr(samples.source, "paths", ())
+    addresses = {shard.start: path for shard, path in zip(shards, paths, strict=False) if is_address(path)}
     at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
-    remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
+    try:
+        remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
+    except OSError as error:
+        raise ValueError(f"--cache_dir {args.cache_dir} cannot be used: {error}") from None
     return partial(remote.fetch_shards, addresses) if addresses and args.cache_dir else None
 
 

@@ -349,7 +349,7 @@ def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -
             noun = kind.wanted.noun
             raise ValueError(f"cannot read the {noun}s in {files[number]!r}: {reason_of(error)}") from None
         if arrays[-1].shape[1:] != arrays[0].shape[1:]:
-            ours, theirs = (f"{array.shape[1:]} in {array.path!r}" for array in (arrays[-1], arrays[0]))
+            ours, theirs = (f"{array.shape[1:]} in {array.entry.path!r}" for array in (arrays[-1], arrays[0]))
             raise ValueError(f"{kind.wanted.noun}s have the shape {ours}, but {theirs}")
     for path, indices in zip(source.paths, source.shards or (), strict=True):
         if indices:
@@ -368,7 +368,7 @@ class _Rows:
         array = self._arrays[self._tars.shard(index)]
         row = row_of(self._tars.name(index), self._index_width)
         if row >= array.shape[0]:
-            raise ValueError(f"it is row {row} of {array.path}, which has only {array.shape[0]}")
+            raise ValueError(f"it is row {row} of {array.entry.path}, which has only {array.shape[0]}")
         return array.row(row)
 
 

@@ -13,7 +13,7 @@ import yaml
 
 import convert
 from models import Decoder
-from tests.data.images.conditions import write_rows, write_tars
+from tests.data.conditions import write_rows, write_tars
 from tests.scripts import DECODER, metrics
 
 # As the example of the public package, but for what is refused: crops, measures of other features, uploads.

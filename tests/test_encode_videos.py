@@ -26,7 +26,7 @@ from data.demo import DemoSource
 from data.feed import to_unit_range
 from data.records.record import Entry
 from models import VideoTokenizer
-from tests.data.videos.files import write_video
+from tests.data.decoding.films import write_video
 from tests.scripts import files, lines
 from tests.training.disk import left_by_kills
 

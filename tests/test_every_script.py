@@ -26,8 +26,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from distributed.engines.finite import SkipGuard
-from tests.data.files.tables import save_to_disk, table, write_parquet
 from tests.data.helpers import write_tar
+from tests.data.records.tables import save_to_disk, table, write_parquet
 from tests.scripts import (
     ROOT,
     SCRIPTS,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models import Decoder
 from models.diffusion import DiffusionLoss, Losses
-from tests.data.images.conditions import write_rows, write_tars
+from tests.data.conditions import write_rows, write_tars
 from tests.models.test_clip import write_clip
 from tests.scripts import DECODER, assert_same_bits, files, metrics, write_captioned, write_images
 

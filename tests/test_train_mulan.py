@@ -107,13 +107,14 @@ def test_recalls_are_those_of_the_model_that_is_left_over_all_captions(sounds: s
     model = MuLaN.from_pretrained(run / "model")
     words = open_tokenizer(str(TOKENIZER), 24)
     recordings = open_sounds(sounds, sample_rate=8000, clip_seconds=0.5, tokenizer=words)
-    valid = split_samples(24, 0.5, 0.0, 42, at_least=8).valid
+    valid = split_samples(24, 0.5, 0, 42, at_least=8).valid
     indices = [valid[i] for i in range(len(valid))]
     assert len(indices) == 12
-    captions = [caption for index in indices for caption in recordings.load(index)["all_captions"]]
+    samples = [recordings.load(index) for index in indices]
+    captions = [caption for sample in samples for caption in sample["all_captions"]]
     owners = torch.arange(12).repeat_interleave(2)
     with torch.no_grad():
-        audio = model.encode_audio(torch.stack([recordings.load(index)["waveforms"] for index in indices]))
+        audio = model.encode_audio(torch.stack([sample["waveforms"] for sample in samples]))
         tokens, lengths = words.encode(captions)
         text = model.encode_text(tokens, torch.tensor(lengths))
     scores = text @ audio.T

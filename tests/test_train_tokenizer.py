@@ -84,7 +84,7 @@ def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the
 def validation_clips(args: argparse.Namespace) -> Tensor:
     """The validation split, float32 in [0, 1], in order."""
     clips = open_videos(args.video_folder, image_size=args.image_size, num_frames=args.num_frames, seed=args.seed)
-    valid = split_samples(len(clips), args.valid_fraction, 0.0, args.split_seed, args.batch_size).valid
+    valid = split_samples(len(clips), args.valid_fraction, 0, args.split_seed, at_least=args.batch_size).valid
     return torch.stack([to_unit_range(clips.load(valid[i])["videos"]) for i in range(len(valid))])
 
 

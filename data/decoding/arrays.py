@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..records.record import Entry, open_bytes
+from ..records.record import Entry, open_entry
 
 Array = npt.NDArray[np.float32]
 
@@ -19,9 +20,9 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 class StoredArray(NamedTuple):
-    """An array of floats in a file: the first byte of its numbers, its shape and their type."""
+    """An array of floats in a .npy file: the first byte of its numbers, its shape and their type."""
 
-    path: str
+    entry: Entry
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -38,11 +39,10 @@ class StoredArray(NamedTuple):
     def _numbers(self, index: int, shape: tuple[int, ...], limit: int) -> Array:
         size = math.prod(shape) * self.dtype.itemsize
         if size > limit:
-            raise ValueError(f"{self.path} holds {size} bytes where at most {limit} are read")
-        with open_bytes(self.path) as file:
-            content = file.pread(size, self.offset + index * size)
+            raise ValueError(f"{self.entry.path} holds {size} bytes where at most {limit} are read")
+        content, _ = _part(self.entry, self.offset + index * size, size)
         if len(content) < size:
-            raise ValueError(f"{self.path} was cut off after it was opened")
+            raise ValueError(f"{self.entry.path} was cut off after it was opened")
         return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
 
 
@@ -61,9 +61,8 @@ def find_array(entry: Entry) -> StoredArray:
     Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
     is cut off.
     """
-    with open_bytes(entry.path) as file:
-        size = file.size - entry.offset if entry.size is None else entry.size
-        header = io.BytesIO(file.pread(min(size, _LONGEST_HEADER), entry.offset))
+    content, size = _part(entry, 0, _LONGEST_HEADER)
+    header = io.BytesIO(content)
     shape, is_fortran, dtype = read_header(header)
     if dtype.kind != "f" or is_fortran:
         kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
@@ -71,4 +70,15 @@ def find_array(entry: Entry) -> StoredArray:
     needed = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or header.tell() + needed > size:
         raise ValueError(f"it is cut off: an array of shape {shape} takes {needed} bytes")
-    return StoredArray(entry.path, entry.offset + header.tell(), shape, dtype)
+    return StoredArray(entry, header.tell(), shape, dtype)
+
+
+def _part(entry: Entry, offset: int, size: int) -> tuple[bytes, int]:
+    """At most `size` bytes from `offset` of an entry, and how many it has."""
+    with open_entry(entry) as file:
+        n_bytes = file.seek(0, os.SEEK_END)
+        file.seek(offset)
+        content = file.read(size) or b""
+        if file.error:
+            raise file.error
+    return content, n_bytes

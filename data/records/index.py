@@ -31,6 +31,8 @@ import numpy.typing as npt
 from tandem.files.reading import DAMAGES, open_regular, parse_json
 from tandem.files.writing import create, open_appending, replacing
 
+from .record import is_address
+
 _VERSION = 1
 FEWEST = 10_000  # strings in an index that is kept: fewer are found in a tenth of a second
 _LONGEST_HEADER = 1 << 20  # bytes
@@ -333,11 +335,6 @@ def _state(status: os.stat_result | None) -> str:
         return "none"
     times = status.st_mtime_ns, status.st_ctime_ns  # tools that copy folders set the former as they like
     return ":".join(map(str, (stat.S_IFMT(status.st_mode), status.st_ino, status.st_size, *times)))
-
-
-def is_address(path: str) -> bool:
-    """Whether a path is that of a file on a server."""
-    return "://" in path
 
 
 def fingerprint_of(parts: Iterable[bytes | memoryview]) -> str:

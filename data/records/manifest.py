@@ -14,8 +14,9 @@ from typing import Any
 from tandem.files.reading import open_regular, parse_json
 
 from ..bad_samples import reason_of
+from . import remote
 from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
-from .record import Wanted
+from .record import Wanted, is_address, shown
 from .rows import OTHER_NAMES, Rows, columns_of, path_of, seconds_of
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -45,7 +46,8 @@ class ManifestSource(Rows):
 
         def make() -> Made:
             watched, rows, filled = Watched(), PackedStrings(), set[str]()
-            watched.add("", status_of(path))  # before it is read, so that no change after it is missed
+            if not is_address(path):
+                watched.add("", status_of(path))  # before it is read, so that no change after it is missed
             for row in _read(path, wanted, needed):
                 rows.append(json.dumps(row))
                 filled |= row.keys()
@@ -53,7 +55,8 @@ class ManifestSource(Rows):
                 raise ValueError(f"the manifest {path!r} has no rows")
             return Made({"rows": rows}, fingerprint_of(rows.buffers), {"filled": sorted(filled)}, watched)
 
-        index = kept(path, json.dumps(["manifest", wanted[0].noun, *needed]), make)
+        depends = _version(path) if is_address(path) else ""
+        index = kept(path, json.dumps(["manifest", wanted[0].noun, *needed]), make, depends=depends)
         self._rows, self.fingerprint, filled = index.strings("rows"), index.fingerprint, index.facts.get("filled")
         if not isinstance(filled, list):
             raise index.damaged()
@@ -70,11 +73,18 @@ class ManifestSource(Rows):
         return row
 
     def describe(self, index: int) -> str:
-        return self.joined(self.name(index))
+        return shown(self.joined(self.name(index)))
 
     def name(self, index: int) -> str:
         """The path as the manifest states it."""
         return path_of(self.cells(index), next(iter(self.columns)).noun)
+
+
+def _version(address: str) -> str:
+    try:
+        return remote.version(address)
+    except OSError as error:
+        raise ValueError(f"cannot read the manifest {shown(address)!r}: {reason_of(error)}") from None
 
 
 def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -84,7 +94,8 @@ def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterato
     numbers = {column for one in wanted[1:] if not one.takes_rows for column in columns_of(one)}
     lines: _Lines | None = None
     try:
-        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
+        opened = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]
+        with io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
             for cells in _objects(lines, example) if delimiter is None else _table(lines, delimiter):
                 cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
+from . import remote
 from .folder import FolderSource, NothingFoundError, inside
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import ManifestSource
-from .record import Source, Wanted
+from .record import Source, Wanted, is_address, shown
 from .tables import ENDINGS as TABLE_ENDINGS
-from .tables import TableFiles, TableSource, saved_files, tables_below
+from .tables import TableFiles, TableSource, check_alike, saved_files, tables_below
 from .tars import TarSource, number_of
 
 _BRACES = re.compile(r"\{([^{}]*(?:,|\.\.)[^{}]*)\}")
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?")
+_ON_SERVERS = (".tar", *TABLE_ENDINGS, *MANIFEST_ENDINGS)
 _MOST_FILES = 1 << 20  # that a pattern stands for
 _LONGEST_QUOTE = 200
 
@@ -56,8 +58,10 @@ def open_source(
 
 def _tars_or_source(path: str, wanted: Sequence[Wanted], what: str, demo: str) -> list[str] | Source:
     """The paths of tars, or another source."""
-    if "://" in path or path.startswith("pipe:"):
+    if path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
+    if is_address(path):
+        return _on_server(path, wanted)
     is_pattern = not os.path.exists(path) and bool(_BRACES.search(path) or glob.has_magic(path))
     if path.lower().endswith(TABLE_ENDINGS) and not os.path.isdir(path):
         return TableSource(TableFiles([path] if os.path.exists(path) else expanded(path)), wanted)
@@ -77,6 +81,28 @@ def _tars_or_source(path: str, wanted: Sequence[Wanted], what: str, demo: str) -
             f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
         )
     return [os.path.join(path, inside(path, name)) for name in folder.tars] or folder
+
+
+def _on_server(address: str, wanted: Sequence[Wanted]) -> list[str] | Source:
+    """`_tars_or_source` of an address; of a folder there, all tars or tables in it."""
+    remote.check_address(address)
+    is_folder = not (_BRACES.search(address) or remote.is_pattern(address) or _is(address, _ON_SERVERS))
+    files = remote.listed(address) if is_folder else expanded(address)
+    if tars := [path for path in files if _is(path, (".tar",))]:
+        return tars
+    if tables := [path for path in files if _is(path, TABLE_ENDINGS)]:
+        if is_folder:
+            check_alike(address, tables)
+        return TableSource(TableFiles(tables), wanted)
+    if len(files) == 1 and _is(files[0], MANIFEST_ENDINGS):
+        return ManifestSource(files[0], wanted)
+    raise ValueError(
+        f"{shown(address)!r} holds no tars and no tables: single files on a server are listed in a manifest"
+    )
+
+
+def _is(path: str, endings: tuple[str, ...]) -> bool:
+    return shown(path).lower().endswith(endings)
 
 
 def _numbered(path: str, first: int, last: int | None, width: int) -> str:
@@ -122,6 +148,8 @@ def expanded(pattern: str) -> list[str]:
     paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n <= _MOST_FILES else []
     if not 0 < len(paths) <= _MOST_FILES:
         raise ValueError(f"{quoted} stands for more than {_MOST_FILES} files: name fewer at a time")
+    if is_address(pattern):  # what is missing is said when it is opened
+        return [found for path in paths for found in (remote.listed(path) if remote.is_pattern(path) else [path])]
     if glob.has_magic(pattern):
         paths = sorted(match for path in paths for match in glob.glob(path))
         if not paths:

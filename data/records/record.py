@@ -7,11 +7,24 @@ import contextlib
 import io
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tandem.files.reading import open_regular
+
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def is_address(path: str) -> bool:
+    """Whether a path is the address of something on a server, such as s3://bucket/00000.tar."""
+    return SCHEME.match(path) is not None
+
+
+def shown(path: str) -> str:
+    """A path for messages: of an address without user, password and query, in which a signature may be."""
+    return re.split("[?#]", re.sub(r"(://)[^/?#]*@", r"\1", path))[0] if is_address(path) else path
 
 
 class Wanted(NamedTuple):
@@ -146,13 +159,12 @@ def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Byt
 
     Raises OSError, and ValueError, in one line, if it is a pipe or a device.
     """
-    if "://" in path:
-        from . import remote
+    if is_address(path):
+        from .remote import open_remote
 
-        if remote.is_address(path):
-            with remote.open_remote(path, is_part, ahead) as server:
-                yield server
-            return
+        with open_remote(path, is_part, ahead) as server:
+            yield server
+        return
     with open_regular(path) as file:
         yield LocalBytes(file.fileno())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import glob
 import os
 import random
 import re
@@ -17,13 +16,13 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from tandem.files.installed import how_to_install
 
 from .cache import ShardCache
+from .record import SCHEME, FileWindow, LocalBytes, shown
 
 _PIECE = 16 << 20  # bytes of the longest request
 _AHEAD = 2 << 20  # bytes that are requested at once of what is read in small steps
 _TRIES, _PAUSE = 5, 0.5  # attempts, and seconds before the second one; each pause is twice as long as the one before
 _SECONDS, _SLOWEST = 30.0, 1 << 18  # a request takes at most these seconds, and one more for each so many bytes
 _CONNECTIONS = 32
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SECRET = re.compile(r"[?&;][^=&;]*(sig|token|key|secret|pass|pwd|credential|auth)[^=&;]*=", re.IGNORECASE)
 # Requests are tried again here alone: libraries that do it as well would multiply the attempts.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -31,17 +30,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "http": {"client_kwargs": {"trust_env": True}},  # passwords are in ~/.netrc
 }
 _SAME_AS = {"s3a": "s3", "https": "http"}
-
-
-def is_address(path: str) -> bool:
-    """Whether a path is an address, such as s3://bucket/00000.tar."""
-    return _SCHEME.match(path) is not None
-
-
-def shown(address: str) -> str:
-    """The address for messages, without user, password and query, in which a signature may be."""
-    bare = re.sub(r"(://)[^/?#]*@", r"\1", address)
-    return re.split("[?#]", bare)[0]
 
 
 class _Info(NamedTuple):
@@ -55,34 +43,38 @@ def version(address: str) -> str:
     return _info(address).version
 
 
-def expanded(pattern: str) -> list[str]:
-    """The addresses that an address stands for, sorted: those of a pattern with * or [..], of all files below a folder,
-    or of one file.
-
-    Raises:
-        OSError: in one line, there is no such file, access is refused, or the server does not answer.
-        ValueError: in one line, nothing is named like the pattern, the server lists no files, or the address holds a
-            password: run folders keep the flags of a run, and everybody sees a command line.
-    """
-    protocol = _protocol(pattern)
-    if re.match(r"[^/]*//[^/?#]*@", pattern) or (protocol == "http" and _SECRET.search(pattern)):
+def check_address(address: str) -> None:
+    """Raises ValueError, in one line, if it holds a password: run folders keep the flags of a run, and everybody sees a
+    command line."""
+    if re.match(r"[^/]*//[^/?#]*@", address) or (_protocol(address) == "http" and _SECRET.search(address)):
         raise ValueError(
-            f"{shown(pattern)!r} came with a password, key or signature, which would stand in config.yaml: give the "
+            f"{shown(address)!r} came with a password, key or signature, which would stand in config.yaml: give the "
             "address without it, and the password in ~/.netrc or as the server's own tools read it (docs/data.md)"
         )
-    is_pattern = glob.has_magic(pattern if protocol != "http" else pattern.replace("?", ""))
-    if protocol == "http" and (is_pattern or pattern.endswith("/")):
+
+
+def is_pattern(address: str) -> bool:
+    """Whether an address stands for several files, which the server has to list."""
+    return re.search(r"[*\[]", address) is not None
+
+
+def listed(pattern: str) -> list[str]:
+    """The addresses of a pattern, or of all files below a folder, sorted.
+
+    Raises ValueError, in one line, if there are none, the server lists no files, refuses access or does not answer.
+    """
+    if _protocol(pattern) == "http":
         raise ValueError(
             f"{shown(pattern)!r} cannot be listed, because web servers list no files: give a range, such as "
             f"{shown(pattern).rpartition('/')[0]}/{{00000..00099}}.tar"
         )
-    if not is_pattern and _info(pattern).size is not None:
-        return [pattern]
-    names = sorted(_ask(pattern, "glob" if is_pattern else "find"))
+    try:
+        names = sorted(_ask(pattern, "glob" if is_pattern(pattern) else "find"))
+    except OSError as error:
+        raise ValueError(f"cannot list {shown(pattern)!r}: {error.strerror}") from None
     if not names:
         raise ValueError(f"no file is named like {shown(pattern)!r}")
-    path = _filesystem(pattern)[1]
-    beginning = pattern.rstrip("/").removesuffix(path)
+    beginning = pattern.rstrip("/").removesuffix(_filesystem(pattern)[1])
     return [beginning + name for name in names]
 
 
@@ -138,22 +130,28 @@ class RemoteBytes:
         return _ask(self._address, "cat_file", check, size, start=offset, end=offset + size)
 
 
-def open_file(address: str) -> BinaryIO:
-    """A file that can be read at random, for a library that takes file objects: of the cache if there is one
-    (`configure`). Raises OSError and ValueError, in one line."""
-    from .record import FileWindow
+class _Window(FileWindow):
+    """A window for libraries to which an exception can be raised."""
 
-    if (local := _cached(address)) is not None:
+    def readinto(self, buffer: Any) -> int:
+        n = super().readinto(buffer)
+        if self.error is not None:
+            raise self.error
+        return n
+
+
+def open_file(address: str, is_part: bool = False) -> BinaryIO:
+    """A file that can be read at random, for a library that takes file objects. See `open_bytes` for `is_part`. Raises
+    OSError and ValueError, in one line."""
+    if is_part and (local := _cached(address)) is not None:
         return local
     file = RemoteBytes(address, _AHEAD)
-    return cast(BinaryIO, FileWindow(file, 0, file.size))
+    return cast(BinaryIO, _Window(file, 0, file.size))
 
 
 @contextlib.contextmanager
 def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[Any]:
     """`open_bytes` of an address."""
-    from .record import LocalBytes
-
     if is_part and (local := _cached(address)) is not None:
         with local:
             yield LocalBytes(local.fileno())
@@ -208,7 +206,7 @@ def _cached(address: str) -> BinaryIO | None:
 
 def _protocol(address: str) -> str:
     """The scheme of an address, one for those that one file system of fsspec serves."""
-    match = _SCHEME.match(address)
+    match = SCHEME.match(address)
     assert match is not None, address
     scheme = match[1].lower()
     return _SAME_AS.get(scheme, scheme)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .record import Entry, Record, Source, Wanted
+from .record import Entry, Record, Source, Wanted, is_address
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
 OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
@@ -62,21 +62,35 @@ class Rows:
         return np.full(len(self), 0 if is_there else -1, np.int64)
 
     def joined(self, path: str) -> str:
-        return os.path.join(self._folder, os.path.expanduser(path))
+        """The path or address of a file that a row names. Raises ValueError, in one line, if a list on a server names a
+        file of this machine."""
+        if is_address(path):
+            return path
+        if is_address(self._folder) and (path.startswith(("/", "~")) or ".." in path.split("/")):
+            raise ValueError(f"it names {path[:_LONGEST_QUOTE]!r}, which is not below its list on the server")
+        return os.path.join(self._folder, path if is_address(self._folder) else os.path.expanduser(path))
 
     def _value(self, wanted: Wanted, cell: Any, index: int) -> Any:
         """The file or the numbers that a cell stands for, None if for none."""
         path = cell.get("path") if isinstance(cell, Mapping) else cell
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
-        if isinstance(content, (list, np.ndarray)):
-            try:
-                with np.errstate(over="ignore"):  # whoever uses them checks that they are finite
-                    return np.array(content, np.float32)
-            except (ValueError, TypeError):
-                raise ValueError(f"its {wanted.noun} is no list of numbers, nor lists of equally many") from None
-        if content is not None and not isinstance(content, str):
+        if content is None or isinstance(content, str):
+            return Entry(self.joined(path_of({"path": path}, wanted.noun))) if path else None
+        if _is_buffer(content):
             return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
-        return Entry(self.joined(path_of({"path": path}, wanted.noun))) if path else None
+        try:
+            with np.errstate(over="ignore"):  # whoever uses them checks that they are finite
+                return np.array(content, np.float32)
+        except (ValueError, TypeError, OverflowError):
+            raise ValueError(f"its {wanted.noun} is no list of numbers, nor lists of equally many") from None
+
+
+def _is_buffer(content: Any) -> bool:
+    """Whether it holds the bytes of a file."""
+    try:
+        return not isinstance(content, np.ndarray) and memoryview(content) is not None
+    except TypeError:
+        return False
 
 
 def parts_of(source: Source) -> list[str]:

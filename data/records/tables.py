@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,9 +26,10 @@ from tandem.files.installed import missing_package
 from tandem.files.reading import DAMAGES, check_regular, read_json
 
 from ..bad_samples import reason_of
+from . import remote
 from .folder import FolderSource, NothingFoundError
 from .index import fingerprint_of
-from .record import Wanted
+from .record import Entry, Wanted, is_address, open_bytes, shown
 from .rows import TIMES, Rows, columns_of
 
 ENDINGS = (".arrow", ".parquet")
@@ -96,6 +98,12 @@ def tables_below(folder: str) -> TableFiles | None:
     names = [files.name(number) for number in range(len(files))]
     if not names:
         return None
+    check_alike(folder, names)
+    return TableFiles([os.path.join(folder, name) for name in names], folder, files.skipped)
+
+
+def check_alike(folder: str, names: Sequence[str]) -> None:
+    """Raises ValueError, in one line, if the tables of a folder are of both kinds, or of several splits."""
     if len({os.path.splitext(name)[1].lower() for name in names}) > 1:
         raise ValueError(f"{folder!r} holds Arrow and parquet files: give those of one kind, as a pattern")
     splits = {split: name for name in reversed(names) if (split := _split_of(name))}
@@ -104,7 +112,6 @@ def tables_below(folder: str) -> TableFiles | None:
             f"{folder!r} holds the splits {', '.join(sorted(splits))}, such as {', '.join(sorted(splits.values()))}: "
             "give the folder or a pattern of one"
         )
-    return TableFiles([os.path.join(folder, name) for name in names], folder, files.skipped)
 
 
 def _split_of(name: str) -> str | None:
@@ -236,13 +243,86 @@ class _ArrowFile:
         return self._batches[number]
 
 
+class _ArrowOnServer:
+    """A file of the streaming format on a server. The headers of its parts, the record batches, are read at the start,
+    and a part when one of its samples is asked for."""
+
+    def __init__(self, path: str) -> None:
+        import pyarrow as pa
+
+        self._path, self.lengths, self._places = path, list[int](), list[tuple[int, int]]()
+        at = 0
+        with open_bytes(path, ahead=1 << 16) as file:
+            while (length := _unpack("<iI", file.pread(8, at))) != (-1, 0):
+                metadata = file.pread(length[1], at + 8) if length[0] == -1 and length[1] <= _LONGEST_HEADER else b""
+                kind, n_rows, body, is_compressed = _message(metadata)
+                end = at + 8 + length[1] + body
+                if not (body >= 0 and end <= file.size and n_rows >= 0):
+                    raise ValueError("it is cut off: it has no mark of the end")
+                if kind == _SCHEMA and at == 0:
+                    self.schema = pa.ipc.read_schema(pa.py_buffer(file.pread(end, 0)))
+                elif kind != _BATCH or is_compressed:
+                    raise ValueError("it is compressed or has dictionaries: save it without, or as parquet")
+                else:
+                    self.lengths.append(n_rows)
+                    self._places.append((at, end - at))
+                at = end
+        self.largest = max((size for _, size in self._places), default=1)
+
+    def choose(self, columns: Sequence[str]) -> None:
+        self._columns = [self.schema.get_field_index(name) for name in columns]
+
+    def part(self, number: int) -> Any:
+        import pyarrow as pa
+
+        at, size = self._places[number]
+        content = pa.py_buffer(Entry(self._path, at, size).read(size))
+        batch = pa.ipc.read_record_batch(content, self.schema).select(self._columns)
+        batch.validate(full=True)
+        return batch
+
+
+_SCHEMA, _BATCH = 1, 3  # kinds of messages
+_LONGEST_HEADER = 1 << 24  # bytes
+
+
+def _message(metadata: bytes) -> tuple[int, int, int, bool]:
+    """The kind of a message of Arrow, how many rows it has if it is a record batch, the bytes of its body, and whether
+    it is compressed, out of the tables of FlatBuffers (Message.fbs). Raises struct.error."""
+
+    def field(table: int, number: int) -> int | None:
+        """Where a field of the table at a place is, None if it is left out."""
+        offsets = table - _unpack("<i", metadata, table)[0]
+        there = 4 + 2 * number < _unpack("<H", metadata, offsets)[0]
+        at = _unpack("<H", metadata, offsets + 4 + 2 * number)[0] if there else 0
+        return table + at if at else None
+
+    def number(at: int | None, form: str) -> int:
+        return 0 if at is None else int(_unpack(form, metadata, at)[0])
+
+    message = number(0, "<I")
+    kind, header, body = (field(message, place) for place in (1, 2, 3))
+    batch = 0 if header is None else header + number(header, "<I")
+    is_batch = number(kind, "<B") == _BATCH
+    n_rows, compression = (field(batch, 0), field(batch, 3)) if is_batch else (None, None)
+    return number(kind, "<B"), number(n_rows, "<q"), number(body, "<q"), compression is not None
+
+
+def _unpack(form: str, content: bytes, at: int = 0) -> tuple[Any, ...]:
+    if at < 0:
+        raise ValueError("a table lies before its file")
+    return struct.unpack_from(form, content, at)
+
+
 class _ParquetFile:
     """A parquet file; its parts are row groups. It is opened for each, because processes must not share an open one."""
 
     def __init__(self, path: str) -> None:
         import pyarrow.parquet as pq
 
-        self._path, self._about = path, pq.read_metadata(path)
+        self._path = path
+        with _at_random(path, is_part=False) as file:
+            self._about = pq.read_metadata(file)
         self.schema = self._about.schema.to_arrow_schema()
         groups = [self._about.row_group(number) for number in range(self._about.num_row_groups)]
         self.lengths = [group.num_rows for group in groups]
@@ -260,14 +340,22 @@ class _ParquetFile:
     def part(self, number: int) -> Any:
         import pyarrow.parquet as pq
 
-        with pq.ParquetFile(self._path, metadata=self._about) as file:
+        with _at_random(self._path, is_part=True) as opened, pq.ParquetFile(opened, metadata=self._about) as file:
             return file.read_row_group(number, columns=self._columns, use_threads=False)
 
 
-def _opened(path: str) -> _ArrowFile | _ParquetFile:
+def _opened(path: str) -> _ArrowFile | _ArrowOnServer | _ParquetFile:
     with _in_one_line(f"cannot read {path!r}"):
-        check_regular(Path(path))
-        return _ParquetFile(path) if path.lower().endswith(".parquet") else _ArrowFile(path)
+        if not is_address(path):
+            check_regular(Path(path))
+        if shown(path).lower().endswith(".parquet"):
+            return _ParquetFile(path)
+        return _ArrowOnServer(path) if is_address(path) else _ArrowFile(path)
+
+
+def _at_random(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:
+    """What pyarrow opens. `is_part`: as for `open_bytes`."""
+    return remote.open_file(path, is_part) if is_address(path) else contextlib.nullcontext(path)
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from ..bad_samples import reason_of
 from .folder import is_text
-from .index import Made, PackedStrings, fingerprint_of, is_address, kept
-from .record import Bytes, Entry, Record, Wanted, open_bytes
+from .index import Made, PackedStrings, fingerprint_of, kept
+from .record import Bytes, Entry, Record, Wanted, is_address, open_bytes
 
 _FEWEST = 100  # samples in an index that is kept: of long members, each header takes a read of the disk
 _THREADS = 16
@@ -97,9 +97,9 @@ class TarSource:
         record = {}
         for one in self._wanted:
             size, offset, ending = (column[index] for column in self._columns[one.name])
-            if size < 0:
+            if size < 0 and one is not self._wanted[0]:
                 continue
-            if not (0 <= offset <= n_bytes - size and 0 <= ending < len(one.taken)):
+            if not (size >= 0 and 0 <= offset <= n_bytes - size and 0 <= ending < len(one.taken)):
                 raise self._damaged()
             member = name if one is self._wanted[0] else f"{_key(name)}{one.taken[ending]}"
             record[one.name] = Entry(path, offset, size, member=member)
@@ -150,6 +150,10 @@ def _key(name: str) -> str:
 def _state(path: str) -> tuple[int, str]:
     """The size of a tar, and what is different after a change."""
     try:
+        if is_address(path):
+            from . import remote
+
+            return remote.RemoteBytes(path).size, remote.version(path)
         status = os.stat(path)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import tarfile
+import multiprocessing
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,22 +15,11 @@ import torch
 import webdataset
 from torch import Tensor
 
-from data.order import TrainingOrder, split_samples
+from data.order import TrainingOrder
 from data.samples import Samples
 from data.stream import TrainingStream
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def unpack(path: Path, folder: Path) -> None:
-    """The members of a tar as files of a folder. Pythons before 3.11.4 do not know extractall's filter, and Python 3.14
-    changes what it does without one."""
-    folder.mkdir(exist_ok=True)
-    with tarfile.open(path) as tar:
-        for member in tar:
-            content = tar.extractfile(member)
-            assert content is not None
-            (folder / member.name).write_bytes(content.read())
 
 
 def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
@@ -38,6 +29,29 @@ def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
         for key, members in samples.items():
             writer.write({"__key__": key, **members})
     return path
+
+
+class Items:
+    """A user's own dataset of what a function gives for an index."""
+
+    def __init__(self, item: Callable[[int], Any], n: int = 12, fingerprint: str | None = None) -> None:
+        self.item, self.n, self.fingerprint = item, n, fingerprint
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return self.item(index)
+
+
+_OWN = sys.modules.setdefault("items_of_the_tests", ModuleType("items_of_the_tests"))
+
+
+def named(items: Items) -> str:
+    """The name of a dataset for --dataset: that of a function of a module which is imported already."""
+    name = f"made_{len(vars(_OWN))}"
+    setattr(_OWN, name, lambda args: items)
+    return f"{_OWN.__name__}:{name}"
 
 
 class OfOne:
@@ -57,8 +71,7 @@ class OfOne:
 
 def stream(samples: Any, batch_size: int = 8, rank: int = 0, world_size: int = 1, **options: Any) -> TrainingStream:
     """A training stream over all samples, with the seed 0."""
-    everything = split_samples(len(samples), 0.0, 0.0, 0, 1).train
-    order = TrainingOrder(everything, seed=0)
+    order = TrainingOrder(range(len(samples)), seed=0)
     return TrainingStream(samples, order, batch_size=batch_size, rank=rank, world_size=world_size, **options)
 
 
@@ -91,9 +104,31 @@ def ids(batches: Iterable[dict]) -> list[int]:
     return [index for batch in batches for index in batch["ids"]]
 
 
-def one_line(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """The text of the ValueError of a call, which is one line."""
-    with pytest.raises(ValueError) as error:
+def one_line(call: Callable[..., Any], *arguments: Any, kind: type[Exception] = ValueError, **options: Any) -> str:
+    """The text of the error of a call, which is one line."""
+    with pytest.raises(kind) as error:
         call(*arguments, **options)
     assert str(error.value) and "\n" not in str(error.value)
     return str(error.value)
+
+
+def in_processes(n: int, call: Callable[[int], Any]) -> list[Any]:
+    """What a function of their numbers gives in n forked processes, which begin together."""
+    context = multiprocessing.get_context("fork")
+    together, found = context.Barrier(n), context.SimpleQueue()
+
+    def run(number: int) -> None:
+        together.wait()
+        try:
+            found.put(call(number))
+        except BaseException as error:
+            found.put(repr(error))
+            raise
+
+    processes = [context.Process(target=run, args=(number,)) for number in range(n)]
+    for process in processes:
+        process.start()
+    results = [found.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return results

@@ -11,12 +11,10 @@ import csv
 import io
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,8 +24,8 @@ from PIL import Image, ImageSequence
 from data.feed import Feed
 from data.sets import decoder_feed, image_feed, sound_feed, video_feed
 from data.tokenizers import open_tokenizer
-from tests.data.files.tables import save_to_disk, table, write_parquet
-from tests.data.helpers import assert_same, joined, write_tar
+from tests.data.helpers import Items, assert_same, joined, named, write_tar
+from tests.data.records.tables import save_to_disk, table, write_parquet
 from tests.processes import Process, on_processes
 from tests.scripts import DECODER, MULAN, RUN, TOKENIZER, VAE, VIDEO_TOKENIZER, WORDS, Script, words
 
@@ -48,6 +46,18 @@ def noise(number: int, height: int = 20, width: int = 24) -> Image.Image:
 def npy(array: np.ndarray) -> bytes:
     content = io.BytesIO()
     np.save(content, array)
+    return content.getvalue()
+
+
+def gif(frames: Iterable[Image.Image]) -> bytes:
+    """25 frames a second; those of grey are held as they are."""
+    first, *others = frames
+    return encoded(first, "gif", save_all=True, append_images=others, duration=40)
+
+
+def wav(waveform: np.ndarray, rate: int) -> bytes:
+    content = io.BytesIO()
+    soundfile.write(content, waveform, rate, "FLOAT", format="WAV")
     return content.getvalue()
 
 
@@ -77,16 +87,12 @@ def captions(number: int) -> list[str]:
 
 @cache
 def sound(number: int) -> Record:
-    content = io.BytesIO()
-    soundfile.write(content, wave(number), 11025, "FLOAT", format="WAV")
-    return {"wav": content.getvalue(), "txt": "\n".join(captions(number)).encode()}
+    return {"wav": wav(wave(number), 11025), "txt": "\n".join(captions(number)).encode()}
 
 
 @cache
 def video(number: int) -> Record:
-    """8 frames of grey, which a GIF holds as they are."""
-    first, *others = (noise(100 * number + frame).convert("L") for frame in range(8))
-    return {"gif": encoded(first, "gif", save_all=True, append_images=others, duration=40)}
+    return {"gif": gif(noise(100 * number + frame).convert("L") for frame in range(8))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,40 +216,27 @@ def as_manifest(ending: str) -> Callable[..., Path]:
     return written
 
 
-class Items:
-    """A user's own dataset of records, decoded as users do."""
-
-    def __init__(self, records: Records) -> None:
-        self.records, self.fingerprint = [*records.values()], " ".join(map(str, records))
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> Any:
-        record = self.records[index]
-        content = io.BytesIO(next(iter(record.values())))
-        if "wav" in record:
-            samples, rate = soundfile.read(content, dtype="float32")
-            return samples.T, rate, captions_in(record)
-        picture = Image.open(content)
-        if "gif" in record:
-            frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(picture)]
-            return np.stack(frames).transpose(0, 3, 1, 2).copy()
-        beside = cells(record)
-        for name in beside.keys() & {"image_embed", "text_encodings"}:
-            beside[name] = np.array(beside[name], np.float32)
-        return {"image": picture, **beside} if beside else picture
-
-
-OWN = sys.modules.setdefault("items_of_the_tests", ModuleType("items_of_the_tests"))
+def decoded(record: Record) -> Any:
+    """A record as the item of a user's own dataset."""
+    content = io.BytesIO(next(iter(record.values())))
+    if "wav" in record:
+        samples, rate = soundfile.read(content, dtype="float32")
+        return samples.T, rate, captions_in(record)
+    picture = Image.open(content)
+    if "gif" in record:
+        frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(picture)]
+        return np.stack(frames).transpose(0, 3, 1, 2).copy()
+    beside = cells(record)
+    for name in beside.keys() & {"image_embed", "text_encodings"}:
+        beside[name] = np.array(beside[name], np.float32)
+    return {"image": picture, **beside} if beside else picture
 
 
 def as_dataset(folder: Path, records: Records) -> str:
     """A function of a module, as --dataset names it."""
     folder.mkdir(parents=True)
-    name = f"made_{len(vars(OWN))}"
-    setattr(OWN, name, lambda args: Items(records))
-    return f"{OWN.__name__}:{name}"
+    contents = [*records.values()]
+    return named(Items(lambda index: decoded(contents[index]), len(contents), " ".join(map(str, records))))
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from data.decoding.images import decode_image
 from data.hashing import Draws
 from data.records.record import Entry
 from data.sets import open_conditioned, open_images, open_videos
-from tests.data.videos.files import write_video
+from tests.data.decoding.films import write_video
 
 N = 4000
 # Two samples of N draws from one distribution are farther apart once in 10,000 times (Kolmogorov-Smirnov).

@@ -14,8 +14,8 @@ import torch
 
 from data.feed import Feed, to_unit_range
 from data.records import remote
+from tests.data.conditions import write_tars
 from tests.data.helpers import assert_same, ids, one_line
-from tests.data.images.conditions import write_tars
 from tests.data.sources import CONDITIONED, IMAGES, RUN, VIDEOS, N, in_folder, training, words
 from tests.processes import Process, on_processes
 
@@ -118,15 +118,6 @@ def test_every_nth_batch_is_of_images_with_epochs_and_ids_of_their_own():
     for batch in taken[:3]:
         for clip, index in zip(batch["videos"], batch["ids"], strict=True):
             assert torch.equal(clip, opened.samples.load(index, 0, True)["videos"])
-
-
-def test_the_second_set_is_compared_between_processes_too(tmp_path):
-    def look(process: Process) -> Any:
-        pictures = in_folder(tmp_path / str(process.rank), {process.rank: IMAGES.record(0)})
-        return VIDEOS.feed(process, image_folder=pictures, image_every=3)
-
-    errors = on_processes(2, look, catches=ValueError)
-    assert all("rank 1 (on " in str(error) and "sees 41 clips in demo:moving:40 and " in str(error) for error in errors)
 
 
 # A second folder to validate on.

@@ -8,14 +8,7 @@ import itertools
 import pytest
 
 from data.hashing import Draws
-from data.order import (
-    AlternatingOrder,
-    Permutation,
-    ShardOrder,
-    TrainingOrder,
-    split_samples,
-    split_shards,
-)
+from data.order import AlternatingOrder, Permutation, ShardOrder, TrainingOrder, split_samples, split_shards
 from tests.data.helpers import one_line
 
 
@@ -51,37 +44,21 @@ def test_permutation_of_a_trillion_items_takes_no_memory():
     assert max(items) < 10**12 and max(items) - min(items) > 10**11
 
 
-@pytest.mark.parametrize(
-    "n, fraction, at_least, n_valid", [(120, 0.05, 8, 8), (1000, 0.05, 8, 50), (100, 0.07, 1, 7), (10, 0.0, 8, 0)]
-)
-def test_split_is_disjoint_complete_and_by_the_seed_alone(n, fraction, at_least, n_valid):
-    train, valid, _ = split_samples(n, fraction, 0.0, seed=0, at_least=at_least)
-    assert len(valid) == n_valid and len(train) == n - n_valid
-    assert sorted([*train, *valid]) == list(range(n))
-    again, other = (split_samples(n, fraction, 0.0, seed, at_least).valid for seed in (0, 1))
-    assert list(again) == list(valid) and (n_valid == 0 or set(other) != set(valid))
+@pytest.mark.parametrize("n, valid, test, at_least, sizes", [
+    (120, 0.05, 0, 8, (112, 8, 0)), (1000, 0.05, 0, 8, (950, 50, 0)), (10, 0, 0, 8, (10, 0, 0)),
+    (100, 0.07, 0.07, 1, (86, 7, 7)), (100, 0.15, 0.1, 4, (75, 15, 10)), (100, 0, 0.5, 4, (50, 0, 50)),
+    (100, 0.01, 0, 4, (96, 4, 0)), (100, 0.5, 0.4, 4, (10, 50, 40)),
+])  # fmt: skip
+def test_splits_are_disjoint_complete_of_the_sizes_asked_for_and_by_the_seed_alone(n, valid, test, at_least, sizes):
+    parts, again, other = (split_samples(n, valid, test, seed, at_least) for seed in (3, 3, 4))
+    assert tuple(map(len, parts)) == sizes
+    assert sorted(itertools.chain(*parts)) == list(range(n))
+    assert [[*part] for part in again] == [[*part] for part in parts] != [[*part] for part in other]
 
 
 @pytest.mark.parametrize("n, fraction, n_valid", [(15, 0.05, 8), (7, 0.0, 0), (100, 0.95, 95)])
-def test_split_that_leaves_less_than_a_batch_shows_the_arithmetic(n, fraction, n_valid):
-    assert f"{n} - {n_valid} = {n - n_valid} to train on" in one_line(split_samples, n, fraction, 0.0, 0, at_least=8)
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, 5.0, float("nan")])
-def test_split_by_what_is_no_fraction_is_refused(fraction):
-    assert "no fraction" in one_line(split_samples, 100, fraction, 0.0, 0, at_least=1)
-
-
-@pytest.mark.parametrize("valid, test, sizes", [
-    (0.15, 0.1, (75, 15, 10)), (0.07, 0.07, (86, 7, 7)), (0, 0.5, (50, 0, 50)), (0.01, 0.0, (96, 4, 0)),
-    (0.5, 0.4, (10, 50, 40)),
-])  # fmt: skip
-def test_three_splits_are_disjoint_complete_and_of_the_sizes_asked_for(valid, test, sizes):
-    parts = split_samples(100, valid, test, seed=3, at_least=4)
-    assert tuple(map(len, parts)) == sizes
-    assert sorted(itertools.chain(*parts)) == list(range(100))
-    assert [list(part) for part in split_samples(100, valid, test, 3, 4)] == [list(part) for part in parts]
-    assert list(split_samples(100, valid, test, 4, 4).train) != list(parts.train)
+def test_splits_that_leave_less_than_a_batch_show_the_arithmetic(n, fraction, n_valid):
+    assert f"{n} - {n_valid} = {n - n_valid} to train on" in one_line(split_samples, n, fraction, 0, 0, at_least=8)
 
 
 def test_splits_that_leave_nothing_to_train_on_are_refused():
@@ -89,6 +66,8 @@ def test_splits_that_leave_nothing_to_train_on_are_refused():
     assert "max(ceil(0.2 x 20), batch size 8) = 8" in text and "20 - 8 - 8 = 4" in text
     assert "--valid_fraction 0" in text and "--test_fraction 0" in text
     assert "--test_fraction is 1.5" in one_line(split_samples, 20, 0.1, 1.5, 0, 1)
+    for fraction in (-0.1, 1.0, float("nan")):
+        assert "no fraction" in one_line(split_samples, 100, fraction, 0, 0, at_least=1)
     one_line(split_samples, 20, 0.7, 0.3, 0, 1)
 
 
@@ -119,7 +98,7 @@ def test_too_few_or_too_small_shards_are_refused_with_the_number_that_is_needed(
 
 
 def test_every_epoch_and_seed_has_another_permutation_of_the_subset():
-    train = split_samples(50, 0.2, 0.0, seed=0, at_least=4).train
+    train = range(7, 47)
     orders = TrainingOrder(train, seed=0), TrainingOrder(train, seed=1)
     epochs = [[order(epoch * 40 + i) for i in range(40)] for order in orders for epoch in range(3)]
     for number, epoch in enumerate(epochs):
@@ -129,8 +108,7 @@ def test_every_epoch_and_seed_has_another_permutation_of_the_subset():
 
 
 def test_skipping_goes_round_the_same_epoch():
-    train = split_samples(10, 0.0, 0.0, seed=0, at_least=4).train
-    order = TrainingOrder(train, seed=0)
+    order = TrainingOrder(range(10), seed=0)
     second_epoch = [order(10 + i) for i in range(10)]
     assert [order(17, skip) for skip in range(10)] == second_epoch[7:] + second_epoch[:7]
 
@@ -186,6 +164,8 @@ def test_samples_of_shards_that_are_read_together_are_mixed_and_substitutes_are_
     counts = collections.Counter(index // 100 for index in window[:100])
     assert len(counts) == 4 and min(counts.values()) > 10, "expected 25 of each, with a standard deviation of 3.8"
     assert [order(399, skip)[1] for skip in range(400)] == window[399:] + window[:399]
+    together = [{order(epoch * 1200 + i)[1] // 100 for i in range(400)} for epoch in range(4)]
+    assert together[0] not in together[1:], "each epoch reads other shards together"
 
 
 def test_the_shards_that_come_next_are_told_when_others_are_begun():

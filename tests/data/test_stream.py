@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data.order import split_samples
 from data.samples import Samples
 from data.sets import open_images
 from data.stream import ValidationStream
@@ -42,7 +41,7 @@ def test_two_passes_over_one_stream_do_not_disturb_each_other(intact):
 def test_streams_leave_the_random_state_of_the_training_alone(intact, num_workers):
     before = torch.get_rng_state()
     global_batches(intact, 2, num_workers=num_workers)
-    validation(intact, 1, num_workers=num_workers)
+    list(validation(intact, 1, num_workers=num_workers)[0])
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -63,23 +62,16 @@ def test_search_for_a_readable_sample_ends_after_100(n, n_tried, num_workers, tm
     assert f" {n_tried} images" in text and str(tmp_path) in text
 
 
-def validation_stream(images: Samples, n: int = 30, rank: int = 0, world_size: int = 1, **options) -> ValidationStream:
-    """n of the 30 images are the validation set."""
-    train, valid, _ = split_samples(30, n / 31 if n < 30 else 0.0, 0.0, 0, 1)
-    subset = valid if n < 30 else train
-    assert len(subset) == n
-    return ValidationStream(images, subset, batch_size=8, rank=rank, world_size=world_size, **options)
-
-
-def validation(images: Samples, world_size: int, n: int = 30, **options) -> list[list[dict]]:
-    """[rank][step]."""
-    return [list(validation_stream(images, n, rank, world_size, **options)) for rank in range(world_size)]
+def validation(images: Samples, world_size: int, n: int = N, **options) -> list[ValidationStream]:
+    """The streams of all ranks over n images."""
+    sizes = {"batch_size": 8, "world_size": world_size, **options}
+    return [ValidationStream(images, range(n), rank=rank, **sizes) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("n", [8, 9, 15, 16, 17, 29, 30])
 def test_validation_sees_every_sample_once_in_equally_many_steps(intact, world_size, n):
-    ranks = validation(intact, world_size, n)
+    ranks = [[*steps] for steps in validation(intact, world_size, n)]
     batches = [batch for steps in ranks for batch in steps]
     assert sorted(position for batch in batches for position in batch["positions"]) == list(range(n))
     assert len(set(ids(batches))) == n
@@ -90,12 +82,11 @@ def test_validation_sees_every_sample_once_in_equally_many_steps(intact, world_s
 
 
 def test_validation_can_be_repeated_with_the_same_workers(intact):
-    batches = validation_stream(intact, num_workers=2)
+    [batches] = validation(intact, 1, num_workers=2)
     assert_same(list(batches), list(batches))
     next(iter(batches))  # given up after one batch
     assert len(list(batches)) == len(batches) == 4
 
 
 def test_empty_validation_has_no_batches(intact):
-    nothing = split_samples(30, 0.0, 0.0, 0, 1).valid
-    assert list(ValidationStream(intact, nothing, batch_size=8, rank=0, world_size=2)) == []
+    assert [[*steps] for steps in validation(intact, 2, 0)] == [[], []]

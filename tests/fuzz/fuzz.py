@@ -84,7 +84,9 @@ def _chosen(rng: random.Random, target: Target) -> list[Path]:
         path
         for name in target.inputs[: target.damaged]
         for path in ([Path(name)] if Path(name).is_file() else sorted(Path(name).rglob("*")))
-        if path.is_file() and path.name not in (".lock", "words.json" if "words.json" not in target.inputs else "")
+        if path.is_file()
+        and path.name.endswith(target.ending)
+        and path.name not in (".lock", "words.json" if "words.json" not in target.inputs else "")
     ]
     return rng.sample(files, min(len(files), rng.choice([1, 1, 1, 1, 2])))
 
@@ -187,7 +189,7 @@ def _changes(before: dict[str, str], after: dict[str, str], target: Target) -> s
     allowed = ("log", f"work/{out}", f"work/{index}", "work/out.pth", "work/cache")
     for name in sorted(before.keys() | after.keys()):
         is_allowed = any(name == each or name.startswith((f"{each}/", f"{each}.old-")) for each in allowed)
-        if before.get(name) != after.get(name) and not is_allowed and not name.endswith(".index.npz"):
+        if before.get(name) != after.get(name) and not is_allowed and not name.endswith(".index"):
             return f"it {'has written' if name in after else 'has deleted'} {name}"
     return None
 

@@ -160,13 +160,34 @@ def tarred(rng: random.Random, content: bytes) -> bytes:
     return content[:place] + bytes(header) + content[place + 512 :]
 
 
+def index(rng: random.Random, content: bytes) -> bytes:
+    """The line of JSON in front of the columns says something else, or a number of a column is another one."""
+    header, newline, columns = content.partition(b"\n")
+    if rng.randrange(3) == 0:
+        return rng.choice([numbers, strings])(rng, header) + newline + columns
+    place = rng.randrange(max(1, len(columns)))
+    if rng.randrange(3) == 0:
+        new = rng.choice([b"..", b"/", b"\0", b"../outside/secret", b"\n", b"~"])
+    else:
+        place, new = place // 8 * 8, struct.pack("<q", rng.choice([-1, 0, 1, 2, 7, 1 << 40, (1 << 63) - 1, -(1 << 63)]))
+    return header + newline + columns[:place] + new + columns[place + len(new) :]
+
+
+def parquet(rng: random.Random, content: bytes) -> bytes:
+    """What stands at the end of a parquet file says something else."""
+    length = int.from_bytes(content[-8:-4], "little")
+    footer = rng.choice([bits, words, strings])(rng, content[-8 - length : -8])
+    return content[: -8 - length] + footer + len(footer).to_bytes(4, "little") + content[-4:]
+
+
 OF_KIND: dict[str, list[Content]] = {
     ".safetensors": [safetensors, safetensors, safetensors, words], ".npy": [npy, npy, npy],
     ".tar": [tarred, tarred, tarred],
     ".json": [numbers, numbers, strings, text], ".jsonl": [numbers, strings, text], ".csv": [numbers, strings, text],
     ".yaml": [numbers, numbers, strings, text], ".txt": [text], ".pt": [zipped, zipped, zipped],
     ".pth": [zipped, zipped, zipped],
-    ".npz": [zipped, words],
+    ".npz": [zipped, words], ".index": [index, index, index], ".parquet": [parquet, parquet, words],
+    ".arrow": [words, bits],
 }  # fmt: skip
 ANY: list[Content] = [bits, header_bits, words, cut, moved]
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import json
 import shutil
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
+import pytest
 import torch
 from filling import mulan, video_tokenizer, vqgan, write_images, write_sounds, write_videos
 from PIL import Image
 from safetensors.torch import save_file
+from tests.data.files.tables import save_to_disk, table, write_arrow
 
+from data.records import index
 from models import DiscreteVAE
 from tests.models.files.test_dalle2 import laion
 from tests.models.reference.tokenizers import state_of as public_vqgan
@@ -40,20 +46,22 @@ class Target:
         flags: Relative to the folder of the case, which has copies of `inputs`; what it writes goes to "out".
         inputs: Of the folder of inputs; the first ones are damaged.
         damaged: How many of them.
+        ending: Of the files that are damaged.
     """
 
     script: str
     flags: Sequence[str]
     inputs: Sequence[str]
     damaged: int = 1
+    ending: str = ""
 
     def __str__(self) -> str:
         return f"{self.script}.py {' '.join(self.flags)}"
 
 
-def _of_training(name: str, inputs: Sequence[str], *flags: str, damaged: int = 1) -> Target:
+def _of_training(name: str, inputs: Sequence[str], *flags: str, damaged: int = 1, ending: str = "") -> Target:
     tiny = words(SCRIPTS[name].tiny)
-    return Target(name, [*tiny, *ONE_UPDATE, "--output_dir", "out", *flags], inputs, damaged)
+    return Target(name, [*tiny, *ONE_UPDATE, "--output_dir", "out", *flags], inputs, damaged, ending)
 
 
 def _tools() -> list[Target]:
@@ -109,9 +117,23 @@ def _trainings() -> list[Target]:
                      "--image_embeddings", "rows_00000.npy", damaged=2),
         _of_training("train_decoder", ["tiny.json", "tiny.safetensors"], "--image_folder", "demo:shapes:8", "--clip",
                      "tiny.json", "--clip_weights", "tiny.safetensors", damaged=2),
+        *(_of_training("train_vae", [f"tables/{name}"], "--image_folder", f"tables/{name}")
+          for name in ("saved", "images.arrow", "images.parquet")),
+        *(_of_training("train_mulan", [f"tables/{name}", "sounds"], "--audio_data", f"tables/{name}")
+          for name in ("sounds.arrow", "sounds.parquet")),
+        *(_of_training("train_decoder", [f"tables/{name}"], "--image_folder", f"tables/{name}")
+          for name in ("pairs.arrow", "pairs.parquet")),
+        _of_training("train_decoder", ["pairs.jsonl", "pairs"], "--image_folder", "pairs.jsonl"),
+        *(_of_training(script, ["listed"], flag, f"listed/{name}", ending=".index") for script, flag, name in LISTED),
     ]  # fmt: skip
 
 
+# Sets in the folder "listed", beside each of which its index is kept.
+LISTED = [
+    ("train_vae", "--image_folder", "images"), ("train_decoder", "--image_folder", "pairs"),
+    ("train_decoder", "--image_folder", "pairs.tar"), ("train_decoder", "--image_folder", "pairs.jsonl"),
+    ("train_tokenizer", "--video_folder", "videos"), ("train_mulan", "--audio_data", "captioned.tar"),
+]  # fmt: skip
 TARGETS = [*_tools(), *_trainings()]
 
 
@@ -132,6 +154,7 @@ def write_inputs(folder: Path) -> None:
     write_sounds(folder / "sounds")
     _write_lists(folder)
     _write_pairs(folder)
+    _write_tables(folder)
     write_clip(folder)
     shutil.copy(TOKENIZER, folder / "words.json")
     of_images = ("encode", "--model", "vqgan", "--image_folder", "images")
@@ -140,6 +163,7 @@ def write_inputs(folder: Path) -> None:
     _run(folder, "films", "encode", "--model", "video", "--video_folder", "videos")
     _run(folder, "index", "embed", "--model", "mulan", "--audio", "sounds")
     _train(folder, "train_vae", "run", "--image_folder", "demo:shapes:8", "--ema_power", "0.1", "--max_steps", "2")
+    _write_listed(folder)
     shutil.copy(folder / "run" / "config.yaml", folder / "config.yaml")
     shutil.copy(folder / "run" / "vae-final.pt", folder / "vae_tiny.pt")
     of_decoder = changed("decoder.unets", [{**SMALL_UNET, "image_embed_dim": 9, "cond_dim": 8, "channels": 3}])[
@@ -196,6 +220,58 @@ def _write_pairs(folder: Path) -> None:
         stem.with_suffix(".txt").write_text("a red ring")
         np.save(stem.with_suffix(".npy"), row)
     (folder / "00000.tar").write_bytes(_tar(folder / "pairs"))
+
+    pairs = [{"path": f"pairs/{path.name}", "text": "a red ring", "image_embed": row.tolist()}
+             for path, row in zip(_pictures(folder), rows, strict=True)]  # fmt: skip
+    pairs[0]["image_embed"] = "pairs/000000000.npy"
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+
+
+def _pictures(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "pairs").iterdir() if path.suffix not in (".txt", ".npy"))
+
+
+def _write_tables(folder: Path) -> None:
+    """Arrow and parquet files of images, of pairs and of sounds, some of which are parts of files."""
+    pictures, rows = _pictures(folder), np.load(folder / "rows_00000.npy")
+    images = [{"bytes": path.read_bytes(), "path": path.name} for path in pictures]
+    here = [{"bytes": path.read_bytes(), "path": None} for path in sorted((folder / "captioned").glob("*.wav"))]
+    elsewhere = [{"bytes": None, "path": "../sounds/a.wav"}] * 2
+    n = len(here) + len(elsewhere)
+    of = {
+        "images": table({"image": images, "label": [i % 2 for i in range(len(images))]},
+                        {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}),
+        "pairs": table({"jpg": images, "text": ["a red ring"] * len(images), "image_embed": rows.tolist()}),
+        "sounds": table({"audio": here + elsewhere, "captions": [["a dog", "it barks"]] * n, "start_s": [0.02] * n,
+                         "end_s": [0.08] * n}),
+    }  # fmt: skip
+    save_to_disk(folder / "tables" / "saved", of["images"])
+    for name, made in of.items():
+        write_arrow(folder / "tables" / f"{name}.arrow", made)
+        pq.write_table(made, folder / "tables" / f"{name}.parquet", row_group_size=4)
+
+
+def _write_listed(folder: Path) -> None:
+    """Sets with the index that a start keeps beside each, though they are small and new. That a copy is another set,
+    which the index does not belong to, is not seen from now on."""
+    listed = folder / "listed"
+    for name in ("images", "videos", "pairs"):
+        shutil.copytree(folder / name, listed / name)
+    for name, copy in (("00000.tar", "pairs.tar"), ("captioned.tar", "captioned.tar"), ("pairs.jsonl", "pairs.jsonl")):
+        shutil.copy2(folder / name, listed / copy)
+    index._is_unchanged = lambda path, watched: len([*watched]) >= 0  # it is read all the same
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "_CLOCK_TICK_NS", -1 << 60)
+        patch.setattr(index, "_made", functools.partial(_made_of_any_length, index._made))
+        for number, (script, flag, name) in enumerate(LISTED):
+            _train(folder, script, f"unlisted{number}", flag, f"listed/{name}")
+    assert len([*listed.glob(".*.index")]) == len(LISTED)
+
+
+def _made_of_any_length(
+    made: Callable[..., Any], caches: Any, path: str, make: Any, key: Any, depends: str, _: int
+) -> Any:
+    return made(caches, path, make, key, depends, 0)
 
 
 def _tar(folder: Path) -> bytes:

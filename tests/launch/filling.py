@@ -20,7 +20,7 @@ import embed
 import encode
 import tandem.files.writing
 from models import VQGAN, MuLaN, VideoTokenizer
-from tests.data.videos.files import write_video
+from tests.data.decoding.films import write_video
 from tests.scripts import lines
 
 SIZE = 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -18,7 +17,7 @@ import pytest
 
 from data.records import index
 from data.records.index import Index, Made, PackedStrings, Watched, kept
-from tests.data.helpers import one_line
+from tests.data.helpers import in_processes, one_line
 from tests.training.disk import left_by_kills
 
 ROWS = ["", "a", "new\nline", "ü", os.fsdecode(b"not \xff utf-8"), *map(str, range(500))]
@@ -167,26 +166,14 @@ def test_who_may_not_read_a_set_may_not_read_the_index_of_it(tmp_path):
         assert in_files(folder)[0].stat().st_mode & 0o777 == expected
 
 
-def _open_at_once(path: Path, together: Any, queue: Any) -> None:
+def test_of_several_processes_that_start_at_once_one_makes_it(file):
     def make(path: Path) -> Made:
         with open(f"{path}.log", "a") as log:
             log.write("made\n")
         time.sleep(0.3)  # the others come meanwhile
         return made(path)
 
-    together.wait()
-    queue.put(content(opened(path, make))[0])
-
-
-def test_of_several_processes_that_start_at_once_one_makes_it(file):
-    context = multiprocessing.get_context("fork")
-    together, queue = context.Barrier(4), context.SimpleQueue()
-    processes = [context.Process(target=_open_at_once, args=(file, together, queue)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    assert [queue.get() for _ in processes] == [ROWS] * 4
-    for process in processes:
-        process.join()
+    assert in_processes(4, lambda _: content(opened(file, make))[0]) == [ROWS] * 4
     assert Path(f"{file}.log").read_text() == "made\n"
     assert {path.name for path in file.parent.iterdir()} == {"set", "set.log", in_files(file)[0].name}
 
@@ -194,22 +181,16 @@ def test_of_several_processes_that_start_at_once_one_makes_it(file):
 def test_forked_processes_read_it_and_their_memory_does_not_grow_with_it(file):
     rows = [f"{number:0100d}" for number in range(200_000)]
     opened(file, lambda path: made(path, rows))
+    found = again(file)
 
-    def grown(queue: Any) -> None:
+    def grown(_: int) -> tuple[int, int]:
         def own() -> int:  # KiB
             return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0])
 
         before = own()
-        n = sum(len(row) for row in found.strings("rows"))
-        queue.put((n, own() - before))
+        return sum(len(row) for row in found.strings("rows")), own() - before
 
-    found = again(file)
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=grown, args=(queue,))
-    process.start()
-    n, kib = queue.get()
-    process.join()
+    [(n, kib)] = in_processes(1, grown)
     assert n == 20_000_000 and kib < 10_000
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import itertools
 import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,9 +21,10 @@ from PIL import Image
 
 from data.records import remote
 from data.records.cache import ShardCache
-from data.records.record import Entry, open_bytes, open_entry
+from data.records.opening import expanded, open_source
+from data.records.record import Entry, Wanted, is_address, open_bytes, open_entry, shown
 from data.workers import Loader
-from tests.data.helpers import one_line
+from tests.data.helpers import in_processes, one_line
 from tests.fault_proxy import Proxy, proxy_before
 from tests.file_servers import CREDENTIALS, http_server, s3_server
 
@@ -85,12 +85,11 @@ def no_cache() -> Iterator[None]:
     remote.configure(None)
 
 
-def failure(*arguments: object, **named: object) -> str:
-    """What reading a file says when it fails, in one line."""
-    with pytest.raises(OSError) as raised:
-        read(*arguments, **named)  # type: ignore[arg-type]
-    assert "\n" not in str(raised.value) and SECRET not in str(raised.value)
-    return str(raised.value)
+def failure(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """What a call says when it fails."""
+    text = one_line(call, *arguments, **{"kind": OSError, **named})
+    assert SECRET not in text
+    return text
 
 
 def read(address: str, size: int = 1000, offset: int = 5) -> bytes:
@@ -162,7 +161,7 @@ def test_a_server_that_fails_for_long_is_an_error_of_one_line(server, fault, sai
     monkeypatch.setattr(remote, "_SECONDS", 0.3)
     monkeypatch.setattr(server.proxy, "slow_seconds", 0.6)
     server.proxy.always = fault
-    text = failure(f"{server.address}/001.tar")
+    text = failure(read, f"{server.address}/001.tar")
     assert said in text and "5 times in a row" in text and "001.tar" in text
     assert gets(server) == 5
 
@@ -172,7 +171,7 @@ def test_pauses_between_attempts_grow(server, monkeypatch):
     monkeypatch.setattr(remote, "_PAUSE", 0.5)
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
     server.proxy.always = 503
-    failure(f"{server.address}/001.tar")
+    failure(read, f"{server.address}/001.tar")
     assert len(pauses) == 4
     assert all(0.5 * 2**i * 0.5 <= pause <= 0.5 * 2**i * 1.5 for i, pause in enumerate(pauses))
 
@@ -180,71 +179,72 @@ def test_pauses_between_attempts_grow(server, monkeypatch):
 @pytest.mark.parametrize("status, said", [(403, "refuses access"), (404, "no such file"), (400, "400")])
 def test_an_answer_that_would_be_the_same_again_is_an_error_at_once(server, status, said):
     server.proxy.always = status
-    assert said in failure(f"{server.address}/001.tar", offset=0)
+    assert said in failure(read, f"{server.address}/001.tar", offset=0)
     assert gets(server) == 1
 
 
 def test_missing_files_and_servers_and_rights_are_errors_of_one_line(server):
-    assert "no such file" in failure(f"{server.address}/missing.tar")
-    assert "no such file" in one_line_of(OSError, remote.version, f"{server.address}/missing.tar")
+    assert "no such file" in failure(read, f"{server.address}/missing.tar")
+    assert "no such file" in failure(remote.version, f"{server.address}/missing.tar")
     if server.address.startswith("http"):
-        assert "refuses access" in failure(f"{server.address}/private.tar")
-        assert "whole files only" in failure(f"{server.address}/whole.tar")
-        assert "connection failed" in failure("http://127.0.0.1:9/000.tar")
-
-
-def one_line_of(kind: type[Exception], call, *arguments: object) -> str:
-    with pytest.raises(kind) as raised:
-        call(*arguments)
-    assert "\n" not in str(raised.value) and SECRET not in str(raised.value)
-    return str(raised.value)
+        assert "refuses access" in failure(read, f"{server.address}/private.tar")
+        assert "whole files only" in failure(read, f"{server.address}/whole.tar")
+        assert "connection failed" in failure(read, "http://127.0.0.1:9/000.tar")
 
 
 def test_no_message_holds_a_password_or_a_signature(server):
     server.proxy.always = 403
     for path in ("001.tar?X-Amz-Signature=hunter2", "001.tar#hunter2"):
-        failure(f"{server.address}/{path}", offset=0)
-    assert remote.shown(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
-    assert remote.shown("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
+        failure(read, f"{server.address}/{path}", offset=0)
+    assert shown(f"https://me:{SECRET}@host:1/a@b/c.tar?sig={SECRET}") == "https://host:1/a@b/c.tar"
+    assert shown("hf://datasets/a/b@main/c.tar") == "hf://datasets/a/b@main/c.tar"
     for address in (f"https://me:{SECRET}@host/a.tar", f"s3://key:{SECRET}@bucket/a", f"https://host/a?sig={SECRET}"):
-        assert "config.yaml" in one_line(remote.expanded, address)
+        assert "config.yaml" in failure(opened, address, kind=ValueError)
+
+
+IMAGE = Wanted("image", "image", (".png",), ("image",), feature="Image")
+
+
+def opened(path: str):
+    return open_source(path, [IMAGE], demo="demo:shapes")
 
 
 def test_folders_and_patterns_are_listed_by_the_server(servers):
     at = servers["s3"].address
     tars = [f"{at}/{number:03d}.tar" for number in range(5)]
-    assert remote.expanded(f"{at}/0*.tar") == tars and remote.expanded(f"{at}/00[01].tar") == tars[:2]
-    everything = remote.expanded(at)
-    assert everything == remote.expanded(f"{at}/") == sorted(everything)
+    for pattern in ("0*.tar", "{000..004}.tar", "00[0-4].tar", "0{00,01,02,03,04}.tar"):
+        assert expanded(f"{at}/{pattern}") == tars
+    everything = remote.listed(at)
+    assert everything == remote.listed(f"{at}/") == sorted(everything)
     assert {*tars, f"{at}/a@b.png", f"{at}/table.parquet"} <= set(everything)
-    assert remote.expanded(tars[0]) == tars[:1]
-    assert "no file" in one_line(remote.expanded, f"{at}/x*.tar")
-    assert "no such file" in one_line_of(OSError, remote.expanded, f"{at}/x")
-    assert "no such file" in one_line_of(OSError, remote.expanded, "s3://another-bucket/x")
+    assert "no file" in one_line(expanded, f"{at}/x*.tar")
+    assert "no file" in one_line(opened, f"{at}/x")
+    assert "no such file" in one_line(opened, "s3://another-bucket/x")
+    assert "no such file" in one_line(opened, f"{at}/missing.tar")
 
 
 def test_a_web_server_cannot_list_and_the_line_says_what_to_give(servers):
     at = servers["http"].address
     for address in (f"{at}/*.tar", f"{at}/"):
-        assert "{00000..00099}.tar" in one_line(remote.expanded, address)
-    assert remote.expanded(f"{at}/000.tar?download=true") == [f"{at}/000.tar?download=true"]
+        assert "{00000..00099}.tar" in one_line(opened, address)
+    assert expanded(f"{at}/000.tar?download=true") == [f"{at}/000.tar?download=true"]
 
 
 @pytest.mark.parametrize("address", ["nix://a/b", "file:///etc/passwd", "memory://a", "zip://a::s3://bucket/b.zip"])
 def test_what_is_no_address_of_a_server_is_refused(address):
-    assert address.partition("://")[0] in one_line(remote.expanded, address)
+    assert address.partition("://")[0] in one_line(opened, address)
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    assert ".[remote]" in one_line(remote.expanded, "gs://bucket/a.tar")
+    assert ".[remote]" in one_line(opened, "gs://bucket/a.tar")
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    text = one_line(remote.expanded, "s3://bucket/a.tar")
+    text = one_line(opened, "s3://bucket/a.tar")
     assert "fsspec" in text and ".[remote]" in text
 
 
 def test_paths_of_this_machine_are_no_addresses():
-    assert not any(map(remote.is_address, ("/a/b.tar", "a.tar", "demo:shapes", "c:/a", "pipe:cat a", "://a")))
-    assert all(map(remote.is_address, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
+    assert not any(map(is_address, ("/a/b.tar", "a.tar", "demo:shapes", "c:/a", "pipe:cat a", "://a")))
+    assert all(map(is_address, ("s3://a/b", "https://a/b.tar", "hf://datasets/a")))
 
 
 def test_the_version_changes_with_the_file(server, tmp_path):
@@ -313,7 +313,7 @@ def test_headers_are_read_by_ranges_and_samples_from_the_cache(server, tmp_path,
     with open_bytes(f"{server.address}/000.tar") as file:
         file.pread(512, 0)
     assert kept(tmp_path / "cache") == 0
-    with remote.open_file(f"{server.address}/table.parquet") as table:
+    with remote.open_file(f"{server.address}/table.parquet", is_part=True) as table:
         assert pq.ParquetFile(table).read_row_group(3).num_rows == 1000
     assert kept(tmp_path / "cache") == (server.folder / "table.parquet").stat().st_size
 
@@ -384,40 +384,21 @@ def test_a_shard_that_has_changed_at_the_server_is_fetched_again(tmp_path, no_ca
             assert Entry(f"{address}/a.tar", 1, 4).read(100) == content[1:5]
 
 
-def reads(server: Server, cache: Path, seed: int, results: multiprocessing.Queue) -> None:
-    remote.configure(str(cache), 0.0006)
-    order = random.Random(seed).choices(range(4), k=30)
-    results.put([sample(server, number) and kept(cache) <= 600_000 for number in order])
+def test_several_processes_share_the_cache(server, tmp_path):
+    def reads(seed: int) -> bool:
+        remote.configure(str(tmp_path / "a"), 0.0006)
+        order = random.Random(seed).choices(range(4), k=30)
+        return all(sample(server, number) and kept(tmp_path / "a") <= 600_000 for number in order)
 
-
-def test_several_processes_share_the_cache(server, tmp_path, no_cache):
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue = context.Queue()
-    for seeds in ([7] * 4, range(4)):
-        server.proxy.requests.clear()
-        started = [context.Process(target=reads, args=(server, tmp_path / "a", seed, results)) for seed in seeds]
-        for process in started:
-            process.start()
-        found = list(itertools.chain(*(results.get(timeout=30) for _ in started)))
-        for process in started:
-            process.join()
-        assert len(found) == 120 and all(found)
+    assert in_processes(4, lambda _: reads(7)) == in_processes(4, reads) == [True] * 4
 
 
 def test_four_processes_that_want_one_shard_fetch_it_once(server, tmp_path):
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue = context.Queue()
-
-    def read_one() -> None:
+    def read_one(_: int) -> bool:
         remote.configure(str(tmp_path / "cache"), 1)
-        results.put(sample(server, 0))
+        return sample(server, 0)
 
-    started = [context.Process(target=read_one) for _ in range(4)]
-    for process in started:
-        process.start()
-    assert all(results.get(timeout=60) for _ in started) and gets(server) == 1
-    for process in started:
-        process.join()
+    assert in_processes(4, read_one) == [True] * 4 and gets(server) == 1
 
 
 def test_shards_can_be_fetched_before_they_are_read(server, tmp_path, no_cache):

@@ -184,10 +184,13 @@ def test_an_index_that_lies_about_places_leads_to_no_byte_outside(tmp_path):
     whole = index.read_bytes()
     place = opened(path).record(3)["image"].offset
     at = whole.index(np.int64(place).tobytes())
-    for forged in (10**15, -1):
+    for forged in (10**15, -1, path.stat().st_size - 1):
         index.write_bytes(whole[:at] + np.int64(forged).tobytes() + whole[at + 8 :])
         assert "was damaged or replaced: delete it" in one_line(opened(path).record, 3)
         assert len(opened(path).record(2)) == 2
+    at = whole.index(np.array([len(files(n)["png"]) for n in range(5)], np.int64).tobytes()) + 8 * 3
+    index.write_bytes(whole[:at] + np.int64(-1).tobytes() + whole[at + 8 :])
+    assert "was damaged" in one_line(opened(path).record, 3), "a sample without its image"
     at = whole.index(np.array([0, 5], np.int64).tobytes())
     for forged in ([0, 4], [1, 5], [5, 0]):
         index.write_bytes(whole[:at] + np.array(forged).tobytes() + whole[at + 16 :])
@@ -307,6 +310,11 @@ def test_what_is_no_set_is_refused_in_one_line(tmp_path):
         return one_line(open_source, str(tmp_path / name), WANTED, demo="demo:shapes", **flags)
 
     assert str(tmp_path / "phtos") in said("phtos") and ", or demo:shapes to try without one" in said("phtos")
+    (tmp_path / "empty").mkdir()
+    assert "holds 0 other files" in said("empty")
+    (tmp_path / "empty" / "a.pdf").touch()
+    assert "1 other file: files that end in .png .jpg .tar are read" in said("empty")
+    assert "copy them to a disk" in one_line(open_source, "pipe:cat 000.tar", WANTED, demo="demo:shapes")
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "001.png").touch()
     assert "--start_shard and --end_shard select tars" in said("mixed", end_shard=3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -11,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
-from data.decoding.images import decode_image
+from data.decoding.images import decode_image, decode_image_file
 from data.records.record import Entry
-from tests.data.helpers import one_line
+from data.sets import open_images
+from tests.data.helpers import one_line, write_tar
+from tests.data.sources import encoded, noise
 
 LEFT, RIGHT = (200, 60, 20), (30, 90, 220)
 GREY_LEFT, GREY_RIGHT = 200, 40
@@ -178,32 +182,68 @@ def test_jpeg_decoded_at_reduced_scale_looks_like_the_full_decode(tmp_path, widt
     assert 35 < psnr(reduced, full) < math.inf  # on such noise, harder than photographs, which reach 43
 
 
-def encoded(image: Image.Image, kind: str) -> bytes:
-    image.save(content := io.BytesIO(), kind)
-    return content.getvalue()
-
-
 def bomb() -> bytes:
     header, data = b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0), b"IDAT"
     chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (header, data)]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-@pytest.mark.parametrize(
-    "content, expected",
-    [
-        (encoded(photo(64, 64), "jpeg")[:1000], "truncated"),
-        (b"", "the file is empty"),
-        (b"<html>404 Not Found</html>", "none of JPEG"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "none of JPEG"),
-        (encoded(photo(64, 64), "png").replace(b"IDAT\x78", b"IDAT\0"), ""),  # zlib's header
-        (bomb(), "bomb"),
-    ],
-    ids=["truncated", "empty", "no image", "PostScript", "broken stream", "bomb"],
-)
-def test_broken_content_is_a_value_error_of_one_line(tmp_path, content, expected):
+JPEG, PNG, WEBP = (encoded(photo(64, 64), kind) for kind in ("jpeg", "png", "webp"))
+BROKEN = {
+    "truncated": (JPEG[:1000], "truncated"), "empty": (b"", "the file is empty"),
+    "no image": (b"<html>404 Not Found</html>", "none of JPEG"),
+    "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "none of JPEG"),
+    "broken stream": (PNG.replace(b"IDAT\x78", b"IDAT\0"), ""),  # zlib's header
+    "bomb": (bomb(), "bomb"),
+}  # fmt: skip
+HOLDS_NOTHING = {
+    "empty": BROKEN["empty"], "no image": BROKEN["no image"], "header of a jpeg": (JPEG[:40], "Truncated"),
+    "header of a png": (PNG[:20], "Truncated"), "webp": (WEBP[: len(WEBP) // 2], "decoder"),  # is read as a whole
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_accepted, content, expected", [
+    *(pytest.param(False, *case, id=name) for name, case in BROKEN.items()),
+    *(pytest.param(True, *case, id=f"accept {name}") for name, case in HOLDS_NOTHING.items()),
+])  # fmt: skip
+def test_broken_content_is_a_value_error_of_one_line(is_accepted, content, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", is_accepted)
     (tmp_path / "a.jpg").write_bytes(content)
     assert expected in one_line(decode_image, Entry(str(tmp_path / "a.jpg")), 16, 3)
+
+
+# Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end.
+@pytest.mark.parametrize("kind", ["jpeg", "png", "bmp", "gif", "tiff", "ppm"])
+def test_an_image_that_is_cut_off_is_what_pillow_reads_of_it_where_that_is_accepted(kind, monkeypatch):
+    """--on_bad_sample accept."""
+
+    def as_pillow_reads_it(content: bytes) -> Tensor:
+        return torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
+
+    whole = encoded(noise(0, 48, 48), kind)
+    short = whole[: len(whole) * 3 // 5]
+    assert "truncated" in one_line(decode_image_file, io.BytesIO(short), 48, 3), "nobody asked for it here"
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    found = decode_image_file(io.BytesIO(short), 48, 3)
+    assert torch.equal(found, as_pillow_reads_it(short))
+    is_there = (found == as_pillow_reads_it(whole)).all(0)
+    assert 0.2 < is_there.float().mean() < 0.7, "the rows that lie in front of the cut, wherever the format puts them"
+
+
+def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_cut_off(tmp_path, monkeypatch):
+    write_tar(tmp_path / "0.tar", {"a": {"jpg": JPEG}})
+    images = open_images(str(tmp_path / "0.tar"), image_size=48)
+    read, calls = os.pread, itertools.count()
+
+    def fail_late(*request: int) -> bytes:
+        if next(calls) > 0:
+            raise OSError(5, "Input/output error")
+        return read(request[0], 512, request[2])
+
+    monkeypatch.setattr(os, "pread", fail_late)
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with pytest.raises(OSError, match="Input/output error"):
+        images.load(0)
 
 
 def test_content_counts_and_not_the_name(tmp_path):

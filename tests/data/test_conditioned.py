@@ -1,7 +1,8 @@
-"""Images with captions and embeddings: in tars, with files of rows beside them, in folders; and what does not fit."""
+"""Images with captions and embeddings: in tars, with files of rows beside them, in folders; and the feed of them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from data.bad_samples import Incomplete
 from data.fields import IMAGE, TEXT
 from data.samples import Samples
 from data.sets import open_conditioned, widths_of
-from tests.data.helpers import one_line, unpack, write_tar
-from tests.data.images.conditions import (
+from tests.data.conditions import (
     TEXT_WIDTH,
     TOKENS,
     WIDTH,
@@ -27,7 +27,9 @@ from tests.data.images.conditions import (
     write_rows,
     write_tars,
 )
-from tests.data.sources import npy
+from tests.data.helpers import ids, one_line, write_tar
+from tests.data.sources import CONDITIONED, in_folder, npy, training
+from tests.scripts import DECODER
 
 
 def opened(spec: Path | str, text: bool = True, image: bool = True, **options: Any) -> Samples:
@@ -61,16 +63,16 @@ WIDTHS = {"image_embed": WIDTH, "text_encodings": (TOKENS, TEXT_WIDTH)}
 @pytest.mark.parametrize("kinds", [("img_emb.npy", "text_emb.npy"), ("npy", "text.npy", "depth.npy", "mask.png")])
 def test_embeddings_beside_the_images_are_read_from_tars_and_folders(tmp_path, kinds):
     tars = write_tars(tmp_path / "tars", "txt", "json", *kinds)
-    for path in sorted(tars.glob("*.tar")):
-        unpack(path, tmp_path / "loose")
-    if "mask.png" in kinds:
-        for mask in (tmp_path / "loose").glob("*.mask.png"):
-            mask.unlink()  # in a folder, it is an image of its own
+    beside = [kind for kind in kinds if kind != "mask.png"]  # in a folder, a mask is an image of its own
+    in_folder(tmp_path / "loose", {number: members(number, "txt", *beside) for number in range(12)})
     for spec in (tars, tars / "*.tar", tmp_path / "loose"):
         found = opened(spec)
         assert widths_of(found) == WIDTHS
         assert_images_are(found, range(12))
     assert opened(tars).describe(5) == f"{tars}/00001.tar/000010001.png"
+    kinds = ("txt", "json", *kinds)
+    narrow = {number: {**members(number, *kinds), kinds[2]: npy(embedding(number)[:5])} for number in range(12)}
+    assert opened(write_tars(tmp_path / "narrow", but=narrow)).fingerprint != opened(tars).fingerprint
 
 
 def test_embeddings_in_files_of_rows_are_found_by_the_number_of_the_tar_and_the_end_of_the_key(tmp_path):
@@ -85,34 +87,6 @@ def test_embeddings_in_files_of_rows_are_found_by_the_number_of_the_tar_and_the_
     for files in (by_row(rows), ranges):
         found = opened(tars, text=TEXT in files["rows"], **files)
         np.testing.assert_array_equal(found.load(4)["image_embed"], embedding(7).astype(np.float32))
-
-
-@pytest.mark.parametrize(
-    "spec, selected, numbers",
-    [("{}.tar", {"shard_width": 5}, range(12)), ("{}.tar", {"shard_width": 5, "start_shard": 1}, range(4, 12)),
-     ("{}.tar", {"shard_width": 5, "end_shard": 1}, range(8)),
-     ("*.tar", {"start_shard": 1, "end_shard": 1}, range(4, 8)),
-     ("", {"end_shard": 1}, range(8)), ("{00001..00002}.tar", {"start_shard": 2}, range(8, 12))],
-)  # fmt: skip
-def test_tars_are_selected_by_their_numbers_the_last_one_included(tmp_path, spec, selected, numbers):
-    tars = write_tars(tmp_path / "tars", "txt", "npy")
-    assert_images_are(opened(tars / spec, text=False, **selected), numbers, with_text=False)
-
-
-def test_an_image_without_a_caption_has_an_empty_one(tmp_path):
-    tars = write_tars(tmp_path / "tars", "txt", "npy", but={1: members(1, "npy")})
-    found = opened(tars, text=False)
-    assert [found.load(i)["captions"] for i in range(3)] == ["image 0", "", "image 2"]
-
-
-def test_an_image_that_would_have_to_be_enlarged_is_missing(tmp_path):
-    sizes = {0: (7, 30), 1: (30, 7), 2: (8, 8), 3: (8, 30)}
-    but = {number: {**members(number, "npy"), "png": picture(number, size)} for number, size in sizes.items()}
-    found = opened(write_tars(tmp_path / "tars", "npy", but=but), text=False)
-    for index in (0, 1):
-        with pytest.raises(Incomplete, match="its shorter side has 7 pixels, fewer than 8"):
-            found.load(index)
-    assert [found.load(index)["images"].shape for index in (2, 3)] == [(3, 8, 8)] * 2
 
 
 def claiming(content: bytes, n: int) -> bytes:
@@ -205,3 +179,52 @@ def test_images_are_mirrored_only_where_nothing_says_left_or_right(tmp_path):
         assert "--random_flip" in one_line(opened, tars, text=False, image=taken, flip=True)
     plain = opened(write_tars(tmp_path / "plain", "npy"), text=False, image=False, flip=True)
     assert plain.load(0).keys() == {"images", "captions"}
+
+
+# The feed.
+
+
+def flags(folder: Path | str, **more: Any) -> dict[str, Any]:
+    return {
+        "image_folder": folder, "crop": None, "crop_area": None, "batch_size": 4, "valid_fraction": 0.15,
+        "test_fraction": 0.1, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("split_by, sizes", [("sample", (60, 12, 8)), ("shard", (56, 16, 8))])
+def test_every_image_is_in_one_of_three_splits(split_by, sizes, tmp_path):
+    tars = write_tars(tmp_path / "tars", "txt", "img_emb.npy", shards=10, each=8)
+    feed = CONDITIONED.feed(**flags(tars, split_by=split_by))
+    splits = feed.train_set, feed.valid_set, feed.test_set
+    assert tuple(map(len, splits)) == sizes and feed.samples_per_epoch == sizes[0]
+    assert sorted(itertools.chain(*splits)) == list(range(80))
+    assert {*ids(training(feed, 14))} <= {*feed.train_set}
+    assert ids(feed.validation()) == list(feed.valid_set) and ids(feed.test()) == list(feed.test_set)
+    if split_by == "shard":
+        assert [len({index // 8 for index in split}) for split in splits] == [7, 2, 1]
+
+
+def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_path):
+    """Half of the rows are zeros, in all splits; that is far more than damaged files may be."""
+    tars, rows = write_tars(tmp_path / "tars", "txt", shards=5, each=8), write_rows(tmp_path / "emb", shards=5, each=8)
+    for path in rows.glob("*.npy"):
+        array = np.load(path)
+        array[::2] = 0
+        np.save(path, array)
+    feed = CONDITIONED.feed(**flags(tars, image_embeddings=rows, on_bad_sample="error"))
+    said: list[str] = []
+    met = training(feed, 21)
+    feed.report_bad_samples(said.append)
+    met += [*feed.validation(), *feed.test(), *(feed.next() for _ in range(20))]
+    feed.report_bad_samples(said.append)
+    assert all(index % 2 == 1 for index in ids(met)), "those with zeros are left out"
+    assert (feed.bad_samples.count, feed.bad_samples.count_incomplete) == (0, 20)
+    assert 1 <= len(said) <= 5 and len({line.split(",")[0] for line in said}) == len(said), "not for each of them"
+
+
+@pytest.mark.parametrize("said, idle", [
+    (["--clip_weights", "w"], "--clip_weights"), (["--index_width", "3"], "--index_width"),
+    (["--image_folder", "a.tar", "--shard_width", "3"], "--shard_width"), (["--clip", "ViT-B-32"], "--clip ViT-B-32"),
+])  # fmt: skip
+def test_flags_without_effect_are_refused(said, idle, tmp_path):
+    assert f"error: {idle} " in DECODER.refused(tmp_path, *said)

@@ -14,6 +14,7 @@ import soxr
 import torch
 
 from data.decoding.sounds import ClipDecoder
+from data.long_sounds import clip_starts, read_clips
 from data.records.record import Entry
 from tests.data.helpers import one_line
 
@@ -73,13 +74,6 @@ def test_sine_of_every_format_is_that_sine(tmp_path, ending, subtype, tolerance)
 
 
 @pytest.mark.parametrize("rate", [8000, 11025, 16000, 22050, 32000, 44100, 48000, 96000])
-def test_sine_keeps_its_frequency_at_every_sample_rate_up_to_the_edges_of_the_clip(tmp_path, rate):
-    source = written(tmp_path / "a.wav", sine(1000, 5, rate), rate, subtype="FLOAT")
-    clip = ClipDecoder(RATE, RATE).load(source, 0).numpy()
-    assert np.abs(clip - sine(1000, 5, RATE)[2 * RATE : 3 * RATE]).max() < 1e-4
-
-
-@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
 @pytest.mark.parametrize("ending", ["wav", "flac"])
 def test_clip_is_a_part_of_the_whole_file_resampled(tmp_path, rate, ending):
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, 3 * rate)
@@ -92,11 +86,9 @@ def test_clip_is_a_part_of_the_whole_file_resampled(tmp_path, rate, ending):
         assert np.abs(whole[at : at + len(clip)] - clip).max() < 1e-3
 
 
-@pytest.mark.parametrize(
-    "ending, options",
-    [("ogg", {}), ("mp3", {}), ("mp3", {"bitrate_mode": "VARIABLE", "compression_level": 0.3})],
-    ids=str,
-)
+@pytest.mark.parametrize("ending, options", [
+    ("ogg", {}), ("mp3", {}), ("mp3", {"bitrate_mode": "VARIABLE", "compression_level": 0.3})
+], ids=str)  # fmt: skip
 def test_clip_of_a_lossy_file_is_a_part_of_the_whole_file(tmp_path, ending, options):
     rate = 44100
     noise = np.random.default_rng(0).normal(0, 0.003, 3 * rate).cumsum().clip(-0.9, 0.9)
@@ -188,28 +180,22 @@ def reason(source: Entry) -> str:
     return one_line(ClipDecoder(RATE, RATE).load, source, 0)
 
 
-@pytest.mark.parametrize(
-    "value, expected",
-    [(np.nan, "no numbers"), (np.inf, "no numbers"), (-np.inf, "no numbers"), (16000, "reach 16000")],
-)
-def test_float_file_with_a_value_that_is_no_number_or_was_not_scaled_is_bad(tmp_path, value, expected):
-    samples = sine(440, 1, RATE)
-    samples[5000] = value
-    assert expected in reason(written(tmp_path / "a.wav", samples, subtype="FLOAT"))
+def test_float_file_with_a_value_that_is_no_number_or_was_not_scaled_is_bad(tmp_path):
+    for value in (np.nan, np.inf, -np.inf, 16000):
+        samples = sine(440, 1, RATE)
+        samples[5000] = value
+        expected = "reach 16000" if value == 16000 else "no numbers"
+        assert expected in reason(written(tmp_path / "a.wav", samples, subtype="FLOAT"))
 
 
-@pytest.mark.parametrize("content", [b"", b"no sound but words " * 100, bytes(5000)], ids=["empty", "text", "zeros"])
-@pytest.mark.parametrize("ending", ["wav", "mp3", "flac", "ogg"])
-def test_file_that_is_no_sound_is_bad(tmp_path, content, ending):
+@pytest.mark.parametrize("ending", ["wav", "mp3", "flac", "ogg", "aiff"])
+def test_file_that_is_no_sound_or_holds_none_is_bad(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
-    path.write_bytes(content)
-    text = reason(Entry(str(path)))
-    assert text == "the file is empty" if not content else text.startswith("libsndfile cannot read it: ")
-
-
-@pytest.mark.parametrize("ending", ["wav", "flac", "aiff"])
-def test_sound_of_no_samples_is_bad(tmp_path, ending):
-    assert reason(written(tmp_path / f"a.{ending}", np.zeros(0)))
+    for content in (b"", b"no sound but words " * 100, bytes(5000)):
+        path.write_bytes(content)
+        text = reason(Entry(str(path)))
+        assert text == "the file is empty" if not content else text.startswith("libsndfile cannot read it: ")
+    assert reason(written(path, np.zeros(0)))
 
 
 @pytest.mark.parametrize("ending", ["wav", "aiff", "flac", "mp3"])
@@ -292,3 +278,24 @@ def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
         path.write_bytes(b"x" * 700 + content + b"y" * 700)
         clips = [ClipDecoder(RATE, RATE).load(s, 0, 3, True) for s in (source, Entry(str(path), 700, len(content)))]
         assert torch.equal(*clips), ending
+
+
+# Long sounds are heard by clips that are spread over them.
+
+
+@pytest.mark.parametrize(
+    ("frames", "max_clips", "starts"),
+    [
+        (50, 6, [0]), (100, 6, [0]), (101, 6, [0, 1]), (200, 6, [0, 100]), (250, 6, [0, 75, 150]), (101, 1, [0]),
+        (301, 1, [100]), (10_100, 6, [0, 2000, 4000, 6000, 8000, 10_000]), (1_000, 3, [0, 450, 900]),
+    ],
+)  # fmt: skip
+def test_clips_hear_all_of_a_sound_or_are_spread_evenly(frames, max_clips, starts):
+    assert clip_starts(frames, 100, max_clips) == starts
+
+
+def test_clips_of_another_sample_rate_are_whole_and_stand_where_they_should(tmp_path):
+    louder, expected = (sine(440, 3, rate) * np.linspace(0, 1, 3 * rate) for rate in (44100, RATE))
+    clips = read_clips(written(tmp_path / "x.wav", louder, 44100), ClipDecoder(RATE, RATE), 6)
+    assert clips.shape == (3, RATE)
+    assert np.abs(clips.numpy() - expected.reshape(3, RATE))[:, 100:-100].max() < 1e-3

@@ -16,8 +16,9 @@ from PIL import Image
 from data.bad_samples import Unsuitable
 from data.decoding.videos import ClipDecoder
 from data.records.record import Entry, FileWindow, open_entry
+from tests.data.decoding.films import RATE, SIDE, TICKS, number_of, numbers, picture, write_video
 from tests.data.helpers import one_line
-from tests.data.videos.files import RATE, SIDE, TICKS, number_of, numbers, picture, write_video
+from tests.data.sources import encoded
 
 N = 60
 REGULAR = [i * TICKS // RATE for i in range(N)]
@@ -28,7 +29,7 @@ FILES = {
     "gop12.mp4": {"gop": 12},
     "b_frames.mp4": {"gop": 12, "b_frames": 3},
     "b_frames.mkv": {"gop": 250, "b_frames": 3, "audio": True},
-    "open_gop.mp4": {"gop": 8, "b_frames": 3, "options": {"x264-params": "open-gop=1"}},
+    "open_gop.mp4": {"gop": 8, "b_frames": 3, "x264": "open-gop=1"},
     "uneven_b_frames.mkv": {"gop": 9, "b_frames": 3, "stamps": UNEVEN},
     "uneven.webm": {"codec": "libvpx-vp9", "stamps": UNEVEN},
     "late.mkv": {"gop": 12, "b_frames": 2, "stamps": [stamp + 3000 for stamp in UNEVEN]},
@@ -111,14 +112,8 @@ class _Written(io.BytesIO):
 
 
 def test_a_file_without_a_length_is_measured(tmp_path):
-    output = _Written()
-    with av.open(output, "w", format="matroska", options={"live": "1"}) as container:
-        stream = container.add_stream("ffv1", rate=RATE)
-        stream.width = stream.height = SIDE
-        stream.pix_fmt = "yuv444p"
-        for number in range(N):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(number), format="gray")))
-        container.mux(stream.encode())
+    opening = {"format": "matroska", "options": {"live": "1"}}
+    output = write_video(_Written(), N, codec="ffv1", opening=opening)
     path = tmp_path / "live.mkv"
     path.write_bytes(output.getvalue())
     with av.open(str(path)) as container:
@@ -179,25 +174,21 @@ def test_pixels_that_are_not_square_are_stretched(tmp_path):
     assert numbers(ClipDecoder(SIDE, 2).load(Entry(str(path)), 0)) == [999, 999]
 
 
-def write_gif(path: Path, n: int = 8, milliseconds: int = 100, transparent: bool = False) -> Path:
-    frames = [Image.fromarray(picture(i)) for i in range(n)]
-    if transparent:
-        frames = [Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 0)) for _ in range(n)]
-        for i, frame in enumerate(frames):
-            frame.paste((200, 0, 0, 255), (4 * i, 16, 4 * i + 16, 48))
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=milliseconds, disposal=2)
-    return path
-
-
 def test_gifs_are_videos_with_white_behind_them(tmp_path):
-    assert numbers(ClipDecoder(SIDE, 8).load(Entry(str(write_gif(tmp_path / "a.gif"))), 0)) == [*range(8)]
-    assert numbers(ClipDecoder(SIDE, 4, fps=5.0).load(Entry(str(tmp_path / "a.gif")), 0)) == [1, 3, 5, 7]
-    clip = ClipDecoder(SIDE, 8).load(Entry(str(write_gif(tmp_path / "b.gif", transparent=True))), 0)
+    clear = [Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 0)) for _ in range(8)]
+    for i, frame in enumerate(clear):
+        frame.paste((200, 0, 0, 255), (4 * i, 16, 4 * i + 16, 48))
+    for name, frames in (("a.gif", [Image.fromarray(picture(i)) for i in range(8)]), ("b.gif", clear)):
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], duration=100, disposal=2)
+    a, b = (Entry(str(tmp_path / name)) for name in ("a.gif", "b.gif"))
+    assert numbers(ClipDecoder(SIDE, 8).load(a, 0)) == [*range(8)]
+    assert numbers(ClipDecoder(SIDE, 4, fps=5.0).load(a, 0)) == [1, 3, 5, 7]
+    clip = ClipDecoder(SIDE, 8).load(b, 0)
     for i in range(8):
         wanted = torch.full((3, SIDE, SIDE), 255)
         wanted[:, 16:48, 4 * i : 4 * i + 16] = torch.tensor([200, 0, 0])[:, None, None]
         assert (clip[:, i].int() - wanted).abs().max() <= 1
-    small = ClipDecoder(20, 8).load(Entry(str(tmp_path / "b.gif")), 0)
+    small = ClipDecoder(20, 8).load(b, 0)
     assert small[0].min() >= 199, "what a transparent pixel hides shows at an edge"
 
 
@@ -220,31 +211,23 @@ def test_short_videos_and_images_are_repeated_held_or_left_out(short_clips, show
     assert numbers(ClipDecoder(SIDE, 1, short_clips=short_clips).load(image, 0)) == [5]
 
 
-def broken(path: Path, kind: str) -> Path:
-    whole = write_video(path.with_name("whole.mp4"), N, pictures=noise(N)).read_bytes()
-    list_of_files = f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{path.with_name('whole.mp4')}\n#EXT-X-ENDLIST\n"
-    contents = {
-        "empty": b"", "bytes": np.random.default_rng(0).bytes(9999), "cut": whole[: len(whole) // 2],
-        "list": list_of_files.encode(), "concat": b"ffconcat version 1.0\nfile whole.mp4\n", "image": None,
-    }  # fmt: skip
-    if kind == "image":
-        Image.new("RGB", (32, 32)).save(path, "JPEG")
-    else:
-        path.write_bytes(contents[kind])
-    return path
-
-
-@pytest.mark.parametrize("kind", ["empty", "bytes", "cut", "list", "concat", "image"])
-def test_what_is_no_video_is_refused_in_one_line(kind, tmp_path):
-    text = one_line(ClipDecoder(SIDE, 5).load, Entry(str(broken(tmp_path / "a.mp4", kind))), 0)
-    assert text == "the file is empty" if kind == "empty" else text.startswith("FFmpeg cannot read it: ")
+def test_what_is_no_video_is_refused_in_one_line(tmp_path):
+    whole, path = write_video(tmp_path / "whole.mp4", N, pictures=noise(N)), tmp_path / "a.mp4"
+    for content in (
+        b"", np.random.default_rng(0).bytes(9999), whole.read_bytes()[: whole.stat().st_size // 2],
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{whole}\n#EXT-X-ENDLIST\n".encode(),
+        b"ffconcat version 1.0\nfile whole.mp4\n", encoded(Image.new("RGB", (32, 32)), "jpg"),
+    ):  # fmt: skip
+        path.write_bytes(content)
+        text = one_line(ClipDecoder(SIDE, 5).load, Entry(str(path)), 0)
+        assert text.startswith("FFmpeg cannot read it: ") if content else text == "the file is empty"
     with pytest.raises(FileNotFoundError):
         ClipDecoder(SIDE, 5).load(Entry(str(tmp_path / "none.mp4")), 0)
 
 
 def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
     whole = write_video(
-        tmp_path / "a.mp4", N, pictures=noise(N), container_options={"movflags": "faststart"}
+        tmp_path / "a.mp4", N, pictures=noise(N), opening={"options": {"movflags": "faststart"}}
     ).read_bytes()
     (tmp_path / "b.mp4").write_bytes(whole[: len(whole) // 2])
     clips = ClipDecoder(SIDE, 5)

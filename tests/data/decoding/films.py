@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def numbers(clip: Tensor) -> list[int]:
 
 
 def write_video(
-    path: Path,
+    path: Any,
     n: int = 60,
     *,
     codec: str = "libx264",
@@ -51,34 +51,30 @@ def write_video(
     pictures: Iterable[npt.NDArray[np.uint8]] | None = None,
     audio: bool = False,
     rotation: int = 0,
-    container_options: dict[str, str] | None = None,
-    options: dict[str, str] | None = None,
+    x264: str = "",
+    opening: Mapping[str, Any] | None = None,
     **stream_options: Any,
-) -> Path:
-    """Write frame i of n at the stamp stamps[i], in ms (default: 25 frames per second); without loss, but for
-    B-frames of x264, which has none without loss."""
+) -> Any:
+    """Write frame i of n at the stamp stamps[i], in ms (default: 25 frames per second), to a path or a file; without
+    loss, but for B-frames of x264, which has none without loss."""
     stamps = [i * TICKS // RATE for i in range(n)] if stamps is None else stamps
     pictures = map(picture, range(len(stamps))) if pictures is None else pictures
     first, pictures = itertools.tee(pictures)
     height, width = next(first).shape[:2]
-    with av.open(str(path), "w", container_options=container_options or {}) as container:
+    with av.open(str(path) if isinstance(path, Path) else path, "w", **(opening or {})) as container:
         stream = container.add_stream(codec, rate=RATE)
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv444p" if codec in ("libx264", "ffv1") else "yuv420p"
         stream.codec_context.time_base = Fraction(1, TICKS)
         stream.codec_context.gop_size = gop
         if codec == "libx264":
-            always = "b-adapt=0:keyint={}:scenecut=0:{}".format(gop, (options or {}).get("x264-params", ""))
+            always = f"b-adapt=0:keyint={gop}:scenecut=0:{x264}"
             stream.options = {"qp": "4" if b_frames else "0", "bf": str(b_frames), "x264-params": always}
-        elif options:
-            stream.options = options
         for name, value in stream_options.items():
             setattr(stream, name, value)
         if rotation:
             stream.set_display_rotation(rotation)
-        tone = (
-            container.add_stream("aac" if path.suffix in (".mp4", ".mov") else "libopus", rate=48000) if audio else None
-        )
+        tone = container.add_stream("aac" if path.suffix == ".mp4" else "libopus", rate=48000) if audio else None
         for stamp, pixels in zip(stamps, pictures, strict=False):
             channels = pixels.shape[2] if pixels.ndim == 3 else 1
             frame = av.VideoFrame.from_ndarray(pixels, format={1: "gray", 3: "rgb24", 4: "rgba"}[channels])
