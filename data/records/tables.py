@@ -268,6 +268,8 @@ class _ArrowOnServer:
                     self._places.append((at, end - at))
                 at = end
         self.largest = max((size for _, size in self._places), default=1)
+        if self.largest > _LARGEST_GROUP:
+            raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
 
     def choose(self, columns: Sequence[str]) -> None:
         self._columns = [self.schema.get_field_index(name) for name in columns]
@@ -279,6 +281,8 @@ class _ArrowOnServer:
         content = pa.py_buffer(Entry(self._path, at, size).read(size))
         batch = pa.ipc.read_record_batch(content, self.schema).select(self._columns)
         batch.validate(full=True)
+        if batch.num_rows != self.lengths[number]:
+            raise ValueError("it claims another number of rows than it has")
         return batch
 
 
