@@ -143,7 +143,7 @@ class TableSource(Rows):
         columns: dict[Wanted, Sequence[str]] = {wanted[0]: [_column_of(kinds, features, wanted[0], files.paths[0])]}
         for one in wanted[1:]:
             there = [name for name in columns_of(one) if name in kinds]
-            columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.takes_rows else there[:1]
+            columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.as_cells else there[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
         times = [name for name in TIMES if name in kinds]
         self.has_parts = bool(times)
