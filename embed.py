@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import distributed
 from hub import fetch
 from tandem.converters import size
-from training.flags.inference import add_computation_arguments, add_output_arguments, kernel_settings
 from training.flags.parser import ArgumentParser
+from training.flags.shared import add_computation_arguments, add_output_arguments, kernel_settings
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import distributed
 from hub import fetch
 from tandem.converters import frame_rate, pixels, positive_int, size
-from training.flags.inference import add_computation_arguments, add_output_arguments, kernel_settings
 from training.flags.parser import ArgumentParser
+from training.flags.shared import add_computation_arguments, add_output_arguments, kernel_settings
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     import numpy as np
@@ -69,8 +69,8 @@ def build_parser() -> ArgumentParser:
         "its model/ folder, or USER/NAME of the Hugging Face Hub")
     sources = group.add_mutually_exclusive_group(required=True)
     sources.add_argument("--image_folder", metavar="PATH",
-        help="encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you like, or webdataset tars; "
-        "demo:shapes draws its own")
+        help="encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you like, or webdataset tars, "
+        "tables or a manifest; demo:shapes draws its own")
     sources.add_argument("--video_folder", metavar="PATH",
         help="encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this folder, with subfolders; or of "
         "a csv or jsonl manifest, or of webdataset tars; demo:moving draws its own")

@@ -25,9 +25,8 @@ from hub import fetch
 from models.decoder_config import GUIDED, Sampling
 from tandem.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
 from tandem.fields import flag, given
-from training.flags.inference import add_computation_arguments, add_output_arguments, kernel_settings
 from training.flags.parser import ArgumentParser
-from training.flags.shared import ClipFlags
+from training.flags.shared import ClipFlags, add_computation_arguments, add_output_arguments, kernel_settings
 
 if TYPE_CHECKING:
     import torch

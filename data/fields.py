@@ -49,7 +49,7 @@ _SOUND = (
 )
 
 
-TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), takes_rows=True)
+TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
 
 
 class Field:
@@ -220,7 +220,7 @@ class CaptionField(Field):
 
     tokenize: Callable[[Sequence[str]], Tensor] | None = None
 
-    wanted: ClassVar[Wanted] = Wanted("texts", "caption", (".txt",), TEXT_KEYS, takes_rows=True)
+    wanted: ClassVar[Wanted] = Wanted("texts", "caption", (".txt",), TEXT_KEYS, as_cells=True)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         caption = self._caption(record)

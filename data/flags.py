@@ -8,22 +8,57 @@ from typing import Any, ClassVar
 
 from tandem.converters import (
     FILE,
+    FOLDER,
     PATH,
     area_range,
     digit_count,
     fraction,
     frame_rate,
     non_negative_int,
+    positive_float,
     positive_int,
     size,
 )
-from tandem.fields import DATA, Needs, flag, given
+from tandem.fields import DATA, Needs, flag, given, when
 
 _PLACES = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
 
 
 @dataclass
-class DatasetFlags:
+class ShardFlags:
+    """Of every script: the order of samples that are in shards, and where shards from servers are kept."""
+
+    shuffle: str = flag(
+        "samples",
+        "order of training: shuffle all samples; or shuffle the shards (tars, files of tables), and the samples of "
+        "four shards at a time, so that shards on servers are read as a whole; whole shards are then held out, too",
+        choices=("samples", "shards"),
+        title="shards and servers",
+        lasting=True,
+    )
+    cache_dir: str | None = flag(
+        None,
+        "folder on the local disk that keeps shards from servers, for all runs of this machine (default: none is kept)",
+        FOLDER,
+        needs=when("shuffle", "shards"),
+    )
+    cache_gb: float = flag(
+        50.0,
+        "size of --cache_dir in GB; the shards of longest ago are deleted",
+        positive_float,
+        needs=given("cache_dir", "FOLDER"),
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        if args.shuffle == "shards" and hasattr(args, "split_by"):
+            if "split_by" in args.explicit and args.split_by == "sample":
+                parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")
+            args.split_by = "shard"
+
+
+@dataclass
+class DatasetFlags(ShardFlags):
     """The flag of a user's own dataset, which is given instead of the flag `data_flag`."""
 
     data_flag: ClassVar[str]
@@ -85,8 +120,8 @@ class ImageFlags(PictureFlags):
 
     image_folder: str = flag(
         "demo:shapes",
-        "folder of training images (jpg, png, webp, bmp, tiff, ppm, pgm), with subfolders; or webdataset "
-        "tars; demo:shapes draws images itself",
+        "folder of training images (jpg, png, webp, bmp, tiff, ppm, pgm), with subfolders; or webdataset tars, Arrow or "
+        "parquet files, or a manifest (csv, jsonl), also on a server (s3://...); demo:shapes draws images itself",
         PATH,
         title="images",
         also="folder",
@@ -131,8 +166,9 @@ class ConditionedImageFlags(ImageFlags, EmbeddingFlags):
     image_folder: str = flag(
         "demo:shapes",
         "webdataset tars of images, each with a .txt: a folder, tars/*.tar, {00000..00099}.tar, or {} for "
-        "the number; or a folder of images with .txt and .npy files beside them; images smaller than the "
-        "pictures to draw are left out; demo:shapes draws captioned images itself",
+        "the number; or Arrow or parquet files or a manifest, also on a server; or a folder of images with .txt and "
+        ".npy files beside them; images smaller than the pictures to draw are left out; demo:shapes draws captioned "
+        "images itself",
         PATH,
         title="images",
         also="webdataset_base_url",
@@ -161,8 +197,8 @@ class VideoFlags(PictureFlags):
 
     video_folder: str = flag(
         "demo:moving",
-        "folder of videos (mp4, m4v, mkv, webm, mov, avi, gif) and images, with subfolders; a csv or jsonl "
-        "manifest; or webdataset tars; demo:moving draws clips itself",
+        "folder of videos (mp4, m4v, mkv, webm, mov, avi, gif) and images, with subfolders; a csv or jsonl manifest, "
+        "webdataset tars, Arrow or parquet files, also on a server; demo:moving draws clips itself",
         PATH,
         title="videos",
         also="dataset_folder",
@@ -186,8 +222,8 @@ class VideoFlags(PictureFlags):
     )
     image_folder: str | None = flag(
         None,
-        "folder or webdataset tars of images to train on as clips of one frame; demo:shapes draws images "
-        "itself (default: none)",
+        "folder, tars or table of images to train on as clips of one frame; demo:shapes draws images itself "
+        "(default: none)",
         PATH,
     )
     image_every: int = flag(
@@ -204,8 +240,8 @@ class SoundFlags(DatasetFlags):
 
     audio_data: str = flag(
         "demo:tones",
-        "csv or jsonl manifest, folder with a .txt or .json per sound, or webdataset tars; demo:tones "
-        "synthesises sounds",
+        "csv or jsonl manifest, folder with a .txt or .json per sound, webdataset tars, Arrow or parquet files, also "
+        "on a server; demo:tones synthesises sounds",
         PATH,
         title="sounds and texts",
         also="folder",

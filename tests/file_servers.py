@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import boto3
+import pytest
 
-from tests.fault_proxy import serving
+from data.records import remote
+from tests.fault_proxy import Proxy, proxy_before, serving
 
 #: What a program needs that reads from `s3_server`, beside AWS_ENDPOINT_URL.
 CREDENTIALS = {
@@ -112,3 +114,16 @@ def _wait_for(address: str, process: subprocess.Popen) -> None:
             return
         time.sleep(0.1)
     raise AssertionError("moto's server does not answer")
+
+
+@contextlib.contextmanager
+def servers_of(folder: Path, log: Path) -> Iterator[dict[str, tuple[str, Proxy]]]:
+    """What a folder is called on an S3 server, "s3", and on a web server, "http"; and the proxies before them."""
+    with contextlib.ExitStack() as stack:
+        s3 = stack.enter_context(proxy_before(stack.enter_context(s3_server({"bucket": folder}, log))))
+        http = stack.enter_context(proxy_before(stack.enter_context(http_server(folder))))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3.address}.items():
+            patch.setenv(name, value)
+        remote._made.cache_clear()  # of another server
+        yield {"s3": ("s3://bucket", s3), "http": (http.address, http)}

@@ -31,7 +31,7 @@ class ManifestSource(Rows):
 
     - path, or file_name: of the file, relative to the manifest;
     - start_seconds, end_seconds, or start_s, end_s (optional): the part of a long file that is the sample;
-    - the columns of what else is wanted: cells (`takes_rows`), a path relative to the manifest, or a list of numbers.
+    - the columns of what else is wanted: cells (`as_cells`), a path relative to the manifest, or a list of numbers.
 
     The manifest is read once; the rows of a long one are kept for later starts. A file is not looked for before it is
     read. Raises ValueError, in one line, if the manifest cannot be understood or has no rows.
@@ -90,8 +90,8 @@ def _version(address: str) -> str:
 def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Of each row its path, its times, and those of these columns that it has a cell in. Raises ValueError, with path
     and line, if one is wrong."""
-    example = json.dumps({"path": "...", **{columns_of(one)[0]: "..." for one in wanted if one.takes_rows}})
-    numbers = {column for one in wanted[1:] if not one.takes_rows for column in columns_of(one)}
+    example = json.dumps({"path": "...", **{columns_of(one)[0]: "..." for one in wanted if one.as_cells}})
+    numbers = {column for one in wanted[1:] if not one.as_cells for column in columns_of(one)}
     lines: _Lines | None = None
     try:
         opened = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]

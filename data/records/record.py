@@ -38,7 +38,8 @@ class Wanted(NamedTuple):
             Files that are read are found by them in any case of letters.
         columns: Of tables and manifests, and keys of the items of a user's dataset.
         feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
-        takes_rows: Whether a record holds a mapping of all its columns that a row has, such as texts; else the first.
+        as_cells: Whether a record holds the cells of all these columns that a row has, by column, such as texts; else
+            what stands in the first of them: a file or an array of numbers.
         further: Endings of files that are taken, too; of a tar, where no file of `endings` has the same name.
     """
 
@@ -47,7 +48,7 @@ class Wanted(NamedTuple):
     endings: tuple[str, ...]
     columns: tuple[str, ...] = ()
     feature: str = ""
-    takes_rows: bool = False
+    as_cells: bool = False
     further: tuple[str, ...] = ()
 
     @property
@@ -92,7 +93,7 @@ class Entry(NamedTuple):
 
 
 # By the name of what is wanted; a name is missing where a sample lacks it. A value is an Entry; or, of a table or
-# manifest, a mapping of cells (`takes_rows`) or a list of numbers; or, of a user's dataset, whatever an item holds; or,
+# manifest, a mapping of cells (`as_cells`) or a list of numbers; or, of a user's dataset, whatever an item holds; or,
 # of a demonstration, a function that draws it.
 Record = Mapping[str, Any]
 

@@ -48,7 +48,7 @@ class Rows:
         cells, found = self.cells(index), dict[str, Any]()
         for wanted, columns in self.columns.items():
             there = {column: cell for column in columns if (cell := cells.get(column)) is not None}
-            value = there if wanted.takes_rows else self._value(wanted, next(iter(there.values()), None), index)
+            value = there if wanted.as_cells else self._value(wanted, next(iter(there.values()), None), index)
             found.update({} if value is None or not there else {wanted.name: value})
         first = next(iter(self.columns))
         if not isinstance(found.get(first.name), Entry):

@@ -143,7 +143,7 @@ class TableSource(Rows):
         columns: dict[Wanted, Sequence[str]] = {wanted[0]: [_column_of(kinds, features, wanted[0], files.paths[0])]}
         for one in wanted[1:]:
             there = [name for name in columns_of(one) if name in kinds]
-            columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.takes_rows else there[:1]
+            columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.as_cells else there[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
         times = [name for name in TIMES if name in kinds]
         self.has_parts = bool(times)
@@ -268,6 +268,8 @@ class _ArrowOnServer:
                     self._places.append((at, end - at))
                 at = end
         self.largest = max((size for _, size in self._places), default=1)
+        if self.largest > _LARGEST_GROUP:
+            raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
 
     def choose(self, columns: Sequence[str]) -> None:
         self._columns = [self.schema.get_field_index(name) for name in columns]
@@ -279,6 +281,8 @@ class _ArrowOnServer:
         content = pa.py_buffer(Entry(self._path, at, size).read(size))
         batch = pa.ipc.read_record_batch(content, self.schema).select(self._columns)
         batch.validate(full=True)
+        if batch.num_rows != self.lengths[number]:
+            raise ValueError("it claims another number of rows than it has")
         return batch
 
 

@@ -71,8 +71,8 @@ class OfOne:
 
 def stream(samples: Any, batch_size: int = 8, rank: int = 0, world_size: int = 1, **options: Any) -> TrainingStream:
     """A training stream over all samples, with the seed 0."""
-    sizes = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
-    return TrainingStream(samples, TrainingOrder(range(len(samples)), seed=0), **{**sizes, **options})
+    order = TrainingOrder(range(len(samples)), seed=0)
+    return TrainingStream(samples, order, batch_size=batch_size, rank=rank, world_size=world_size, **options)
 
 
 def global_batches(samples: Any, n: int, *, world_size: int = 1, **options: Any) -> list[dict]:

@@ -75,8 +75,7 @@ from data.order import TrainingOrder
 from data.sets import open_images
 from data.stream import TrainingStream, ValidationStream
 images = open_images("demo:shapes", image_size=8)
-order = TrainingOrder(range(4096), 0)
-batches = iter(TrainingStream(images, order, batch_size=8, rank=0, world_size=1, num_workers=2))
+batches = iter(TrainingStream(images, TrainingOrder(range(4096), 0), batch_size=8, rank=0, world_size=1, num_workers=2))
 next(batches)
 validation = ValidationStream(images, range(200), batch_size=8, rank=0, world_size=1, num_workers=1)
 list(validation)

@@ -1,10 +1,11 @@
-"""Flags of several scripts. Imports the standard library only, so that `--help` is fast."""
+"""Flags of several scripts, of those that train and of those that use trained weights. Imports the standard library
+only, so that `--help` is fast."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.converters import (
     FILE,
@@ -24,6 +25,7 @@ from tandem.converters import (
     step_count,
     step_count_or_0,
     step_range,
+    thread_count,
     two_fractions,
     words,
     worker_count,
@@ -33,6 +35,8 @@ from tandem.fields import Needs, flag, given, when
 from ..schedules import SHAPES
 
 if TYPE_CHECKING:
+    from distributed import Backend
+
     from .parser import ArgumentParser
 
 
@@ -118,45 +122,12 @@ class DecayingOptimizerFlags(RateFlags, OptimizerFlags):
     )
 
 
-@dataclass
-class RemoteFlags:
-    """Of every script: the order of samples that are in shards, and where shards from servers are kept."""
-
-    shuffle: str = flag(
-        "samples",
-        "order of training: shuffle all samples; or shuffle the shards (tars, files of tables), and the samples of "
-        "four shards at a time, so that shards on servers are read as a whole; whole shards are then held out, too",
-        choices=("samples", "shards"),
-        title="shards and servers",
-        lasting=True,
-    )
-    cache_dir: str | None = flag(
-        None,
-        "folder on the local disk that keeps shards from servers, for all runs of this machine (default: none is kept)",
-        FOLDER,
-        needs=when("shuffle", "shards"),
-    )
-    cache_gb: float = flag(
-        50.0,
-        "size of --cache_dir in GB; the shards of longest ago are deleted",
-        positive_float,
-        needs=given("cache_dir", "FOLDER"),
-    )
-
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        if args.shuffle == "shards" and hasattr(args, "split_by"):
-            if "split_by" in args.explicit and args.split_by == "sample":
-                parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")
-            args.split_by = "shard"
-
-
 _ENDLESS = 1e9  # epochs, where the number of updates ends a run
 _WANDB = when("report_to", "wandb")
 
 
 @dataclass
-class RunFlags(RemoteFlags):
+class RunFlags:
     """Of every script."""
 
     output_dir: str = flag(
@@ -283,3 +254,32 @@ class RunFlags(RemoteFlags):
             args.epochs = _ENDLESS
         parser.choose(args, ema_power=None, ema_decay=0.0)
         parser.choose(args, valid_folder=None, valid_fraction=0.0)
+
+
+def add_output_arguments(group: argparse._ArgumentGroup, *, output_help: str, required: bool = False) -> None:
+    """Add --output and --fresh to a group of flags."""
+    group.add_argument("--output", "--output_dir", required=required, metavar="DIR", help=output_help)
+    group.add_argument("--fresh", action="store_true", help="start over; the old content is moved to DIR.old-N")
+
+
+def add_computation_arguments(
+    parser: argparse.ArgumentParser, *, batch_size: int, unit: str, num_workers_help: str
+) -> None:
+    """Add the flags of the forward pass. `unit` is what a batch is counted in: "IMAGES"."""
+    # fmt: off
+    add = parser.add_argument_group("computation").add_argument
+    add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
+    add("--precision", type=str.lower, choices=PRECISIONS, default="fp32",
+        help="precision of the forward pass; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa")
+    add("--num_workers", type=worker_count, default=2, metavar="N", help=num_workers_help)
+    add("--cpu_threads", type=thread_count, default=1, metavar="N",
+        help="threads of each process, on a CPU; starting more processes is faster than more threads")
+    # fmt: on
+
+
+def kernel_settings(args: argparse.Namespace, processes: Backend) -> dict[str, Any]:
+    """Settings that choose the kernels, so that the last bits of a result depend on them besides model and input."""
+    device = processes.device.type
+    threads = args.cpu_threads if device == "cpu" else None
+    precision = processes.options.precision
+    return {"precision": precision, "deterministic": args.deterministic, "device": device, "cpu_threads": threads}

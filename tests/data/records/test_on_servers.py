@@ -19,8 +19,8 @@ from data.records.opening import open_source
 from data.records.record import Wanted
 from tests.data.helpers import assert_same, one_line
 from tests.data.sources import FILES, IMAGES, KINDS, N, passes
-from tests.fault_proxy import Proxy, proxy_before
-from tests.file_servers import CREDENTIALS, http_server, s3_server
+from tests.fault_proxy import Proxy
+from tests.file_servers import http_server, servers_of
 
 PLACES = ["tars", "parquet", "arrow", "csv", "manifest"]
 
@@ -44,13 +44,8 @@ def servers(sets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        log = tmp_path_factory.mktemp("log") / "moto.log"
-        s3 = stack.enter_context(proxy_before(stack.enter_context(s3_server({"bucket": root}, log))))
-        http = stack.enter_context(proxy_before(stack.enter_context(http_server(root))))
-        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3.address}.items():
-            patch.setenv(name, value)
         patch.setattr(remote, "_PAUSE", 0.01)
-        yield {"s3": ("s3://bucket", s3), "http": (http.address, http)}
+        yield stack.enter_context(servers_of(root, tmp_path_factory.mktemp("log") / "moto.log"))
         remote.configure(None)
 
 

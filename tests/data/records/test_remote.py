@@ -25,8 +25,8 @@ from data.records.opening import expanded, open_source
 from data.records.record import Entry, Wanted, is_address, open_bytes, open_entry, shown
 from data.workers import Loader
 from tests.data.helpers import in_processes, one_line
-from tests.fault_proxy import Proxy, proxy_before
-from tests.file_servers import CREDENTIALS, http_server, s3_server
+from tests.fault_proxy import Proxy
+from tests.file_servers import http_server, servers_of
 
 SECRET = "hunter2"
 
@@ -55,15 +55,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     log = tmp_path_factory.mktemp("log") / "moto.log"
-    with contextlib.ExitStack() as stack:
-        s3, http = (
-            stack.enter_context(proxy_before(stack.enter_context(server)))
-            for server in (s3_server({"bucket": folder}, log), http_server(folder))
-        )
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3.address}.items():
-            patch.setenv(name, value)
-        yield {"s3": Server("s3://bucket", folder, s3), "http": Server(http.address, folder, http)}
+    with servers_of(folder, log) as found:
+        yield {name: Server(address, folder, proxy) for name, (address, proxy) in found.items()}
 
 
 @pytest.fixture(autouse=True)

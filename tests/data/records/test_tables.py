@@ -23,7 +23,7 @@ from tests.data.records.tables import save_to_disk, table, write_arrow, write_pa
 N = 14
 IMAGE = Wanted("image", "image", (".jpg", ".png"), ("image", "img", "jpg"), "Image")
 SOUND = Wanted("sound", "sound", (".wav",), ("audio", "sound", "wav"), "Audio")
-TEXTS = Wanted("texts", "caption", (".txt",), ("caption", "captions", "caption_1", "text", "label"), takes_rows=True)
+TEXTS = Wanted("texts", "caption", (".txt",), ("caption", "captions", "caption_1", "text", "label"), as_cells=True)
 EMBED = Wanted("image_embed", "image embedding", (".npy",))
 ENCODINGS = Wanted("text_encodings", "text encoding", (".text.npy",))
 
