@@ -120,7 +120,7 @@ class ImageFlags(PictureFlags):
 
     image_folder: str = flag(
         "demo:shapes",
-        "folder of training images (jpg, png, webp, bmp, tiff, ppm, pgm), with subfolders; or webdataset tars, Arrow or "
+        "folder of training images (jpg, png, webp, bmp, tiff, ppm, pgm), with subfolders; webdataset tars, Arrow or "
         "parquet files, or a manifest (csv, jsonl), also on a server (s3://...); demo:shapes draws images itself",
         PATH,
         title="images",
