@@ -187,9 +187,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
         tokenize=clip and clip.tokenize, **takes,
     )  # fmt: skip
-    widths = (
-        widths_of(feed.first) if clip is None else {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape}
-    )
+    widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
         quality = load_quality(args, clip, backend.device)
@@ -199,8 +197,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     run = Run(args, settings, backend, feed, models={"decoder": decoder}, columns=columns)
 
     generation = Generation(
-        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1],
-        Sampling.of(args), backend, args.seed,
+        feed, lambda batch: decoder.training_pictures(embed(batch), 0)[1], Sampling.of(args), backend, args.seed,
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
