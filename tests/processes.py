@@ -11,7 +11,7 @@ import argparse
 import importlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any
 from unittest.mock import Mock
@@ -100,15 +100,26 @@ def on_processes(
         finally:
             meeting.leave(rank)
 
+    def run(rank: int) -> None:
+        try:
+            found[rank].set_result(main(rank))
+        except BaseException as error:
+            found[rank].set_exception(error)
+
     if world_size == 1:
         return [main(0)]
     # An optimizer imports it at its first step, and threads that import it together may wait for one another for ever.
     importlib.import_module("torch._dynamo")
-    with ThreadPoolExecutor(world_size) as threads:
-        ranks = [threads.submit(main, rank) for rank in range(world_size)]
-    if errors := [error for rank in ranks if (error := rank.exception())]:
+    found = [Future[Any]() for _ in range(world_size)]
+    # Not of a pool: a loader process that is forked out of a thread of one would wait for itself at its end.
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors := [error for rank in found if (error := rank.exception())]:
         raise min(errors, key=lambda error: isinstance(error, InVainError))
-    return [rank.result() for rank in ranks]
+    return [rank.result() for rank in found]
 
 
 class InVainError(AssertionError):
