@@ -164,12 +164,14 @@ def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str
     ranges. Processes that are forked later do the same.
 
     Args:
-        shards: Addresses of the shards of a data set, of which `at_once` are read in turns.
+        shards: Addresses of the shards to train on, of which `at_once` are read in turns: no others are kept. Without
+            any, all are.
 
     Raises:
-        OSError, ValueError: in one line; the folder cannot be made, or so many shards do not fit.
+        OSError, ValueError: in one line; the folder cannot be written to, or so many shards do not fit.
     """
-    global _cache
+    global _cache, _kept
+    _kept = frozenset(shards)
     _cache = None if cache_dir is None else ShardCache(cache_dir, int(cache_gb * 1e9))
     if _cache is not None and shards:
         needed = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
@@ -195,13 +197,20 @@ def fetch_shards(addresses: Mapping[int, str], shards: Sequence[range]) -> None:
 
 
 _cache: ShardCache | None = None
+_kept: frozenset[str] = frozenset()
 
 
 def _cached(address: str) -> BinaryIO | None:
-    if _cache is None:
+    """The local copy of a shard; None if the cache is not for it, has no room, or fails. Raises what the server does."""
+    if _cache is None or (_kept and address not in _kept):
         return None
     size, said = _info(address)
-    return None if size is None else _cache.open(f"{address}\n{said}", size, RemoteBytes(address).pread)
+    try:
+        return None if size is None else _cache.open(f"{address}\n{said}", size, RemoteBytes(address).pread)
+    except OSError as error:
+        if error.filename == shown(address):  # only errors of the server have this name
+            raise
+        return None
 
 
 def _protocol(address: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -329,6 +331,46 @@ def test_a_shard_that_does_not_fit_is_read_by_ranges(server, tmp_path, no_cache)
     assert "--cache_gb 0.0007" in text and "3 shards" in text and "0.00075 GB" in text
 
 
+def test_shards_that_are_not_trained_on_are_read_by_ranges(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 1, [f"{server.address}/000.tar"])
+    assert sample(server, 0) and sample(server, 1) and kept(tmp_path / "cache") == 300_000
+
+
+def test_a_cache_that_fails_is_gone_round(server, tmp_path, no_cache, monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    remote.configure(str(tmp_path / "cache"), 1)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert sample(server, 0) and kept(tmp_path / "cache") == 0
+    (tmp_path / "cache/lock").unlink()
+    (tmp_path / "cache/lock").mkdir()  # as if another user had made it
+    assert sample(server, 0)
+    with pytest.raises(OSError, match="lock"):
+        remote.configure(str(tmp_path / "cache"), 1)
+
+
+def test_what_is_forked_while_a_shard_is_fetched_holds_up_nobody(tmp_path):
+    cache, context = ShardCache(tmp_path, 100), multiprocessing.get_context("fork")
+    end, found = context.Event(), []
+    child = context.Process(target=end.wait, args=(60,), daemon=True)
+    waits = threading.Thread(target=lambda: found.append(cache.open("a", 60, read)), daemon=True)
+
+    def read(size: int, offset: int) -> bytes:
+        waits.start()
+        time.sleep(0.3)
+        child.start()
+        return bytes(60)
+
+    with cache.open("a", 60, read) as file:
+        assert len(file.read()) == 60
+    waits.join(10)
+    end.set()
+    child.join()
+    assert len(found) == 1
+    found[0].close()
+
+
 def test_files_of_others_in_the_folder_stay(server, tmp_path, no_cache):
     (tmp_path / "thesis.tex").write_bytes(bytes(1 << 20))
     remote.configure(str(tmp_path), 0.0003)
@@ -360,6 +402,8 @@ def test_what_a_killed_process_has_left_is_used_by_nobody_and_deleted_when_room_
     assert cache.open("b", 60, lambda size, offset: bytes(60)) is None, "what is being fetched keeps its room"
     os.kill(process.pid, signal.SIGKILL)
     process.join()
+    with cache.open("a", 60, lambda size, offset: b"c" * 60) as file:
+        assert file.read() == b"c" * 60, "its own unfinished part takes no room"
     with cache.open("b", 60, lambda size, offset: b"b" * 60) as file:
         assert file.read() == b"b" * 60
     with cache.open("a", 30, lambda size, offset: b"a" * 30) as file:
