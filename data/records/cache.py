@@ -77,14 +77,14 @@ class ShardCache:
                 if total > self.limit and freed and not (path.suffix and _is_locked(path)):
                     path.unlink(missing_ok=True)
                     total -= freed
-            if 0 < size and total <= self.limit:
+            if size and total <= self.limit:
                 os.posix_fallocate(made.fileno(), 0, size)  # a full disk is an error before anything is fetched
             return total <= self.limit
 
 
 @contextlib.contextmanager
 def _locked(file: BinaryIO) -> Iterator[None]:
-    """The lock is given up explicitly: a process that was forked meanwhile has the file open, too, and would keep it."""
+    """Closing would not give up the lock: a process that was forked meanwhile has the file open, too."""
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         yield

@@ -201,7 +201,8 @@ _kept: frozenset[str] = frozenset()
 
 
 def _cached(address: str) -> BinaryIO | None:
-    """The local copy of a shard; None if the cache is not for it, has no room, or fails. Raises what the server does."""
+    """The local copy of a shard; None if the cache is not for it, has no room or fails. Raises errors of the
+    server."""
     if _cache is None or (_kept and address not in _kept):
         return None
     size, said = _info(address)

@@ -364,11 +364,13 @@ def test_what_is_forked_while_a_shard_is_fetched_holds_up_nobody(tmp_path):
 
     with cache.open("a", 60, read) as file:
         assert len(file.read()) == 60
-    waits.join(10)
+    waits.join(5)
+    has_waited_for_it = waits.is_alive()
     end.set()
     child.join()
-    assert len(found) == 1
+    waits.join()
     found[0].close()
+    assert not has_waited_for_it
 
 
 def test_files_of_others_in_the_folder_stay(server, tmp_path, no_cache):
