@@ -249,9 +249,7 @@ def _divided(samples: Samples, args: argparse.Namespace, source: str) -> order.S
         return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
     otherwise = {"--split_by shard": "--split_by sample", "--shuffle shards": "--shuffle samples"}[by_shards]
     if (shards := samples.source.shards) is None:
-        raise ValueError(
-            f"{by_shards} takes several tars or several files of tables, which {source!r} has not: use {otherwise}"
-        )
+        raise ValueError(f"{by_shards} takes several tars or several files of tables, not {source!r}: use {otherwise}")
     return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
 
 
