@@ -231,10 +231,10 @@ def test_what_is_no_address_of_a_server_is_refused(address):
     assert address.partition("://")[0] in one_line(opened, address)
 
 
-@pytest.mark.parametrize("scheme", ["github", "reference", "dbfs", "jlab", "generic", "dir", "ftp"])
+@pytest.mark.parametrize("scheme", ["github", "reference", "dbfs", "jlab", "generic", "dir"])
 def test_an_address_that_cannot_be_read_is_an_error_of_one_line(scheme):
-    text = failure(read, f"{scheme}://a")
-    assert "no address that can be read" in text or "a package for" in text or "failed" in text
+    text = failure(read, f"{scheme}://a", kind=Exception)
+    assert "no address that can be read" in text or "a package for" in text
 
 
 def test_a_server_that_refuses_connections_while_a_file_system_is_made_is_asked_again():
@@ -261,7 +261,7 @@ def test_of_a_server_without_ranges_no_more_is_read_than_was_asked_for(servers):
 
 
 def test_threads_share_connections_only_if_these_serve_several_requests():
-    for address, is_shared in (("s3://bucket/a", True), ("github://org:repo@commit/a", False)):
+    for address, is_shared in (("s3://bucket/a", True), ("webhdfs://host/a", False)):
         kind, lowered = remote._kind(address)
         with ThreadPoolExecutor(1) as thread:
             there, again = (thread.submit(remote._filesystem, kind, lowered).result()[0] for _ in range(2))
