@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -36,7 +37,8 @@ class ShardCache:
         while size <= self.limit:
             with contextlib.suppress(FileNotFoundError):
                 file = open(path, "rb")  # noqa: SIM115
-                os.utime(file.fileno())
+                now = time.time_ns()  # finer than the clock by which the system would set it
+                os.utime(file.fileno(), ns=(now, now))
                 return file
             with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as made, _locked(made):
                 if not _is_named(made, part):
