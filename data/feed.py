@@ -86,7 +86,8 @@ class Feed:
             self._order: order.Order = order.TrainingOrder(self.train_set, args.seed)
             if args.shuffle == "shards":
                 assert isinstance(self.train_set, order.Ranges)
-                self._order = order.ShardOrder(self.train_set.ranges, args.seed, fetch=_fetched_before(first, args))
+                ranges = self.train_set.ranges
+                self._order = order.ShardOrder(ranges, args.seed, fetch=_fetched_before(first, ranges, args))
             if second is not None:
                 # Until each sample of the first set was seen once, so many were seen of both.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
@@ -248,21 +249,34 @@ def _divided(samples: Samples, args: argparse.Namespace, source: str) -> order.S
         return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
     otherwise = {"--split_by shard": "--split_by sample", "--shuffle shards": "--shuffle samples"}[by_shards]
     if (shards := samples.source.shards) is None:
-        raise ValueError(f"{by_shards} takes tars or tables, and {source!r} has none: use {otherwise}")
+        raise ValueError(f"{by_shards} takes several tars or several files of tables, not {source!r}: use {otherwise}")
     return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
 
 
-def _fetched_before(samples: Samples, args: argparse.Namespace) -> Callable[[Sequence[range]], None] | None:
-    """What fetches shards from a server before they are read; None if there are none there, or no cache for them.
-    Raises ValueError, in one line."""
+def _fetched_before(
+    samples: Samples, trained: Sequence[range], args: argparse.Namespace
+) -> Callable[[Sequence[range]], None] | None:
+    """What fetches shards that are trained on from a server before they are read; None if there are none there, or no
+    cache for them. Raises ValueError, in one line."""
     shards, paths = samples.source.shards or (), getattr(samples.source, "paths", ())
-    addresses = {shard.start: path for shard, path in zip(shards, paths, strict=False) if is_address(path)}
+    begins = {shard.start for shard in trained if len(shard)}
+    addresses = {
+        shard.start: path
+        for shard, path in zip(shards, paths, strict=False)
+        if len(shard) and shard.start in begins and is_address(path)
+    }
     at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
     try:
         remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
     except OSError as error:
         raise ValueError(f"--cache_dir {args.cache_dir} cannot be used: {error}") from None
-    return partial(remote.fetch_shards, addresses) if addresses and args.cache_dir else None
+    return partial(_fetch, addresses, args.num_workers) if addresses and args.cache_dir else None
+
+
+def _fetch(addresses: Mapping[int, str], num_workers: int, shards: Sequence[range]) -> None:
+    """Fetch where samples are read: in a worker, if there are any, because a process with threads should not fork."""
+    if not num_workers or torch.utils.data.get_worker_info() is not None:
+        remote.fetch_shards(addresses, shards)
 
 
 def _check_views(views: Sequence[Sequence[Any]], what: str) -> None:

@@ -7,6 +7,8 @@ import fcntl
 import hashlib
 import os
 import re
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,11 +21,13 @@ class ShardCache:
     time: one of them fetches a file, and the others wait for it. The files whose last use is longest ago are deleted; a
     process that reads such a file goes on reading it.
 
-    Raises OSError, if the folder cannot be made."""
+    Raises OSError, if the folder cannot be made or written to."""
 
     def __init__(self, folder: str | Path, limit: int) -> None:
         self._folder, self.limit = Path(folder), limit
         self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._folder), self._alone():
+            pass
 
     def open(self, key: str, size: int, read: Callable[[int, int], bytes]) -> BinaryIO | None:
         """The local copy of the file of a key, of `size` bytes; if there is none, it is fetched by read(size, offset).
@@ -33,10 +37,10 @@ class ShardCache:
         while size <= self.limit:
             with contextlib.suppress(FileNotFoundError):
                 file = open(path, "rb")  # noqa: SIM115
-                os.utime(file.fileno())
+                now = time.time_ns()  # finer than the clock by which the system would set it
+                os.utime(file.fileno(), ns=(now, now))
                 return file
-            with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as made:
-                fcntl.flock(made, fcntl.LOCK_EX)
+            with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as made, _locked(made):
                 if not _is_named(made, part):
                     continue  # another process has finished or deleted it
                 with contextlib.ExitStack() as unfinished:
@@ -57,14 +61,14 @@ class ShardCache:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """While files are counted, none may get its name or its room."""
-        with open(self._folder / "lock", "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open(self._folder / "lock", "ab") as lock, _locked(lock):
             yield
 
     def _has_room(self, made: BinaryIO, size: int) -> bool:
-        """Give an empty file `size` bytes, and delete others until all fit. Returns whether they do: files that other
-        processes are fetching stay."""
+        """Give a file `size` bytes of the disk, and delete others until all fit. Returns whether they do: files that
+        other processes are fetching stay."""
         with self._alone():
+            os.truncate(made.fileno(), 0)  # a killed process may have left something in it
             found = []
             for path in filter(_is_ours, self._folder.iterdir()):
                 with contextlib.suppress(FileNotFoundError):
@@ -75,9 +79,19 @@ class ShardCache:
                 if total > self.limit and freed and not (path.suffix and _is_locked(path)):
                     path.unlink(missing_ok=True)
                     total -= freed
-            if total <= self.limit:
-                os.truncate(made.fileno(), size)
+            if size and total <= self.limit:
+                os.posix_fallocate(made.fileno(), 0, size)  # a full disk is an error before anything is fetched
             return total <= self.limit
+
+
+@contextlib.contextmanager
+def _locked(file: BinaryIO) -> Iterator[None]:
+    """Closing would not give up the lock: a process that was forked meanwhile has the file open, too."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _is_ours(path: Path) -> bool:
@@ -99,4 +113,5 @@ def _is_locked(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        fcntl.flock(file, fcntl.LOCK_UN)
     return False

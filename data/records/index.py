@@ -267,11 +267,12 @@ def _in_memory(made: Made, key: list[Any], depends: str) -> Index:
 
 def _places(path: str, kind: str) -> list[str]:
     """Where an index may be kept: beside its file or folder, unless that has an address, and in the user's cache folder
-    by machine: several may share a home, and each hold another copy of the data under the same path."""
+    by machine: several may share a home, and each hold another copy of the data under the same path. An address means
+    the same on all."""
     ending = f".{fingerprint_of([kind.encode()])[:8]}.index"
     # Absolute, because a user without a home has "~" for one, and the variable may say anything.
     user = os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"))
-    number = fingerprint_of([_here(path if is_address(path) else os.path.realpath(path))])
+    number = fingerprint_of([os.fsencode(path) if is_address(path) else _here(os.path.realpath(path))])
     places = [os.path.join(user, "tandem", "lists", f"{number}{ending}")]
     if not is_address(path):
         parent, name = os.path.split(os.path.abspath(path))

@@ -29,6 +29,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}, "max_pool_connections": _CONNECTIONS}},
     "http": {"client_kwargs": {"trust_env": True}},  # passwords are in ~/.netrc
 }
+_INSTALLED = ("s3", "http", "hf")  # what the extra `remote` serves
 _SAME_AS = {"s3a": "s3", "https": "http"}
 
 
@@ -69,13 +70,18 @@ def listed(pattern: str) -> list[str]:
             f"{shown(pattern).rpartition('/')[0]}/{{00000..00099}}.tar"
         )
     try:
-        names = sorted(_ask(pattern, "glob" if is_pattern(pattern) else "find"))
+        found = _ask(pattern, "glob" if is_pattern(pattern) else "find", detail=True)
     except OSError as error:
         raise ValueError(f"cannot list {shown(pattern)!r}: {error.strerror}") from None
-    if not names:
+    if not found:
         raise ValueError(f"no file is named like {shown(pattern)!r}")
-    beginning = pattern.rstrip("/").removesuffix(_filesystem(pattern)[1])
-    return [beginning + name for name in names]
+    kind, lowered = _kind(pattern)
+    beginning = lowered.rstrip("/").removesuffix(kind._strip_protocol(lowered))
+    addresses = {beginning + name: about for name, about in sorted(found.items())}
+    for address, about in addresses.items():
+        with contextlib.suppress(OSError):  # the server may say more when it is asked for one file
+            _listed[address] = _meant(address, about)
+    return [*addresses]
 
 
 class RemoteBytes:
@@ -164,12 +170,14 @@ def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str
     ranges. Processes that are forked later do the same.
 
     Args:
-        shards: Addresses of the shards of a data set, of which `at_once` are read in turns.
+        shards: Addresses of the shards to train on, of which `at_once` are read in turns: no others are kept. Without
+            any, all are.
 
     Raises:
-        OSError, ValueError: in one line; the folder cannot be made, or so many shards do not fit.
+        OSError, ValueError: in one line; the folder cannot be written to, or so many shards do not fit.
     """
-    global _cache
+    global _cache, _kept
+    _kept = frozenset(shards)
     _cache = None if cache_dir is None else ShardCache(cache_dir, int(cache_gb * 1e9))
     if _cache is not None and shards:
         needed = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
@@ -195,13 +203,21 @@ def fetch_shards(addresses: Mapping[int, str], shards: Sequence[range]) -> None:
 
 
 _cache: ShardCache | None = None
+_kept: frozenset[str] = frozenset()
 
 
 def _cached(address: str) -> BinaryIO | None:
-    if _cache is None:
+    """The local copy of a shard; None if the cache is not for it, has no room or fails. Raises errors of the
+    server."""
+    if _cache is None or (_kept and address not in _kept):
         return None
     size, said = _info(address)
-    return None if size is None else _cache.open(f"{address}\n{said}", size, RemoteBytes(address).pread)
+    try:
+        return None if size is None else _cache.open(f"{address}\n{said}", size, RemoteBytes(address).pread)
+    except OSError as error:
+        if error.filename == shown(address):  # only errors of the server have this name
+            raise
+        return None
 
 
 def _protocol(address: str) -> str:
@@ -212,10 +228,16 @@ def _protocol(address: str) -> str:
     return _SAME_AS.get(scheme, scheme)
 
 
+_listed: dict[str, _Info] = {}  # what listings have said, until it is used
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _info(address: str) -> _Info:
     """Asked of the server once in each process. Raises OSError and ValueError, in one line."""
-    found = _ask(address, "info")
+    return _listed.pop(address, None) or _meant(address, _ask(address, "info"))
+
+
+def _meant(address: str, found: Mapping[str, Any]) -> _Info:
     if found["type"] == "directory":
         return _Info(None, "")
     if not isinstance(size := found.get("size"), int):
@@ -225,8 +247,9 @@ def _info(address: str) -> _Info:
 
 
 @functools.lru_cache(maxsize=64)
-def _made(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Any:
-    """A file system of fsspec, for one process: the threads of its connections do not survive a fork."""
+def _made(pid: int, thread: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    """A file system of fsspec, for one process: the threads of its connections do not survive a fork. If it is not
+    asynchronous, for one thread, too: its connections serve one request at a time."""
     import fsspec
 
     made = fsspec.filesystem(protocol, skip_instance_cache=True, **_OPTIONS.get(protocol, {}), **dict(options))
@@ -235,8 +258,9 @@ def _made(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Any:
     return made
 
 
-def _filesystem(address: str) -> tuple[Any, str]:
-    """The file system of an address, and what the file is called there. Raises ValueError, in one line."""
+def _kind(address: str) -> tuple[Any, str]:
+    """The class of the file systems for an address, and the address with its scheme in lower case, which they want.
+    Raises ValueError, in one line."""
     protocol = _protocol(address)
     try:
         import fsspec
@@ -244,13 +268,37 @@ def _filesystem(address: str) -> tuple[Any, str]:
         kind = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         what = "the package fsspec" if error.name == "fsspec" else f"a package for {protocol}:// ({error})"
-        raise ValueError(f"{shown(address)} needs {what}: {how_to_install('remote')}") from None
+        ours = f": {how_to_install('remote')}" if protocol in _INSTALLED or error.name == "fsspec" else ""
+        raise ValueError(f"{shown(address)} needs {what}{ours}") from None
     except ValueError:
         raise ValueError(f"{shown(address)}: fsspec knows no addresses that begin with {protocol}://") from None
     if protocol in ("file", "local", "memory") or "::" in address:
         raise ValueError(f"{shown(address)} is no address of a server: give a path for files of this machine")
-    options = kind._get_kwargs_from_urls(address)
-    return _made(os.getpid(), protocol, tuple(sorted(options.items()))), kind._strip_protocol(address)
+    scheme, rest = address.split("://", 1)
+    return kind, f"{scheme.lower()}://{rest}"
+
+
+def _filesystem(kind: Any, address: str) -> tuple[Any, str]:
+    """The file system of an address, and what the file is called there; some connect at once. Raises anything."""
+    options, thread = kind._get_kwargs_from_urls(address), 0 if kind.async_impl else threading.get_ident()
+    try:
+        made = _made(os.getpid(), thread, _protocol(address), tuple(sorted(options.items())))
+    except (TypeError, AttributeError) as error:  # it wants options that no address holds
+        raise ValueError(str(error)) from None
+    return made, kind._strip_protocol(address)
+
+
+async def _range(http: Any, address: str, start: int, end: int) -> bytes:
+    """These bytes of a file on a web server, and one more if it sends more: it may send all of a large file."""
+    session = await http.set_session()
+    content = bytearray()
+    async with session.get(http.encode_url(address), headers={"Range": f"bytes={start}-{end - 1}"}) as answer:
+        answer.raise_for_status()
+        while len(content) <= end - start and (piece := await answer.content.readany()):
+            content += piece
+        if len(content) > end - start:
+            answer.close()
+    return bytes(content[: end - start + 1])
 
 
 def _ask(
@@ -261,20 +309,26 @@ def _ask(
 
     Raises OSError and ValueError, in one line that quotes no server and no library, whose texts may hold passwords.
     """
-    filesystem, path = _filesystem(address)
+    kind, lowered = _kind(address)
     seconds = _SECONDS + size / _SLOWEST
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(_PAUSE * 2 ** (attempt - 1) * (0.5 + random.SystemRandom().random()))
         try:
+            filesystem, path = _filesystem(kind, lowered)
             if filesystem.async_impl:
                 from fsspec.asyn import sync
 
-                answer = sync(filesystem.loop, getattr(filesystem, f"_{method}"), path, timeout=seconds, **arguments)
+                call = getattr(filesystem, f"_{method}")
+                if method == "cat_file" and _protocol(address) == "http":
+                    call = functools.partial(_range, filesystem)
+                answer = sync(filesystem.loop, call, path, timeout=seconds, **arguments)
             else:
                 answer = getattr(filesystem, method)(path, **arguments)
             check(answer)
             return answer
+        except MemoryError:
+            raise
         except Exception as error:
             number, reason = _meaning(error, seconds)
             if number != errno.EIO:
@@ -299,6 +353,8 @@ def _meaning(error: BaseException, seconds: float) -> tuple[int, str]:
         return errno.EIO, f"the server gave no answer in {seconds:.0f} seconds"
     if 400 <= status < 500 and status not in (408, 425, 429):
         return errno.EINVAL, f"the server refuses the request, with status {status}"
+    if (isinstance(error, (ValueError, TypeError)) and "Decode" not in name) or "Validation" in name:
+        return errno.EINVAL, "it is no address that can be read"
     return errno.EIO, f"the server answers with status {status}" if status else f"the connection failed ({name})"
 
 

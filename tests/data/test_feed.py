@@ -208,7 +208,13 @@ def test_shards_from_a_server_are_fetched_into_the_cache_before_they_are_read(tm
         remote, "fetch_shards", lambda addresses, shards: fetched.extend(addresses[shard.start] for shard in shards)
     )
     opened = in_shards(Process(), Remote(), cache_dir=str(tmp_path), cache_gb=3, num_workers=0)
-    assert configured == [(str(tmp_path), 3, Remote.source.paths, 8)]
+    ((*said, kept, at_once),) = configured
+    assert (*said, at_once) == (str(tmp_path), 3, 8)
+    assert set(kept) == {Remote.source.paths[shard.start // 8] for shard in opened.train_set.ranges} and len(kept) == 5
     trained = training(opened, 2)
     later = {index // 8 for batch in training(in_shards(Process()), 5)[2:] for index in batch["ids"]}
     assert len(trained) == 2 and sorted(int(address[12:-4]) for address in fetched) == sorted(later)
+    fetched.clear()
+    training(in_shards(Process(), Remote(), cache_dir=str(tmp_path), cache_gb=3, num_workers=2), 1)
+    in_shards(Process(), Remote(), cache_dir=str(tmp_path), cache_gb=3, num_workers=2)._order(0)
+    assert not fetched, "not where workers are forked"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,8 +231,64 @@ def test_what_is_no_address_of_a_server_is_refused(address):
     assert address.partition("://")[0] in one_line(opened, address)
 
 
+@pytest.mark.parametrize("scheme", ["github", "reference", "dbfs", "jlab", "generic", "dir"])
+def test_an_address_that_cannot_be_read_is_an_error_of_one_line(scheme):
+    text = failure(read, f"{scheme}://a", kind=Exception)
+    assert "no address that can be read" in text or "a package for" in text
+
+
+def test_a_server_that_refuses_connections_while_a_file_system_is_made_is_asked_again():
+    assert "the connection failed (ConnectionRefusedError), 5 times" in failure(read, "ftp://127.0.0.1:9/a.tar")
+
+
+@pytest.mark.parametrize(
+    "kind, met, n", [(ValueError, OSError, 1), (MemoryError, MemoryError, 1), (OSError, OSError, 5)]
+)
+def test_what_would_fail_again_is_tried_once(server, kind, met, n):
+    def check(_: bytes) -> None:
+        raise kind("again")
+
+    with pytest.raises(met):
+        remote._ask(f"{server.address}/001.tar", "cat_file", check, start=0, end=10)
+    assert gets(server) == n
+
+
+def test_of_a_server_without_ranges_no_more_is_read_than_was_asked_for(servers):
+    seen: list[int] = []
+    address = f"{servers['http'].address}/whole.tar"
+    remote._ask(address, "cat_file", lambda content: seen.append(len(content)), start=0, end=10)
+    assert seen == [11]
+
+
+def test_threads_share_connections_only_if_these_serve_several_requests():
+    for address, is_shared in (("s3://bucket/a", True), ("webhdfs://host/a", False)):
+        kind, lowered = remote._kind(address)
+        with ThreadPoolExecutor(1) as thread:
+            there, again = (thread.submit(remote._filesystem, kind, lowered).result()[0] for _ in range(2))
+        assert there is again and (there is remote._filesystem(kind, lowered)[0]) == is_shared
+
+
+def test_schemes_may_be_written_in_capitals(server):
+    address = server.address.replace("s3", "S3").replace("http", "HTTP")
+    assert read(f"{address}/001.tar") == (server.folder / "001.tar").read_bytes()[5:1005]
+    if address.startswith("S3"):
+        assert remote.listed(f"{address}/00[01].tar") == [f"{server.address}/{number:03d}.tar" for number in range(2)]
+
+
+def test_what_a_listing_says_of_files_is_not_asked_again(servers):
+    addresses = remote.listed(f"{servers['s3'].address}/0*.tar")
+    servers["s3"].proxy.requests.clear()
+    said = [(remote.version(address), remote.RemoteBytes(address).size) for address in addresses]
+    assert not servers["s3"].proxy.requests and said[0][1] == 300_000
+    remote._info.cache_clear()
+    remote._made.cache_clear()
+    assert [(remote.version(address), remote.RemoteBytes(address).size) for address in addresses] == said
+    assert len(servers["s3"].proxy.requests) == len(said)
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    assert ".[remote]" in one_line(opened, "gs://bucket/a.tar")
+    text = one_line(opened, "gs://bucket/a.tar")
+    assert "gcsfs" in text and ".[remote]" not in text, "which brings it not"
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
     text = one_line(opened, "s3://bucket/a.tar")
     assert "fsspec" in text and ".[remote]" in text
@@ -329,6 +388,48 @@ def test_a_shard_that_does_not_fit_is_read_by_ranges(server, tmp_path, no_cache)
     assert "--cache_gb 0.0007" in text and "3 shards" in text and "0.00075 GB" in text
 
 
+def test_shards_that_are_not_trained_on_are_read_by_ranges(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 1, [f"{server.address}/000.tar"])
+    assert sample(server, 0) and sample(server, 1) and kept(tmp_path / "cache") == 300_000
+
+
+def test_a_cache_that_fails_is_gone_round(server, tmp_path, no_cache, monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    remote.configure(str(tmp_path / "cache"), 1)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert sample(server, 0) and kept(tmp_path / "cache") == 0
+    (tmp_path / "cache/lock").unlink()
+    (tmp_path / "cache/lock").mkdir()  # as if another user had made it
+    assert sample(server, 0)
+    with pytest.raises(OSError, match="lock"):
+        remote.configure(str(tmp_path / "cache"), 1)
+
+
+def test_what_is_forked_while_a_shard_is_fetched_holds_up_nobody(tmp_path):
+    cache, context = ShardCache(tmp_path, 100), multiprocessing.get_context("fork")
+    end, found = context.Event(), []
+    child = context.Process(target=end.wait, args=(60,), daemon=True)
+    waits = threading.Thread(target=lambda: found.append(cache.open("a", 60, read)), daemon=True)
+
+    def read(size: int, offset: int) -> bytes:
+        waits.start()
+        time.sleep(0.3)
+        child.start()
+        return bytes(60)
+
+    with cache.open("a", 60, read) as file:
+        assert len(file.read()) == 60
+    waits.join(5)
+    has_waited_for_it = waits.is_alive()
+    end.set()
+    child.join()
+    waits.join()
+    found[0].close()
+    assert not has_waited_for_it
+
+
 def test_files_of_others_in_the_folder_stay(server, tmp_path, no_cache):
     (tmp_path / "thesis.tex").write_bytes(bytes(1 << 20))
     remote.configure(str(tmp_path), 0.0003)
@@ -360,6 +461,8 @@ def test_what_a_killed_process_has_left_is_used_by_nobody_and_deleted_when_room_
     assert cache.open("b", 60, lambda size, offset: bytes(60)) is None, "what is being fetched keeps its room"
     os.kill(process.pid, signal.SIGKILL)
     process.join()
+    with cache.open("a", 60, lambda size, offset: b"c" * 60) as file:
+        assert file.read() == b"c" * 60, "its own unfinished part takes no room"
     with cache.open("b", 60, lambda size, offset: b"b" * 60) as file:
         assert file.read() == b"b" * 60
     with cache.open("a", 30, lambda size, offset: b"a" * 30) as file:
