@@ -294,7 +294,7 @@ def test_rows_may_be_parts_of_one_long_file(tmp_path):
         ("a.csv", "file,caption\na.wav,one\n", "it has file, caption"), ("a.csv", "path,caption\n", "has no rows"),
         ("a.csv", "path,caption\na.wav,one\n,two\n", "line 3"), ("a.csv", "", "it has nothing"),
         ("a.csv", "path,caption\na.wav,a bell, loud\n", "line 2: 3 cells under 2 columns"),
-        ("a.csv", 'path,caption\na.wav,"' + "x" * 200_000, "line 2: it is no table"),
+        ("a.csv", 'path,caption\na.wav,"' + ("x" * 1000 + "\n") * 1100, "it is no table"),
         ("a.csv", "path,caption\na.wav," + "x" * (1 << 20), "line 2: it is longer than"),
         ("a.csv", "path,caption,start_seconds\na.wav,one,nan\n", "line 2: its start_seconds is 'nan'"),
         ("a.csv", "path,caption,start_seconds\na.wav,one,inf\n", "line 2: its start_seconds is 'inf'"),
@@ -308,12 +308,29 @@ def test_rows_may_be_parts_of_one_long_file(tmp_path):
         ("a.jsonl", '{"path": "a.wav", "start_seconds": ' + "9" * 4000 + "}", f"start_seconds is {'9' * 40}"),
         ("a.jsonl", '{"path": "a.wav", "start_seconds": true}', "start_seconds is True"),
         ("a.jsonl", "[" * 100_000, "line 1"),
+        ("a.jsonl", '{"path": "a.wav"}\n{"path": "b.wav", "caption": "' + "\U0001f600" * 900_000 + '"}',
+         "line 2: it is longer than"),
     ],
 )  # fmt: skip
 def test_manifest_that_cannot_be_understood_is_refused_with_its_line(tmp_path, name, content, expected):
     path = tmp_path / name
     text = one_line(manifest, path, content)
     assert str(path) in text and expected in text
+
+
+def test_a_row_that_names_no_file_is_described_by_its_number_and_secrets_are_in_no_name(tmp_path):
+    source = manifest(tmp_path / "set.csv", "path\nhttp://me:hunter2@host/a.wav?sig=hunter2\n")
+    assert (source.describe(0), source.name(0)) == ("http://host/a.wav",) * 2
+    assert source.record(0)["sound"].path == "http://me:hunter2@host/a.wav?sig=hunter2"
+    source._folder = "http://host/lists"  # as if the manifest stood there
+    source.columns, source._rows = {SOUND: ["path"]}, ['{"path": "/etc/a.wav"}', "[]"]
+    assert [source.describe(row) for row in range(2)] == [f"{tmp_path}/set.csv[{row}]" for row in range(2)]
+
+
+def test_a_cell_of_a_csv_may_be_a_long_list(tmp_path):
+    numbers = [round(0.0001 * i, 4) for i in range(40_000)]
+    source = manifest(tmp_path / "set.csv", f'path,image_embed\na.wav,"{numbers}"\n', SOUND, EMBED)
+    assert source.record(0)["image_embed"].shape == (40_000,)
 
 
 def test_manifest_that_is_no_text_is_refused(tmp_path):
