@@ -27,7 +27,7 @@ from .demo import FRAMES_PER_SECOND
 from .hashing import Draws, derive_key
 from .records import own
 from .records.opening import expanded
-from .records.record import Entry, Record, Source, Wanted
+from .records.record import Entry, Record, Source, Wanted, shown
 from .records.tars import TarSource, number_of, stem_of
 from .tokenizers import Tokenizer
 
@@ -374,7 +374,7 @@ class _Rows:
         array = self._arrays[self._tars.shard(index)]
         row = row_of(self._tars.name(index), self._index_width)
         if row >= array.shape[0]:
-            raise ValueError(f"it is row {row} of {array.entry.path}, which has only {array.shape[0]}")
+            raise ValueError(f"it is row {row} of {shown(array.entry.path)}, which has only {array.shape[0]}")
         return array.row(row)
 
 

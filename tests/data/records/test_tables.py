@@ -15,7 +15,8 @@ import pytest
 
 from data.records import index, tables
 from data.records.manifest import ManifestSource
-from data.records.record import Wanted
+from data.records.opening import expanded
+from data.records.record import Wanted, shown
 from data.records.tables import TableFiles, TableSource, saved_files, tables_below
 from tests.data.helpers import one_line
 from tests.data.records.tables import save_to_disk, table, write_arrow, write_parquet
@@ -325,6 +326,13 @@ def test_a_row_that_names_no_file_is_described_by_its_number_and_secrets_are_in_
     source._folder = "http://host/lists"  # as if the manifest stood there
     source.columns, source._rows = {SOUND: ["path"]}, ['{"path": "/etc/a.wav"}', "[]"]
     assert [source.describe(row) for row in range(2)] == [f"{tmp_path}/set.csv[{row}]" for row in range(2)]
+
+
+def test_an_address_with_a_password_is_refused_and_shown_without_it():
+    slash = "https://me:pa/hunter2@host/c.tar"
+    for spec in (slash, "http://host/e_{0..1}.npy?token=hunter2"):
+        assert "hunter2" not in (said := one_line(expanded, spec)) and "came with a password" in said
+    assert shown(slash) == "https://host/c.tar" and shown("https://host:80/a@b.tar") == "https://host:80/a@b.tar"
 
 
 def test_a_cell_of_a_csv_may_be_a_long_list(tmp_path):
