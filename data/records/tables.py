@@ -15,7 +15,9 @@ import json
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +37,8 @@ from .rows import TIMES, Rows, columns_of
 ENDINGS = (".arrow", ".parquet")
 _LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without compression
 _KEPT_BYTES = 1 << 28  # of row groups, in each process
+_BYTES_OF_ROW = 8  # that a row of a parquet file takes at least, however often it repeats the one before
+_THREADS = 16
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEDIA = ("Image", "Audio", "Video")
 # The words by which the hub tells splits apart in the paths of files.
@@ -138,7 +142,8 @@ class TableSource(Rows):
     def __init__(self, files: TableFiles, wanted: Sequence[Wanted]) -> None:
         _require_pyarrow()
         self._given, self.paths, self.skipped = (files, tuple(wanted)), files.paths, files.skipped
-        opened = [_opened(path) for path in files.paths]
+        with ThreadPoolExecutor(_THREADS) as threads:  # a server takes a while for each
+            opened = [*threads.map(_opened, files.paths)]
         kinds, features = _kinds(opened[0].schema), _features_of(opened[0].schema)
         columns: dict[Wanted, Sequence[str]] = {wanted[0]: [_column_of(kinds, features, wanted[0], files.paths[0])]}
         for one in wanted[1:]:
@@ -330,8 +335,11 @@ class _ParquetFile:
         self.schema = self._about.schema.to_arrow_schema()
         groups = [self._about.row_group(number) for number in range(self._about.num_row_groups)]
         self.lengths = [group.num_rows for group in groups]
-        sizes = [group.total_byte_size for group in groups]
-        self.largest = max(1, *sizes, 1)
+        sizes = [max(group.total_byte_size, _BYTES_OF_ROW * group.num_rows) for group in groups]
+        self.largest = max([1, *sizes])
+        # Cells that are equal stand in a file once: a small one would take any memory if each became a copy.
+        leaves = (self._about.schema.column(number) for number in range(len(self._about.schema)))
+        self._once = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         if self.largest > _LARGEST_GROUP:
             raise ValueError(
                 f"its row group {sizes.index(self.largest)} has {self.largest / 1e9:.1f} GB, and all of it is read for "
@@ -344,7 +352,8 @@ class _ParquetFile:
     def part(self, number: int) -> Any:
         import pyarrow.parquet as pq
 
-        with _at_random(self._path, is_part=True) as opened, pq.ParquetFile(opened, metadata=self._about) as file:
+        how = {"metadata": self._about, "read_dictionary": self._once}
+        with _at_random(self._path, is_part=True) as opened, pq.ParquetFile(opened, **how) as file:
             return file.read_row_group(number, columns=self._columns, use_threads=False)
 
 
@@ -387,6 +396,8 @@ def _plain(cell: Any) -> Any:
     """A cell without pyarrow, but for the contents of files, which stay where they are in a map of memory."""
     import pyarrow.types as types
 
+    if types.is_dictionary(cell.type):
+        cell = cell.value
     kind = cell.type
     if cell.is_valid and types.is_struct(kind):
         return {name: _plain(cell[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
@@ -410,9 +421,8 @@ def _features_of(schema: Any) -> Mapping[str, Mapping[str, Any]]:
 
 def _kinds(schema: Any) -> dict[str, str]:
     """The type of each column, as pyarrow writes it; of columns of one name, none."""
-    return {
-        name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True) if schema.names.count(name) < 2
-    }
+    counts = Counter(schema.names)
+    return {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True) if counts[name] < 2}
 
 
 def _column_of(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:

@@ -191,6 +191,15 @@ def test_what_a_start_or_a_sample_would_read_whole_is_refused(tmp_path, monkeypa
     assert "it is compressed" in one_line(opened, path)
 
 
+def test_a_cell_that_a_small_file_repeats_is_read_once(tmp_path):
+    cells = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array([b"x" * (1 << 20)]))
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    pq.write_table(pa.table({"image": cells}), folder / "a.parquet", store_schema=False, compression="zstd")
+    source, before = opened(folder), pa.total_allocated_bytes()
+    assert read(source, 299) == b"x" * (1 << 20) and pa.total_allocated_bytes() - before < 1 << 24
+
+
 def test_a_cell_that_is_said_to_lie_outside_of_the_file_is_one_line(tmp_path):
     """Arrow adds offsets to a place in memory without looking at them, unless it is asked to."""
     whole = content(0)
