@@ -18,7 +18,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,9 +150,9 @@ class TableSource(Rows):
             there = [name for name in columns_of(one) if name in kinds]
             columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.as_cells else there[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
-        times = [name for name in TIMES if name in kinds]
-        self.has_parts = bool(times)
-        chosen = [*dict.fromkeys(itertools.chain(*columns.values(), times))]
+        self._times = [name for name in TIMES if name in kinds]
+        self.has_parts = bool(self._times)
+        chosen = [*dict.fromkeys(itertools.chain(*columns.values(), self._times))]
         self._classes = {
             name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
         }
@@ -176,7 +176,7 @@ class TableSource(Rows):
         about = json.dumps([self._names, self._firsts.tolist(), list(types.items())])
         self.fingerprint = fingerprint_of([about.encode("utf-8", "surrogateescape")])
         largest = max(file.largest for file in opened)
-        self._part = lru_cache(max(1, _KEPT_BYTES // largest))(self._read_part)
+        self._part = lru_cache(max(1, _KEPT_BYTES // largest))(partial(self._read_part, columns=chosen))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -194,6 +194,12 @@ class TableSource(Rows):
                 cells[name] = str(classes[at]) if 0 <= at < len(classes) else None
         return cells
 
+    def times(self) -> Iterator[Mapping[str, Any]]:
+        for number in range(len(self._parts)):
+            columns = self._read_part(number, self._times)
+            for cells in zip(*columns.values(), strict=True):
+                yield dict(zip(columns, map(_plain, cells), strict=True))
+
     def describe(self, index: int) -> str:
         file, row = self._place(index)
         return f"{self.paths[file]}[{row}]"
@@ -206,12 +212,12 @@ class TableSource(Rows):
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return file, index - int(self._firsts[file])
 
-    def _read_part(self, number: int) -> Mapping[str, Any]:
-        """The columns of rows that are read together."""
+    def _read_part(self, number: int, columns: Sequence[str]) -> Mapping[str, Any]:
+        """Columns of rows that are read together."""
         file, part = self._parts[number]
         with _in_one_line("the rows beside it cannot be read"):
-            read = file.part(part)
-            return {name: read.column(name) for name in read.schema.names}
+            read = file.part(part, columns)
+            return {name: read.column(name) for name in columns}
 
 
 class _ArrowFile:
@@ -232,6 +238,7 @@ class _ArrowFile:
         self.schema = pa.ipc.open_stream(self._content).schema
 
     def choose(self, columns: Sequence[str]) -> None:
+        """All columns that parts will be asked for."""
         import pyarrow as pa
 
         numbers = [self.schema.get_field_index(name) for name in columns]
@@ -243,9 +250,10 @@ class _ArrowFile:
             raise ValueError("it is compressed, so that a start would read all of it: save it without compression")
         self.lengths = [batch.num_rows for batch in self._batches]
 
-    def part(self, number: int) -> Any:
-        self._batches[number].validate(full=True)  # else forged offsets would lead out of the file
-        return self._batches[number]
+    def part(self, number: int, columns: Sequence[str]) -> Any:
+        batch = self._batches[number].select(columns)
+        batch.validate(full=True)  # else forged offsets would lead out of the file
+        return batch
 
 
 class _ArrowOnServer:
@@ -277,14 +285,14 @@ class _ArrowOnServer:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
 
     def choose(self, columns: Sequence[str]) -> None:
-        self._columns = [self.schema.get_field_index(name) for name in columns]
+        pass
 
-    def part(self, number: int) -> Any:
+    def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow as pa
 
         at, size = self._places[number]
         content = pa.py_buffer(Entry(self._path, at, size).read(size))
-        batch = pa.ipc.read_record_batch(content, self.schema).select(self._columns)
+        batch = pa.ipc.read_record_batch(content, self.schema).select(columns)
         batch.validate(full=True)
         if batch.num_rows != self.lengths[number]:
             raise ValueError("it claims another number of rows than it has")
@@ -347,14 +355,14 @@ class _ParquetFile:
             )
 
     def choose(self, columns: Sequence[str]) -> None:
-        self._columns = list(columns)
+        pass
 
-    def part(self, number: int) -> Any:
+    def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
 
         how = {"metadata": self._about, "read_dictionary": self._once}
         with _at_random(self._path, is_part=True) as opened, pq.ParquetFile(opened, **how) as file:
-            return file.read_row_group(number, columns=self._columns, use_threads=False)
+            return file.read_row_group(number, columns=[*columns], use_threads=False)
 
 
 def _opened(path: str) -> _ArrowFile | _ArrowOnServer | _ParquetFile:

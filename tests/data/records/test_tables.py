@@ -17,6 +17,7 @@ from data.records import index, tables
 from data.records.manifest import ManifestSource
 from data.records.opening import expanded
 from data.records.record import Wanted, shown
+from data.records.rows import parts_of
 from data.records.tables import TableFiles, TableSource, saved_files, tables_below
 from tests.data.helpers import one_line
 from tests.data.records.tables import save_to_disk, table, write_arrow, write_parquet
@@ -189,6 +190,16 @@ def test_what_a_start_or_a_sample_would_read_whole_is_refused(tmp_path, monkeypa
     assert "its row group 3 has 0.0 GB, and all of it is read for one sample" in one_line(opened, folder)
     path = write_arrow(tmp_path / "a.arrow", images(), options=pa.ipc.IpcWriteOptions(compression="lz4"))
     assert "it is compressed" in one_line(opened, path)
+
+
+def test_the_parts_of_files_are_known_from_the_columns_of_times_alone_and_a_bad_one_is_a_bad_sample(write, tmp_path):
+    times = [None, 1.5, -1.0, *[None] * (len(images()) - 3)]
+    source = opened(write(tmp_path / "table", images(start_seconds=times)))
+    read, columns = source._read_part, set[str]()
+    source._read_part = lambda number, chosen: columns.update(chosen) or read(number, chosen)
+    assert parts_of(source)[:3] == ["0.0 inf", "1.5 inf", "[None, None, -1.0, None]"] and columns == {"start_seconds"}
+    assert "which is no time" in one_line(source.record, 2) and source.record(1)["image"].start_seconds == 1.5
+    assert not parts_of(opened(write(tmp_path / "whole", images(start_seconds=[None] * len(images())))))
 
 
 def test_a_cell_that_a_small_file_repeats_is_read_once(tmp_path):
