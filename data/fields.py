@@ -315,6 +315,8 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
         except (OSError, ValueError) as error:
             said = f"cannot read the {kind.wanted.noun} of {source.describe(example)!r}: {reason_of(error)}"
             failures.append(Raised(said, getattr(error, "traceback", "")))
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                break  # such as a server that does not answer
             continue
         # Of files, the longest is known; of rows and items, what the model takes.
         found = record.get(kind.wanted.name)
