@@ -67,7 +67,7 @@ class Feed:
         self._args, self._processes, self.noun, self._source = args, processes, noun, source
         self._valid_source = args.valid_folder if open_valid else ""
         self._has_shown_traceback = False
-        with processes.agreement(), self._showing_traceback():
+        with self._agreement():
             processes.working("listing the samples")
             self.first = self.samples = first = open_samples()
             second, self.valid_samples = (None if opens is None else opens() for opens in (open_second, open_valid))
@@ -144,14 +144,18 @@ class Feed:
         self._training = TrainingStream(self.samples, self._order, start_samples=start_samples, **self._loading)
         self.batches = iter(self._training)
         # Inside the agreement, because reading the first batch may fail on some processes only.
-        with self._processes.agreement(), self._showing_traceback():
+        with self._agreement():
             batch = next(self.batches)
         return self._received(batch)
 
     def next(self) -> Batch:
         """The next batch of the order."""
-        with self._processes.waiting_for("data"), self._showing_traceback():
-            batch = next(self.batches)
+        with self._processes.waiting_for("data"):
+            try:
+                batch = next(self.batches)
+            except Raised as error:
+                self._show_traceback(error.traceback)
+                raise
         return self._received(batch)
 
     def validation(self) -> Iterator[Batch]:
@@ -176,7 +180,7 @@ class Feed:
         process loads them itself. Raises what `start` raises."""
         n_valid = len(self.valid_set)
         stream, least = (self._whole_validation, n_valid) if n_valid else (self._training, self._args.batch_size)
-        with self._processes.agreement(), self._showing_traceback():
+        with self._agreement():
             batch = stream.load(range(min(count, least)))
         return self._received(batch)
 
@@ -192,24 +196,34 @@ class Feed:
                 self._say_seldom(say, sample)
             else:
                 say(f"cannot read {sample}; the next {self.noun} takes its place")
-                self._show_traceback(sample.traceback)
+                if self._processes.rank == 0:
+                    self._show_traceback(sample.traceback)
         self._unreported.clear()
         if self.bad_samples.are_too_many:  # on every process, because all know the same samples
             with self._processes.agreement():
                 self.bad_samples.check()
 
     @contextlib.contextmanager
-    def _showing_traceback(self) -> Iterator[None]:
-        """Context in which what a user's dataset raises is shown before it goes on as an error in one line."""
+    def _agreement(self) -> Iterator[None]:
+        """An agreement of the processes. Of those in which a user's dataset raises an error, the first one shows it
+        before it goes on in one line. Collective."""
+        traceback = ""
         try:
-            yield
-        except Raised as error:
-            self._show_traceback(error.traceback)
+            with self._processes.agreement():
+                try:
+                    yield
+                except Raised as error:
+                    traceback = error.traceback
+                    raise
+        except ValueError:  # on all processes
+            have_one = self._processes.gather_objects(bool(traceback))
+            if True not in have_one[: self._processes.rank]:
+                self._show_traceback(traceback)
             raise
 
     def _show_traceback(self, traceback: str) -> None:
-        """The root prints the first traceback of a user's dataset; later ones differ in nothing but the index."""
-        if traceback and not self._has_shown_traceback and self._processes.rank == 0:
+        """Print the first traceback of a user's dataset; later ones differ in nothing but the index."""
+        if traceback and not self._has_shown_traceback:
             self._has_shown_traceback = True
             print("\n".join(map(printable, traceback.splitlines())), file=sys.stderr, flush=True)
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .bad_samples import Incomplete, NotASample, reason_of
+from .bad_samples import Incomplete, NotASample, Raised, reason_of
 from .crops import CENTER, Crop
 from .decoding import sounds, videos
 from .decoding.arrays import Array, StoredArray, find_array
@@ -27,11 +27,12 @@ from .demo import FRAMES_PER_SECOND
 from .hashing import Draws, derive_key
 from .records import own
 from .records.opening import expanded
-from .records.record import Entry, Record, Source, Wanted
+from .records.record import Entry, Record, Source, Wanted, shown
 from .records.tars import TarSource, number_of, stem_of
 from .tokenizers import Tokenizer
 
 _MOST_CHANNELS = 64
+_MOST_EXAMPLES = 100  # embeddings that are tried at the start
 _OWN = "item"  # the key of a record of a user's dataset
 IMAGE_NAMES = ("image", "img")
 _IMAGE = (
@@ -291,31 +292,38 @@ class EmbeddingField(Field):
 
 
 def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingField | None:
-    """The embeddings that the records of a source hold, None if it has none. Raises ValueError, in one line, if that of
-    an example, which gives the shape, cannot be read."""
+    """The embeddings that the records of a source hold, None if it has none. Raises ValueError, in one line, if none of
+    the first `_MOST_EXAMPLES`, one of which gives the shape, can be read."""
     sizes = source.sizes(kind.wanted.name)
-    example = int(sizes.argmax())  # texts are as long as the longest one
-    if sizes[example] < 0:
+    if sizes.max() < 0:
         return None
     if kind == IMAGE:  # they have one size, but for a damaged one
         values, counts = np.unique(sizes[sizes >= 0], return_counts=True)
-        example = int((sizes == values[counts.argmax()]).argmax())
-    try:
-        record = source.record(example)
-        array = numbers_of(record, kind)
-        if array is None:
-            raise refused(record.get(_OWN), _embedded(kind)) if _OWN in record else ValueError("it is empty")
-        _check_dimensions(kind, array.shape)
-    except NotASample as error:
-        raise NotASample(f"--dataset: {source.describe(example)} {error}") from None
-    except (OSError, ValueError) as error:
-        name = source.describe(example)
-        raise ValueError(f"cannot read the {kind.wanted.noun} of {name!r}: {reason_of(error)}") from None
-    # Of files, the longest is known; of rows and items, what the model takes.
-    found = record.get(kind.wanted.name)
-    is_longest = kind == IMAGE or isinstance(found, Entry) or callable(found)
-    shape = array.shape if is_longest else (longest_text, *array.shape[1:])
-    return EmbeddingField(kind, shape, fingerprint=str(array.shape))
+        examples = np.flatnonzero(sizes == values[counts.argmax()])
+    else:  # texts are as long as the longest one
+        examples = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes >= 0)]
+    failures: list[Raised] = []
+    for example in examples[:_MOST_EXAMPLES].tolist():
+        try:
+            record = source.record(example)
+            array = numbers_of(record, kind)
+            if array is None:
+                raise refused(record.get(_OWN), _embedded(kind)) if _OWN in record else ValueError("it is empty")
+            _check_dimensions(kind, array.shape)
+        except NotASample as error:
+            raise NotASample(f"--dataset: {source.describe(example)} {error}") from None
+        except (OSError, ValueError) as error:
+            said = f"cannot read the {kind.wanted.noun} of {source.describe(example)!r}: {reason_of(error)}"
+            failures.append(Raised(said, getattr(error, "traceback", "")))
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                break  # such as a server that does not answer
+            continue
+        # Of files, the longest is known; of rows and items, what the model takes.
+        found = record.get(kind.wanted.name)
+        is_longest = kind == IMAGE or isinstance(found, Entry) or callable(found)
+        shape = array.shape if is_longest else (longest_text, *array.shape[1:])
+        return EmbeddingField(kind, shape, fingerprint=str(array.shape))
+    raise failures[0]
 
 
 def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -> EmbeddingField:
@@ -368,7 +376,7 @@ class _Rows:
         array = self._arrays[self._tars.shard(index)]
         row = row_of(self._tars.name(index), self._index_width)
         if row >= array.shape[0]:
-            raise ValueError(f"it is row {row} of {array.entry.path}, which has only {array.shape[0]}")
+            raise ValueError(f"it is row {row} of {shown(array.entry.path)}, which has only {array.shape[0]}")
         return array.row(row)
 
 

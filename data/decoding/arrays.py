@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..records.record import Entry, open_entry
+from ..records.record import Entry, open_entry, shown
 
 Array = npt.NDArray[np.float32]
 
@@ -39,10 +39,10 @@ class StoredArray(NamedTuple):
     def _numbers(self, index: int, shape: tuple[int, ...], limit: int) -> Array:
         size = math.prod(shape) * self.dtype.itemsize
         if size > limit:
-            raise ValueError(f"{self.entry.path} holds {size} bytes where at most {limit} are read")
+            raise ValueError(f"{shown(self.entry.path)} holds {size} bytes where at most {limit} are read")
         content, _ = _part(self.entry, self.offset + index * size, size)
         if len(content) < size:
-            raise ValueError(f"{self.entry.path} was cut off after it was opened")
+            raise ValueError(f"{shown(self.entry.path)} was cut off after it was opened")
         return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
 
 

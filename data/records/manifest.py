@@ -22,6 +22,7 @@ from .rows import OTHER_NAMES, Rows, columns_of, path_of, seconds_of
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
 _LONGEST_LINE = 1 << 20  # characters
+_LONGEST_ROW = 1 << 23  # bytes of JSON, of which a character may take twelve; an index reads no longer string
 
 
 class ManifestSource(Rows):
@@ -48,9 +49,9 @@ class ManifestSource(Rows):
             watched, rows, filled = Watched(), PackedStrings(), set[str]()
             if not is_address(path):
                 watched.add("", status_of(path))  # before it is read, so that no change after it is missed
-            for row in _read(path, wanted, needed):
-                rows.append(json.dumps(row))
-                filled |= row.keys()
+            for row, columns in _read(path, wanted, needed):
+                rows.append(row)
+                filled.update(columns)
             if not len(rows):
                 raise ValueError(f"the manifest {path!r} has no rows")
             return Made({"rows": rows}, fingerprint_of(rows.buffers), {"filled": sorted(filled)}, watched)
@@ -62,6 +63,7 @@ class ManifestSource(Rows):
             raise index.damaged()
         there = {one: [name for name in names if name in filled] for one, names in columns.items()}
         super().__init__(there, os.path.dirname(path))
+        self._path = path
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -73,10 +75,17 @@ class ManifestSource(Rows):
         return row
 
     def describe(self, index: int) -> str:
-        return shown(self.joined(self.name(index)))
+        """The path of the file; of a row that names none its number, because the line about a bad row needs a name."""
+        try:
+            return shown(self.joined(self._stated(index)))
+        except (OSError, ValueError):
+            return f"{shown(self._path)}[{index}]"
 
     def name(self, index: int) -> str:
-        """The path as the manifest states it."""
+        """The path as the manifest states it; of an address what may be shown, because stores keep it."""
+        return shown(self._stated(index))
+
+    def _stated(self, index: int) -> str:
         return path_of(self.cells(index), next(iter(self.columns)).noun)
 
 
@@ -87,9 +96,9 @@ def _version(address: str) -> str:
         raise ValueError(f"cannot read the manifest {shown(address)!r}: {reason_of(error)}") from None
 
 
-def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Of each row its path, its times, and those of these columns that it has a cell in. Raises ValueError, with path
-    and line, if one is wrong."""
+def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Of each row its path, its times, and those of these columns that it has a cell in, as JSON; and the names of
+    these columns. Raises ValueError, with path and line, if one is wrong."""
     example = json.dumps({"path": "...", **{columns_of(one)[0]: "..." for one in wanted if one.as_cells}})
     numbers = {column for one in wanted[1:] if not one.as_cells for column in columns_of(one)}
     lines: _Lines | None = None
@@ -105,7 +114,10 @@ def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterato
                     if isinstance(row[name], str) and row[name].startswith("["):  # a list in a cell of a table
                         row[name] = parse_json(row[name].encode())
                 row |= {"path": path_of(cells, wanted[0].noun), **({"start_seconds": start} if start else {})}
-                yield row | ({"end_seconds": end} if math.isfinite(end) else {})
+                row |= {"end_seconds": end} if math.isfinite(end) else {}
+                if len(text := json.dumps(row)) > _LONGEST_ROW:
+                    raise ValueError(f"it is longer than {_LONGEST_ROW} bytes of JSON")
+                yield text, [*row]
     except OSError as error:
         raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
     except UnicodeDecodeError as error:
@@ -146,6 +158,7 @@ def _objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _table(lines: _Lines, delimiter: str) -> Iterator[Mapping[str, Any]]:
+    csv.field_size_limit(_LONGEST_LINE)  # a list of numbers in a cell is long
     reader = csv.reader(lines, delimiter=delimiter)
     header = [name.strip() for name in next(reader, [])]
     if not {"path", "file_name"} & {*header}:

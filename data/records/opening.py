@@ -138,7 +138,10 @@ def _only_tar(path: str, what: str) -> str:
 
 
 def expanded(pattern: str) -> list[str]:
-    """Paths of `{000..010}`, `{a,b}` and `*`, in order. Raises ValueError, in one line, if there are none."""
+    """Paths of `{000..010}`, `{a,b}` and `*`, in order. Raises ValueError, in one line, if there are none, or it is an
+    address with a password."""
+    if is_address(pattern):
+        remote.check_address(pattern)
     n, quoted = 1, repr(pattern[:_LONGEST_QUOTE])
     for choices in _BRACES.findall(pattern):
         said = _RANGE.fullmatch(choices)

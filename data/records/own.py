@@ -19,7 +19,7 @@ import torch
 from ..bad_samples import Raised
 from ..hashing import derive_key
 from .index import fingerprint_of
-from .record import Record, Wanted
+from .record import Record
 
 _LONGEST_QUOTE = 200
 _OURS = {"data", "distributed", "models", "tandem", "training"}  # a module of a user's by such a name would be hidden
@@ -55,7 +55,7 @@ class OwnSource:
     shards: Sequence[range] | None = None
     skipped = ""
 
-    def __init__(self, data: OwnData, wanted: Sequence[Wanted] = ()) -> None:
+    def __init__(self, data: OwnData) -> None:
         self._spec, self._seed = data.spec, data.args.seed
         self._dataset, self._length = _made(data)
         own = getattr(self._dataset, "fingerprint", None)

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, Protocol
 from tandem.files.reading import open_regular
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# User and password of an address. Without an @ in front of the first slash, a colon that begins no port begins a
+# password with a slash.
+USER = re.compile(r"(?<=://)(?:[^/?#]*|[^/?#:]*:(?!\d+/).*)@")
 
 
 def is_address(path: str) -> bool:
@@ -24,7 +27,7 @@ def is_address(path: str) -> bool:
 
 def shown(path: str) -> str:
     """A path for messages: of an address without user, password and query, in which a signature may be."""
-    return re.split("[?#]", re.sub(r"(://)[^/?#]*@", r"\1", path))[0] if is_address(path) else path
+    return re.split("[?#]", USER.sub("", path))[0] if is_address(path) else path
 
 
 class Wanted(NamedTuple):

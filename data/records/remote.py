@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from tandem.files.installed import how_to_install
 
 from .cache import ShardCache
-from .record import SCHEME, FileWindow, LocalBytes, shown
+from .record import SCHEME, USER, FileWindow, LocalBytes, shown
 
 _PIECE = 16 << 20  # bytes of the longest request
 _AHEAD = 2 << 20  # bytes that are requested at once of what is read in small steps
@@ -47,7 +47,7 @@ def version(address: str) -> str:
 def check_address(address: str) -> None:
     """Raises ValueError, in one line, if it holds a password: run folders keep the flags of a run, and everybody sees a
     command line."""
-    if re.match(r"[^/]*//[^/?#]*@", address) or (_protocol(address) == "http" and _SECRET.search(address)):
+    if USER.search(address) or (_protocol(address) == "http" and _SECRET.search(address)):
         raise ValueError(
             f"{shown(address)!r} came with a password, key or signature, which would stand in config.yaml: give the "
             "address without it, and the password in ~/.netrc or as the server's own tools read it (docs/data.md)"

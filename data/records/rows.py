@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,10 @@ class Rows:
         """The cells of a row by column: of a file its content, its path, or a mapping of both, "bytes" and "path"; of
         an embedding a list or array of numbers. Raises ValueError, in one line, if they cannot be read."""
         raise NotImplementedError
+
+    def times(self) -> Iterator[Mapping[str, Any]]:
+        """The cells of `TIMES` of all rows, perhaps among others. Raises ValueError, in one line, as `cells` does."""
+        return map(self.cells, range(len(self)))
 
     def describe(self, index: int) -> str:
         raise NotImplementedError
@@ -94,11 +98,18 @@ def _is_buffer(content: Any) -> bool:
 
 
 def parts_of(source: Source) -> list[str]:
-    """Which part of its file each record of a table is, in seconds; empty if all are whole files."""
-    if not (isinstance(source, Rows) and source.has_parts):
-        return []
-    seconds = [seconds_of(source.cells(index)) for index in range(len(source))]
-    return [f"{start} {end}" for start, end in seconds] if any(part != (0.0, math.inf) for part in seconds) else []
+    """Which part of its file each record of a table is, in seconds, or what a row says that is no part; empty if all
+    are whole files."""
+    parts = [*map(_part_of, source.times())] if isinstance(source, Rows) and source.has_parts else []
+    return parts if {*parts} - {_part_of({})} else []
+
+
+def _part_of(cells: Mapping[str, Any]) -> str:
+    try:
+        start, end = seconds_of(cells)
+    except ValueError:  # a bad sample, when it is read
+        return repr([cells.get(name) for name in TIMES])
+    return f"{start} {end}"
 
 
 def columns_of(wanted: Wanted) -> tuple[str, ...]:

@@ -15,8 +15,10 @@ import json
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,8 @@ from .rows import TIMES, Rows, columns_of
 ENDINGS = (".arrow", ".parquet")
 _LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without compression
 _KEPT_BYTES = 1 << 28  # of row groups, in each process
+_BYTES_OF_ROW = 8  # that a row of a parquet file takes at least, however often it repeats the one before
+_THREADS = 16
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEDIA = ("Image", "Audio", "Video")
 # The words by which the hub tells splits apart in the paths of files.
@@ -138,16 +142,17 @@ class TableSource(Rows):
     def __init__(self, files: TableFiles, wanted: Sequence[Wanted]) -> None:
         _require_pyarrow()
         self._given, self.paths, self.skipped = (files, tuple(wanted)), files.paths, files.skipped
-        opened = [_opened(path) for path in files.paths]
+        with ThreadPoolExecutor(_THREADS) as threads:  # a server takes a while for each
+            opened = [*threads.map(_opened, files.paths)]
         kinds, features = _kinds(opened[0].schema), _features_of(opened[0].schema)
         columns: dict[Wanted, Sequence[str]] = {wanted[0]: [_column_of(kinds, features, wanted[0], files.paths[0])]}
         for one in wanted[1:]:
             there = [name for name in columns_of(one) if name in kinds]
             columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.as_cells else there[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
-        times = [name for name in TIMES if name in kinds]
-        self.has_parts = bool(times)
-        chosen = [*dict.fromkeys(itertools.chain(*columns.values(), times))]
+        self._times = [name for name in TIMES if name in kinds]
+        self.has_parts = bool(self._times)
+        chosen = [*dict.fromkeys(itertools.chain(*columns.values(), self._times))]
         self._classes = {
             name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
         }
@@ -171,7 +176,7 @@ class TableSource(Rows):
         about = json.dumps([self._names, self._firsts.tolist(), list(types.items())])
         self.fingerprint = fingerprint_of([about.encode("utf-8", "surrogateescape")])
         largest = max(file.largest for file in opened)
-        self._part = lru_cache(max(1, _KEPT_BYTES // largest))(self._read_part)
+        self._part = lru_cache(max(1, _KEPT_BYTES // largest))(partial(self._read_part, columns=chosen))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -189,6 +194,12 @@ class TableSource(Rows):
                 cells[name] = str(classes[at]) if 0 <= at < len(classes) else None
         return cells
 
+    def times(self) -> Iterator[Mapping[str, Any]]:
+        for number in range(len(self._parts)):
+            columns = self._read_part(number, self._times)
+            for cells in zip(*columns.values(), strict=True):
+                yield dict(zip(columns, map(_plain, cells), strict=True))
+
     def describe(self, index: int) -> str:
         file, row = self._place(index)
         return f"{self.paths[file]}[{row}]"
@@ -201,12 +212,12 @@ class TableSource(Rows):
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return file, index - int(self._firsts[file])
 
-    def _read_part(self, number: int) -> Mapping[str, Any]:
-        """The columns of rows that are read together."""
+    def _read_part(self, number: int, columns: Sequence[str]) -> Mapping[str, Any]:
+        """Columns of rows that are read together."""
         file, part = self._parts[number]
         with _in_one_line("the rows beside it cannot be read"):
-            read = file.part(part)
-            return {name: read.column(name) for name in read.schema.names}
+            read = file.part(part, columns)
+            return {name: read.column(name) for name in columns}
 
 
 class _ArrowFile:
@@ -227,6 +238,7 @@ class _ArrowFile:
         self.schema = pa.ipc.open_stream(self._content).schema
 
     def choose(self, columns: Sequence[str]) -> None:
+        """All columns that parts will be asked for."""
         import pyarrow as pa
 
         numbers = [self.schema.get_field_index(name) for name in columns]
@@ -238,9 +250,10 @@ class _ArrowFile:
             raise ValueError("it is compressed, so that a start would read all of it: save it without compression")
         self.lengths = [batch.num_rows for batch in self._batches]
 
-    def part(self, number: int) -> Any:
-        self._batches[number].validate(full=True)  # else forged offsets would lead out of the file
-        return self._batches[number]
+    def part(self, number: int, columns: Sequence[str]) -> Any:
+        batch = self._batches[number].select(columns)
+        batch.validate(full=True)  # else forged offsets would lead out of the file
+        return batch
 
 
 class _ArrowOnServer:
@@ -272,14 +285,14 @@ class _ArrowOnServer:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
 
     def choose(self, columns: Sequence[str]) -> None:
-        self._columns = [self.schema.get_field_index(name) for name in columns]
+        pass
 
-    def part(self, number: int) -> Any:
+    def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow as pa
 
         at, size = self._places[number]
         content = pa.py_buffer(Entry(self._path, at, size).read(size))
-        batch = pa.ipc.read_record_batch(content, self.schema).select(self._columns)
+        batch = pa.ipc.read_record_batch(content, self.schema).select(columns)
         batch.validate(full=True)
         if batch.num_rows != self.lengths[number]:
             raise ValueError("it claims another number of rows than it has")
@@ -330,8 +343,11 @@ class _ParquetFile:
         self.schema = self._about.schema.to_arrow_schema()
         groups = [self._about.row_group(number) for number in range(self._about.num_row_groups)]
         self.lengths = [group.num_rows for group in groups]
-        sizes = [group.total_byte_size for group in groups]
-        self.largest = max(1, *sizes, 1)
+        sizes = [max(group.total_byte_size, _BYTES_OF_ROW * group.num_rows) for group in groups]
+        self.largest = max([1, *sizes])
+        # Cells that are equal stand in a file once: a small one would take any memory if each became a copy.
+        leaves = (self._about.schema.column(number) for number in range(len(self._about.schema)))
+        self._once = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         if self.largest > _LARGEST_GROUP:
             raise ValueError(
                 f"its row group {sizes.index(self.largest)} has {self.largest / 1e9:.1f} GB, and all of it is read for "
@@ -339,13 +355,14 @@ class _ParquetFile:
             )
 
     def choose(self, columns: Sequence[str]) -> None:
-        self._columns = list(columns)
+        pass
 
-    def part(self, number: int) -> Any:
+    def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
 
-        with _at_random(self._path, is_part=True) as opened, pq.ParquetFile(opened, metadata=self._about) as file:
-            return file.read_row_group(number, columns=self._columns, use_threads=False)
+        how = {"metadata": self._about, "read_dictionary": self._once}
+        with _at_random(self._path, is_part=True) as opened, pq.ParquetFile(opened, **how) as file:
+            return file.read_row_group(number, columns=[*columns], use_threads=False)
 
 
 def _opened(path: str) -> _ArrowFile | _ArrowOnServer | _ParquetFile:
@@ -387,6 +404,8 @@ def _plain(cell: Any) -> Any:
     """A cell without pyarrow, but for the contents of files, which stay where they are in a map of memory."""
     import pyarrow.types as types
 
+    if types.is_dictionary(cell.type):
+        cell = cell.value
     kind = cell.type
     if cell.is_valid and types.is_struct(kind):
         return {name: _plain(cell[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
@@ -410,9 +429,8 @@ def _features_of(schema: Any) -> Mapping[str, Mapping[str, Any]]:
 
 def _kinds(schema: Any) -> dict[str, str]:
     """The type of each column, as pyarrow writes it; of columns of one name, none."""
-    return {
-        name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True) if schema.names.count(name) < 2
-    }
+    counts = Counter(schema.names)
+    return {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True) if counts[name] < 2}
 
 
 def _column_of(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,18 @@ def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_d
     }.items():  # fmt: skip
         assert said in one_line(found.load, index)
     assert found.load(9)["image_embed"].shape == (WIDTH,), "of an array (1, 6)"
+
+
+def test_a_start_takes_the_widths_of_the_first_embedding_that_can_be_read(tmp_path):
+    records = {n: members(n, "txt", "img_emb.npy", "text_emb.npy") for n in range(4)}
+    records[0] |= {"img_emb.npy": b"x" * len(records[0]["img_emb.npy"]), "text_emb.npy": b"x" * 10_000}
+    assert widths_of(opened(in_folder(tmp_path / "folder", records))).keys() == WIDTHS.keys()
+    rows = [{"path": f"{n}.png", **({"image_embed": [1, 2, n]} if n else {})} for n in range(3)]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert widths_of(opened(tmp_path / "set.jsonl", text=False))["image_embed"] == 3
+    rows[1:] = [{**row, "image_embed": [[n]]} for n, row in enumerate(rows[1:])]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert "0.png': it is empty" in one_line(opened, tmp_path / "set.jsonl", text=False)
 
 
 def test_a_text_that_is_longer_than_the_largest_file_says_is_refused(tmp_path):

@@ -148,6 +148,20 @@ def test_the_root_shows_the_traceback_of_the_first_bad_item_and_no_other(world_s
     assert shown.count("Traceback (most recent call last)") == 1 and f'{module}.py", line 10' in shown
 
 
+@pytest.mark.parametrize("batch", [0, 1])
+def test_the_process_that_an_error_ends_shows_its_traceback_even_if_it_is_not_the_root(batch, named, capsys):
+    whole = {"dataset": f"{named(PICTURES.replace('range(32)', '[]'))}:Pictures", "valid_fraction": 0}
+    _, seen = on_processes(2, lambda process: training(IMAGES.feed(process, **whole), batch + 1))
+    module = named(PICTURES.replace("range(32)", str(seen[batch]["ids"][:1])))
+    flags = {**whole, "dataset": f"{module}:Pictures", "on_bad_sample": "error"}
+    ends = (ValueError, RuntimeError)
+    errors = on_processes(2, lambda process: training(IMAGES.feed(process, **flags), batch + 1), catches=ends)
+    assert "KeyError: 'no number" in str(errors[1])
+    assert capsys.readouterr().err.count("Traceback (most recent call last)") == 1
+    errors = on_processes(2, lambda process: IMAGES.feed(process, dataset=f"{module}:broken"), catches=ends)
+    assert len(errors) == 2 and capsys.readouterr().err.count("Traceback (most recent call last)") == 1
+
+
 def test_the_traceback_of_a_dataset_that_cannot_be_opened_or_read_at_all_is_shown_before_the_line(named, capsys):
     module = named(PICTURES)
     said = one_line(IMAGES.feed, dataset=f"{module}:broken")

@@ -15,7 +15,9 @@ import pytest
 
 from data.records import index, tables
 from data.records.manifest import ManifestSource
-from data.records.record import Wanted
+from data.records.opening import expanded
+from data.records.record import Wanted, shown
+from data.records.rows import parts_of
 from data.records.tables import TableFiles, TableSource, saved_files, tables_below
 from tests.data.helpers import one_line
 from tests.data.records.tables import save_to_disk, table, write_arrow, write_parquet
@@ -190,6 +192,25 @@ def test_what_a_start_or_a_sample_would_read_whole_is_refused(tmp_path, monkeypa
     assert "it is compressed" in one_line(opened, path)
 
 
+def test_the_parts_of_files_are_known_from_the_columns_of_times_alone_and_a_bad_one_is_a_bad_sample(write, tmp_path):
+    times = [None, 1.5, -1.0, *[None] * (len(images()) - 3)]
+    source = opened(write(tmp_path / "table", images(start_seconds=times)))
+    read, columns = source._read_part, set[str]()
+    source._read_part = lambda number, chosen: columns.update(chosen) or read(number, chosen)
+    assert parts_of(source)[:3] == ["0.0 inf", "1.5 inf", "[None, None, -1.0, None]"] and columns == {"start_seconds"}
+    assert "which is no time" in one_line(source.record, 2) and source.record(1)["image"].start_seconds == 1.5
+    assert not parts_of(opened(write(tmp_path / "whole", images(start_seconds=[None] * len(images())))))
+
+
+def test_a_cell_that_a_small_file_repeats_is_read_once(tmp_path):
+    cells = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array([b"x" * (1 << 20)]))
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    pq.write_table(pa.table({"image": cells}), folder / "a.parquet", store_schema=False, compression="zstd")
+    source, before = opened(folder), pa.total_allocated_bytes()
+    assert read(source, 299) == b"x" * (1 << 20) and pa.total_allocated_bytes() - before < 1 << 24
+
+
 def test_a_cell_that_is_said_to_lie_outside_of_the_file_is_one_line(tmp_path):
     """Arrow adds offsets to a place in memory without looking at them, unless it is asked to."""
     whole = content(0)
@@ -294,7 +315,7 @@ def test_rows_may_be_parts_of_one_long_file(tmp_path):
         ("a.csv", "file,caption\na.wav,one\n", "it has file, caption"), ("a.csv", "path,caption\n", "has no rows"),
         ("a.csv", "path,caption\na.wav,one\n,two\n", "line 3"), ("a.csv", "", "it has nothing"),
         ("a.csv", "path,caption\na.wav,a bell, loud\n", "line 2: 3 cells under 2 columns"),
-        ("a.csv", 'path,caption\na.wav,"' + "x" * 200_000, "line 2: it is no table"),
+        ("a.csv", 'path,caption\na.wav,"' + ("x" * 1000 + "\n") * 1100, "it is no table"),
         ("a.csv", "path,caption\na.wav," + "x" * (1 << 20), "line 2: it is longer than"),
         ("a.csv", "path,caption,start_seconds\na.wav,one,nan\n", "line 2: its start_seconds is 'nan'"),
         ("a.csv", "path,caption,start_seconds\na.wav,one,inf\n", "line 2: its start_seconds is 'inf'"),
@@ -308,12 +329,36 @@ def test_rows_may_be_parts_of_one_long_file(tmp_path):
         ("a.jsonl", '{"path": "a.wav", "start_seconds": ' + "9" * 4000 + "}", f"start_seconds is {'9' * 40}"),
         ("a.jsonl", '{"path": "a.wav", "start_seconds": true}', "start_seconds is True"),
         ("a.jsonl", "[" * 100_000, "line 1"),
+        ("a.jsonl", '{"path": "a.wav"}\n{"path": "b.wav", "caption": "' + "\U0001f600" * 900_000 + '"}',
+         "line 2: it is longer than"),
     ],
 )  # fmt: skip
 def test_manifest_that_cannot_be_understood_is_refused_with_its_line(tmp_path, name, content, expected):
     path = tmp_path / name
     text = one_line(manifest, path, content)
     assert str(path) in text and expected in text
+
+
+def test_a_row_that_names_no_file_is_described_by_its_number_and_secrets_are_in_no_name(tmp_path):
+    source = manifest(tmp_path / "set.csv", "path\nhttp://me:hunter2@host/a.wav?sig=hunter2\n")
+    assert (source.describe(0), source.name(0)) == ("http://host/a.wav",) * 2
+    assert source.record(0)["sound"].path == "http://me:hunter2@host/a.wav?sig=hunter2"
+    source._folder = "http://host/lists"  # as if the manifest stood there
+    source.columns, source._rows = {SOUND: ["path"]}, ['{"path": "/etc/a.wav"}', "[]"]
+    assert [source.describe(row) for row in range(2)] == [f"{tmp_path}/set.csv[{row}]" for row in range(2)]
+
+
+def test_an_address_with_a_password_is_refused_and_shown_without_it():
+    slash = "https://me:pa/hunter2@host/c.tar"
+    for spec in (slash, "http://host/e_{0..1}.npy?token=hunter2"):
+        assert "hunter2" not in (said := one_line(expanded, spec)) and "came with a password" in said
+    assert shown(slash) == "https://host/c.tar" and shown("https://host:80/a@b.tar") == "https://host:80/a@b.tar"
+
+
+def test_a_cell_of_a_csv_may_be_a_long_list(tmp_path):
+    numbers = [round(0.0001 * i, 4) for i in range(40_000)]
+    source = manifest(tmp_path / "set.csv", f'path,image_embed\na.wav,"{numbers}"\n', SOUND, EMBED)
+    assert source.record(0)["image_embed"].shape == (40_000,)
 
 
 def test_manifest_that_is_no_text_is_refused(tmp_path):
