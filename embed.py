@@ -15,53 +15,68 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
-from tandem.converters import size
+from tandem.converters import FILE, FOLDER, PATH, size
+from tandem.fields import Needs, flag, given
 from training.flags.parser import ArgumentParser
-from training.flags.shared import add_computation_arguments, add_output_arguments, kernel_settings
+from training.flags.shared import add_computation_arguments, kernel_settings
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
     from data.decoding.sounds import ClipDecoder
-# Flag -> flags that have no effect without it.
-NEEDS = {
-    "audio": ("output", "files_per_shard", "max_clips", "on_bad_sample", "num_workers"),
-    "query": ("top_k", "json"),
-}
+_AUDIO = given("audio", "PATH")
+_QUERY = Needs("query", "TEXT", lambda args: bool(args.query or args.query_file))
+
+
+@dataclass
+class Config:
+    """What is embedded and searched."""
+
+    # fmt: off
+    model: str | None = flag(None, "run of train_mulan.py, its model/ or best/ folder, or USER/NAME of the Hub", FOLDER,
+        required=True, title="from and to")
+    audio: str | None = flag(None, "embed every sound file in this folder, nested as you like; or the sounds of a csv "
+        "or jsonl manifest, of webdataset tars or of demo:tones, of each its middle clip alone", PATH)
+    output: str | None = flag(None, "index to write; an index that is not complete is continued", FOLDER,
+        also="output_dir", needs=_AUDIO)
+    fresh: bool = flag(False, "start over; the old content is moved to DIR.old-N")
+    index: str | None = flag(None, "index to search (default: --output)", FOLDER)
+
+    max_clips: int = flag(6, "a long file is the mean of at most so many clips, spread evenly over it; 1: only its "
+        "middle", size, metavar="CLIPS", needs=_AUDIO, title="embedding")
+    files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", needs=_AUDIO)
+    on_bad_sample: str = flag("skip", "where a file cannot be read: leave it out and name it in the index, or stop",
+        choices=("skip", "error"), needs=_AUDIO)
+
+    query: list[str] | None = flag(None, "a sentence, or the path of a sound file; may be repeated",
+        action="append", metavar="TEXT", title="search")
+    query_file: str | None = flag(None, "more queries, one per line", FILE)
+    top_k: int = flag(10, "how many matches to show for each query", size, metavar="ROWS", needs=_QUERY)
+    json: bool = flag(False, "print a JSON object per query, not a table", needs=_QUERY)
+    # fmt: on
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        args.index = args.index or args.output
+        if not (args.audio or _QUERY.is_met(args)):
+            parser.error("nothing to do: say --audio or --query")
+        if (args.audio and not args.output) or not args.index:
+            parser.error("which index? say --index, or --output beside --audio to make one")
+        if "num_workers" in args.explicit and not args.audio:
+            parser.error("--num_workers is for --audio; leave it out, or say --audio")
 
 
 def build_parser() -> ArgumentParser:
     text = "Embed sounds with a trained MuLaN, and search among them."
     parser = ArgumentParser("embed.py", text, is_root=distributed.launched_as_root)
     parser.usage = "%(prog)s --model DIR [--audio PATH --output DIR] [--index DIR] [--query TEXT] [flags]"
-    # fmt: off
-    group = parser.add_argument_group("from and to")
-    group.add_argument("--model", required=True, metavar="DIR",
-        help="run of train_mulan.py, its model/ or best/ folder, or USER/NAME of the Hub")
-    group.add_argument("--audio", metavar="PATH",
-        help="embed every sound file in this folder, nested as you like; or the sounds of a csv or jsonl manifest, of "
-        "webdataset tars or of demo:tones, of each its middle clip alone")
-    add_output_arguments(group, output_help="index to write; an index that is not complete is continued")
-    group.add_argument("--index", metavar="DIR", help="index to search (default: --output)")
-
-    add = parser.add_argument_group("embedding").add_argument
-    add("--max_clips", type=size, default=6, metavar="CLIPS",
-        help="a long file is the mean of at most so many clips, spread evenly over it; 1: only its middle")
-    add("--files_per_shard", type=size, default=256, metavar="FILES", help="sounds per file of embeddings")
-    add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
-        help="where a file cannot be read: leave it out and name it in the index, or stop")
-
-    add = parser.add_argument_group("search").add_argument
-    add("--query", action="append", metavar="TEXT", help="a sentence, or the path of a sound file; may be repeated")
-    add("--query_file", metavar="FILE", help="more queries, one per line")
-    add("--top_k", type=size, default=10, metavar="ROWS", help="how many matches to show for each query")
-    add("--json", action="store_true", help="print a JSON object per query, not a table")
-    # fmt: on
+    parser.add_config(Config)
     add_computation_arguments(parser, batch_size=16, unit="CLIPS", num_workers_help="loader processes per process")
     distributed.add_arguments(parser, trains=False)
     return parser
@@ -186,30 +201,16 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 
 
-def check_flags(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """Fill in --index. Ends with one line if a flag lacks one it needs."""
-    asked = {"audio": args.audio, "query": args.query or args.query_file}
-    args.index = args.index or args.output
-    for flag, others in NEEDS.items():
-        if not asked[flag] and (unused := [name for name in others if name in args.explicit]):
-            parser.error(f"--{unused[0]} is for --{flag}; leave it out, or say --{flag}")
-    if not any(asked.values()):
-        parser.error("nothing to do: say --audio or --query")
-    if (args.audio and not args.output) or not args.index:
-        parser.error("which index? say --index, or --output beside --audio to make one")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
-    check_flags(parser, args)
     to = sys.stderr if args.json else sys.stdout  # which is then for data only
 
     def run(backend: distributed.Backend) -> None:
         say = functools.partial(backend.say, file=to)
         if args.audio:
             make_index(args, backend, say)
-        if args.query or args.query_file:
+        if _QUERY.is_met(args):
             search(args, backend)
 
     distributed.launch_inference(run, parser, args)
