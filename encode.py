@@ -46,64 +46,38 @@ DEMO_FRAMES = 41  # of a clip that is drawn
 # Formats of the files that are written of each kind, the default first.
 ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
 DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
-_OF_VIDEOS = given("video_folder", "PATH")
+# What flags need to have an effect.
+_ENCODING = without("decode")
+_OF_IMAGES, _OF_VIDEOS = given("image_folder", "PATH"), given("video_folder", "PATH")
 
 
 @dataclass
 class Config:
     """What is encoded or decoded, and how."""
 
-    image_folder: str | None = flag(
-        None,
-        "encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you like, or webdataset tars, tables or "
-        "a manifest; demo:shapes draws its own",
-        PATH,
-        title="encode or decode",
-    )
-    video_folder: str | None = flag(
-        None,
-        "encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this folder, with subfolders; or of a "
-        "csv or jsonl manifest, or of webdataset tars; demo:moving draws its own",
-        PATH,
-    )
+    # fmt: off
+    image_folder: str | None = flag(None, "encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you "
+        "like, or webdataset tars, tables or a manifest; demo:shapes draws its own", PATH, title="encode or decode")
+    video_folder: str | None = flag(None, "encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this "
+        "folder, with subfolders; or of a csv or jsonl manifest, or of webdataset tars; demo:moving draws its own",
+        PATH)
     decode: str | None = flag(None, "make images or videos of the codes in this folder", FOLDER)
-    format: str | None = flag(
-        None,
-        "of codes: safetensors (default), or npy, for images: a .npy beside each; of decoded videos: mp4 (default), "
-        "gif (holds a whole video in memory) or png, a folder of frames for each video. One frame is always a png",
-        choices=("safetensors", "npy", "png", "mp4", "gif"),
-    )
-    image_size: int | None = flag(
-        None,
-        "side of the centre crop; default: the model's, and a DiscreteVAE takes no other",
-        pixels,
-        needs=without("decode"),
-        title="encoding",
-    )
-    images_per_shard: int = flag(
-        1024, "images whose codes share a file", size, metavar="IMAGES", needs=given("image_folder", "PATH")
-    )
-    videos_per_shard: int = flag(
-        8,
-        "videos whose codes share a file, which one process makes; for long films 1",
-        size,
-        metavar="VIDEOS",
-        needs=_OF_VIDEOS,
-    )
-    fps: float | None = flag(
-        None,
-        "frames per second of videos, chosen by time stamps (default: all frames of the file)",
-        frame_rate,
-        needs=_OF_VIDEOS,
-    )
+    format: str | None = flag(None, "of codes: safetensors (default), or npy, for images: a .npy beside each; of "
+        "decoded videos: mp4 (default), gif (holds a whole video in memory) or png, a folder of frames for each video. "
+        "One frame is always a png", choices=("safetensors", "npy", "png", "mp4", "gif"))
+
+    image_size: int | None = flag(None, "side of the centre crop; default: the model's, and a DiscreteVAE takes no "
+        "other", pixels, needs=_ENCODING, title="encoding")
+    images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", needs=_OF_IMAGES)
+    videos_per_shard: int = flag(8, "videos whose codes share a file, which one process makes; for long films 1", size,
+        metavar="VIDEOS", needs=_OF_VIDEOS)
+    fps: float | None = flag(None, "frames per second of videos, chosen by time stamps (default: all frames of the "
+        "file)", frame_rate, needs=_OF_VIDEOS)
     frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=_OF_VIDEOS)
-    on_bad_sample: str = flag(
-        "skip",
-        "where a file cannot be read: leave it out and name it in the index, or stop",
-        choices=("skip", "error"),
-        needs=without("decode"),
-    )
-    report: bool = flag(False, "say at the end how much of the codebook is used", needs=without("decode"))
+    on_bad_sample: str = flag("skip", "where a file cannot be read: leave it out and name it in the index, or stop",
+        choices=("skip", "error"), needs=_ENCODING)
+    report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
+    # fmt: on
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
@@ -128,8 +102,7 @@ def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
     doing = f"{'decod' if args.decode else 'encod'}ing {' or '.join(kinds)}"
     if "batch_size" in args.on_command_line and "images" not in kinds:
         raise ValueError(f"--batch_size has no effect on {doing}; leave it out")
-    of_kind = DECODED if args.decode else ENCODED
-    formats = dict.fromkeys(form for kind in kinds for form in of_kind[kind])
+    formats = dict.fromkeys(form for kind in kinds for form in (DECODED if args.decode else ENCODED)[kind])
     if args.format and args.format not in formats:
         raise ValueError(f"--format {args.format} is not for {doing}, which writes {', '.join(formats)}")
     if len(kinds) == 1:
