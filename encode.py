@@ -22,12 +22,14 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import distributed
 from hub import fetch
-from tandem.converters import frame_rate, pixels, positive_int, size
+from tandem.converters import FOLDER, PATH, frame_rate, pixels, positive_int, size
+from tandem.fields import flag, given, without
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, add_output_arguments, kernel_settings
 
@@ -41,17 +43,70 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from models import VideoTokenizer
 
 DEMO_FRAMES = 41  # of a clip that is drawn
-ENCODING = ("image_size", "on_bad_sample", "report")
-# What is done with what -> the flags that have an effect on it, among those that do not have one on everything; and the
-# formats of its files, the default first.
-FLAGS = {
-    ("encode", "images"): (*ENCODING, "images_per_shard", "batch_size"), ("decode", "images"): ("batch_size",),
-    ("encode", "videos"): (*ENCODING, "videos_per_shard", "fps", "frame_stride"), ("decode", "videos"): (),
-}  # fmt: skip
-FORMATS = {
-    ("encode", "images"): ("safetensors", "npy"), ("decode", "images"): ("png",),
-    ("encode", "videos"): ("safetensors",), ("decode", "videos"): ("mp4", "gif", "png"),
-}  # fmt: skip
+# Formats of the files that are written of each kind, the default first.
+ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
+DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
+# What flags need to have an effect.
+_ENCODING = without("decode")
+_OF_IMAGES, _OF_VIDEOS = given("image_folder", "PATH"), given("video_folder", "PATH")
+
+
+@dataclass
+class Config:
+    """What is encoded or decoded, and how."""
+
+    # fmt: off
+    image_folder: str | None = flag(None, "encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you "
+        "like, or webdataset tars, tables or a manifest; demo:shapes draws its own", PATH, title="encode or decode")
+    video_folder: str | None = flag(None, "encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this "
+        "folder, with subfolders; or of a csv or jsonl manifest, or of webdataset tars; demo:moving draws its own",
+        PATH)
+    decode: str | None = flag(None, "make images or videos of the codes in this folder", FOLDER)
+    format: str | None = flag(None, "of codes: safetensors (default), or npy, for images: a .npy beside each; of "
+        "decoded videos: mp4 (default), gif (holds a whole video in memory) or png, a folder of frames for each video. "
+        "One frame is always a png", choices=("safetensors", "npy", "png", "mp4", "gif"))
+
+    image_size: int | None = flag(None, "side of the centre crop; default: the model's, and a DiscreteVAE takes no "
+        "other", pixels, needs=_ENCODING, title="encoding")
+    images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", needs=_OF_IMAGES)
+    videos_per_shard: int = flag(8, "videos whose codes share a file, which one process makes; for long films 1", size,
+        metavar="VIDEOS", needs=_OF_VIDEOS)
+    fps: float | None = flag(None, "frames per second of videos, chosen by time stamps (default: all frames of the "
+        "file)", frame_rate, needs=_OF_VIDEOS)
+    frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=_OF_VIDEOS)
+    on_bad_sample: str = flag("skip", "where a file cannot be read: leave it out and name it in the index, or stop",
+        choices=("skip", "error"), needs=_ENCODING)
+    report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
+    # fmt: on
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        parser.choose(args, image_folder=None, video_folder=None, decode=None)
+        if not (args.image_folder or args.video_folder or args.decode):
+            parser.error("nothing to do: give --image_folder, --video_folder or --decode")
+        try:
+            settle_kinds(args, *kinds_of(args))
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """What may be coded, as far as flags say it: the codes to decode are of either kind."""
+    if args.decode:
+        return ("images", "videos")
+    return ("images",) if args.image_folder else ("videos",)
+
+
+def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
+    """Fill in --format, if one kind is left. Raises ValueError, in one line, if a flag has no effect on any of them."""
+    doing = f"{'decod' if args.decode else 'encod'}ing {' or '.join(kinds)}"
+    if "batch_size" in args.on_command_line and "images" not in kinds:
+        raise ValueError(f"--batch_size has no effect on {doing}; leave it out")
+    formats = dict.fromkeys(form for kind in kinds for form in (DECODED if args.decode else ENCODED)[kind])
+    if args.format and args.format not in formats:
+        raise ValueError(f"--format {args.format} is not for {doing}, which writes {', '.join(formats)}")
+    if len(kinds) == 1:
+        args.format = args.format or next(iter(formats))
 
 
 def build_parser() -> ArgumentParser:
@@ -62,65 +117,18 @@ def build_parser() -> ArgumentParser:
     parser.usage = (
         "%(prog)s --model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR [flags]"
     )
-    # fmt: off
     group = parser.add_argument_group("from and to")
-    group.add_argument("--model", required=True, metavar="DIR",
+    group.add_argument(
+        "--model", required=True, metavar="DIR",
         help="run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint of it, "
-        "its model/ folder, or USER/NAME of the Hugging Face Hub")
-    sources = group.add_mutually_exclusive_group(required=True)
-    sources.add_argument("--image_folder", metavar="PATH",
-        help="encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you like, or webdataset tars, "
-        "tables or a manifest; demo:shapes draws its own")
-    sources.add_argument("--video_folder", metavar="PATH",
-        help="encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this folder, with subfolders; or of "
-        "a csv or jsonl manifest, or of webdataset tars; demo:moving draws its own")
-    sources.add_argument("--decode", metavar="DIR", help="make images or videos of the codes in this folder")
+        "its model/ folder, or USER/NAME of the Hugging Face Hub",
+    )  # fmt: skip
     add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
-    formats = dict.fromkeys(form for forms in FORMATS.values() for form in forms)
-    group.add_argument("--format", choices=tuple(formats),
-        help="of codes: safetensors (default), or npy, for images: a .npy beside each; of decoded videos: mp4 "
-        "(default), gif (holds a whole video in memory) or png, a folder of frames for each video. One frame is always "
-        "a png")
-
-    add = parser.add_argument_group("encoding").add_argument
-    add("--image_size", type=pixels, metavar="PIXELS",
-        help="side of the centre crop; default: the model's, and a DiscreteVAE takes no other")
-    add("--images_per_shard", type=size, default=1024, metavar="IMAGES", help="images whose codes share a file")
-    add("--videos_per_shard", type=size, default=8, metavar="VIDEOS",
-        help="videos whose codes share a file, which one process makes; for long films 1")
-    add("--fps", type=frame_rate, metavar="HZ",
-        help="frames per second of videos, chosen by time stamps (default: all frames of the file)")
-    add("--frame_stride", type=positive_int, default=1, metavar="N", help="take every N-th frame of a video")
-    add("--on_bad_sample", type=str.lower, choices=("skip", "error"), default="skip",
-        help="where a file cannot be read: leave it out and name it in the index, or stop")
-    add("--report", action="store_true", help="say at the end how much of the codebook is used")
-    # fmt: on
+    parser.add_config(Config)
     workers = "per process: loader processes (encoding images), or threads that read videos or write pictures"
     add_computation_arguments(parser, batch_size=32, unit="IMAGES", num_workers_help=workers)
     distributed.add_arguments(parser, trains=False)
     return parser
-
-
-def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """What may be coded, as far as flags say it: the codes to decode are of either kind."""
-    if args.decode:
-        return ("images", "videos")
-    return ("images",) if args.image_folder else ("videos",)
-
-
-def check_flags(args: argparse.Namespace, *kinds: str) -> None:
-    """Fill in --format. Raises ValueError, in one line, if a flag has no effect on any of these: "images", "videos"."""
-    task = "decode" if args.decode else "encode"
-    fitting = {flag for kind in kinds for flag in FLAGS[task, kind]}
-    doing = f"{task.removesuffix('e')}ing {' or '.join(kinds)}"
-    for flag in (flag for flags in FLAGS.values() for flag in flags):
-        if flag in args.explicit and flag not in fitting:
-            raise ValueError(f"--{flag} has no effect on {doing}; leave it out")
-    formats = dict.fromkeys(form for kind in kinds for form in FORMATS[task, kind])
-    if args.format and args.format not in formats:
-        raise ValueError(f"--format {args.format} is not for {doing}, which writes {', '.join(formats)}")
-    if len(kinds) == 1:
-        args.format = args.format or next(iter(formats))
 
 
 class Opened(NamedTuple):
@@ -288,7 +296,7 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     kind = "videos" if name == "VideoTokenizer" else "images"
     if kind not in kinds_of(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
-    check_flags(args, kind)
+    settle_kinds(args, kind)
     make = video_coder if kind == "videos" else image_coder
     coder = make(model.to(backend.device).requires_grad_(False), args, backend)
     return model, coder, {**about, **coder.settings, **kernel_settings(args, backend)}
@@ -358,10 +366,6 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
-    try:
-        check_flags(args, *kinds_of(args))
-    except ValueError as error:
-        parser.error(str(error))
     run = decode if args.decode else encode
     distributed.launch_inference(lambda backend: run(args, backend), parser, args)
 

@@ -165,6 +165,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "image size of terabytes": (lambda tmp: {"--model": saved(tmp / "m", vae(), image_size=2**21)}, "2097152 pixels: "),
     "channels that no image has": (lambda tmp: {"--model": saved(tmp / "m", vqgan(channels=1))}, "not 1"),
     "a flag of encoding": (lambda tmp: {"--image_folder": None, "--decode": tmp, "--format": "npy"}, "--format"),
+    "nothing to do": (lambda tmp: {"--image_folder": None}, "give --image_folder, --video_folder or --decode"),
+    "two sources": (lambda tmp: {"--decode": tmp}, "--image_folder and --decode exclude one another"),
+    "a flag of videos": (lambda tmp: {"--fps": 5}, "--fps has no effect with --video_folder None"),
 }  # fmt: skip
 
 

@@ -209,6 +209,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18"),
     "rate and stride": (lambda tmp: {"--fps": 5, "--frame_stride": 2}, "exclude each other"),
     "a flag of decoding": (lambda tmp: {"--format": "gif"}, "--format gif is not for encoding videos"),
+    "a flag of images": (lambda tmp: {"--batch_size": 2}, "--batch_size has no effect on encoding videos"),
 }  # fmt: skip
 
 
