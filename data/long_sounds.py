@@ -59,7 +59,7 @@ class LongSounds:
         else:
             clips = self._middle.load(record, index)["waveforms"][None]
         with contextlib.suppress(OSError, ValueError):
-            return clips, {"captions": texts_of(record).captions}
+            return clips, {"captions": texts_of(record.get(TEXTS.name)).captions}
         return clips, {}
 
 

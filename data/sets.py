@@ -13,23 +13,9 @@ from torch import Tensor
 from .crops import CENTER, Crop
 from .decoding import sounds, videos
 from .demo import DemoSource, check_sound, demo_name, open_demo
+from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from .feed import Feed
-from .fields import (
-    IMAGE,
-    KINDS,
-    TEXT,
-    CaptionField,
-    ClipField,
-    EmbeddingField,
-    Field,
-    ImageField,
-    Kind,
-    OneFrameField,
-    SoundField,
-    TextsField,
-    embedding_field,
-    embedding_rows,
-)
+from .fields import CaptionField, ClipField, Field, ImageField, OneFrameField, SoundField, TextsField
 from .records.opening import open_source
 from .records.own import OwnData, OwnSource, data_of
 from .records.record import Source, Wanted

@@ -21,6 +21,7 @@ from ..hashing import derive_key
 from .index import fingerprint_of
 from .record import Record
 
+ITEM = "item"  # the key of a record, which holds an item whole: fields take their parts (`data.items`)
 _LONGEST_QUOTE = 200
 _OURS = {"data", "distributed", "models", "tandem", "training"}  # a module of a user's by such a name would be hidden
 
@@ -79,7 +80,7 @@ class OwnSource:
         """Raises `Raised` if the dataset raises any error."""
         drawn = ("augmented", epoch) if augment else ("plain",)
         with _in_one_line(), _seeded(derive_key("dataset", self._seed, *drawn, index)):
-            return {"item": self._dataset[index]}
+            return {ITEM: self._dataset[index]}
 
 
 def _made(data: OwnData) -> tuple[Any, int]:

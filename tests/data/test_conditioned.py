@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data.bad_samples import Incomplete
-from data.fields import IMAGE, TEXT
+from data.embeddings import IMAGE, TEXT
 from data.samples import Samples
 from data.sets import open_conditioned, widths_of
 from tests.data.conditions import (

@@ -15,7 +15,8 @@ from PIL import Image
 
 from data.bad_samples import NotASample
 from data.decoding.images import FORMATS
-from data.fields import IMAGE, KINDS, TEXTS, EmbeddingField, texts_of
+from data.embeddings import IMAGE, KINDS, EmbeddingField
+from data.fields import TEXTS, texts_of
 from data.records.own import OwnData
 from data.records.record import Entry
 from data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
@@ -49,13 +50,13 @@ def own(item: Any) -> OwnData:
 ])  # fmt: skip
 def test_captions_in_a_file_are_told_apart(name, content, captions, label, tmp_path):
     (tmp_path / name).write_text(content)
-    assert texts_of({"texts": Entry(str(tmp_path / name))}) == (captions, label)
+    assert texts_of(Entry(str(tmp_path / name))) == (captions, label)
 
 
 def test_captions_of_a_row_may_be_a_list_in_a_cell_and_a_text_beside_them_is_another_thing(tmp_path):
     def read(columns: str, row: str) -> Any:
         (tmp_path / "set.csv").write_text(f"path,{columns}\na.wav,{row}\n")
-        return texts_of(hearing(str(tmp_path / "set.csv")).samples.source.record(0))
+        return texts_of(hearing(str(tmp_path / "set.csv")).samples.source.record(0).get("texts"))
 
     assert read("captions", '"[""three"", ""four, five""]"') == (["three", "four, five"], None)
     numbered = "caption_1,caption_2,caption_3,caption_4,caption_5,text"
@@ -66,8 +67,8 @@ def test_captions_of_a_row_may_be_a_list_in_a_cell_and_a_text_beside_them_is_ano
 @pytest.mark.parametrize("content", ["no json", "[]", '{"caption": 5}', "{}", '{"caption": " "}'])
 def test_a_file_without_a_caption_is_bad(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
-    assert "caption" in one_line(texts_of, {"texts": Entry(str(tmp_path / "a.json"))})
-    assert TEXTS.endings == (".json", ".txt") and ".txt nor a .json" in one_line(texts_of, {})
+    assert "caption" in one_line(texts_of, Entry(str(tmp_path / "a.json")))
+    assert TEXTS.endings == (".json", ".txt") and ".txt nor a .json" in one_line(texts_of, None)
 
 
 # Images.

@@ -15,7 +15,8 @@ from PIL import Image
 
 from data.bad_samples import Incomplete
 from data.decoding import sounds, videos
-from data.fields import IMAGE, TEXT, CaptionField, ClipField, EmbeddingField, Field, ImageField, SoundField, TextsField
+from data.embeddings import IMAGE, TEXT, EmbeddingField
+from data.fields import CaptionField, ClipField, Field, ImageField, SoundField, TextsField
 from data.records.own import OwnData
 from data.samples import Samples
 from data.sets import open_records
