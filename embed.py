@@ -38,28 +38,51 @@ _QUERY = Needs("query", "TEXT", lambda args: bool(args.query or args.query_file)
 class Config:
     """What is embedded and searched."""
 
-    # fmt: off
-    model: str | None = flag(None, "run of train_mulan.py, its model/ or best/ folder, or USER/NAME of the Hub", FOLDER,
-        required=True, title="from and to")
-    audio: str | None = flag(None, "embed every sound file in this folder, nested as you like; or the sounds of a csv "
-        "or jsonl manifest, of webdataset tars or of demo:tones, of each its middle clip alone", PATH)
-    output: str | None = flag(None, "index to write; an index that is not complete is continued", FOLDER,
-        also="output_dir", needs=_AUDIO)
+    model: str | None = flag(
+        None,
+        "run of train_mulan.py, its model/ or best/ folder, or USER/NAME of the Hub",
+        FOLDER,
+        required=True,
+        title="from and to",
+    )
+    audio: str | None = flag(
+        None,
+        "embed every sound file in this folder, nested as you like; or the sounds of a csv "
+        "or jsonl manifest, of webdataset tars or of demo:tones, of each its middle clip alone",
+        PATH,
+    )
+    output: str | None = flag(
+        None, "index to write; an index that is not complete is continued", FOLDER, also="output_dir", needs=_AUDIO
+    )
     fresh: bool = flag(False, "start over; the old content is moved to DIR.old-N")
     index: str | None = flag(None, "index to search (default: --output)", FOLDER)
 
-    max_clips: int = flag(6, "a long file is the mean of at most so many clips, spread evenly over it; 1: only its "
-        "middle", size, metavar="CLIPS", needs=_AUDIO, title="embedding")
+    max_clips: int = flag(
+        6,
+        "a long file is the mean of at most so many clips, spread evenly over it; 1: only its middle",
+        size,
+        metavar="CLIPS",
+        needs=_AUDIO,
+        title="embedding",
+    )
     files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", needs=_AUDIO)
-    on_bad_sample: str = flag("skip", "where a file cannot be read: leave it out and name it in the index, or stop",
-        choices=("skip", "error"), needs=_AUDIO)
+    on_bad_sample: str = flag(
+        "skip",
+        "where a file cannot be read: leave it out and name it in the index, or stop",
+        choices=("skip", "error"),
+        needs=_AUDIO,
+    )
 
-    query: list[str] | None = flag(None, "a sentence, or the path of a sound file; may be repeated",
-        action="append", metavar="TEXT", title="search")
+    query: list[str] | None = flag(
+        None,
+        "a sentence, or the path of a sound file; may be repeated",
+        action="append",
+        metavar="TEXT",
+        title="search",
+    )
     query_file: str | None = flag(None, "more queries, one per line", FILE)
     top_k: int = flag(10, "how many matches to show for each query", size, metavar="ROWS", needs=_QUERY)
     json: bool = flag(False, "print a JSON object per query, not a table", needs=_QUERY)
-    # fmt: on
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:

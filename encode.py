@@ -55,29 +55,57 @@ _OF_IMAGES, _OF_VIDEOS = given("image_folder", "PATH"), given("video_folder", "P
 class Config:
     """What is encoded or decoded, and how."""
 
-    # fmt: off
-    image_folder: str | None = flag(None, "encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you "
-        "like, or webdataset tars, tables or a manifest; demo:shapes draws its own", PATH, title="encode or decode")
-    video_folder: str | None = flag(None, "encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this "
+    image_folder: str | None = flag(
+        None,
+        "encode this folder of jpg, png, webp, bmp, tiff, ppm, pgm, nested as you "
+        "like, or webdataset tars, tables or a manifest; demo:shapes draws its own",
+        PATH,
+        title="encode or decode",
+    )
+    video_folder: str | None = flag(
+        None,
+        "encode the videos (mp4, m4v, mkv, webm, mov, avi, gif) and images in this "
         "folder, with subfolders; or of a csv or jsonl manifest, or of webdataset tars; demo:moving draws its own",
-        PATH)
+        PATH,
+    )
     decode: str | None = flag(None, "make images or videos of the codes in this folder", FOLDER)
-    format: str | None = flag(None, "of codes: safetensors (default), or npy, for images: a .npy beside each; of "
+    format: str | None = flag(
+        None,
+        "of codes: safetensors (default), or npy, for images: a .npy beside each; of "
         "decoded videos: mp4 (default), gif (holds a whole video in memory) or png, a folder of frames for each video. "
-        "One frame is always a png", choices=("safetensors", "npy", "png", "mp4", "gif"))
+        "One frame is always a png",
+        choices=("safetensors", "npy", "png", "mp4", "gif"),
+    )
 
-    image_size: int | None = flag(None, "side of the centre crop; default: the model's, and a DiscreteVAE takes no "
-        "other", pixels, needs=_ENCODING, title="encoding")
+    image_size: int | None = flag(
+        None,
+        "side of the centre crop; default: the model's, and a DiscreteVAE takes no other",
+        pixels,
+        needs=_ENCODING,
+        title="encoding",
+    )
     images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", needs=_OF_IMAGES)
-    videos_per_shard: int = flag(8, "videos whose codes share a file, which one process makes; for long films 1", size,
-        metavar="VIDEOS", needs=_OF_VIDEOS)
-    fps: float | None = flag(None, "frames per second of videos, chosen by time stamps (default: all frames of the "
-        "file)", frame_rate, needs=_OF_VIDEOS)
+    videos_per_shard: int = flag(
+        8,
+        "videos whose codes share a file, which one process makes; for long films 1",
+        size,
+        metavar="VIDEOS",
+        needs=_OF_VIDEOS,
+    )
+    fps: float | None = flag(
+        None,
+        "frames per second of videos, chosen by time stamps (default: all frames of the file)",
+        frame_rate,
+        needs=_OF_VIDEOS,
+    )
     frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=_OF_VIDEOS)
-    on_bad_sample: str = flag("skip", "where a file cannot be read: leave it out and name it in the index, or stop",
-        choices=("skip", "error"), needs=_ENCODING)
+    on_bad_sample: str = flag(
+        "skip",
+        "where a file cannot be read: leave it out and name it in the index, or stop",
+        choices=("skip", "error"),
+        needs=_ENCODING,
+    )
     report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
-    # fmt: on
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:

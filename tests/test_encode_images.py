@@ -167,7 +167,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "a flag of encoding": (lambda tmp: {"--image_folder": None, "--decode": tmp, "--format": "npy"}, "--format"),
     "nothing to do": (lambda tmp: {"--image_folder": None}, "give --image_folder, --video_folder or --decode"),
     "two sources": (lambda tmp: {"--decode": tmp}, "--image_folder and --decode exclude one another"),
-    "a flag of videos": (lambda tmp: {"--fps": 5}, "--fps has no effect with --video_folder None"),
+    "a flag of videos": (lambda tmp: {"--fps": 5}, "--fps has no effect without --video_folder"),
 }  # fmt: skip
 
 

@@ -170,7 +170,7 @@ def test_every_mistake_gives_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--video_folder", str(texts)], "none of 12 clips"),
         (["--num_frames", "16", "--layers", "compress_time,compress_time"], "13 or 17"),
         (["--layers", "residual,compres_space"], "'compres_space'"),
-        (["--image_every", "2"], "--image_every has no effect with --image_folder None"),
+        (["--image_every", "2"], "--image_every has no effect without --image_folder"),
         (["--checkpoints_folder", "b"], "--checkpoints_folder"),
         ([*images, "--image_every", "1"], "--image_every 1"),
         (["--train_decoder_only"], "--train_decoder_only has no effect"),

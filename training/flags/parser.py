@@ -260,8 +260,9 @@ class ArgumentParser(argparse.ArgumentParser):
         value = getattr(args, str(other))
         each = value if isinstance(value, list) else [value]
         now = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in each)
+        state = f"without --{other}" if value is None else f"with --{other} {now}"
         leave = f"it out, or give --{other} {needed.value}" if needed.value else "out one of them"
-        self.error(f"--{args.said_as.get(flag, flag)} has no effect with --{other} {now}; leave {leave}")
+        self.error(f"--{args.said_as.get(flag, flag)} has no effect {state}; leave {leave}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.
