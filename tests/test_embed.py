@@ -156,7 +156,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str
     "nothing": (("--model",), lambda tmp: {}, "nothing to do"),
     "matches without a query": (FILL, lambda tmp: {"--top_k": 3}, "--top_k has no effect without --query"),
     "clips without sounds": (QUERY, lambda tmp: {"--max_clips": 3}, "--max_clips has no effect without --audio"),
-    "an output without sounds": (QUERY, lambda tmp: {"--output": tmp / "out"}, "--output has no effect without --audio"),
+    "an output without sounds": (QUERY, lambda tmp: {"--output": tmp / "out"}, "--output has no effect without"),
     "workers without sounds": (QUERY, lambda tmp: {"--num_workers": 0}, "--num_workers is for --audio"),
     "a folder of something else": (QUERY, lambda tmp: {"--index": empty(tmp)}, "holds no index"),
     "index of another model": (QUERY, lambda tmp: {"--model": saved(tmp / "m", mulan(1))}, "not made by"),
