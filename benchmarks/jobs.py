@@ -18,7 +18,6 @@ import distributed
 from .launching import AS_A_USER, ONE_PROCESS, ROOT, Job, JobFailed, Launcher, finish_all
 from .machine import cores
 from .references import HOROVOD, REFERENCES
-from .slow_network import SlowNetwork
 
 _TIMEOUT_SECONDS = 600
 _WORKER = "benchmarks.worker"
@@ -60,8 +59,7 @@ def one_process(batch_size: int, precision: str = "fp32") -> distributed.Backend
 def measure(
     launcher: Launcher, sides: Sequence[str], script_flags: Sequence[str], *, script: str = "train_vae",
     threads: int | None = None, rounds: int, turns: int, updates: int, warmup: int = 2,
-    environment: Mapping[str, str] | None = None, network: SlowNetwork | None = None,
-    seconds: float = _TIMEOUT_SECONDS,
+    environment: Mapping[str, str] | None = None, seconds: float = _TIMEOUT_SECONDS,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """What ``worker.Side.write`` writes, by side. Each side is a job of its own.
 
@@ -76,11 +74,10 @@ def measure(
         updates: Number of updates of a side in one turn.
         warmup: Number of updates of each side that are not measured.
         environment: Environment variables to set in addition to those of this process.
-        network: The machines that the processes are shared out over; None: this one.
         seconds: Limit of the whole.
 
     Raises:
-        JobFailed: a launcher is not installed, or a job failed or took longer.
+        JobFailed: a job failed or took longer.
     """
     threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores() // launcher.processes)
     counts = {"--rounds": rounds, "--turns": turns, "--updates": updates, "--warmup": warmup}
@@ -91,40 +88,23 @@ def measure(
             *(*_DATA.get(script, _IMAGES), *_SCRIPT_FLAGS, *script_flags),
             *(*REFERENCES[script].flags, "--output_dir", str(Path(folder) / "run")),
         ]
-        commands = []
-        for side in sides:
-            of_side = replace(_launcher_of(side, launcher), processes=launcher.processes)
-            commands += _commands(of_side, ["--side", side, *flags, *launcher.flags], network)
+        commands = [
+            _launcher_of(side, launcher).command(_WORKER, ["--side", side, *flags, *launcher.flags]) for side in sides
+        ]
         run(commands, {"OMP_NUM_THREADS": str(threads), **(environment or {})}, seconds)
-        results = {side: Path(folder) / f"{side}.json" for side in sides}
-        if absent := [side for side, path in results.items() if not path.exists()]:
-            raise JobFailed(f"{absent[0]} ended without a result")
-        return {side: json.loads(path.read_text()) for side, path in results.items()}
+        return {side: json.loads((Path(folder) / f"{side}.json").read_text()) for side in sides}
 
 
 def _launcher_of(side: str, launcher: Launcher) -> Launcher:
     """How people start this side."""
     if side == "script":
         return launcher.bare  # whose flags are among those of the script
-    if side == HOROVOD:
-        return HOROVODRUN
-    return PYTHON if launcher.processes == 1 else TORCHRUN
+    others = HOROVODRUN if side == HOROVOD else PYTHON if launcher.processes == 1 else TORCHRUN
+    return replace(others, processes=launcher.processes)
 
 
-def _commands(launcher: Launcher, flags: Sequence[str], network: SlowNetwork | None) -> list[list[str]]:
-    """Command lines that start workers with these flags: one, or on a network one for each machine."""
-    try:
-        if network is not None:
-            return network.commands(launcher, ["-m", _WORKER, *flags])
-        return [launcher.command(_WORKER, flags, is_patient=False)]
-    except FileNotFoundError as error:
-        raise JobFailed(str(error)) from None
-
-
-def run(
-    commands: Sequence[Sequence[str]], environment: Mapping[str, str], seconds: float = _TIMEOUT_SECONDS
-) -> list[str]:
-    """Run jobs side by side, and kill all their processes before returning. Returns what each wrote.
+def run(commands: Sequence[Sequence[str]], environment: Mapping[str, str], seconds: float = _TIMEOUT_SECONDS) -> None:
+    """Run jobs side by side, and kill all their processes before returning.
 
     Args:
         environment: Environment variables to set in addition to those of this process.
@@ -138,7 +118,6 @@ def run(
         if each.returncode:
             print(each.output[-3000:], file=sys.stderr)
             raise JobFailed(f"exit code {each.returncode}: {reason(each.output)}")
-    return [each.output for each in finished]
 
 
 def reason(output: str) -> str:

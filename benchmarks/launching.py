@@ -93,14 +93,11 @@ class Launcher:
     def environment(self) -> dict[str, str]:
         return WITHOUT_COMPILER if self.name == "deepspeed" else {}
 
-    def command(
-        self, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = (), *, is_patient: bool = True
-    ) -> list[str]:
-        """The command line that starts a script of the repository, or a module by its name. ``is_patient``: horovodrun
-        waits for processes that it has asked to end.
+    def command(self, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = ()) -> list[str]:
+        """The command line that starts a script of the repository, or a module by its name.
 
         Raises:
-            FileNotFoundError: the launcher is not installed.
+            JobFailed: the launcher is not installed.
         """
         n, flags = str(self.processes), [*flags, *self.flags]
         module = "--module" if self.name == "deepspeed" else "-m"
@@ -113,8 +110,7 @@ class Launcher:
         if self.name == "deepspeed":
             return [str(tool("deepspeed")), "--num_gpus", n, *port, *path, *flags]
         assert self.name == "horovodrun", self.name
-        if not is_patient:
-            return [str(tool("horovodrun")), "-np", n, sys.executable, *path, *flags]
+        tool("horovodrun")  # says in one line that it is missing
         # Where --gloo does not say so, horovodrun imports PyTorch once more, to find out that there is no MPI.
         return [*PATIENT_HOROVODRUN, "-np", n, sys.executable, *path, *flags]
 
@@ -291,10 +287,10 @@ def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
 
 
 def tool(name: str) -> Path:
-    """Path of a launcher that is installed in this Python's environment. Raises FileNotFoundError if it is not."""
+    """Path of a launcher that is installed in this Python's environment. Raises JobFailed if it is not."""
     path = Path(sys.executable).parent / name
     if not path.exists():
-        raise FileNotFoundError(f"{name} is not installed beside {sys.executable}; `make test` installs every backend")
+        raise JobFailed(f"{name} is not installed beside {sys.executable}; `make test` installs every backend")
     return path
 
 

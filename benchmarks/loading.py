@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from data.sets import open_images
 from data.stream import TrainingStream
 
 from . import machine
-from .report import Goal, Row
+from .report import Row, compared
 
-_GOAL = Goal("ratio", ">=", 1.5)
 _IMAGE_SIZE = 128
 _BATCH_SIZE = 8  # the script's default
 _TURN_SECONDS = 3.0
@@ -49,10 +48,10 @@ def loading(rounds: int, image_folder: str | None) -> Iterator[Row]:
         ours, reference = [], []
         for _ in range(rounds):
             ours.append(stream_rate(images, workers))
-            reference.append(plain_rate(paths, workers, plain_decode))
+            reference.append(plain_rate(paths, workers))
         source = image_folder or "generated"
         note = f"{len(paths)} {source} images of {sum(n_bytes) / len(n_bytes) / 1000:.0f} kB, {workers} processes"
-        yield Row(f"loader, {_IMAGE_SIZE} px", "images/s", ours, reference, _GOAL, note)
+        yield compared(f"loader, {_IMAGE_SIZE} px", "images/s", ours, reference, note, goal=1.5)
 
 
 def write_photos(folder: Path) -> None:
@@ -82,34 +81,22 @@ def stream_rate(samples: Any, workers: int) -> float:
     return n / (now - began)
 
 
-def plain_rate(paths: Sequence[str], workers: int, decode: Callable[[str], Any]) -> float:
+def plain_rate(paths: Sequence[str], workers: int) -> float:
     """Files per second of ``workers`` processes together, each running a plain loop over its share of the files."""
-    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
-    together, rates = context.Barrier(workers), context.SimpleQueue()
-    processes = [
-        context.Process(target=_plain_process, args=(paths[rank::workers] or paths, decode, together, rates))
-        for rank in range(workers)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise ValueError("the plain loop could not read the files")
-    return sum(rates.get() for _ in processes)
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        return sum(pool.map(_plain_process, [paths[rank::workers] or paths for rank in range(workers)], chunksize=1))
 
 
-def _plain_process(paths: Sequence[str], decode: Callable[[str], Any], together: Any, rates: Any) -> None:
+def _plain_process(paths: Sequence[str]) -> float:
     torch.set_num_threads(1)
-    decode(paths[0])
-    together.wait()
+    plain_decode(paths[0])
     began = now = time.perf_counter()
     n = 0
     while now - began < _TURN_SECONDS:
-        decode(paths[n % len(paths)])
+        plain_decode(paths[n % len(paths)])
         n += 1
         now = time.perf_counter()
-    rates.put(n / (now - began))
+    return n / (now - began)
 
 
 def plain_decode(path: str, size: int = _IMAGE_SIZE) -> Tensor:

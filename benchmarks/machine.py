@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("torch", "deepspeed", "horovod", "pillow", "numpy")
+import torch
 
 
 def cores() -> int:
@@ -19,41 +19,34 @@ def cores() -> int:
 
 def gpus() -> int:
     """GPUs that PyTorch can use."""
-    import torch
-
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def facts() -> dict[str, Any]:
     """Hardware and versions as JSON values. The load average (1, 5, 15 minutes) shows how busy the machine was."""
+    versions = {str(each.name).lower(): each.version for each in metadata.distributions()}
+    packages = ("torch", "deepspeed", "horovod", "pillow", "numpy")
+    has_gpu = gpus() > 0
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "cpu": _cpu_name(),
         "cores": cores(),
-        "gpus": _gpu_names(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(gpus())],
+        "gpu_memory_mib": torch.cuda.get_device_properties(0).total_memory // 2**20 if has_gpu else None,
+        "cuda": torch.version.cuda if has_gpu else None,
+        "cudnn": torch.backends.cudnn.version() if has_gpu else None,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: versions.get(name) for name in packages},
         "load_average_before": list(os.getloadavg()),
     }
-
-
-def gpu_facts() -> dict[str, Any]:
-    """What results on a GPU depend on besides its name, as JSON values; null without a GPU."""
-    import torch
-
-    if not gpus():
-        return {"gpu_memory_mib": None, "cuda": None, "cudnn": None}
-    memory = torch.cuda.get_device_properties(0).total_memory
-    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    return {"gpu_memory_mib": memory // 2**20, **versions}
 
 
 def headline(facts: dict[str, Any]) -> str:
     """`facts` in one line, once "load_average_after" and "seconds" are known."""
     load = ", ".join(f"{value:.1f}" for value in facts["load_average_after"])
     gpus = ", ".join(facts["gpus"]) or "none"
-    if facts.get("cuda"):
+    if facts["cuda"]:
         gpus += f" ({facts['gpu_memory_mib']} MiB, CUDA {facts['cuda']}, cuDNN {facts['cudnn']})"
     hardware = f"{facts['cpu']}, {facts['cores']} cores, GPUs: {gpus}"
     return f"{hardware}; torch {facts['packages']['torch']}; {facts['seconds']:.0f} s, load average {load}"
@@ -64,16 +57,3 @@ def _cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def _gpu_names() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(index) for index in range(gpus())]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from data.tokenizers import open_tokenizer
+from training.noise import Noise
 
 # Sides of a comparison: the file as it stands, and its only model in what people use for several processes.
-REFERENCE, DDP, HOROVOD = "reference", "ddp", "horovod"
+REFERENCE, DDP, DDP_SAME_NOISE, HOROVOD = "reference", "ddp", "ddp-same-noise", "horovod"
 DESCRIPTIONS = {
     REFERENCE: "the reference",
     DDP: "the reference in DistributedDataParallel",
+    DDP_SAME_NOISE: "the same, with the noise of train_vae.py",
     HOROVOD: "the reference with Horovod's DistributedOptimizer",
 }
 _DTYPES = {"bf16": torch.bfloat16}
@@ -67,7 +69,7 @@ class Reference:
         if args.compile:
             for part in (part for model in models for part in model.children()):
                 part.compile()
-        if side == DDP:
+        if side in (DDP, DDP_SAME_NOISE):
             models = [nn.parallel.DistributedDataParallel(model) for model in models]
 
         def taken(batch: Mapping[str, Any]) -> Any:
@@ -77,6 +79,8 @@ class Reference:
             return {name: value.to(device) if torch.is_tensor(value) else value for name, value in found.items()}
 
         noise = [lambda step, n: self.module.noise_of(settings, n, device)] if hasattr(self.module, "noise_of") else []
+        if side == DDP_SAME_NOISE:
+            noise = [_keyed_noise(args.seed, self.module.noise_of(settings, 1, device).shape[1:], device)]
         with _optimizers_of_horovod() if side == HOROVOD else contextlib.nullcontext():
             loop = self.module.train(*models, map(taken, itertools.cycle(batches)), *noise, settings)
             while True:
@@ -84,6 +88,12 @@ class Reference:
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                     next(loop)
                 yield
+
+
+def _keyed_noise(seed: int, shape: Sequence[int], device: torch.device) -> Callable[[int, int], torch.Tensor]:
+    """What train_vae.py draws: the same on any number of processes."""
+    noise, rank = Noise(seed, "gumbel"), torch.distributed.get_rank()
+    return lambda step, n: noise.gumbel(step, range(rank * n, (rank + 1) * n), shape, device)
 
 
 @contextlib.contextmanager

@@ -1,125 +1,140 @@
-"""Results: one row per comparison, with the values of every round; a table for people and JSON for programs."""
+"""Results: parts of a benchmark are run one after the other; tables for people, JSON for programs."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
+import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any
 
-_HEADINGS = ("benchmark", "unit", "ours", "reference", "ratio: min", "median", "max", "goal", "met")
-
-
-class Spread(NamedTuple):
-    """Minimum, median and maximum over several rounds."""
-
-    min: float
-    median: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of ``values``, of which there is at least one."""
-        return cls(min(values), statistics.median(values), max(values))
+from . import machine
+from .launching import JobFailed
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What the median over the rounds should be."""
-
-    of: Literal["ratio", "ours"]
-    relation: Literal[">=", "<"]
-    limit: float
-
-    def __str__(self) -> str:
-        return f"{self.of} {self.relation} {self.limit:g}"
-
-    def is_met(self, median: float) -> bool:
-        """Whether ``median``, the median of what ``of`` names, meets the goal."""
-        return median >= self.limit if self.relation == ">=" else median < self.limit
+class NoTime(JobFailed):
+    """A job did not end within its time, which is no mistake."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. Round i gave ``ours[i]`` and ``reference[i]``, taken in turn; both are empty if nothing could be
-    measured, and ``note`` says why."""
+    """One line of a part's table.
+
+    Args:
+        name: Of the line.
+        values: Column -> number or text; empty if nothing could be found out, and ``note`` says why.
+        is_bad: The row shows a mistake in this repository, or a job that failed.
+        rounds: Side -> the values of every round, of a comparison.
+        part: Its part, which `results` fills in.
+    """
 
     name: str
-    unit: str
-    ours: Sequence[float] = ()
-    reference: Sequence[float] = ()
-    goal: Goal | None = None
+    values: Mapping[str, float | str] = field(default_factory=dict)
     note: str = ""
+    is_bad: bool = False
+    rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    part: str = ""
 
-    @property
-    def ratios(self) -> list[float]:
-        """Ours over the reference, round by round."""
-        return [ours / reference for ours, reference in zip(self.ours, self.reference, strict=True)]
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is met; None without a goal or without a measurement."""
-        if self.goal is None or not self.ours:
-            return None
-        return self.goal.is_met(statistics.median(self.ratios if self.goal.of == "ratio" else self.ours))
+    def __str__(self) -> str:
+        values = ", ".join(f"{column} {cell(value)}" for column, value in self.values.items())
+        return " ".join(filter(None, [self.part, self.name, values, f"({self.note})" if self.note else ""]))
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values: the rounds themselves and their min, median and max."""
-        measured = {"ours": self.ours, "reference": self.reference, "ratio": self.ratios}
-        return {
-            "name": self.name,
-            "unit": self.unit,
-            **{name: _spread_json(values) for name, values in measured.items()},
-            "goal": None if self.goal is None else str(self.goal),
-            "met": self.met,
-            "note": self.note,
-        }
-
-    def cells(self) -> list[str]:
-        """The row of the table, without the note."""
-        goal = "" if self.goal is None else str(self.goal)
-        if not self.ours:
-            return [self.name, self.unit, *["-"] * 5, goal, "-" if self.goal else ""]
-        middle = [_number(statistics.median(values)) for values in (self.ours, self.reference)]
-        ratio = [f"{value:.3f}" for value in Spread.of(self.ratios)]
-        return [self.name, self.unit, *middle, *ratio, goal, {True: "yes", False: "NO", None: ""}[self.met]]
+        """JSON values; JSON has no infinity."""
+        finite = {column: value if _is_json(value) else str(value) for column, value in self.values.items()}
+        return asdict(replace(self, values=finite))
 
 
-def table(rows: Iterable[Row]) -> str:
-    """The rows as aligned columns, notes at the end of their lines; ours and reference are medians."""
-    rows = list(rows)
-    lines = [list(_HEADINGS), *(row.cells() for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADINGS))]
-    numeric = range(2, 7)
-    text = []
-    for line, note in zip(lines, ["note", *(row.note for row in rows)], strict=True):
-        aligned = [
-            cell.rjust(width) if column in numeric else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        text.append("  ".join([*aligned, note]).rstrip())
-    text.insert(1, "-" * max(len(line) for line in text))
-    return "\n".join(text)
+def _is_json(value: float | str) -> bool:
+    return isinstance(value, str) or math.isfinite(value)
 
 
-class HasJson(Protocol):
-    """A row of any kind."""
+def compared(
+    name: str, unit: str, ours: Sequence[float], reference: Sequence[float], note: str = "", goal: float | None = None
+) -> Row:
+    """The row of a comparison.
 
-    def as_json(self) -> dict[str, Any]: ...
+    Args:
+        ours, reference: Round i gave ``ours[i]`` and ``reference[i]``, taken in turn.
+        goal: The least that the median of their ratios should be.
+    """
+    ratios = [a / b for a, b in zip(ours, reference, strict=True)]
+    median = statistics.median(ratios)
+    values: dict[str, float | str] = {
+        "unit": unit, "ours": statistics.median(ours), "reference": statistics.median(reference),
+        "ratio": median, "least": min(ratios), "most": max(ratios),
+    }  # fmt: skip
+    if goal is not None:
+        values |= {"goal": f">= {goal:g}", "met": "yes" if median >= goal else "NO"}
+    return Row(name, values, note, rounds={"ours": ours, "reference": reference})
 
 
-def write_json(path: Path, machine: Mapping[str, Any], rows: Iterable[HasJson]) -> None:
-    """Write ``{"machine": {...}, "rows": [...]}`` to ``path``; make its folder if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": dict(machine), "rows": [row.as_json() for row in rows]}
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+def failed(name: str, error: Exception) -> Row:
+    """The row of what gave no result."""
+    text = " ".join(str(error).split())[:300]
+    note = text if isinstance(error, JobFailed) else f"failed: {type(error).__name__}: {text}"
+    return Row(name, note=note, is_bad=not isinstance(error, NoTime))
 
 
-def _spread_json(values: Sequence[float]) -> dict[str, Any] | None:
-    return {**Spread.of(values)._asdict(), "rounds": list(values)} if values else None
+def cell(value: float | str | None) -> str:
+    """A value in the table."""
+    if value is None:
+        return ""
+    if isinstance(value, str) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def table(rows: Sequence[Row]) -> str:
+    """A part's Markdown table, as docs/figures.md has them."""
+    columns = list(dict.fromkeys(column for row in rows for column in row.values))
+    lines = [["", *columns, "note"]]
+    lines += [[row.name, *(cell(row.values.get(column)) for column in columns), row.note] for row in rows]
+    text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return "\n".join([f"\n## {rows[0].part}\n", text[0], "|---" * len(lines[0]) + "|", *text[1:]])
+
+
+def results(parts: Mapping[str, Callable[[], Iterator[Row]]], path: Path, **more_facts: Any) -> list[Row]:
+    """Run the parts, print their tables and write ``{"machine": {...}, "rows": [...]}`` to ``path``. An error becomes a
+    row, so that the other parts still run."""
+    facts, began, rows = machine.facts() | more_facts, time.monotonic(), list[Row]()
+    try:
+        for part, benchmark in parts.items():
+            print(f"{part} ...", file=sys.stderr)
+            for row in _caught(benchmark):
+                rows.append(replace(row, part=part))
+                print(f"{time.monotonic() - began:4.0f} s  {rows[-1]}", file=sys.stderr)
+    finally:
+        facts |= {"load_average_after": list(os.getloadavg()), "seconds": round(time.monotonic() - began, 1)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"machine": facts, "rows": [row.as_json() for row in rows]}
+        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    of_parts = [[row for row in rows if row.part == part] for part in parts]
+    print(machine.headline(facts), *(table(group) for group in of_parts if group), f"\nwritten to {path}", sep="\n")
+    return rows
+
+
+def _caught(benchmark: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    try:
+        yield from benchmark()
+    except Exception as error:
+        yield failed("", error)
+
+
+def add_names(parser: argparse.ArgumentParser, flag: str, choices: Collection[str]) -> None:
+    """A flag that takes a comma list of some of these names, by default all; in their order here."""
+
+    def names_of(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in names if name not in choices]:
+            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(choices)}")
+        return [name for name in choices if name in names]
+
+    parser.add_argument(flag, type=names_of, default=list(choices), metavar="NAMES",
+                        help=f"comma list of {', '.join(choices)} (default: all)")  # fmt: skip

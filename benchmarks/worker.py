@@ -28,9 +28,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import distributed
-from data.order import TrainingOrder, split_samples
-from data.sets import open_images
-from data.stream import TrainingStream
 from distributed.torch_comm import leave_process_group
 
 from .references import HOROVOD, REFERENCES
@@ -195,7 +192,9 @@ class Reference(Side):
         """Make all updates, and write the results on the root."""
         if self._args.precision == "tf32":  # what one would write for it; else PyTorch's settings stay as they are
             torch.set_float32_matmul_precision("high")
-        decoded = [self._pinned(batch) for batch in self._load()]
+        path = _batches(self._options.folder, self._rank)
+        self._wait_for(path.name)
+        decoded = [self._pinned(batch) for batch in torch.load(path, weights_only=False)]
         self.samples_per_update = len(decoded[0]["positions"])
         loop = REFERENCES[self._options.script].updates(self._args, decoded, self._device, self._options.side)
         for _ in self.turns():
@@ -206,21 +205,6 @@ class Reference(Side):
         if self._world_size > 1 and self._hvd is None:
             # A thread of the group that still runs while Python ends would abort the process.
             leave_process_group(gracefully=True)
-
-    def _load(self) -> list[dict[str, Any]]:
-        """The script's batches; without the script, those of the loader of images."""
-        if SCRIPT in self._sides:
-            path = _batches(self._options.folder, self._rank)
-            self._wait_for(path.name)
-            return list(torch.load(path, weights_only=False))
-        images = open_images(self._args.image_folder, image_size=self._args.image_size)
-        subset = split_samples(len(images), 0.0, 0.0, self._args.seed, self._args.batch_size).train
-        loading = {"batch_size": self._args.batch_size, "rank": 0, "world_size": 1}
-        return list(
-            itertools.islice(
-                TrainingStream(images, TrainingOrder(subset, self._args.seed), **loading), _DECODED_BATCHES
-            )
-        )
 
     def _pinned(self, batch: Mapping[str, Any]) -> Any:
         """With a GPU, tensors in pinned memory, as the script's loader makes them."""

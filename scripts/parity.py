@@ -70,7 +70,7 @@ def run(launcher: Launcher, script: str, flags: Sequence[str], output: Path) -> 
     try:
         command = launcher.command(script, [*flags, "--output_dir", str(output)])
         finished = finish(Job(command, script, None, **AS_A_USER), math.inf)
-    except (FileNotFoundError, JobFailed) as error:
+    except JobFailed as error:
         sys.exit(f"{launcher}: {error}")
     if finished.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{finished.output[-3000:]}")

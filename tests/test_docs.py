@@ -24,7 +24,6 @@ DOCUMENTS = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = {
     "benchmarks": "benchmarks.__main__",
     "benchmarks.gpu": "benchmarks.gpu.__main__",
-    "benchmarks.public": "benchmarks.public",
 } | {path.name: path.stem for path in ROOT.glob("*.py") if "def build_parser(" in path.read_text()}
 STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until"}
 FLAGS_OF_OTHERS = {

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import benchmarks.gpu
 
-from .. import machine, report
-from ..flags import names_of
+from .. import machine
+from ..report import Row, add_names, results
 from ..worker import SCRIPTS
 from . import checks
-from .rows import Plan, Row, tables
+from .plan import Plan
 from .speed import speed
 
 # Name -> (the part, its share of ten minutes in seconds).
@@ -40,9 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     # fmt: off
     add = parser.add_argument
     add("--scale", choices=("full", "toy"), default="full", help="toy: tiny models, also without a GPU (default: full)")
-    for flag, choices in {"only": list(PARTS), "scripts": SCRIPTS, "precisions": PRECISIONS}.items():
-        add(f"--{flag}", type=names_of(choices), default=list(choices), metavar="NAMES",
-            help=f"comma list of {', '.join(choices)} (default: all)")
+    for flag, choices in {"--only": PARTS, "--scripts": SCRIPTS, "--precisions": PRECISIONS}.items():
+        add_names(parser, flag, choices)
     add("--minutes", type=float, default=10, metavar="M", help="limit of the whole; the parts share it (default: 10)")
     add("--json", type=Path, default=Path(__file__).parents[1] / "results" / "gpu.json", metavar="FILE",
         help="where to write the results (default: benchmarks/results/gpu.json)")
@@ -60,36 +59,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("python -m benchmarks.gpu: error: PyTorch sees no GPU here; --scale toy tries everything that a CPU can",
               file=sys.stderr)  # fmt: skip
         raise SystemExit(2)
-    began, rows = time.monotonic(), []
-    facts = machine.facts() | machine.gpu_facts() | {"scale": args.scale}
     with tempfile.TemporaryDirectory(prefix="tandem-gpu-") as folder:
         plan = Plan(args.scale == "toy", machine.gpus() > 0, args.scripts, args.precisions, Path(folder))
-        deadline = began
-        try:
-            for name in args.only:
-                part, seconds = PARTS[name]
-                # Cumulative, so that a part inherits what the ones before did not use.
-                deadline += seconds * 60 * args.minutes / sum(PARTS[each][1] for each in args.only)
-                for row in _rows(name, part, plan.until(name, deadline)):
-                    rows.append(row)
-                    print(f"{time.monotonic() - began:4.0f} s  {row}", file=sys.stderr)
-        finally:
-            facts |= {"load_average_after": list(os.getloadavg()), "seconds": round(time.monotonic() - began, 1)}
-            report.write_json(args.json, facts, rows)
-    print(f"{machine.headline(facts)}\n{tables(rows)}\n\nwritten to {args.json}")
-    if failed := [row for row in rows if row.is_bad]:
-        print(f"{len(failed)} of {len(rows)} rows are not as they should be:", file=sys.stderr)
-        print("\n".join(f"  {row}" for row in failed), file=sys.stderr)
+        parts, deadline = {}, time.monotonic()
+        for name in args.only:
+            part, seconds = PARTS[name]
+            # Cumulative, so that a part inherits what the ones before did not use.
+            deadline += seconds * 60 * args.minutes / sum(PARTS[each][1] for each in args.only)
+            parts[name] = partial(part, plan.until(deadline))
+        rows = results(parts, args.json, scale=args.scale)
+    if bad := [row for row in rows if row.is_bad]:
+        print(f"{len(bad)} of {len(rows)} rows are not as they should be:", file=sys.stderr)
+        print("\n".join(f"  {row}" for row in bad), file=sys.stderr)
         raise SystemExit(1)
-
-
-def _rows(name: str, part: Callable[[Plan], Iterator[Row]], plan: Plan) -> Iterator[Row]:
-    """The rows of a part. An error becomes a row, so that the other parts still run."""
-    print(f"{name} ...", file=sys.stderr)
-    try:
-        yield from part(plan)
-    except Exception as error:
-        yield plan.failed("", error)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import distributed
@@ -12,8 +13,10 @@ from scripts.parity import SMALL_MODELS, difference
 
 from ..jobs import TOKENIZER, JobFailed
 from ..launching import free_port
-from .rows import NEEDS_A_GPU, Plan, Row
-from .worker import SAVED_AFTER, UPDATES, different_tensors
+from ..report import Row
+from .plan import NEEDS_A_GPU, Plan
+
+_KILLED_AFTER, _SAVED_AFTER, _UPDATES = 11, 8, 20
 
 # Small sets, so that every process opens them at once.
 _DATA = {
@@ -48,44 +51,41 @@ def tests(plan: Plan) -> Iterator[Row]:
         if not file.exists():  # pytest writes it at its end, also where a test failed
             raise
     for case in ET.parse(file).iter("testcase"):
-        yield _row_of_test(plan, case)
-
-
-def _row_of_test(plan: Plan, case: ET.Element) -> Row:
-    name = case.get("name", "").removeprefix("test_").replace("_", " ")
-    for kind in ("failure", "error", "skipped"):
-        if (found := case.find(kind)) is not None:
-            lines = (found.get("message") or "").strip().splitlines() or [kind]
-            return plan.row(name, note=lines[0][:300], is_bad=kind != "skipped")
-    return plan.row(name, {"passed": "yes"})
-
-
-def _files(plan: Plan) -> list[str]:
-    """The scripts, as tables name them."""
-    return [f"{script}.py" for script in plan.scripts]
+        name = case.get("name", "").removeprefix("test_").replace("_", " ")
+        found = {each.tag: each for each in case if each.tag in ("failure", "error", "skipped")}
+        for kind, why in found.items():
+            lines = (why.get("message") or "").strip().splitlines() or [kind]
+            yield Row(name, note=lines[0][:300], is_bad=kind != "skipped")
+        if not found:
+            yield Row(name, {"passed": "yes"})
 
 
 def resume(plan: Plan) -> Iterator[Row]:
     """A row per script."""
 
-    def attempt(name: str) -> Row:
-        script = name.removesuffix(".py")
-        flags = [*model_flags(script, plan.is_toy), *QUIET, "--deterministic", "--max_steps", str(UPDATES),
-                 "--save_every_n_steps", str(SAVED_AFTER)]  # fmt: skip
-        found = plan.worker("kill", script, *flags)
-        if "error" in found:
-            return plan.row(name, note=found["error"], is_bad=True)
-        note = "" if found["starts"] == [0, SAVED_AFTER] else f"the starts were at {found['starts']}"
-        return _bits(plan, name, found["differing"], {}, note)
+    def attempt(script: str) -> Row:
+        flags = [*model_flags(script, plan.is_toy), *QUIET, "--deterministic", "--max_steps", str(_UPDATES),
+                 "--save_every_n_steps", str(_SAVED_AFTER), "--output_dir"]  # fmt: skip
+        whole, killed = plan.folder / f"{script}-whole", plan.folder / f"{script}-killed"
+        plan.job([f"{script}.py", *flags, str(whole)])
+        kill = ["-m", "tests.launch.interrupted_worker", "--interrupt", f"SIGKILL@{_KILLED_AFTER}", "--script", script]
+        try:
+            plan.job([*kill, *flags, str(killed)])
+        except JobFailed as error:
+            if not str(error).startswith("exit code -9"):
+                raise
+        plan.job([f"{script}.py", *flags, str(killed)])
+        starts = [json.loads(line)["step"] for line in (killed / "starts.jsonl").read_text().splitlines()]
+        note = "" if starts == [0, _SAVED_AFTER] else f"the starts were at {starts}"
+        return bits(script, different_tensors(whole, killed), {}, note)
 
-    yield from plan.rows(attempt, _files(plan))
+    yield from plan.rows(attempt, plan.scripts)
 
 
 def processes(plan: Plan) -> Iterator[Row]:
     """A row per script."""
 
-    def attempt(name: str) -> Row:
-        script = name.removesuffix(".py")
+    def attempt(script: str) -> Row:
         flags = [*model_flags(script, plan.is_toy), *QUIET, "--batch_parts", "2", "--deterministic",
                  "--max_steps", "12", "--save_every_n_steps", "0"]  # fmt: skip
         one, two = (plan.folder / f"{script}-{n}" for n in ("one", "two"))
@@ -93,17 +93,31 @@ def processes(plan: Plan) -> Iterator[Row]:
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
         plan.job([*launcher, f"{script}.py", *flags, "--output_dir", str(two)], TANDEM_SHARE_GPU="1")
         losses = max(difference(_lines(two), _lines(one), "loss"))
-        return _bits(plan, name, different_tensors(one, two), {"largest difference of a loss": losses})
+        return bits(script, different_tensors(one, two), {"largest difference of a loss": losses})
 
-    yield from plan.rows(attempt, _files(plan))
+    yield from plan.rows(attempt, plan.scripts)
 
 
-def _bits(plan: Plan, name: str, differing: Sequence[str], values: dict[str, float | str], note: str = "") -> Row:
+def bits(script: str, differing: Sequence[str], values: Mapping[str, float | str], note: str = "") -> Row:
     """`differing`: names of the files that differ."""
     names = f"different: {', '.join(differing)}" if differing else ""
-    same: dict[str, float | str] = {"the same bits": "NO" if differing else "yes"}
-    is_bad = bool(differing or note)
-    return plan.row(name, same | values, "; ".join(filter(None, [names, note])), is_bad=is_bad)
+    same = {"the same bits": "NO" if differing else "yes"}
+    note = "; ".join(filter(None, [names, note]))
+    return Row(script, {**same, **values}, note, is_bad=bool(note))
+
+
+def different_tensors(one: Path, other: Path) -> list[str]:
+    """Names of the files of weights and moments in which two runs differ, in their models and last checkpoints. The
+    states of random generators are left out: each process seeds those of Python and NumPy anew, and draws nothing."""
+    found = [_digests(run) for run in (one, other)]
+    assert found[0], f"{one} holds no weights"
+    return sorted(name for name in found[0].keys() | found[1].keys() if found[0].get(name) != found[1].get(name))
+
+
+def _digests(run: Path) -> dict[str, str]:
+    folders = [*run.glob("model*"), *sorted(run.glob("checkpoints/*"))[-1:]]
+    files = [path for folder in folders for path in folder.rglob("*.safetensors")]
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def _lines(run: Path) -> list[dict[str, float]]:
@@ -113,45 +127,42 @@ def _lines(run: Path) -> list[dict[str, float]]:
 def waits(plan: Plan) -> Iterator[Row]:
     """A row per script; its note names the places in the code."""
     if not plan.has_gpu:
-        yield from (plan.row(name, note=NEEDS_A_GPU) for name in _files(plan))
+        yield from (Row(script, note=NEEDS_A_GPU) for script in plan.scripts)
         return
 
-    def attempt(name: str) -> Row:
-        script = name.removesuffix(".py")
+    def attempt(script: str) -> Row:
+        result = plan.folder / f"waits-{script}.json"
+        own = ["--script", script, "--result", str(result), "--output_dir", str(result.with_suffix(""))]
         quiet = [*QUIET, "--log_every_n_steps", "1000", "--save_every_n_steps", "0", "--valid_fraction", "0"]
-        found = plan.worker("waits", script, *model_flags(script, plan.is_toy), *quiet)
+        plan.job(["-m", "benchmarks.gpu.waits", *own, *model_flags(script, plan.is_toy), *quiet])
+        found = json.loads(result.read_text())
         places = [f"{count:.3g} x {place}" for place, count in list(found["places"].items())[:5]]
-        return plan.row(name, {"waits per update": found["waits_per_update"]}, "; ".join(places))
+        return Row(script, {"waits per update": found["waits_per_update"]}, "; ".join(places))
 
-    yield from plan.rows(attempt, _files(plan))
+    yield from plan.rows(attempt, plan.scripts)
 
 
 def zero(plan: Plan) -> Iterator[Row]:
     """A row per ZeRO stage and precision, and with FSDP, for the model of train_vae.py."""
-    precisions = [each for each in plan.precisions if plan.has_gpu or each in ("fp32", "bf16")]
-    kinds = [("FSDP", "fsdp", []), ("FSDP, offload", "fsdp", ["--fsdp_offload"])]
-    of_deepspeed = [(f"ZeRO {stage}", "deepspeed", ["--zero_stage", str(stage)]) for stage in range(4)]
-    of_deepspeed += [("offload", "deepspeed", ["--deepspeed_config", "configs/deepspeed/zero2_offload.json"])]
-    if distributed.available()["deepspeed"]:
-        kinds += of_deepspeed
-    else:
-        yield from (plan.row(kind, note="DeepSpeed is not installed") for kind, _, _ in of_deepspeed)
-    flags_of = {f"{kind}, {each}": (each, [backend, *said]) for kind, backend, said in kinds for each in precisions}
+    kinds = {"FSDP": "fsdp", "FSDP, offload": "fsdp --fsdp_offload"}
+    kinds |= {f"ZeRO {stage}": f"deepspeed --zero_stage {stage}" for stage in range(4)}
+    kinds["offload"] = "deepspeed --deepspeed_config configs/deepspeed/zero2_offload.json"
     small = [*model_flags("train_vae", is_toy=True), *QUIET, "--max_steps", "12", "--save_every_n_steps", "0"]
 
-    def lines(name: str, flags: Sequence[str]) -> list[dict[str, float]]:
-        run = plan.folder / f"zero-{name.replace(' ', '-').replace(',', '')}"
-        plan.job(["train_vae.py", *small, *flags, "--output_dir", str(run)])
+    def losses(precision: str, kind: str) -> list[dict[str, float]]:
+        run = plan.folder / f"zero-{precision}-{kind.replace(' ', '-')}"
+        chosen = ["--distributed_backend", *kinds[kind].split()] if kind in kinds else []
+        plan.job(["train_vae.py", *small, "--precision", precision, *chosen, "--output_dir", str(run)])
         return _lines(run)
 
-    without = dict(
-        zip(precisions, plan.at_once(lambda each: lines(each, ["--precision", each]), precisions), strict=True)
-    )
+    for precision in [each for each in plan.precisions if plan.has_gpu or each in ("fp32", "bf16")]:
+        without = losses(precision, "without")
 
-    def attempt(name: str) -> Row:
-        precision, flags = flags_of[name]
-        ours = lines(name, ["--precision", precision, "--distributed_backend", *flags])
-        losses = difference(ours, without[precision], "loss")
-        return plan.row(name, {"first update": losses[0], "largest of 12": max(losses)})
+        def attempt(kind: str, precision: str = precision, without: Sequence[dict[str, float]] = without) -> Row:
+            name = f"{kind}, {precision}"
+            if "deepspeed" in kinds[kind] and not distributed.available()["deepspeed"]:
+                return Row(name, note="DeepSpeed is not installed")
+            found = difference(losses(precision, kind), without, "loss")
+            return Row(name, {"first update": found[0], "largest of 12": max(found)})
 
-    yield from plan.rows(attempt, list(flags_of))
+        yield from plan.rows(attempt, list(kinds))

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from ..jobs import JobFailed
 from ..references import REFERENCE
+from ..report import Row, failed
 from ..training import SMALL_MODELS, peak_mib
 from ..worker import SCRIPT
-from .rows import NEEDS_A_GPU, Plan, Row
+from .plan import NEEDS_A_GPU, Plan
 
 # Models of real size, the scripts' defaults, with batches that keep a GPU busy.
 _MODELS = {
@@ -39,7 +40,7 @@ def compared(plan: Plan, script: str, precision: str, option: str = "") -> Row:
     """The script, and its reference, which scales no loss."""
     name = " ".join(filter(None, [f"{script}.py", precision, option]))
     if not plan.has_gpu and (option or precision not in _ON_A_CPU):
-        return plan.row(name, note=NEEDS_A_GPU)
+        return Row(name, note=NEEDS_A_GPU)
     sides = [SCRIPT] if precision == "fp16" else [SCRIPT, REFERENCE]
     flags = [*model_flags_of(plan, script), "--precision", precision, *([option] if option else [])]
     updates = 1 if plan.is_toy else _UPDATES
@@ -47,7 +48,7 @@ def compared(plan: Plan, script: str, precision: str, option: str = "") -> Row:
         at_most = math.inf if plan.is_toy else _SECONDS[option]
         found = plan.measure(sides, flags, script, updates=updates, at_most=at_most)
     except JobFailed as error:
-        return plan.failed(name, error)
+        return failed(name, error)
     speeds = {side: statistics.median(result["samples_per_second"]) for side, result in found.items()}
     values: dict[str, float | str] = {}
     for side, label in {SCRIPT: "", REFERENCE: "reference's "}.items():
@@ -56,7 +57,7 @@ def compared(plan: Plan, script: str, precision: str, option: str = "") -> Row:
             values |= {f"{label}samples/s": speeds[side], f"{label}peak MiB": memory}
     if REFERENCE in found:
         values["ratio"] = speeds[SCRIPT] / speeds[REFERENCE]
-    return plan.row(name, values)
+    return Row(name, values)
 
 
 def model_flags_of(plan: Plan, script: str) -> list[str]:

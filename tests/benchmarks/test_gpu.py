@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import checks, worker
+from benchmarks.gpu import checks
 from benchmarks.gpu import speed as speed_part
-from benchmarks.gpu.rows import NEEDS_A_GPU, NoTime, Plan, Row
+from benchmarks.gpu import waits as waits_of
+from benchmarks.gpu.plan import NEEDS_A_GPU, Plan
 from benchmarks.jobs import JobFailed
-from tests.scripts import SCRIPTS
+from benchmarks.report import NoTime, Row
+from tests.scripts import SCRIPTS, VAE
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    return Plan(True, False, ["train_vae"], ["fp32"], tmp_path).until("speed", time.monotonic() + 3600)
+    return Plan(True, False, ["train_vae"], ["fp32"], tmp_path).until(time.monotonic() + 3600)
 
 
 def test_without_a_gpu_it_ends_with_one_line_and_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -42,25 +42,14 @@ def test_without_a_gpu_it_ends_with_one_line_and_code_2(capsys: pytest.CaptureFi
     assert "error: " in line and "--scale toy" in line
 
 
-def test_a_part_that_fails_is_a_row_and_the_others_go_on(
+def test_a_bad_row_is_said_again_at_the_end_and_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(error: Exception) -> Callable[[Plan], Iterator[Row]]:
-        def part(plan: Plan) -> Iterator[Row]:
-            yield plan.row("before", {"x": 1.0})
-            raise error
-
-        return part
-
-    errors = {"tests": KeyError("x"), "resume": JobFailed("exit code 3: why"), "waits": NoTime("too late")}
-    monkeypatch.setattr(command, "PARTS", {name: (broken(error), 1) for name, error in errors.items()})
+    parts = {"tests": (lambda plan: iter([Row("a", {"x": 1.0}), Row("b", is_bad=True)]), 1)}
+    monkeypatch.setattr(command, "PARTS", parts)
     with pytest.raises(SystemExit) as ended:
         command.main(["--scale", "toy", "--json", str(tmp_path / "gpu.json")])
-    assert ended.value.code == 1 and "2 of 6 rows" in capsys.readouterr().err
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert [(row["part"], row["note"], row["is_bad"]) for row in rows if not row["values"]] == [
-        ("tests", "failed: KeyError: 'x'", True), ("resume", "exit code 3: why", True), ("waits", "too late", False)
-    ]  # fmt: skip
+    assert ended.value.code == 1 and "1 of 2 rows" in capsys.readouterr().err
 
 
 def test_a_job_ends_with_its_part_and_is_not_started_after_it(plan: Plan) -> None:
@@ -68,7 +57,7 @@ def test_a_job_ends_with_its_part_and_is_not_started_after_it(plan: Plan) -> Non
     with pytest.raises(NoTime, match=r"ended at its limit of 1 s"):
         plan.job(sleep, at_most=1.0)
     with pytest.raises(NoTime, match="not started"):
-        plan.until("speed", time.monotonic()).job(sleep)
+        plan.until(time.monotonic()).job(sleep)
     with pytest.raises(JobFailed, match=r"exit code 1: ValueError: no") as failed:
         plan.job(["-c", "raise ValueError('no')"])
     assert not isinstance(failed.value, NoTime)
@@ -110,37 +99,33 @@ def test_waits_are_counted_per_update_where_this_repository_causes_them(
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     flags = [*speed_part.model_flags_of(plan, "train_vae"), *checks.QUIET]
     with register_optimizer_step_pre_hook(waits_twice):
-        worker.main(["waits", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
+        waits_of.main(["--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
     found = json.loads(result.read_text())
     assert modes[1:] == ["warn", "default"]
     assert found["waits_per_update"] == 2 and list(found["places"].values()) == [2]
     assert re.fullmatch(r"test_gpu\.py:\d+ < \w+\.py:\d+", *found["places"])
 
 
-def test_a_resumed_run_with_other_bits_is_found(tmp_path: Path, plan: Plan) -> None:
-    def change_the_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 1 + os.getpid() % 1000 * 1e-3
-
-    result = tmp_path / "result.jsonl"
-    flags = [*checks.model_flags("train_vae", True), *checks.QUIET, "--max_steps", "12", "--save_every_n_steps", "8"]
-    with register_optimizer_step_pre_hook(change_the_rate):
-        worker.main(["kill", "--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])
-    found = json.loads(result.read_text())
-    assert found["starts"] == [0, 8] and not found["same_bits"]
-    assert found["differing"] == ["checkpoints/step_00000012/engine.safetensors", "model/model.safetensors"]
+def test_runs_with_other_bits_are_found(tmp_path: Path) -> None:
+    flags = [*checks.model_flags("train_vae", True), *checks.QUIET, "--max_steps", "4", "--save_every_n_steps", "2"]
+    for name, rate in {"one": "1e-3", "same": "1e-3", "other": "2e-3"}.items():
+        VAE.module.main([*flags, "--learning_rate", rate, "--output_dir", str(tmp_path / name)])
+    found = [checks.different_tensors(tmp_path / "one", tmp_path / name) for name in ("same", "other")]
+    assert found == [[], ["checkpoints/step_00000004/engine.safetensors", "model/model.safetensors"]]
+    rows = [checks.bits("train_vae", differing, {}) for differing in found]
+    assert [(row.values["the same bits"], row.is_bad) for row in rows] == [("yes", False), ("NO", True)]
 
 
 def test_jobs_see_one_gpu(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    say = ["-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
-    found = []
+    path = plan.folder / "visible"
+    say = ["-c", f"import os; open('{path}', 'a').write(os.environ['CUDA_VISIBLE_DEVICES'] + ';')"]
     for visible in ("3,1", "", None):
         if visible is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        found.append(plan.job(say).strip())
-    assert found == ["3", "", "0"]
+        plan.job(say)
+    assert path.read_text() == "3;;0;"
 
 
 def test_the_toy_size_shows_on_a_cpu_what_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,16 +134,11 @@ def test_the_toy_size_shows_on_a_cpu_what_it_can(tmp_path: Path, capsys: pytest.
                   "--json", str(results)])  # fmt: skip
     content = json.loads(results.read_text())
     rows = {part: [row for row in content["rows"] if row["part"] == part] for part in ("tests", "resume", "waits")}
-    assert (
-        content["machine"]["scale"] == "toy"
-        and content["machine"]["packages"]["torch"]
-        and "cuda" in content["machine"]
-    )
-    assert len(rows["tests"]) >= 10 and all(
-        row["note"] == f"Skipped: {NEEDS_A_GPU}" or row["note"] == NEEDS_A_GPU for row in rows["tests"]
-    )
-    assert rows["resume"] == [
-        {"part": "resume", "name": "train_vae.py", "values": {"the same bits": "yes"}, "note": "", "is_bad": False}
+    assert content["machine"]["scale"] == "toy" and "cuda" in content["machine"]
+    notes = {row["note"] for row in rows["tests"]}
+    assert len(rows["tests"]) >= 10 and notes <= {f"Skipped: {NEEDS_A_GPU}", NEEDS_A_GPU}
+    assert [(row["name"], row["values"], row["note"]) for row in rows["resume"]] == [
+        ("train_vae", {"the same bits": "yes"}, "")
     ]
     assert [row["note"] for row in rows["waits"]] == [NEEDS_A_GPU]
-    assert "## The same bits after a kill" in capsys.readouterr().out
+    assert "## resume" in capsys.readouterr().out

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,6 @@ from torchvision.transforms import CenterCrop, Compose, PILToTensor, Resize
 
 from benchmarks.loading import plain_decode
 from benchmarks.references import DDP, HOROVOD, REFERENCE, REFERENCES
-from benchmarks.video_loading import plain_clip, write_videos
-from data.decoding.videos import ClipDecoder
-from data.records.record import Entry
 from tests.scripts import VAE
 
 CPU = torch.device("cpu")
@@ -34,20 +30,6 @@ def test_plain_decoding_is_torchvisions(size: tuple[int, int], tmp_path: Path) -
     transform = Compose([Resize(128), CenterCrop(128), PILToTensor()])
     expected = transform(Image.open(path).convert("RGB"))
     assert torch.equal(plain_decode(str(path), 128), expected)
-
-
-def test_a_plain_clip_is_that_of_the_loader_but_for_the_way_of_resizing(tmp_path: Path) -> None:
-    """At the start, because each chooses its places in its own way."""
-    write_videos(tmp_path, 1, seconds=1, keyframe_every=25)
-    (path,) = tmp_path.iterdir()
-    decoder = ClipDecoder(128, 17)
-    frames = torch.stack([frame for frame, _ in decoder.frames(Entry(str(path)))], dim=1)
-    assert frames.shape == (3, 25, 128, 128)
-    starts: Any = SimpleNamespace(uniform=lambda low, high: 0.2)
-    for by_ffmpeg in (False, True):
-        clip = plain_clip(str(path), random=starts, by_ffmpeg=by_ffmpeg)
-        errors = [(clip.float() - frames[:, n : n + 17].float()).abs().mean() for n in range(9)]
-        assert int(torch.stack(errors).argmin()) == 5 and errors[5] < 6  # grey levels
 
 
 @contextlib.contextmanager

@@ -1,32 +1,47 @@
-"""Goals and the JSON file, on made-up numbers."""
+"""Rows, goals and the JSON file, on made-up numbers."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.report import Goal, Row, write_json
+import pytest
 
-FAST = Row("fast", "samples/s", [98.0, 110.0, 120.0], [100.0, 100.0, 100.0], Goal("ratio", ">=", 0.97), "over a loop")
-SLOW = Row("slow", "samples/s", [90.0, 96.0, 120.0], [100.0, 100.0, 100.0], Goal("ratio", ">=", 0.97))
-QUICK = Row("--help", "seconds", [0.5, 0.9, 3.0], [0.1, 0.1, 0.1], Goal("ours", "<", 1.0))
-FREE = Row("plain", "MiB", [1500.0], [1000.0])
-ABSENT = Row("horovodrun x 2", "samples/s", goal=Goal("ratio", ">=", 0.97), note="horovod is not installed")
+from benchmarks.launching import JobFailed
+from benchmarks.report import NoTime, Row, compared, results, table
 
 
-def test_the_median_decides_whether_a_goal_is_met() -> None:
-    assert FAST.met is True  # its slowest round alone would not do
-    assert SLOW.met is False  # its fastest round alone would
-    assert QUICK.met is True
-    assert FREE.met is None
-    assert ABSENT.met is None
-    assert Goal("ratio", ">=", 0.97).is_met(0.97)
-    assert not Goal("ours", "<", 1.0).is_met(1.0)
+@pytest.mark.parametrize(("ours", "met"), [([98.0, 110.0, 120.0], "yes"), ([90.0, 96.0, 120.0], "NO"), ([97.0], "yes")])
+def test_the_median_decides_whether_a_goal_is_met(ours: list[float], met: str) -> None:
+    row = compared("fast", "samples/s", ours, [100.0] * len(ours), "over a loop", goal=0.97)
+    assert row.values["met"] == met and row.values["ratio"] == sorted(ours)[len(ours) // 2] / 100
+    assert "met" not in compared("free", "MiB", ours, ours).values
 
 
-def test_json_holds_the_rounds_and_what_the_goal_came_to(tmp_path: Path) -> None:
-    write_json(tmp_path / "results" / "latest.json", {"cores": 2}, [SLOW, ABSENT])
-    content = json.loads((tmp_path / "results" / "latest.json").read_text())
-    slow, absent = content["rows"]
-    assert content["machine"] == {"cores": 2} and slow["ours"]["rounds"] == [90.0, 96.0, 120.0]
-    assert (slow["ratio"]["median"], slow["met"]) == (0.96, False) and absent["met"] is absent["ratio"] is None
+def test_an_error_is_a_row_and_what_was_measured_before_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(error: Exception) -> Iterator[Row]:
+        yield compared("before", "samples/s", [90.0, 96.0], [100.0, 100.0])
+        raise error
+
+    errors = {"a": KeyError("x"), "b": JobFailed("exit code 3: a|b"), "c": NoTime("too late")}
+    path = tmp_path / "results" / "latest.json"
+    rows = results({name: lambda error=error: broken(error) for name, error in errors.items()}, path, scale="toy")
+    content = json.loads(path.read_text())
+    assert content["machine"]["scale"] == "toy" and content["machine"]["packages"]["torch"]
+    assert [row["rounds"] for row in content["rows"][::2]] == [{"ours": [90.0, 96.0], "reference": [100.0, 100.0]}] * 3
+    assert [(row["part"], row["note"], row["is_bad"]) for row in content["rows"][1::2]] == [
+        ("a", "failed: KeyError: 'x'", True), ("b", "exit code 3: a|b", True), ("c", "too late", False)
+    ]  # fmt: skip
+    assert len(rows) == 6 and "## b" in capsys.readouterr().out
+
+
+def test_a_table_has_the_columns_of_all_its_rows_and_json_no_infinity() -> None:
+    rows = [Row("first", {"x": 1.0}, part="p"), Row("second", {"y": math.inf}, "a|b", part="p")]
+    assert table(rows).splitlines()[-4:] == [
+        "|  | x | y | note |", "|---|---|---|---|", "| first | 1 |  |  |", "| second |  | inf | a\\|b |"
+    ]  # fmt: skip
+    assert json.loads(json.dumps(rows[1].as_json(), allow_nan=False))["values"] == {"y": "inf"}

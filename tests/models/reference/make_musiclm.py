@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.public_loops import unused
 from models.files.musiclm import load_public_mulan, save_public_mulan
 from models.musiclm import MusicLMMuLaN
+from tests.models.reference.absent import unused
 from tests.models.reference.musiclm import CASES, CONSTANTS, FILE, sounds, state_of, tokens
 
 

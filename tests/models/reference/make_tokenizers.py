@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.public_loops import unused
+from tests.models.reference.absent import unused
 from tests.models.reference.tokenizers import FILE, VAE, VQGAN, images, state_of
 
 # Modules that DALLE-pytorch imports for other models than its discrete VAE.

@@ -1,0 +1,64 @@
+"""Watches a training script, and writes a JSON object: how often per update the host waits for the GPU, and where.
+
+PyTorch warns of each such call. What waits for an event on purpose, as the count of an earlier update's skipped ones
+does, is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import json
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.run.run import Run
+
+from .. import worker
+
+_FIRST, _COUNTED = 8, 12  # updates between which waits are counted: three times what happens in each fourth update
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """``argv`` holds the flags below and those of the script."""
+    # No abbreviations: the scripts have flags that begin alike.
+    parser = argparse.ArgumentParser("benchmarks.gpu.waits", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--script", choices=worker.SCRIPTS, required=True)
+    parser.add_argument("--result", type=Path, required=True, help="file to write")
+    options, flags = parser.parse_known_args(argv)
+    places: collections.Counter[str] = collections.Counter()
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message).lower():
+            places[_place(traceback.extract_stack())] += 1
+
+    def watch(run: Run, event: str, _: Any) -> None:
+        if event == "update" and run.progress.step == 0:
+            worker.decode(run)
+        if event == "update" and run.progress.step in (_FIRST, _FIRST + _COUNTED):
+            torch.cuda.set_sync_debug_mode("warn" if run.progress.step == _FIRST else "default")
+
+    with warnings.catch_warnings(), Run.watched(watch):
+        warnings.showwarning = note
+        warnings.simplefilter("always")
+        importlib.import_module(options.script).main([*flags, "--max_steps", str(_FIRST + _COUNTED + 1)])
+    per_update = {place: count / _COUNTED for place, count in places.most_common()}
+    options.result.write_text(json.dumps({"waits_per_update": sum(per_update.values()), "places": per_update}))
+
+
+def _place(stack: traceback.StackSummary) -> str:
+    """Where in this repository a call stands: the innermost two lines, outside of PyTorch and of this module."""
+    root = str(Path(__file__).resolve().parents[2])
+    own = [frame for frame in stack if frame.filename.startswith(root) and frame.filename != __file__]
+    own = [frame for frame in own if "site-packages" not in frame.filename]
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(own[-2:])) or "outside"
+
+
+if __name__ == "__main__":
+    main()
