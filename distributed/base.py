@@ -60,6 +60,8 @@ class Backend(Processes, ABC):
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         super().__init__(launch)
         self.options = options
+        self.norms_are_logged = True
+        """Whether somebody reads `Update.grad_norm` of the coming update; otherwise engines may leave it out."""
         self._own_flags = [getattr(args, name) for name in self.flags_of_training]
         self._launched_by = self._launcher_processes()
         self._after_leaving: list[Callable[[], None]] = []

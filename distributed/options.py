@@ -31,7 +31,8 @@ class Update:
     """What one ``Engine.step`` did. The tensors are on the device: reading them makes the host wait for it."""
 
     grad_norm: Tensor
-    """L2 norm of the mean gradient before clipping, 0-d; the same on every process."""
+    """L2 norm of the mean gradient before clipping, 0-d; the same on every process. NaN where an engine leaves it out,
+    because it clips nothing and `Backend.norms_are_logged` is off."""
     skipped: Tensor
     """0-d bool: a gradient was not finite, so nothing was changed."""
     lr: float

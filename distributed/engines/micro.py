@@ -54,6 +54,12 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum().sqrt()
 
 
+def all_finite(gradients: list[Tensor]) -> Tensor:
+    """Whether no number in all tensors is infinite or NaN, 0-d bool. In half the time of the norm, which is not finite
+    in the same cases: that of finite fp32 numbers does not overflow in fp64."""
+    return torch.isfinite(torch.stack([end for gradient in gradients for end in torch.aminmax(gradient)])).all()
+
+
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     """Gradients of norm ``norm`` divided by this have at most norm ``max_norm`` (0: no limit); 0-d fp64, >= 1."""
     return ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Engine
-from .micro import clip_divisor, gradient_norm
+from .micro import all_finite, clip_divisor, gradient_norm
 from .optimizer_state import check_names, live_weights, read_optimizer, unfuse, write_optimizer
 from .parts import GradientParts
 from .precision import LossScaler
@@ -58,27 +58,33 @@ class ReplicatedEngine(Engine):
         gradients, norm = self._reduced()
         self._backend.watchdog.mark("updating the weights")
         scale = self._loss_scale()
-        norm = norm / scale
-        finite = torch.isfinite(norm)
-        divisor = (clip_divisor(norm, self._max_grad_norm) * scale).float()
+        if norm is None:
+            norm, finite, divisor = scale.new_full((), torch.nan), all_finite(gradients), scale.float()
+        else:
+            norm = norm / scale
+            finite, divisor = torch.isfinite(norm), (clip_divisor(norm, self._max_grad_norm) * scale).float()
+        divides = self._max_grad_norm > 0 or self._scaler.enabled
         self._backend.about_to_update()
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
             # Fused optimizers divide and skip in their kernel, so no pass over the gradients and no wait is needed.
-            self._optimizer.grad_scale, self._optimizer.found_inf = divisor, (~finite).float()
+            self._optimizer.grad_scale, self._optimizer.found_inf = divisor if divides else None, (~finite).float()
             self._optimizer.step()
             del self._optimizer.grad_scale, self._optimizer.found_inf
         elif bool(finite):
-            torch._foreach_div_(gradients, divisor.to(gradients[0].device))
+            if divides:
+                torch._foreach_div_(gradients, divisor.to(gradients[0].device))
             self._optimizer.step()
         self._forget()
         self._scaler.update(finite)
         return norm.float(), finite
 
-    def _reduced(self) -> tuple[list[Tensor], Tensor]:
+    def _reduced(self) -> tuple[list[Tensor], Tensor | None]:
         """Finish the sums over the processes. Returns the gradients that this process steps with, and the norm of those
-        of the whole model, 0-d fp64."""
+        of the whole model, 0-d fp64; None: these gradients are all that there are, and nobody needs their norm."""
         self._reducer.finish()
-        return self._reducer.gradients, gradient_norm(self._reducer.gradients)
+        gradients = self._reducer.gradients
+        is_needed = self._max_grad_norm > 0 or self._backend.norms_are_logged
+        return gradients, gradient_norm(gradients) if is_needed else None
 
     def _forget(self) -> None:
         """Forget the gradients of this update."""

@@ -132,6 +132,7 @@ def updates(
                 _do(run, evaluations, [action for action in _due(run, listed) if action.measures])
         while not run.progress.finished:
             run.tell("update", batch)
+            run.processes.norms_are_logged = run.line_due
             with run.profiler.update(run.progress.step + 1):
                 yield run.progress.step, batch
             run.advance()

@@ -129,6 +129,11 @@ class Run:
         return self.processes.is_root
 
     @property
+    def line_due(self) -> bool:
+        """Whether a line of metrics follows the update that is being made."""
+        return self._metrics.due
+
+    @property
     def codes_due(self) -> bool:
         """Whether `log_codes` needs the codes of the update that is being made."""
         return self._metrics.codes_due

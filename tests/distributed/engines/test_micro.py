@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed.engines.micro import gradient_norm
+from distributed.engines.micro import all_finite, gradient_norm
 
 MANY = 3 * 2**17 + 1  # more than are added at a time
 
@@ -18,6 +18,8 @@ def test_the_norm_of_gradients_is_that_of_all_numbers_in_fp64_and_not_finite_if_
     expected = sum(gradient.double().square().sum() for gradient in gradients) ** 0.5
     assert norm.dtype == torch.float64 and norm.dim() == 0
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-    for wrong in (torch.nan, torch.inf):
+    gradients[0][-1, -1] = torch.finfo(torch.float32).max
+    assert gradient_norm(gradients).isfinite() and all_finite(gradients)
+    for wrong in (torch.nan, torch.inf, -torch.inf):
         gradients[0][-1, -1] = wrong
-        assert not gradient_norm(gradients).isfinite()
+        assert not gradient_norm(gradients).isfinite() and not all_finite(gradients)

@@ -221,9 +221,14 @@ def test_fp16_scales_a_backward_alike_however_many_share_the_update(accumulate: 
     assert arriving == [2.0**16 / 16]
 
 
+@pytest.mark.parametrize("is_logged", [True, False])
 @pytest.mark.parametrize("optimizer", ["Adam", "fused Adam", "SGD with momentum", "fused SGD with momentum"])
-def test_a_non_finite_update_changes_nothing_and_the_next_one_sees_nothing_of_it(optimizer: str, make: Make) -> None:
+def test_a_non_finite_update_changes_nothing_and_the_next_one_sees_nothing_of_it(
+    optimizer: str, is_logged: bool, make: Make
+) -> None:
+    """Also where no norm is taken."""
     engine, undisturbed = make(optimizer), make(optimizer)
+    engine._backend.norms_are_logged = is_logged
     for update in range(4):
         x = batch(update)
         if update == 2:
@@ -232,7 +237,8 @@ def test_a_non_finite_update_changes_nothing_and_the_next_one_sees_nothing_of_it
             assert bool(result.skipped) and not torch.isfinite(result.grad_norm)
         for each in (engine, undisturbed):
             each.backward(each(x).square().mean())
-            assert not bool(each.step().skipped)
+            result = each.step()
+            assert not bool(result.skipped) and bool(result.grad_norm.isfinite()) == (is_logged or each is undisturbed)
     ours, expected = engine.state_dict(), undisturbed.state_dict()
     assert (ours["updates"], ours["skipped_updates"]) == (5, 1)
     assert bits(weights(engine.module)) == bits(weights(undisturbed.module))
