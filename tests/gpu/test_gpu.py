@@ -234,9 +234,12 @@ def test_a_model_in_channels_last_goes_on_from_a_checkpoint_with_the_same_bits(b
 @pytest.mark.parametrize(
     "backend", [{"precision": p, **more} for more in KINDS for p in PRECISIONS], indirect=True, ids=str
 )
-def test_the_host_waits_for_nothing_during_an_update(backend: Backend) -> None:
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_the_host_waits_for_nothing_during_an_update(max_grad_norm: float, backend: Backend) -> None:
+    """Without and with a norm of the gradients."""
     model = nn.Linear(64, 64).to(backend.device)
-    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True), max_grad_norm=1.0)
+    engine = backend.wrap(model, torch.optim.Adam(model.parameters(), fused=True), max_grad_norm=max_grad_norm)
+    backend.norms_are_logged = False
     x = torch.randn(8, 64, device=backend.device)
 
     def update() -> None:
