@@ -151,7 +151,7 @@ class Clock:
         self._asked_at = asked_at
         # Three steps: a stop request takes effect up to two updates late (`Backend.stop_requested`).
         room = 2 * (3 * self._longest_step + (save_seconds or _UNKNOWN_SAVE_SECONDS))
-        return process_seconds() + room >= self._limit_seconds
+        return self._limit_seconds < math.inf and process_seconds() + room >= self._limit_seconds
 
     def _waited(self) -> dict[str, float]:
         return {name: seconds - self._before[name] for name, seconds in self._processes.waited.items()}
