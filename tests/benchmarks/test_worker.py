@@ -65,7 +65,7 @@ def test_a_side_that_has_had_its_turns_does_not_go_on_beside_those_of_the_others
 
 
 def test_processes_in_distributed_data_parallel_take_turns_with_the_script() -> None:
-    check(replace(TORCHRUN, processes=2), "train_vae", FLAGS, ["script", "ddp"])
+    check(replace(TORCHRUN, processes=2), "train_vae", FLAGS, ["script", "ddp", "ddp-same-noise"])
 
 
 def test_a_side_that_fails_is_one_line_and_ends_the_others() -> None:
