@@ -103,19 +103,23 @@ def _launcher_of(side: str, launcher: Launcher) -> Launcher:
     return replace(others, processes=launcher.processes)
 
 
-def run(commands: Sequence[Sequence[str]], environment: Mapping[str, str], seconds: float = _TIMEOUT_SECONDS) -> None:
+def run(
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str], seconds: float = _TIMEOUT_SECONDS,
+    expected: int = 0,
+) -> None:  # fmt: skip
     """Run jobs side by side, and kill all their processes before returning.
 
     Args:
         environment: Environment variables to set in addition to those of this process.
         seconds: Limit.
+        expected: Exit code of each; minus the number of a signal.
 
     Raises:
-        JobFailed: one of them failed, or took longer.
+        JobFailed: one of them ended otherwise, or took longer.
     """
     finished = finish_all([Job(command, **{**AS_A_USER, **environment}) for command in commands], seconds)
     for each in finished:
-        if each.returncode:
+        if each.returncode not in (None, expected):  # None: it was killed, because another one had failed
             print(each.output[-3000:], file=sys.stderr)
             raise JobFailed(f"exit code {each.returncode}: {reason(each.output)}")
 

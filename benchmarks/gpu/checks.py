@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,11 +70,7 @@ def resume(plan: Plan) -> Iterator[Row]:
         whole, killed = plan.folder / f"{script}-whole", plan.folder / f"{script}-killed"
         plan.job([f"{script}.py", *flags, str(whole)])
         kill = ["-m", "tests.launch.interrupted_worker", "--interrupt", f"SIGKILL@{_KILLED_AFTER}", "--script", script]
-        try:
-            plan.job([*kill, *flags, str(killed)])
-        except JobFailed as error:
-            if not str(error).startswith("exit code -9"):
-                raise
+        plan.job([*kill, *flags, str(killed)], expected=-signal.SIGKILL)
         plan.job([f"{script}.py", *flags, str(killed)])
         starts = [json.loads(line)["step"] for line in (killed / "starts.jsonl").read_text().splitlines()]
         note = "" if starts == [0, _SAVED_AFTER] else f"the starts were at {starts}"

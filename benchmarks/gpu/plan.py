@@ -40,15 +40,18 @@ class Plan:
         """The plan of a part."""
         return replace(self, deadline=deadline)
 
-    def job(self, command: Sequence[str], *, at_most: float = float("inf"), **environment: str) -> None:
-        """Run a process within the time of the part and ``at_most`` this many seconds.
+    def job(
+        self, command: Sequence[str], *, at_most: float = float("inf"), expected: int = 0, **environment: str
+    ) -> None:
+        """Run a process, which ends with exit code ``expected``, within the time of the part and ``at_most`` this many
+        seconds.
 
         Raises:
             NoTime: the time of the part is over.
-            JobFailed: the process failed.
+            JobFailed: the process ended otherwise.
         """
         with self._time(at_most) as left:
-            run([[sys.executable, *command]], {**_environment(), **environment}, left)
+            run([[sys.executable, *command]], {**_environment(), **environment}, left, expected)
 
     def measure(
         self, sides: Sequence[str], flags: Sequence[str], script: str, *, updates: int, at_most: float
