@@ -117,7 +117,7 @@ def run(
     Raises:
         JobFailed: one of them ended otherwise, or took longer.
     """
-    finished = finish_all([Job(command, **{**AS_A_USER, **environment}) for command in commands], seconds)
+    finished = finish_all([Job(command, "", None, **{**AS_A_USER, **environment}) for command in commands], seconds)
     for each in finished:
         if each.returncode not in (None, expected):  # None: it was killed, because another one had failed
             print(each.output[-3000:], file=sys.stderr)
