@@ -10,11 +10,11 @@ process keeps the last ones.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import os
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +39,7 @@ _LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without comp
 _KEPT_BYTES = 1 << 28  # of row groups, in each process
 _BYTES_OF_ROW = 8  # that a row of a parquet file takes at least, however often it repeats the one before
 _THREADS = 16
+_LONGEST_HEADER = 1 << 24  # bytes
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEDIA = ("Image", "Audio", "Video")
 # The words by which the hub tells splits apart in the paths of files.
@@ -162,8 +163,6 @@ class TableSource(Rows):
             if found != types:
                 ours, theirs = (", ".join(f"{k}: {v}" for k, v in each.items()) for each in (found, types))
                 raise ValueError(f"{path!r} has the columns {ours}, but {files.paths[0]!r} {theirs}")
-            with _in_one_line(f"cannot read {path!r}"):
-                file.choose(chosen)
         self._parts = [(file, number) for file in opened for number in range(len(file.lengths))]
         self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in opened))])  # of the parts, after a 0
         self._firsts = np.cumsum([0, *(sum(file.lengths) for file in opened)])
@@ -221,114 +220,73 @@ class TableSource(Rows):
 
 
 class _ArrowFile:
-    """A file of the streaming format in a map of memory; its parts are record batches, and kept as they are."""
-
-    largest = 1
-
-    def __init__(self, path: str) -> None:
-        import pyarrow as pa
-
-        mapped = pa.memory_map(path)
-        if mapped.size() >= 6 and mapped.read_at(6, 0) == b"ARROW1":
-            raise ValueError("it is an Arrow file of the random access format: write it as a stream, or as parquet")
-        if mapped.size() < len(_END_OF_STREAM) or mapped.read_at(8, mapped.size() - 8) != _END_OF_STREAM:
-            raise ValueError("it is cut off: it has no mark of the end")
-        mapped.seek(0)
-        self._content = mapped.read_buffer()  # a view of the map
-        self.schema = pa.ipc.open_stream(self._content).schema
-
-    def choose(self, columns: Sequence[str]) -> None:
-        """All columns that parts will be asked for."""
-        import pyarrow as pa
-
-        numbers = [self.schema.get_field_index(name) for name in columns]
-        options = pa.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
-        self._batches = list(pa.ipc.open_stream(self._content, options=options))
-        first, end = self._content.address, self._content.address + self._content.size
-        buffers = (buffer for batch in self._batches for column in batch.columns for buffer in column.buffers())
-        if any(buffer and not first <= buffer.address <= end - buffer.size for buffer in buffers):
-            raise ValueError("it is compressed, so that a start would read all of it: save it without compression")
-        self.lengths = [batch.num_rows for batch in self._batches]
-
-    def part(self, number: int, columns: Sequence[str]) -> Any:
-        batch = self._batches[number].select(columns)
-        batch.validate(full=True)  # else forged offsets would lead out of the file
-        return batch
-
-
-class _ArrowOnServer:
-    """A file of the streaming format on a server. The headers of its parts, the record batches, are read at the start,
-    and a part when one of its samples is asked for."""
+    """A file of the streaming format; its parts are record batches, whose headers are read at the start. A part is a
+    view of a map of memory, or is fetched from a server when one of its samples is asked for."""
 
     def __init__(self, path: str) -> None:
         import pyarrow as pa
 
         self._path, self.lengths, self._places = path, list[int](), list[tuple[int, int]]()
+        self._mapped = None if is_address(path) else pa.memory_map(path).read_buffer()
         at = 0
         with open_bytes(path, ahead=1 << 16) as file:
-            while (length := _unpack("<iI", file.pread(8, at))) != (-1, 0):
-                metadata = file.pread(length[1], at + 8) if length[0] == -1 and length[1] <= _LONGEST_HEADER else b""
-                kind, n_rows, body, is_compressed = _message(metadata)
-                end = at + 8 + length[1] + body
-                if not (body >= 0 and end <= file.size and n_rows >= 0):
-                    raise ValueError("it is cut off: it has no mark of the end")
-                if kind == _SCHEMA and at == 0:
-                    self.schema = pa.ipc.read_schema(pa.py_buffer(file.pread(end, 0)))
-                elif kind != _BATCH or is_compressed:
-                    raise ValueError("it is compressed or has dictionaries: save it without, or as parquet")
+            while (mark := file.pread(8, at)) != _END_OF_STREAM:
+                size = 8 + int.from_bytes(mark[4:], "little")
+                header = file.pread(size, at) if mark[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
+                if len(header) < size:
+                    raise ValueError("it is cut off, or no stream of Arrow: write it as a stream, or as parquet")
+                message = pa.ipc.read_message(pa.PythonFile(_WithoutBody(header, file.size - at - size), mode="r"))
+                if not at:
+                    self.schema = pa.ipc.read_schema(message)
                 else:
-                    self.lengths.append(n_rows)
-                    self._places.append((at, end - at))
-                at = end
-        self.largest = max((size for _, size in self._places), default=1)
+                    self.lengths.append(_rows_of(message, self.schema))
+                    self._places.append((at, size + message.body.size))
+                at += size + (message.body.size if message.body else 0)
+        self.largest = 1 if self._mapped else max((size for _, size in self._places), default=1)
         if self.largest > _LARGEST_GROUP:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
-
-    def choose(self, columns: Sequence[str]) -> None:
-        pass
 
     def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow as pa
 
         at, size = self._places[number]
-        content = pa.py_buffer(Entry(self._path, at, size).read(size))
-        batch = pa.ipc.read_record_batch(content, self.schema).select(columns)
-        batch.validate(full=True)
+        content = self._mapped.slice(at, size) if self._mapped else Entry(self._path, at, size).read(size)
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(content), self.schema).select(columns)
+        batch.validate(full=True)  # else forged offsets would lead out of the file
         if batch.num_rows != self.lengths[number]:
             raise ValueError("it claims another number of rows than it has")
         return batch
 
 
-_SCHEMA, _BATCH = 1, 3  # kinds of messages
-_LONGEST_HEADER = 1 << 24  # bytes
+class _WithoutBody(io.BytesIO):
+    """A message of Arrow, of which the header is there, and zeros stand for the body, of at most `longest` bytes: they
+    take no memory until somebody looks at them."""
+
+    def __init__(self, header: bytes, longest: int) -> None:
+        super().__init__(header)
+        self._longest = longest
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        if content or not size:
+            return content
+        if not 0 <= size <= self._longest:
+            raise ValueError("it is cut off: it has no mark of the end")
+        return bytes(size)
 
 
-def _message(metadata: bytes) -> tuple[int, int, int, bool]:
-    """The kind of a message of Arrow, how many rows it has if it is a record batch, the bytes of its body, and whether
-    it is compressed, out of the tables of FlatBuffers (Message.fbs). Raises struct.error."""
+def _rows_of(message: Any, schema: Any) -> int:
+    """How many rows a record batch has, of whose body nothing is known. Raises ValueError, in one line, if it is none
+    whose columns stand in the body as they are."""
+    import pyarrow as pa
 
-    def field(table: int, number: int) -> int | None:
-        """Where a field of the table at a place is, None if it is left out."""
-        offsets = table - _unpack("<i", metadata, table)[0]
-        there = 4 + 2 * number < _unpack("<H", metadata, offsets)[0]
-        at = _unpack("<H", metadata, offsets + 4 + 2 * number)[0] if there else 0
-        return table + at if at else None
-
-    def number(at: int | None, form: str) -> int:
-        return 0 if at is None else int(_unpack(form, metadata, at)[0])
-
-    message = number(0, "<I")
-    kind, header, body = (field(message, place) for place in (1, 2, 3))
-    batch = 0 if header is None else header + number(header, "<I")
-    is_batch = number(kind, "<B") == _BATCH
-    n_rows, compression = (field(batch, 0), field(batch, 3)) if is_batch else (None, None)
-    return number(kind, "<B"), number(n_rows, "<q"), number(body, "<q"), compression is not None
-
-
-def _unpack(form: str, content: bytes, at: int = 0) -> tuple[Any, ...]:
-    if at < 0:
-        raise ValueError("a table lies before its file")
-    return struct.unpack_from(form, content, at)
+    try:
+        batch = pa.ipc.read_record_batch(message, schema)
+        batch.validate()  # a compressed body has too few bytes
+    except (pa.ArrowException, OSError) as error:
+        said = "it is compressed, has dictionaries or is damaged: save it without them, or as parquet"
+        raise ValueError(f"{said} ({error})") from None
+    return int(batch.num_rows)
 
 
 class _ParquetFile:
@@ -354,9 +312,6 @@ class _ParquetFile:
                 "one sample: write it again with row_group_size=100, or as Arrow"
             )
 
-    def choose(self, columns: Sequence[str]) -> None:
-        pass
-
     def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
 
@@ -365,13 +320,11 @@ class _ParquetFile:
             return file.read_row_group(number, columns=[*columns], use_threads=False)
 
 
-def _opened(path: str) -> _ArrowFile | _ArrowOnServer | _ParquetFile:
+def _opened(path: str) -> _ArrowFile | _ParquetFile:
     with _in_one_line(f"cannot read {path!r}"):
         if not is_address(path):
             check_regular(Path(path))
-        if shown(path).lower().endswith(".parquet"):
-            return _ParquetFile(path)
-        return _ArrowOnServer(path) if is_address(path) else _ArrowFile(path)
+        return _ParquetFile(path) if shown(path).lower().endswith(".parquet") else _ArrowFile(path)
 
 
 def _at_random(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:

@@ -188,8 +188,11 @@ def test_what_a_start_or_a_sample_would_read_whole_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(tables, "_LARGEST_GROUP", 100)
     folder = write_parquet(tmp_path / "parquet", images(), shards=1)
     assert "its row group 3 has 0.0 GB, and all of it is read for one sample" in one_line(opened, folder)
-    path = write_arrow(tmp_path / "a.arrow", images(), options=pa.ipc.IpcWriteOptions(compression="lz4"))
-    assert "it is compressed" in one_line(opened, path)
+    for codec in ("lz4", "zstd"):
+        path = write_arrow(tmp_path / "a.arrow", images(), options=pa.ipc.IpcWriteOptions(compression=codec))
+        assert "it is compressed" in one_line(opened, path)
+    path = write_arrow(tmp_path / "b.arrow", pa.table({"image": pa.array([b"a"]).dictionary_encode()}))
+    assert "has dictionaries" in one_line(opened, path)
 
 
 def test_the_parts_of_files_are_known_from_the_columns_of_times_alone_and_a_bad_one_is_a_bad_sample(write, tmp_path):
