@@ -61,6 +61,7 @@ class ManifestSource(Rows):
         self._rows, self.fingerprint, filled = index.strings("rows"), index.fingerprint, index.facts.get("filled")
         if not isinstance(filled, list):
             raise index.damaged()
+        self._damaged = index.damaged
         there = {one: [name for name in names if name in filled] for one, names in columns.items()}
         super().__init__(there, os.path.dirname(path))
         self._path = path
@@ -71,7 +72,7 @@ class ManifestSource(Rows):
     def cells(self, index: int) -> Mapping[str, Any]:
         row = parse_json(self._rows[index].encode())
         if not isinstance(row, Mapping):  # somebody else may have kept the list
-            raise ValueError("the list that is kept of the rows of the manifest is not true: delete it")
+            raise self._damaged()
         return row
 
     def describe(self, index: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from braceexpand import braceexpand
 
 from . import remote
-from .folder import FolderSource, NothingFoundError, inside
+from .folder import FolderSource, NothingFoundError
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import ManifestSource
 from .record import Source, Wanted, is_address, shown
@@ -75,12 +75,12 @@ def _tars_or_source(path: str, wanted: Sequence[Wanted], what: str, demo: str) -
         if (tables := saved_files(path) or tables_below(path)) is not None:
             return TableSource(tables, wanted)
         raise
-    if len(folder.tars) and len(folder):
+    if folder.tars and len(folder):
         raise ValueError(
-            f"{path!r} holds tars and loose files, such as {folder.tars[0]!r} and {folder.name(0)!r}: "
+            f"{path!r} holds tars and loose files, such as {folder.tars[0]!r} and {folder.describe(0)!r}: "
             f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
         )
-    return [os.path.join(path, inside(path, name)) for name in folder.tars] or folder
+    return folder.tars or folder
 
 
 def _on_server(address: str, wanted: Sequence[Wanted]) -> list[str] | Source:

@@ -41,8 +41,8 @@ class Wanted(NamedTuple):
             Files that are read are found by them in any case of letters.
         columns: Of tables and manifests, and keys of the items of a user's dataset.
         feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
-        as_cells: Whether a record holds the cells of all these columns that a row has, by column, such as texts; else
-            what stands in the first of them: a file or an array of numbers.
+        as_cells: Of texts: a record holds the cells of all these columns that a row has, by column. Else it holds what
+            stands in the first of them, a file or an array of numbers, and the sizes of files beside samples are kept.
         further: Endings of files that are taken, too; of a tar, where no file of `endings` has the same name.
     """
 

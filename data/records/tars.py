@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..bad_samples import reason_of
-from .folder import is_text
 from .index import Made, PackedStrings, fingerprint_of, kept
 from .record import Bytes, Entry, Record, Wanted, is_address, open_bytes
 
@@ -183,7 +182,7 @@ def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
     return exact or [
         (number, len(one.taken) + ending if number else 2 + int(ending >= len(one.endings)), ending)
         for number, one in enumerate(wanted)
-        if number == 0 or is_text(one)
+        if number == 0 or one.as_cells
         for ending in [next((place for place, ending in enumerate(one.taken) if tail.endswith(ending)), -1)]
         if ending >= 0
     ]

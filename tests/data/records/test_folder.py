@@ -21,7 +21,7 @@ from data.records.record import Wanted
 from tests.data.helpers import one_line
 
 IMAGE = Wanted("image", "image", (".png", ".jpg", ".webp"))
-TEXTS = Wanted("texts", "caption", (".json", ".txt"))
+TEXTS = Wanted("texts", "caption", (".json", ".txt"), as_cells=True)
 EMBEDDING = Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"))
 # Also names whose order is another one with the slash than without, and some that other programs take for two.
 NAMES = ["a/1.png", "a/deep/er/2.png", "a-b/1.png", "a.png", "ab.png", "B.jpg", "new\nline.png", " .png", "ü/ß.webp"]
@@ -208,11 +208,11 @@ def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_pa
     columns, facts = dict(true.columns), dict(true.facts)
     if "tar" in forged:
         columns["names"] = PackedStrings([forged])
-    facts |= {"spelling": {"spellings": ["/../x.txt"]}, "number": {"spellings": []}, "facts": {"n_skipped": "1x"}}.get(
+    facts |= {"spelling": {"spellings": ["/../x.txt"]}, "number": {"spellings": []}, "facts": {"skipped": "1"}}.get(
         forged, {}
     )
     kept(path, kind, lambda: Made(columns, "", facts, watched), fewest=1)
-    assert "is not true: delete it" in one_line(lambda: opened(folder, TEXTS).record(0))
+    assert "was damaged or replaced: delete it" in one_line(lambda: opened(folder, TEXTS).record(0))
 
 
 def test_a_folder_that_may_not_be_read_is_named():

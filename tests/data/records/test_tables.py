@@ -379,7 +379,7 @@ def test_the_rows_of_a_long_manifest_are_kept_and_read_again_if_it_changes(tmp_p
     assert again.record(11_999) == first.record(11_999) and again.fingerprint == first.fingerprint
     kept.write_bytes(kept.read_bytes().replace(b'{"path": "0.wav", "caption": "0"}', b"[" + b" " * 31 + b"]"))
     forged = ManifestSource(str(tmp_path / "set.jsonl"), (SOUND, TEXTS))
-    assert forged.name(1) == "1.wav" and "is not true: delete it" in one_line(forged.record, 0)
+    assert forged.name(1) == "1.wav" and "was damaged or replaced: delete it" in one_line(forged.record, 0)
     changed = manifest(tmp_path / "set.jsonl", "\n".join(reversed(rows)))
     assert changed.name(0) == "11999.wav"
     other = manifest(tmp_path / "set.jsonl", "\n".join(rows).replace('"caption": "0"', '"caption": "other"'))

@@ -22,7 +22,7 @@ from data.records.tars import TarSource, members
 from tests.data.helpers import one_line, write_tar
 
 IMAGE = Wanted("image", "image", (".png", ".jpg"))
-TEXTS = Wanted("texts", "caption", (".json", ".txt"))
+TEXTS = Wanted("texts", "caption", (".json", ".txt"), as_cells=True)
 EMBEDDING = Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"))
 WANTED = (IMAGE, TEXTS, EMBEDDING)
 
