@@ -36,7 +36,6 @@ from .record import is_address
 _VERSION = 1
 FEWEST = 10_000  # strings in an index that is kept: fewer are found in a tenth of a second
 _LONGEST_HEADER = 1 << 20  # bytes
-_LONGEST_STRING = 1 << 23  # bytes, and of those that are read together; a row of a manifest may have half
 _READ_TOGETHER = 4096  # strings
 _CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock have one time; FAT has the longest
 _LONGEST_WAIT_SECONDS = 600.0
@@ -184,9 +183,7 @@ class Strings:
 
     def _some(self, first: int, n: int) -> list[str]:
         ends = array("q", self._index.read(self._at + 8 * first, 8 * (n + 1)))
-        if n > 1 and ends[-1] - ends[0] > _LONGEST_STRING:
-            return [*self._some(first, n // 2), *self._some(first + n // 2, n - n // 2)]
-        if not 0 <= ends[0] <= ends[-1] <= min(self._n_bytes, ends[0] + _LONGEST_STRING):
+        if not 0 <= ends[0] <= ends[-1] <= self._n_bytes:
             raise self._index.damaged()
         content = self._index.read(self._at + 8 * (self._n + 1) + ends[0], ends[-1] - ends[0])
         return [os.fsdecode(content[begin - ends[0] : end - ends[0]]) for begin, end in itertools.pairwise(ends)]
