@@ -22,7 +22,6 @@ from .records.record import Entry, Record, Source, Wanted, shown
 from .records.tars import TarSource, number_of, stem_of
 
 _MOST_EXAMPLES = 100  # embeddings that are tried at the start
-_MOST_SIZES = 10_000  # that are looked at to find out the usual one
 
 
 class Kind(NamedTuple):
@@ -101,15 +100,9 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
     sizes = source.sizes(kind.wanted.name)
     if sizes.max() < 0:
         return None
+    # Texts are as long as the longest one; of images, the first one that can be read tells.
     present = np.flatnonzero(sizes >= 0)
-    if kind == IMAGE:  # they have one size, but for a damaged one
-        present = present[:_MOST_SIZES]
-        values, counts = np.unique(sizes[present], return_counts=True)
-        examples = present[sizes[present] == values[counts.argmax()]][:_MOST_EXAMPLES]
-    else:  # texts are as long as the longest one
-        n = min(len(present), _MOST_EXAMPLES)
-        longest = np.argpartition(-sizes, n - 1)[:n]
-        examples = longest[np.lexsort((longest, -sizes[longest]))]
+    examples = (present[np.argsort(-sizes[present], kind="stable")] if kind == TEXT else present)[:_MOST_EXAMPLES]
     shapeless, failures = EmbeddingField(kind, ()), list[Raised]()
     for example in examples.tolist():
         try:
