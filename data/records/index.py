@@ -38,7 +38,6 @@ FEWEST = 10_000  # strings in an index that is kept: fewer are found in a tenth 
 _LONGEST_HEADER = 1 << 20  # bytes
 _READ_TOGETHER = 4096  # strings
 _CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock have one time; FAT has the longest
-_LONGEST_WAIT_SECONDS = 600.0
 _WATCHED = "watched"
 
 
@@ -344,9 +343,9 @@ def fingerprint_of(parts: Iterable[bytes | memoryview]) -> str:
 
 
 @contextlib.contextmanager
-def one_process_at_a_time(path: str, key: str, *, longest_wait: float = _LONGEST_WAIT_SECONDS) -> Iterator[bool]:
+def one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
     """Wait while another process of this user on this machine is in here with the same path and key, and say whether
-    there was one. Not for ever, and not where there are no locks: the lock only saves work."""
+    there was one. Where there are no locks, nobody waits: the lock only saves work."""
     has_waited = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -356,19 +355,9 @@ def one_process_at_a_time(path: str, key: str, *, longest_wait: float = _LONGEST
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 raise PermissionError("another user, who could hold the lock for ever, has made it")
             place = int(fingerprint_of([os.fsencode(os.path.realpath(path)), key.encode()])[:14], 16)
-            deadline = time.monotonic() + longest_wait
-            while not _locked(file, place):
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            except (BlockingIOError, PermissionError):
                 has_waited = True
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.05)
+                fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
         yield has_waited
-
-
-def _locked(file: BinaryIO, place: int) -> bool:
-    """Whether this process now holds the lock of a byte. Raises OSError where there are no locks."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True

@@ -194,7 +194,7 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], 
 
     Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
     """
-    samples: dict[str, list[tuple[int, str, list[int]] | None]] = {}
+    samples: dict[str, list[tuple[int, str, int, int, int] | None]] = {}
     clashes: dict[str, tuple[int, str]] = {}
     for name, offset, size in members(path):
         key = _key(name)
@@ -205,7 +205,7 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], 
         for number, rank, ending in found:
             other = sample[number]
             if other is None or rank < other[0] or (rank == other[0] and number):
-                sample[number] = rank, name, [size, offset, ending]
+                sample[number] = rank, name, size, offset, ending
             elif rank == other[0]:
                 clashes.setdefault(key, (rank, name))
     for key, (rank, name) in clashes.items():
@@ -213,10 +213,9 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], 
         if first and first[0] == rank:
             of_one_name = f"two {wanted[0].noun}s of one name, {first[1]!r} and {name!r}"
             raise ValueError(f"the tar {path!r} holds {of_one_name}")
-    none = -1, "", [-1] * len(_PARTS)
-    found_samples = [(sample[0][1], [part or none for part in sample]) for sample in samples.values() if sample[0]]
-    table = [list(itertools.chain(*(places for _, _, places in parts))) for _, parts in found_samples]
-    return [name for name, _ in found_samples], np.array(table, np.int64).reshape(-1, len(_PARTS) * len(wanted))
+    whole = {sample[0][1]: sample for sample in samples.values() if sample[0]}
+    places = [part[2:] if part else (-1, -1, -1) for sample in whole.values() for part in sample]
+    return [*whole], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(wanted))
 
 
 class _Pieces:
