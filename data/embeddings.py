@@ -21,8 +21,6 @@ from .records.own import ITEM
 from .records.record import Entry, Record, Source, Wanted, shown
 from .records.tars import TarSource, number_of, stem_of
 
-_MOST_EXAMPLES = 100  # embeddings that are tried at the start
-
 
 class Kind(NamedTuple):
     """A kind of embedding. `wanted.name` is the batch's entry; `dimensions` those of the array of one image."""
@@ -96,15 +94,13 @@ class EmbeddingField(Field):
 
 def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingField | None:
     """The embeddings that the records of a source hold, None if it has none. Raises ValueError, in one line, if none of
-    the first `_MOST_EXAMPLES`, one of which gives the shape, can be read."""
-    sizes = source.sizes(kind.wanted.name)
-    if sizes.max() < 0:
-        return None
+    its examples, one of which gives the shape, can be read."""
     # Texts are as long as the longest one; of images, the first one that can be read tells.
-    present = np.flatnonzero(sizes >= 0)
-    examples = (present[np.argsort(-sizes[present], kind="stable")] if kind == TEXT else present)[:_MOST_EXAMPLES]
+    examples = source.examples(kind.wanted.name)
+    if not examples:
+        return None
     shapeless, failures = EmbeddingField(kind, ()), list[Raised]()
-    for example in examples.tolist():
+    for example in examples if kind == TEXT else sorted(examples):
         try:
             record = source.record(example)
             array = shapeless.numbers(record)

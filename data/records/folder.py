@@ -14,12 +14,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from tandem.files.reading import DAMAGES, printable
 
-from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
+from .index import Made, PackedStrings, Watched, fingerprint_of, kept, largest, status_of
 from .record import Entry, Record, Wanted
 
 _LONGEST_RUN = 1 << 20  # names that are sorted at a time: about a second
@@ -54,11 +51,9 @@ class FolderSource:
         kind = json.dumps(["folder", *((one.name, one.taken) for one in wanted)])
         index = kept(folder, kind, lambda: _Tree(folder, self._first, self._beside).made())
         self.fingerprint, self._names, self._damaged = index.fingerprint, index.strings("names"), index.damaged
+        self._examples = index.examples
         self.tars = [os.path.join(folder, self._inside(name)) for name in index.strings("tars")]
         self._which = {one.name: index.numbers(f"which {one.name}", len(self)) for one in self._beside}
-        self._sizes = {
-            one.name: index.numbers(f"size {one.name}", len(self)) for one in self._beside if not one.as_cells
-        }
         try:
             self._spellings, (n, counts) = [*map(str, index.facts["spellings"])], index.facts["skipped"]
             files = "1 file is" if n == 1 else f"{n} files are"
@@ -86,13 +81,9 @@ class FolderSource:
     def describe(self, index: int) -> str:
         return os.path.join(self.folder, self._names[index])
 
-    def sizes(self, name: str) -> npt.NDArray[np.int64]:
-        """Of files that hold no texts, as they were when the folder was listed; 0 of texts and of the samples."""
-        if name in self._sizes:
-            return self._sizes[name].whole()
-        if name in self._which:
-            return np.where(self._which[name].whole() == _NONE, -1, 0)
-        return np.full(len(self), 0 if name == self._first.name else -1)
+    def examples(self, name: str) -> Sequence[int]:
+        """By sizes as they were when the folder was listed."""
+        return self._examples(name, len(self))
 
     def _inside(self, name: str) -> str:
         """A relative path. Raises ValueError, in one line, if it leads out of the folder: somebody else may have kept
@@ -144,11 +135,14 @@ class _Tree:
                 f"that end in {' '.join((*self._first.taken, _TAR))} are read, in the folder and in those below it"
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}
-        for one, places, n_bytes in zip(self._beside, which, sizes, strict=True):
-            columns |= {f"which {one.name}": places, **({} if one.as_cells else {f"size {one.name}": n_bytes})}
+        columns |= {f"which {one.name}": places for one, places in zip(self._beside, which, strict=True)}
         counts = [f"{n} {ending}" for ending, n in self._skipped.most_common(_MOST_ENDINGS)]
         counts += ["..."] if len(self._skipped) > _MOST_ENDINGS else []
-        facts = {"spellings": [*self._spellings], "skipped": [self._skipped.total(), ", ".join(counts)]}
+        facts = {
+            "spellings": [*self._spellings],
+            "skipped": [self._skipped.total(), ", ".join(counts)],
+            "examples": {one.name: largest(n_bytes) for one, n_bytes in zip(self._beside, sizes, strict=True)},
+        }
         parts: list[bytes | memoryview] = [
             *names.buffers,
             json.dumps(facts["spellings"]).encode(),

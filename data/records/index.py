@@ -31,9 +31,9 @@ import numpy.typing as npt
 from tandem.files.reading import DAMAGES, open_regular, parse_json
 from tandem.files.writing import create, open_appending, replacing
 
-from .record import is_address
+from .record import MOST_EXAMPLES, is_address
 
-_VERSION = 1
+_VERSION = 2
 FEWEST = 10_000  # strings in an index that is kept: fewer are found in a tenth of a second
 _LONGEST_HEADER = 1 << 20  # bytes
 _READ_TOGETHER = 4096  # strings
@@ -94,6 +94,13 @@ class Made(NamedTuple):
     watched: Watched | None = None
 
 
+def largest(sizes: Any) -> list[int]:
+    """The places of the largest of these sizes, the largest first; a negative one stands for none."""
+    numbers = np.asarray(sizes, np.int64)
+    order = np.argsort(-numbers, kind="stable")[:MOST_EXAMPLES]
+    return [int(place) for place in order if numbers[place] >= 0]
+
+
 class Index:
     """Columns in a file or in memory. Nothing of them is kept in a process: the operating system holds what was read
     once, for all processes of a machine. What cannot be read raises ValueError, in one line."""
@@ -127,6 +134,14 @@ class Index:
         if not isinstance(column, Numbers) or len(column) != n:
             raise self.damaged()
         return column
+
+    def examples(self, name: str, n: int) -> list[int]:
+        """The indices below n that the facts name as `examples`, see `Source`."""
+        found = self.facts.get("examples")
+        found = found.get(name, []) if isinstance(found, Mapping) else None
+        if not (isinstance(found, list) and all(type(each) is int and 0 <= each < n for each in found)):
+            raise self.damaged()
+        return found
 
     def read(self, at: int, size: int) -> bytes:
         """Exactly `size` bytes."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .record import Entry, Record, Source, Wanted, is_address
+from .record import MOST_EXAMPLES, Entry, Record, Source, Wanted, is_address
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
 OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
@@ -60,10 +60,10 @@ class Rows:
         start, end = seconds_of(cells)
         return {**found, first.name: found[first.name]._replace(start_seconds=start, end_seconds=end)}
 
-    def sizes(self, name: str) -> Any:
-        """-1 where there is no such column, else 0."""
+    def examples(self, name: str) -> Sequence[int]:
+        """The first rows, if there is a column for it."""
         is_there = any(wanted.name == name and columns for wanted, columns in self.columns.items())
-        return np.full(len(self), 0 if is_there else -1, np.int64)
+        return range(min(len(self), MOST_EXAMPLES) if is_there else 0)
 
     def joined(self, path: str) -> str:
         """The path or address of a file that a row names. Raises ValueError, in one line, if a list on a server names a

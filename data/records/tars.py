@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..bad_samples import reason_of
-from .index import Made, PackedStrings, fingerprint_of, kept
+from .index import Made, PackedStrings, fingerprint_of, kept, largest
 from .record import Bytes, Entry, Record, Wanted, is_address, open_bytes
 
 _FEWEST = 100  # samples in an index that is kept: of long members, each header takes a read of the disk
@@ -62,7 +62,7 @@ class TarSource:
         self._firsts = index.numbers("firsts", len(self.paths) + 1).whole()
         if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
             raise index.damaged()
-        self._damaged = index.damaged
+        self._damaged, self._examples = index.damaged, index.examples
         if not len(self):
             raise ValueError(f"no {wanted[0].noun} ({' '.join(wanted[0].endings)}) in {self}")
 
@@ -80,9 +80,9 @@ class TarSource:
         # Of the same samples in the same tars, with the same members beside them; other members may lie between.
         parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
         titles = [f"{part} {one.name}" for one in self._wanted for part in _PARTS]
-        return Made(
-            {"names": names, "firsts": firsts, **dict(zip(titles, columns, strict=True))}, fingerprint_of(parts)
-        )
+        facts = {"examples": {one.name: largest(columns[len(_PARTS) * n]) for n, one in enumerate(self._wanted)}}
+        columns_by_title = dict(zip(titles, columns, strict=True))
+        return Made({"names": names, "firsts": firsts, **columns_by_title}, fingerprint_of(parts), facts)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -122,8 +122,8 @@ class TarSource:
     def describe(self, index: int) -> str:
         return f"{self.path(index)}/{self._names[index]}"
 
-    def sizes(self, name: str) -> npt.NDArray[np.int64]:
-        return self._columns[name][0].whole() if name in self._columns else np.full(len(self), -1)
+    def examples(self, name: str) -> Sequence[int]:
+        return self._examples(name, len(self))
 
 
 def stem_of(name: str) -> str:

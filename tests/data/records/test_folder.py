@@ -109,12 +109,11 @@ def test_what_stands_beside_has_the_same_name_but_for_the_ending_in_any_case(tmp
     }  # fmt: skip
 
 
-def test_sizes_are_those_of_arrays_beside_the_samples(tmp_path):
+def test_the_largest_arrays_beside_samples_are_the_first_examples(tmp_path):
     folder = folder_of(tmp_path / "set", ["a.png", "b.png", "c.png", "a.npy", "b.npy", "c.txt"])
     (folder / "b.npy").write_bytes(bytes(70))
     source = opened(folder, TEXTS, EMBEDDING)
-    assert source.sizes("image_embed").tolist() == [0, 70, -1] and source.sizes("texts").tolist() == [-1, -1, 0]
-    assert source.sizes("image").tolist() == [0, 0, 0] and source.sizes("none").tolist() == [-1, -1, -1]
+    assert [source.examples(name) for name in ("image_embed", "texts", "none")] == [[1, 0], [2], []]
 
 
 def test_the_fingerprint_is_that_of_names_and_of_what_stands_beside(tmp_path):

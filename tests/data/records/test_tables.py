@@ -69,7 +69,7 @@ def test_rows_of_all_files_are_records_in_order_for_any_process(write, tmp_path)
     again = pickle.loads(sent)
     assert again.fingerprint == source.fingerprint and read(again, 5) == content(5)
     assert len(sent) < 5000, "paths, not contents"
-    assert source.sizes("image").tolist() == [0] * N and source.sizes("nothing").tolist() == [-1] * N
+    assert [*source.examples("image")] == [*range(N)] and not source.examples("nothing")
 
 
 def test_numbers_of_classes_are_replaced_by_names_and_empty_cells_are_left_out(write, tmp_path):
@@ -92,7 +92,7 @@ def test_lists_of_numbers_are_embeddings(write, tmp_path):
     source = opened(write(tmp_path / "table", made), IMAGE, EMBED, ENCODINGS)
     assert source.record(4)["image_embed"].tolist() == [4, 5, 6]
     assert source.record(4)["text_encodings"].tolist() == [[1, 4], [2, 4]]
-    assert "its text encoding" in one_line(source.record, 5) and source.sizes("text_encodings").tolist() == [0] * N
+    assert "its text encoding" in one_line(source.record, 5) and len(source.examples("text_encodings")) == N
     npys = opened(write(tmp_path / "files", images(image_embed=[content(i) for i in range(N)])), IMAGE, EMBED)
     assert read(npys, 3, "image_embed") == content(3)
 
@@ -267,8 +267,7 @@ def test_manifest_of_every_kind_says_the_same(tmp_path, name):
     assert source.record(1) == {"sound": source.record(1)["sound"], "texts": {"caption": "ünïcode"}}
     assert [source.describe(i) for i in range(2)] == [f"{tmp_path}/clips/{name}.wav" for name in "ab"]
     assert [source.name(i) for i in range(len(source))] == ["clips/a.wav", "clips/b.wav"]
-    sizes = {name: source.sizes(name).tolist() for name in ("sound", "texts", "image_embed")}
-    assert sizes == {"sound": [0, 0], "texts": [0, 0], "image_embed": [-1, -1]}
+    assert [len(source.examples(name)) for name in ("sound", "texts", "image_embed")] == [2, 2, 0]
     assert pickle.loads(pickle.dumps(source)).record(1) == source.record(1)
 
 
