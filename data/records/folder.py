@@ -51,7 +51,7 @@ class FolderSource:
         kind = json.dumps(["folder", *((one.name, one.taken) for one in wanted)])
         index = kept(folder, kind, lambda: _Tree(folder, self._first, self._beside).made())
         self.fingerprint, self._names, self._damaged = index.fingerprint, index.strings("names"), index.damaged
-        self._examples = index.examples
+        self.examples = index.examples  # by sizes as they were when the folder was listed
         self.tars = [os.path.join(folder, self._inside(name)) for name in index.strings("tars")]
         self._which = {one.name: index.numbers(f"which {one.name}", len(self)) for one in self._beside}
         try:
@@ -80,10 +80,6 @@ class FolderSource:
 
     def describe(self, index: int) -> str:
         return os.path.join(self.folder, self._names[index])
-
-    def examples(self, name: str) -> Sequence[int]:
-        """By sizes as they were when the folder was listed."""
-        return self._examples(name, len(self))
 
     def _inside(self, name: str) -> str:
         """A relative path. Raises ValueError, in one line, if it leads out of the folder: somebody else may have kept

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
@@ -135,10 +135,10 @@ class Index:
             raise self.damaged()
         return column
 
-    def examples(self, name: str, n: int) -> list[int]:
-        """The indices below n that the facts name as `examples`, see `Source`."""
+    def examples(self, name: str) -> Sequence[int]:
+        """See `Source`; they stand in the facts, and are numbers of the strings "names"."""
         found = self.facts.get("examples")
-        found = found.get(name, []) if isinstance(found, Mapping) else None
+        found, n = found.get(name, []) if isinstance(found, Mapping) else None, len(self.strings("names"))
         if not (isinstance(found, list) and all(type(each) is int and 0 <= each < n for each in found)):
             raise self.damaged()
         return found

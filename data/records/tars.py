@@ -62,7 +62,7 @@ class TarSource:
         self._firsts = index.numbers("firsts", len(self.paths) + 1).whole()
         if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
             raise index.damaged()
-        self._damaged, self._examples = index.damaged, index.examples
+        self._damaged, self.examples = index.damaged, index.examples
         if not len(self):
             raise ValueError(f"no {wanted[0].noun} ({' '.join(wanted[0].endings)}) in {self}")
 
@@ -121,9 +121,6 @@ class TarSource:
 
     def describe(self, index: int) -> str:
         return f"{self.path(index)}/{self._names[index]}"
-
-    def examples(self, name: str) -> Sequence[int]:
-        return self._examples(name, len(self))
 
 
 def stem_of(name: str) -> str:
