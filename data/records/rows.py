@@ -80,21 +80,13 @@ class Rows:
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
             return Entry(self.joined(path_of({"path": path}, wanted.noun))) if path else None
-        if _is_buffer(content):
+        if isinstance(content, bytes | memoryview):
             return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         try:
             with np.errstate(over="ignore"):  # whoever uses them checks that they are finite
                 return np.array(content, np.float32)
         except (ValueError, TypeError, OverflowError):
             raise ValueError(f"its {wanted.noun} is no list of numbers, nor lists of equally many") from None
-
-
-def _is_buffer(content: Any) -> bool:
-    """Whether it holds the bytes of a file."""
-    try:
-        return not isinstance(content, np.ndarray) and memoryview(content) is not None
-    except TypeError:
-        return False
 
 
 def parts_of(source: Source) -> list[str]:

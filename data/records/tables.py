@@ -68,20 +68,20 @@ def saved_files(folder: str) -> TableFiles | None:
     Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
     """
     path, of_splits = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
-    if os.path.isfile(of_splits):
-        splits = _read(of_splits).get("splits")
-        names = [str(split) for split in splits] if isinstance(splits, list) else []
-        example = os.path.join(folder, *names[:1])
+    try:
+        splits = [*map(str, read_json(of_splits)["splits"])] if os.path.isfile(of_splits) else []
+        state = read_json(path) if os.path.isfile(path) else {"_data_files": []}
+        files = [str(file["filename"]) for file in state["_data_files"]]
+    except DAMAGES as error:
+        said = f"cannot read {path!r} or {of_splits!r}: {type(error).__name__}, {reason_of(error)}"
+        raise ValueError(f"{said}: save the dataset again") from None
+    if splits:
+        example = os.path.join(folder, splits[0])
         raise ValueError(
-            f"{folder!r} holds the splits {', '.join(names) or 'nothing'}: give the folder of one, such as {example!r}"
+            f"{folder!r} holds the splits {', '.join(splits)}: give the folder of one, such as {example!r}"
         )
-    if not os.path.isfile(path):
+    if not files:
         return None
-    state = _read(path)
-    files = state.get("_data_files")
-    files = [file.get("filename") for file in files if isinstance(file, Mapping)] if isinstance(files, list) else []
-    if not files or not all(isinstance(name, str) for name in files):
-        raise ValueError(f"{path!r} names no files: save the dataset again")
     if state.get("_indices_data_files"):  # of old versions
         raise ValueError(
             f"{folder!r} holds a selection of the rows of its files: call flatten_indices() and save it again"
@@ -125,13 +125,6 @@ def _split_of(name: str) -> str | None:
     return words[-1] if words else None
 
 
-def _read(path: str) -> Mapping[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path!r}: {reason_of(error)}") from None
-
-
 class TableSource(Rows):
     """The rows of Arrow or parquet files, numbered in the order of files and rows. See `Source` for the methods.
 
@@ -141,7 +134,10 @@ class TableSource(Rows):
     """
 
     def __init__(self, files: TableFiles, wanted: Sequence[Wanted]) -> None:
-        _require_pyarrow()
+        try:  # here, so that loader workers that are forked later need not
+            import pyarrow.parquet  # noqa: F401
+        except ImportError:
+            raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
         self._given, self.paths, self.skipped = (files, tuple(wanted)), files.paths, files.skipped
         with ThreadPoolExecutor(_THREADS) as threads:  # a server takes a while for each
             opened = [*threads.map(_opened, files.paths)]
@@ -343,16 +339,6 @@ def _in_one_line(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {' '.join(reason_of(error).split()) or type(error).__name__}") from None
 
 
-def _require_pyarrow() -> None:
-    """Raise ValueError, in one line, if pyarrow is missing. It imports the package, so that loader workers that are
-    forked later need not."""
-    try:
-        import pyarrow
-        import pyarrow.parquet  # noqa: F401
-    except ImportError:
-        raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
-
-
 def _plain(cell: Any) -> Any:
     """A cell without pyarrow, but for the contents of files, which stay where they are in a map of memory."""
     import pyarrow.types as types
@@ -363,7 +349,7 @@ def _plain(cell: Any) -> Any:
     if cell.is_valid and types.is_struct(kind):
         return {name: _plain(cell[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
     if cell.is_valid and (types.is_binary(kind) or types.is_large_binary(kind)):
-        return cell.as_buffer()
+        return memoryview(cell.as_buffer())
     if cell.is_valid and str(kind).startswith(_LISTS):
         if types.is_floating(kind.value_type):
             return np.from_dlpack(cell.values)  # to_numpy() would import pandas

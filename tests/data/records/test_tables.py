@@ -228,7 +228,7 @@ def test_state_json_that_was_made_to_do_harm_is_refused(tmp_path):
     folder = save_to_disk(tmp_path / "table", images())
     for state, said in {
         '{"_data_files": [{"filename": "../x.arrow"}]}': "no file of its folder",
-        '{"_data_files": [3]}': "names no files",
+        '{"_data_files": [3]}': "cannot read",
         "[": "cannot read",
         '{"_data_files": [{"filename": "a"}], "_indices_data_files": [{"filename": "i"}]}': "flatten_indices",
     }.items():
