@@ -24,11 +24,7 @@ class Rows:
     Args:
         columns: In which columns each that is wanted is looked for, the first one first.
         folder: What paths in cells are relative to.
-
-    `has_parts`: whether rows may be parts of files.
     """
-
-    has_parts = True
 
     def __init__(self, columns: Mapping[Wanted, Sequence[str]], folder: str) -> None:
         self.columns, self._folder = columns, folder
@@ -42,7 +38,8 @@ class Rows:
         raise NotImplementedError
 
     def times(self) -> Iterator[Mapping[str, Any]]:
-        """The cells of `TIMES` of all rows, perhaps among others. Raises ValueError, in one line, as `cells` does."""
+        """The cells of `TIMES` of all rows, perhaps among others; nothing if no row has any. Raises ValueError, in one
+        line, as `cells` does."""
         return map(self.cells, range(len(self)))
 
     def describe(self, index: int) -> str:
@@ -92,7 +89,7 @@ class Rows:
 def parts_of(source: Source) -> list[str]:
     """Which part of its file each record of a table is, in seconds, or what a row says that is no part; empty if all
     are whole files."""
-    parts = [*map(_part_of, source.times())] if isinstance(source, Rows) and source.has_parts else []
+    parts = [*map(_part_of, source.times())] if isinstance(source, Rows) else []
     return parts if {*parts} - {_part_of({})} else []
 
 

@@ -148,7 +148,6 @@ class TableSource(Rows):
             columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.as_cells else there[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
         self._times = [name for name in TIMES if name in kinds]
-        self.has_parts = bool(self._times)
         chosen = [*dict.fromkeys(itertools.chain(*columns.values(), self._times))]
         self._classes = {
             name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
@@ -190,7 +189,7 @@ class TableSource(Rows):
         return cells
 
     def times(self) -> Iterator[Mapping[str, Any]]:
-        for number in range(len(self._parts)):
+        for number in range(len(self._parts) if self._times else 0):
             columns = self._read_part(number, self._times)
             for cells in zip(*columns.values(), strict=True):
                 yield dict(zip(columns, map(_plain, cells), strict=True))

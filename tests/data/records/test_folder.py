@@ -190,7 +190,7 @@ def test_skipped_files_are_counted_by_ending_and_those_beside_samples_are_none(t
     assert many.startswith("9 files are") and many.endswith(", ...") and many.count("1 .") == 8
 
 
-@pytest.mark.parametrize("forged", ["a/../../outside.tar", "/outside.tar", "spelling", "number", "facts"])
+@pytest.mark.parametrize("forged", ["a/../../outside.tar", "/outside.tar", "spelling", "number", "facts", "examples"])
 def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_path):
     """Forged by the function that writes true ones."""
     folder = folder_of(tmp_path / "set", ["a.png", "a.txt"])
@@ -207,11 +207,14 @@ def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_pa
     columns, facts = dict(true.columns), dict(true.facts)
     if "tar" in forged:
         columns["names"] = PackedStrings([forged])
-    facts |= {"spelling": {"spellings": ["/../x.txt"]}, "number": {"spellings": []}, "facts": {"skipped": "1"}}.get(
-        forged, {}
-    )
+    facts |= {
+        "spelling": {"spellings": ["/../x.txt"]}, "number": {"spellings": []}, "facts": {"skipped": "1"},
+        "examples": {"examples": {"texts": [1]}},
+    }.get(forged, {})  # fmt: skip
     kept(path, kind, lambda: Made(columns, "", facts, watched), fewest=1)
-    assert "was damaged or replaced: delete it" in one_line(lambda: opened(folder, TEXTS).record(0))
+    assert "was damaged or replaced: delete it" in one_line(
+        lambda: [opened(folder, TEXTS).record(0), opened(folder, TEXTS).examples("texts")]
+    )
 
 
 def test_a_folder_that_may_not_be_read_is_named():
