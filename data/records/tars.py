@@ -170,19 +170,17 @@ def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
     """What a member may be, whose name ends so after its stem: the number in `wanted`, its rank (the lowest is taken)
     and the number of its ending."""
     tail = tail.lower()
-    exact = [
-        (number, ending if number else int(ending >= len(one.endings)), ending)
-        for number, one in enumerate(wanted)
-        if tail in one.taken
-        for ending in [one.taken.index(tail)]
-    ]
-    return exact or [
-        (number, len(one.taken) + ending if number else 2 + int(ending >= len(one.endings)), ending)
-        for number, one in enumerate(wanted)
-        if number == 0 or one.as_cells
-        for ending in [next((place for place, ending in enumerate(one.taken) if tail.endswith(ending)), -1)]
-        if ending >= 0
-    ]
+    for is_whole in (True, False):
+        found = []
+        for number, one in enumerate(wanted):
+            fits = [tail == ending if is_whole else tail.endswith(ending) for ending in one.taken]
+            if any(fits) and (is_whole or number == 0 or one.as_cells):
+                ending = fits.index(True)
+                rank = ending if number else int(ending >= len(one.endings))
+                found.append((number, rank if is_whole else len(one.taken) + rank, ending))
+        if found:
+            return found
+    return []
 
 
 def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], npt.NDArray[np.int64]]:
