@@ -69,8 +69,8 @@ class DemoSource:
 
     name = describe
 
-    def sizes(self, name: str) -> npt.NDArray[np.int64]:
-        return np.full(self.n, 0 if name in self.record(0) else -1)
+    def examples(self, name: str) -> Sequence[int]:
+        return [0] if name in self.record(0) else []
 
 
 def demo_name(kind: str) -> str:

@@ -21,9 +21,6 @@ from .records.own import ITEM
 from .records.record import Entry, Record, Source, Wanted, shown
 from .records.tars import TarSource, number_of, stem_of
 
-_MOST_EXAMPLES = 100  # embeddings that are tried at the start
-_MOST_SIZES = 10_000  # that are looked at to find out the usual one
-
 
 class Kind(NamedTuple):
     """A kind of embedding. `wanted.name` is the batch's entry; `dimensions` those of the array of one image."""
@@ -97,21 +94,13 @@ class EmbeddingField(Field):
 
 def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingField | None:
     """The embeddings that the records of a source hold, None if it has none. Raises ValueError, in one line, if none of
-    the first `_MOST_EXAMPLES`, one of which gives the shape, can be read."""
-    sizes = source.sizes(kind.wanted.name)
-    if sizes.max() < 0:
+    its examples, one of which gives the shape, can be read."""
+    # Texts are as long as the longest one; of images, the first one that can be read tells.
+    examples = source.examples(kind.wanted.name)
+    if not examples:
         return None
-    present = np.flatnonzero(sizes >= 0)
-    if kind == IMAGE:  # they have one size, but for a damaged one
-        present = present[:_MOST_SIZES]
-        values, counts = np.unique(sizes[present], return_counts=True)
-        examples = present[sizes[present] == values[counts.argmax()]][:_MOST_EXAMPLES]
-    else:  # texts are as long as the longest one
-        n = min(len(present), _MOST_EXAMPLES)
-        longest = np.argpartition(-sizes, n - 1)[:n]
-        examples = longest[np.lexsort((longest, -sizes[longest]))]
     shapeless, failures = EmbeddingField(kind, ()), list[Raised]()
-    for example in examples.tolist():
+    for example in examples if kind == TEXT else sorted(examples):
         try:
             record = source.record(example)
             array = shapeless.numbers(record)

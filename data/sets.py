@@ -251,7 +251,7 @@ def _shapes_of(samples: Samples) -> dict[Kind, tuple[Any, ...]]:
 
 def has(source: Source, name: str) -> bool:
     """Whether any record holds something of this name."""
-    return bool((source.sizes(name) >= 0).any())
+    return bool(source.examples(name))
 
 
 def _check_widths(valid: Samples, trained: Samples, folder: str) -> None:

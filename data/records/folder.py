@@ -14,12 +14,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from tandem.files.reading import DAMAGES, printable
 
-from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
+from .index import Made, PackedStrings, Watched, fingerprint_of, kept, largest, status_of
 from .record import Entry, Record, Wanted
 
 _LONGEST_RUN = 1 << 20  # names that are sorted at a time: about a second
@@ -40,7 +37,7 @@ class FolderSource:
     last one in order is taken. See `Source` for the methods.
 
     Linked folders are followed, but each real folder is visited once; names that begin with a dot are skipped. No file
-    is opened; long lists are kept for later starts (`index.kept`). `tars` are the relative paths of tars in the folder.
+    is opened; long lists are kept for later starts (`index.kept`). `tars` are the paths of tars in the folder.
 
     Raises ValueError, in one line, if the folder is missing, no folder or not readable, or holds neither samples nor
     tars; the message recommends the set `demo`.
@@ -53,16 +50,16 @@ class FolderSource:
         _check_folder(folder, f"{self._first.noun}s", f", or {demo} to try without one" if demo else "")
         kind = json.dumps(["folder", *((one.name, one.taken) for one in wanted)])
         index = kept(folder, kind, lambda: _Tree(folder, self._first, self._beside).made())
-        self.fingerprint, self._names, self.tars = index.fingerprint, index.strings("names"), index.strings("tars")
+        self.fingerprint, self._names, self._damaged = index.fingerprint, index.strings("names"), index.damaged
+        self.examples = index.examples  # by sizes as they were when the folder was listed
+        self.tars = [os.path.join(folder, self._inside(name)) for name in index.strings("tars")]
         self._which = {one.name: index.numbers(f"which {one.name}", len(self)) for one in self._beside}
-        self._sizes = {
-            one.name: index.numbers(f"size {one.name}", len(self)) for one in self._beside if not is_text(one)
-        }
         try:
-            self._spellings = [str(spelling) for spelling in index.facts["spellings"]]
-            self.skipped = _said(folder, index.facts["skipped"], int(index.facts["n_skipped"]))
+            self._spellings, (n, counts) = [*map(str, index.facts["spellings"])], index.facts["skipped"]
+            files = "1 file is" if n == 1 else f"{n} files are"
+            self.skipped = f"{printable(files)} skipped in {folder!r}: {printable(counts)}" if n else ""
         except DAMAGES:
-            raise _not_true(folder) from None
+            raise index.damaged() from None
 
     def __len__(self) -> int:
         return len(self._names)
@@ -74,40 +71,22 @@ class FolderSource:
             if (which := self._which[one.name][index]) != _NONE:
                 ending = self._spellings[which] if 0 <= which < len(self._spellings) else ""
                 if ending.lower() not in one.endings:
-                    raise _not_true(self.folder)
+                    raise self._damaged()
                 record[one.name] = Entry(os.path.splitext(path)[0] + ending)
         return record
 
     def name(self, index: int) -> str:
-        return inside(self.folder, self._names[index])
+        return self._inside(self._names[index])
 
     def describe(self, index: int) -> str:
         return os.path.join(self.folder, self._names[index])
 
-    def sizes(self, name: str) -> npt.NDArray[np.int64]:
-        """Of files that hold no texts, as they were when the folder was listed; 0 of texts and of the samples."""
-        if name in self._sizes:
-            return self._sizes[name].whole()
-        if name in self._which:
-            return np.where(self._which[name].whole() == _NONE, -1, 0)
-        return np.full(len(self), 0 if name == self._first.name else -1)
-
-
-def is_text(wanted: Wanted) -> bool:
-    """Whether files of texts are wanted, and no arrays."""
-    return not any(ending.endswith(".npy") for ending in wanted.endings)
-
-
-def inside(folder: str, name: str) -> str:
-    """The relative path of a file in a folder. Raises ValueError, in one line, if it leads out of the folder: somebody
-    else may have kept the list."""
-    if name.startswith("/") or ".." in name.split("/"):
-        raise _not_true(folder)
-    return name
-
-
-def _not_true(folder: str) -> ValueError:
-    return ValueError(f"the list that is kept of the files of {folder!r} is not true: delete it")
+    def _inside(self, name: str) -> str:
+        """A relative path. Raises ValueError, in one line, if it leads out of the folder: somebody else may have kept
+        the list."""
+        if name.startswith("/") or ".." in name.split("/"):
+            raise self._damaged()
+        return name
 
 
 def _check_folder(folder: str, what: str, instead: str) -> None:
@@ -119,15 +98,6 @@ def _check_folder(folder: str, what: str, instead: str) -> None:
         raise ValueError(f"cannot read the folder {folder!r}: {error.strerror}") from None
     if not stat.S_ISDIR(mode):
         raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the {what}")
-
-
-def _said(folder: str, counts: Sequence[str], n: int) -> str:
-    """The line about the files of a folder that are not read, "" if there are none."""
-    if not n:
-        return ""
-    more = ", ..." if len(counts) > _MOST_ENDINGS else ""
-    files = "1 file is" if n == 1 else f"{n} files are"
-    return f"{files} skipped in {folder!r}: {printable(', '.join(counts[:_MOST_ENDINGS]))}{more}"
 
 
 class _Tree:
@@ -161,12 +131,13 @@ class _Tree:
                 f"that end in {' '.join((*self._first.taken, _TAR))} are read, in the folder and in those below it"
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}
-        for one, places, n_bytes in zip(self._beside, which, sizes, strict=True):
-            columns |= {f"which {one.name}": places, **({} if is_text(one) else {f"size {one.name}": n_bytes})}
+        columns |= {f"which {one.name}": places for one, places in zip(self._beside, which, strict=True)}
+        counts = [f"{n} {ending}" for ending, n in self._skipped.most_common(_MOST_ENDINGS)]
+        counts += ["..."] if len(self._skipped) > _MOST_ENDINGS else []
         facts = {
-            "spellings": list(self._spellings),
-            "skipped": [f"{n} {ending}" for ending, n in self._skipped.most_common(_MOST_ENDINGS + 1)],
-            "n_skipped": self._skipped.total(),
+            "spellings": [*self._spellings],
+            "skipped": [self._skipped.total(), ", ".join(counts)],
+            "examples": {one.name: largest(n_bytes) for one, n_bytes in zip(self._beside, sizes, strict=True)},
         }
         parts: list[bytes | memoryview] = [
             *names.buffers,
@@ -253,7 +224,7 @@ class _Tree:
             stem = os.path.splitext(name)[0]
             for ending in one.endings:
                 if (beside := found.get(stem + ending)) is not None:
-                    status = None if is_text(one) else status_of(os.path.join(folder, beside))
+                    status = None if one.as_cells else status_of(os.path.join(folder, beside))
                     spelling = self._spellings.setdefault(beside[len(stem) :], len(self._spellings))
                     return spelling, status.st_size if status else 0
         return _NONE, -1

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
@@ -31,15 +31,13 @@ import numpy.typing as npt
 from tandem.files.reading import DAMAGES, open_regular, parse_json
 from tandem.files.writing import create, open_appending, replacing
 
-from .record import is_address
+from .record import MOST_EXAMPLES, is_address
 
-_VERSION = 1
+_VERSION = 2
 FEWEST = 10_000  # strings in an index that is kept: fewer are found in a tenth of a second
 _LONGEST_HEADER = 1 << 20  # bytes
-_LONGEST_STRING = 1 << 23  # bytes, and of those that are read together; a row of a manifest may have half
 _READ_TOGETHER = 4096  # strings
 _CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock have one time; FAT has the longest
-_LONGEST_WAIT_SECONDS = 600.0
 _WATCHED = "watched"
 
 
@@ -96,6 +94,13 @@ class Made(NamedTuple):
     watched: Watched | None = None
 
 
+def largest(sizes: Any) -> list[int]:
+    """The places of the largest of these sizes, the largest first; a negative one stands for none."""
+    numbers = np.asarray(sizes, np.int64)
+    order = np.argsort(-numbers, kind="stable")[:MOST_EXAMPLES]
+    return [int(place) for place in order if numbers[place] >= 0]
+
+
 class Index:
     """Columns in a file or in memory. Nothing of them is kept in a process: the operating system holds what was read
     once, for all processes of a machine. What cannot be read raises ValueError, in one line."""
@@ -129,6 +134,14 @@ class Index:
         if not isinstance(column, Numbers) or len(column) != n:
             raise self.damaged()
         return column
+
+    def examples(self, name: str) -> Sequence[int]:
+        """See `Source`; they stand in the facts, and are numbers of the strings "names"."""
+        found = self.facts.get("examples")
+        found, n = found.get(name, []) if isinstance(found, Mapping) else None, len(self.strings("names"))
+        if not (isinstance(found, list) and all(type(each) is int and 0 <= each < n for each in found)):
+            raise self.damaged()
+        return found
 
     def read(self, at: int, size: int) -> bytes:
         """Exactly `size` bytes."""
@@ -184,9 +197,7 @@ class Strings:
 
     def _some(self, first: int, n: int) -> list[str]:
         ends = array("q", self._index.read(self._at + 8 * first, 8 * (n + 1)))
-        if n > 1 and ends[-1] - ends[0] > _LONGEST_STRING:
-            return [*self._some(first, n // 2), *self._some(first + n // 2, n - n // 2)]
-        if not 0 <= ends[0] <= ends[-1] <= min(self._n_bytes, ends[0] + _LONGEST_STRING):
+        if not 0 <= ends[0] <= ends[-1] <= self._n_bytes:
             raise self._index.damaged()
         content = self._index.read(self._at + 8 * (self._n + 1) + ends[0], ends[-1] - ends[0])
         return [os.fsdecode(content[begin - ends[0] : end - ends[0]]) for begin, end in itertools.pairwise(ends)]
@@ -347,9 +358,9 @@ def fingerprint_of(parts: Iterable[bytes | memoryview]) -> str:
 
 
 @contextlib.contextmanager
-def one_process_at_a_time(path: str, key: str, *, longest_wait: float = _LONGEST_WAIT_SECONDS) -> Iterator[bool]:
+def one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
     """Wait while another process of this user on this machine is in here with the same path and key, and say whether
-    there was one. Not for ever, and not where there are no locks: the lock only saves work."""
+    there was one. Where there are no locks, nobody waits: the lock only saves work."""
     has_waited = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -359,19 +370,9 @@ def one_process_at_a_time(path: str, key: str, *, longest_wait: float = _LONGEST
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 raise PermissionError("another user, who could hold the lock for ever, has made it")
             place = int(fingerprint_of([os.fsencode(os.path.realpath(path)), key.encode()])[:14], 16)
-            deadline = time.monotonic() + longest_wait
-            while not _locked(file, place):
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            except (BlockingIOError, PermissionError):
                 has_waited = True
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.05)
+                fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
         yield has_waited
-
-
-def _locked(file: BinaryIO, place: int) -> bool:
-    """Whether this process now holds the lock of a byte. Raises OSError where there are no locks."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True

@@ -22,7 +22,6 @@ from .rows import OTHER_NAMES, Rows, columns_of, path_of, seconds_of
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
 _LONGEST_LINE = 1 << 20  # characters
-_LONGEST_ROW = 1 << 23  # bytes of JSON, of which a character may take twelve; an index reads no longer string
 
 
 class ManifestSource(Rows):
@@ -61,6 +60,7 @@ class ManifestSource(Rows):
         self._rows, self.fingerprint, filled = index.strings("rows"), index.fingerprint, index.facts.get("filled")
         if not isinstance(filled, list):
             raise index.damaged()
+        self._damaged = index.damaged
         there = {one: [name for name in names if name in filled] for one, names in columns.items()}
         super().__init__(there, os.path.dirname(path))
         self._path = path
@@ -71,7 +71,7 @@ class ManifestSource(Rows):
     def cells(self, index: int) -> Mapping[str, Any]:
         row = parse_json(self._rows[index].encode())
         if not isinstance(row, Mapping):  # somebody else may have kept the list
-            raise ValueError("the list that is kept of the rows of the manifest is not true: delete it")
+            raise self._damaged()
         return row
 
     def describe(self, index: int) -> str:
@@ -115,9 +115,7 @@ def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterato
                         row[name] = parse_json(row[name].encode())
                 row |= {"path": path_of(cells, wanted[0].noun), **({"start_seconds": start} if start else {})}
                 row |= {"end_seconds": end} if math.isfinite(end) else {}
-                if len(text := json.dumps(row)) > _LONGEST_ROW:
-                    raise ValueError(f"it is longer than {_LONGEST_ROW} bytes of JSON")
-                yield text, [*row]
+                yield json.dumps(row), [*row]
     except OSError as error:
         raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
     except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from braceexpand import braceexpand
 
 from . import remote
-from .folder import FolderSource, NothingFoundError, inside
+from .folder import FolderSource, NothingFoundError
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import ManifestSource
 from .record import Source, Wanted, is_address, shown
@@ -47,62 +47,69 @@ def open_source(
     Raises ValueError, in one line, if there is nothing of the kind, or no sample in it.
     """
     path = _numbered(os.path.expanduser(spec), start_shard, end_shard, shard_width)
-    what, selects = f"{wanted[0].noun}s", bool(start_shard) or end_shard is not None
-    source = _tars_or_source(path, wanted, what, demo)
-    if not isinstance(source, list):
-        if selects:
-            raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} holds none")
-        return source
-    return TarSource(_within(source, start_shard, end_shard) if selects else source, wanted)
+    selects = bool(start_shard) or end_shard is not None
+    found = _files(path) or _in_folder(path, wanted, demo)
+    if isinstance(found, list):
+        if _have(found, (".tar",)):
+            return TarSource(_within(found, start_shard, end_shard) if selects else found, wanted)
+        if _have(found, TABLE_ENDINGS):
+            found = TableSource(TableFiles(found), wanted)
+        elif len(found) == 1 and _have(found, MANIFEST_ENDINGS):
+            found = ManifestSource(found[0], wanted)
+        else:
+            raise _no_set(path, found, f"{wanted[0].noun}s")
+    if selects:
+        raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} holds none")
+    return found
 
 
-def _tars_or_source(path: str, wanted: Sequence[Wanted], what: str, demo: str) -> list[str] | Source:
-    """The paths of tars, or another source."""
+def _files(path: str) -> list[str] | None:
+    """The files that a path names; of a folder on a server, all tars or tables in it; None if it is none of these."""
     if path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
-    if is_address(path):
-        return _on_server(path, wanted)
-    is_pattern = not os.path.exists(path) and bool(_BRACES.search(path) or glob.has_magic(path))
-    if path.lower().endswith(TABLE_ENDINGS) and not os.path.isdir(path):
-        return TableSource(TableFiles([path] if os.path.exists(path) else expanded(path)), wanted)
-    if os.path.isfile(path) and path.lower().endswith(MANIFEST_ENDINGS):
-        return ManifestSource(path, wanted)
-    if is_pattern or os.path.isfile(path):
-        return [_only_tar(one, what) for one in (expanded(path) if is_pattern else [path])]
+    if not is_address(path):
+        if os.path.exists(path):
+            return [path] if os.path.isfile(path) else None
+        return expanded(path) if _BRACES.search(path) or glob.has_magic(path) else None
+    remote.check_address(path)
+    if _BRACES.search(path) or remote.is_pattern(path) or _have([path], _ON_SERVERS):
+        return expanded(path)
+    files = remote.listed(path)
+    if tars := [file for file in files if _have([file], (".tar",))]:
+        return tars
+    tables = [file for file in files if _have([file], TABLE_ENDINGS)]
+    check_alike(path, tables)
+    return tables or files
+
+
+def _in_folder(path: str, wanted: Sequence[Wanted], demo: str) -> Source | list[str]:
+    """The files or tables below a folder, or the paths of tars there."""
     try:
         folder = FolderSource(path, wanted, demo)
     except NothingFoundError:
         if (tables := saved_files(path) or tables_below(path)) is not None:
             return TableSource(tables, wanted)
         raise
-    if len(folder.tars) and len(folder):
+    if folder.tars and len(folder):
         raise ValueError(
-            f"{path!r} holds tars and loose files, such as {folder.tars[0]!r} and {folder.name(0)!r}: "
+            f"{path!r} holds tars and loose files, such as {folder.tars[0]!r} and {folder.describe(0)!r}: "
             f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
         )
-    return [os.path.join(path, inside(path, name)) for name in folder.tars] or folder
+    return folder.tars or folder
 
 
-def _on_server(address: str, wanted: Sequence[Wanted]) -> list[str] | Source:
-    """`_tars_or_source` of an address; of a folder there, all tars or tables in it."""
-    remote.check_address(address)
-    is_folder = not (_BRACES.search(address) or remote.is_pattern(address) or _is(address, _ON_SERVERS))
-    files = remote.listed(address) if is_folder else expanded(address)
-    if tars := [path for path in files if _is(path, (".tar",))]:
-        return tars
-    if tables := [path for path in files if _is(path, TABLE_ENDINGS)]:
-        if is_folder:
-            check_alike(address, tables)
-        return TableSource(TableFiles(tables), wanted)
-    if len(files) == 1 and _is(files[0], MANIFEST_ENDINGS):
-        return ManifestSource(files[0], wanted)
-    raise ValueError(
-        f"{shown(address)!r} holds no tars and no tables: single files on a server are listed in a manifest"
-    )
+def _have(paths: Sequence[str], endings: tuple[str, ...]) -> bool:
+    """Whether all these files have one of these endings."""
+    return all(shown(path).lower().endswith(endings) for path in paths)
 
 
-def _is(path: str, endings: tuple[str, ...]) -> bool:
-    return shown(path).lower().endswith(endings)
+def _no_set(path: str, files: Sequence[str], what: str) -> ValueError:
+    hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {what}, or tars"
+    if is_address(path):
+        hint = "give tars, tables or a manifest, which may list single files on a server"
+    elif _have(files, (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
+        hint = "decompress it first: a compressed tar cannot be read at random"
+    return ValueError(f"{shown(path)!r} is no set of {what}: {hint}")
 
 
 def _numbered(path: str, first: int, last: int | None, width: int) -> str:
@@ -126,15 +133,6 @@ def _within(paths: list[str], first: int, last: int | None) -> list[str]:
             f"{max(numbers)}"
         )
     return chosen
-
-
-def _only_tar(path: str, what: str) -> str:
-    if not path.lower().endswith(".tar"):
-        hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {what}, or tars"
-        if path.lower().endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
-            hint = "decompress it first: a compressed tar cannot be read at random"
-        raise ValueError(f"{path!r} is no set of {what}: {hint}")
-    return path
 
 
 def expanded(pattern: str) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from ..bad_samples import Raised
 from ..hashing import derive_key
 from .index import fingerprint_of
-from .record import Record
+from .record import MOST_EXAMPLES, Record
 
 ITEM = "item"  # the key of a record, which holds an item whole: fields take their parts (`data.items`)
 _LONGEST_QUOTE = 200
@@ -72,9 +72,9 @@ class OwnSource:
     def name(self, index: int) -> str:
         return f"{index:09d}"
 
-    def sizes(self, name: str) -> Any:
-        """All 0: an item has to be made to see what it holds."""
-        return np.zeros(self._length, np.int64)
+    def examples(self, name: str) -> Sequence[int]:
+        """The first items: they have to be made to see what they hold."""
+        return range(min(self._length, MOST_EXAMPLES))
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
         """Raises `Raised` if the dataset raises any error."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tandem.files.reading import open_regular
 
+MOST_EXAMPLES = 100
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # User and password of an address. Without an @ in front of the first slash, a colon that begins no port begins a
 # password with a slash.
@@ -41,8 +42,8 @@ class Wanted(NamedTuple):
             Files that are read are found by them in any case of letters.
         columns: Of tables and manifests, and keys of the items of a user's dataset.
         feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
-        as_cells: Whether a record holds the cells of all these columns that a row has, by column, such as texts; else
-            what stands in the first of them: a file or an array of numbers.
+        as_cells: Of texts: a record holds the cells of all these columns that a row has, by column. Else it holds what
+            stands in the first of them, a file or an array of numbers, and the sizes of files beside samples are kept.
         further: Endings of files that are taken, too; of a tar, where no file of `endings` has the same name.
     """
 
@@ -126,9 +127,9 @@ class Source(Protocol):
         """The name by which a user finds the sample: its path."""
         ...
 
-    def sizes(self, name: str) -> Any:
-        """int64 (n,): the bytes of the file of this name in each record, -1 where there is none, 0 where it cannot be
-        known; all -1 where the source has nothing of that name."""
+    def examples(self, name: str) -> Sequence[int]:
+        """The indices of `MOST_EXAMPLES` records that hold something of this name, or of all of them; of arrays those
+        with the largest files, the largest first, where that is known. Empty if none does."""
         ...
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .record import Entry, Record, Source, Wanted, is_address
+from .record import MOST_EXAMPLES, Entry, Record, Source, Wanted, is_address
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
 OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
@@ -24,11 +24,7 @@ class Rows:
     Args:
         columns: In which columns each that is wanted is looked for, the first one first.
         folder: What paths in cells are relative to.
-
-    `has_parts`: whether rows may be parts of files.
     """
-
-    has_parts = True
 
     def __init__(self, columns: Mapping[Wanted, Sequence[str]], folder: str) -> None:
         self.columns, self._folder = columns, folder
@@ -42,7 +38,8 @@ class Rows:
         raise NotImplementedError
 
     def times(self) -> Iterator[Mapping[str, Any]]:
-        """The cells of `TIMES` of all rows, perhaps among others. Raises ValueError, in one line, as `cells` does."""
+        """The cells of `TIMES` of all rows, perhaps among others; nothing if no row has any. Raises ValueError, in one
+        line, as `cells` does."""
         return map(self.cells, range(len(self)))
 
     def describe(self, index: int) -> str:
@@ -60,10 +57,10 @@ class Rows:
         start, end = seconds_of(cells)
         return {**found, first.name: found[first.name]._replace(start_seconds=start, end_seconds=end)}
 
-    def sizes(self, name: str) -> Any:
-        """-1 where there is no such column, else 0."""
+    def examples(self, name: str) -> Sequence[int]:
+        """The first rows, if there is a column for it."""
         is_there = any(wanted.name == name and columns for wanted, columns in self.columns.items())
-        return np.full(len(self), 0 if is_there else -1, np.int64)
+        return range(min(len(self), MOST_EXAMPLES) if is_there else 0)
 
     def joined(self, path: str) -> str:
         """The path or address of a file that a row names. Raises ValueError, in one line, if a list on a server names a
@@ -80,7 +77,7 @@ class Rows:
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
             return Entry(self.joined(path_of({"path": path}, wanted.noun))) if path else None
-        if _is_buffer(content):
+        if isinstance(content, bytes | memoryview):
             return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         try:
             with np.errstate(over="ignore"):  # whoever uses them checks that they are finite
@@ -89,18 +86,10 @@ class Rows:
             raise ValueError(f"its {wanted.noun} is no list of numbers, nor lists of equally many") from None
 
 
-def _is_buffer(content: Any) -> bool:
-    """Whether it holds the bytes of a file."""
-    try:
-        return not isinstance(content, np.ndarray) and memoryview(content) is not None
-    except TypeError:
-        return False
-
-
 def parts_of(source: Source) -> list[str]:
     """Which part of its file each record of a table is, in seconds, or what a row says that is no part; empty if all
     are whole files."""
-    parts = [*map(_part_of, source.times())] if isinstance(source, Rows) and source.has_parts else []
+    parts = [*map(_part_of, source.times())] if isinstance(source, Rows) else []
     return parts if {*parts} - {_part_of({})} else []
 
 

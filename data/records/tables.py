@@ -10,11 +10,11 @@ process keeps the last ones.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import os
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +39,7 @@ _LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without comp
 _KEPT_BYTES = 1 << 28  # of row groups, in each process
 _BYTES_OF_ROW = 8  # that a row of a parquet file takes at least, however often it repeats the one before
 _THREADS = 16
+_LONGEST_HEADER = 1 << 24  # bytes
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEDIA = ("Image", "Audio", "Video")
 # The words by which the hub tells splits apart in the paths of files.
@@ -67,20 +68,20 @@ def saved_files(folder: str) -> TableFiles | None:
     Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
     """
     path, of_splits = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
-    if os.path.isfile(of_splits):
-        splits = _read(of_splits).get("splits")
-        names = [str(split) for split in splits] if isinstance(splits, list) else []
-        example = os.path.join(folder, *names[:1])
+    try:
+        splits = [*map(str, read_json(of_splits)["splits"])] if os.path.isfile(of_splits) else []
+        state = read_json(path) if os.path.isfile(path) else {"_data_files": []}
+        files = [str(file["filename"]) for file in state["_data_files"]]
+    except DAMAGES as error:
+        said = f"cannot read {path!r} or {of_splits!r}: {type(error).__name__}, {reason_of(error)}"
+        raise ValueError(f"{said}: save the dataset again") from None
+    if splits:
+        example = os.path.join(folder, splits[0])
         raise ValueError(
-            f"{folder!r} holds the splits {', '.join(names) or 'nothing'}: give the folder of one, such as {example!r}"
+            f"{folder!r} holds the splits {', '.join(splits)}: give the folder of one, such as {example!r}"
         )
-    if not os.path.isfile(path):
+    if not files:
         return None
-    state = _read(path)
-    files = state.get("_data_files")
-    files = [file.get("filename") for file in files if isinstance(file, Mapping)] if isinstance(files, list) else []
-    if not files or not all(isinstance(name, str) for name in files):
-        raise ValueError(f"{path!r} names no files: save the dataset again")
     if state.get("_indices_data_files"):  # of old versions
         raise ValueError(
             f"{folder!r} holds a selection of the rows of its files: call flatten_indices() and save it again"
@@ -124,13 +125,6 @@ def _split_of(name: str) -> str | None:
     return words[-1] if words else None
 
 
-def _read(path: str) -> Mapping[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path!r}: {reason_of(error)}") from None
-
-
 class TableSource(Rows):
     """The rows of Arrow or parquet files, numbered in the order of files and rows. See `Source` for the methods.
 
@@ -140,7 +134,10 @@ class TableSource(Rows):
     """
 
     def __init__(self, files: TableFiles, wanted: Sequence[Wanted]) -> None:
-        _require_pyarrow()
+        try:  # here, so that loader workers that are forked later need not
+            import pyarrow.parquet  # noqa: F401
+        except ImportError:
+            raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
         self._given, self.paths, self.skipped = (files, tuple(wanted)), files.paths, files.skipped
         with ThreadPoolExecutor(_THREADS) as threads:  # a server takes a while for each
             opened = [*threads.map(_opened, files.paths)]
@@ -151,7 +148,6 @@ class TableSource(Rows):
             columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.as_cells else there[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
         self._times = [name for name in TIMES if name in kinds]
-        self.has_parts = bool(self._times)
         chosen = [*dict.fromkeys(itertools.chain(*columns.values(), self._times))]
         self._classes = {
             name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
@@ -162,8 +158,6 @@ class TableSource(Rows):
             if found != types:
                 ours, theirs = (", ".join(f"{k}: {v}" for k, v in each.items()) for each in (found, types))
                 raise ValueError(f"{path!r} has the columns {ours}, but {files.paths[0]!r} {theirs}")
-            with _in_one_line(f"cannot read {path!r}"):
-                file.choose(chosen)
         self._parts = [(file, number) for file in opened for number in range(len(file.lengths))]
         self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in opened))])  # of the parts, after a 0
         self._firsts = np.cumsum([0, *(sum(file.lengths) for file in opened)])
@@ -195,7 +189,7 @@ class TableSource(Rows):
         return cells
 
     def times(self) -> Iterator[Mapping[str, Any]]:
-        for number in range(len(self._parts)):
+        for number in range(len(self._parts) if self._times else 0):
             columns = self._read_part(number, self._times)
             for cells in zip(*columns.values(), strict=True):
                 yield dict(zip(columns, map(_plain, cells), strict=True))
@@ -221,114 +215,73 @@ class TableSource(Rows):
 
 
 class _ArrowFile:
-    """A file of the streaming format in a map of memory; its parts are record batches, and kept as they are."""
-
-    largest = 1
-
-    def __init__(self, path: str) -> None:
-        import pyarrow as pa
-
-        mapped = pa.memory_map(path)
-        if mapped.size() >= 6 and mapped.read_at(6, 0) == b"ARROW1":
-            raise ValueError("it is an Arrow file of the random access format: write it as a stream, or as parquet")
-        if mapped.size() < len(_END_OF_STREAM) or mapped.read_at(8, mapped.size() - 8) != _END_OF_STREAM:
-            raise ValueError("it is cut off: it has no mark of the end")
-        mapped.seek(0)
-        self._content = mapped.read_buffer()  # a view of the map
-        self.schema = pa.ipc.open_stream(self._content).schema
-
-    def choose(self, columns: Sequence[str]) -> None:
-        """All columns that parts will be asked for."""
-        import pyarrow as pa
-
-        numbers = [self.schema.get_field_index(name) for name in columns]
-        options = pa.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
-        self._batches = list(pa.ipc.open_stream(self._content, options=options))
-        first, end = self._content.address, self._content.address + self._content.size
-        buffers = (buffer for batch in self._batches for column in batch.columns for buffer in column.buffers())
-        if any(buffer and not first <= buffer.address <= end - buffer.size for buffer in buffers):
-            raise ValueError("it is compressed, so that a start would read all of it: save it without compression")
-        self.lengths = [batch.num_rows for batch in self._batches]
-
-    def part(self, number: int, columns: Sequence[str]) -> Any:
-        batch = self._batches[number].select(columns)
-        batch.validate(full=True)  # else forged offsets would lead out of the file
-        return batch
-
-
-class _ArrowOnServer:
-    """A file of the streaming format on a server. The headers of its parts, the record batches, are read at the start,
-    and a part when one of its samples is asked for."""
+    """A file of the streaming format; its parts are record batches, whose headers are read at the start. A part is a
+    view of a map of memory, or is fetched from a server when one of its samples is asked for."""
 
     def __init__(self, path: str) -> None:
         import pyarrow as pa
 
         self._path, self.lengths, self._places = path, list[int](), list[tuple[int, int]]()
+        self._mapped = None if is_address(path) else pa.memory_map(path).read_buffer()
         at = 0
         with open_bytes(path, ahead=1 << 16) as file:
-            while (length := _unpack("<iI", file.pread(8, at))) != (-1, 0):
-                metadata = file.pread(length[1], at + 8) if length[0] == -1 and length[1] <= _LONGEST_HEADER else b""
-                kind, n_rows, body, is_compressed = _message(metadata)
-                end = at + 8 + length[1] + body
-                if not (body >= 0 and end <= file.size and n_rows >= 0):
-                    raise ValueError("it is cut off: it has no mark of the end")
-                if kind == _SCHEMA and at == 0:
-                    self.schema = pa.ipc.read_schema(pa.py_buffer(file.pread(end, 0)))
-                elif kind != _BATCH or is_compressed:
-                    raise ValueError("it is compressed or has dictionaries: save it without, or as parquet")
+            while (mark := file.pread(8, at)) != _END_OF_STREAM:
+                size = 8 + int.from_bytes(mark[4:], "little")
+                header = file.pread(size, at) if mark[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
+                if len(header) < size:
+                    raise ValueError("it is cut off, or no stream of Arrow: write it as a stream, or as parquet")
+                message = pa.ipc.read_message(pa.PythonFile(_WithoutBody(header, file.size - at - size), mode="r"))
+                if not at:
+                    self.schema = pa.ipc.read_schema(message)
                 else:
-                    self.lengths.append(n_rows)
-                    self._places.append((at, end - at))
-                at = end
-        self.largest = max((size for _, size in self._places), default=1)
+                    self.lengths.append(_rows_of(message, self.schema))
+                    self._places.append((at, size + message.body.size))
+                at += size + (message.body.size if message.body else 0)
+        self.largest = 1 if self._mapped else max((size for _, size in self._places), default=1)
         if self.largest > _LARGEST_GROUP:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
-
-    def choose(self, columns: Sequence[str]) -> None:
-        pass
 
     def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow as pa
 
         at, size = self._places[number]
-        content = pa.py_buffer(Entry(self._path, at, size).read(size))
-        batch = pa.ipc.read_record_batch(content, self.schema).select(columns)
-        batch.validate(full=True)
+        content = self._mapped.slice(at, size) if self._mapped else Entry(self._path, at, size).read(size)
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(content), self.schema).select(columns)
+        batch.validate(full=True)  # else forged offsets would lead out of the file
         if batch.num_rows != self.lengths[number]:
             raise ValueError("it claims another number of rows than it has")
         return batch
 
 
-_SCHEMA, _BATCH = 1, 3  # kinds of messages
-_LONGEST_HEADER = 1 << 24  # bytes
+class _WithoutBody(io.BytesIO):
+    """A message of Arrow, of which the header is there, and zeros stand for the body, of at most `longest` bytes: they
+    take no memory until somebody looks at them."""
+
+    def __init__(self, header: bytes, longest: int) -> None:
+        super().__init__(header)
+        self._longest = longest
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        if content or not size:
+            return content
+        if not 0 <= size <= self._longest:
+            raise ValueError("it is cut off: it has no mark of the end")
+        return bytes(size)
 
 
-def _message(metadata: bytes) -> tuple[int, int, int, bool]:
-    """The kind of a message of Arrow, how many rows it has if it is a record batch, the bytes of its body, and whether
-    it is compressed, out of the tables of FlatBuffers (Message.fbs). Raises struct.error."""
+def _rows_of(message: Any, schema: Any) -> int:
+    """How many rows a record batch has, of whose body nothing is known. Raises ValueError, in one line, if it is none
+    whose columns stand in the body as they are."""
+    import pyarrow as pa
 
-    def field(table: int, number: int) -> int | None:
-        """Where a field of the table at a place is, None if it is left out."""
-        offsets = table - _unpack("<i", metadata, table)[0]
-        there = 4 + 2 * number < _unpack("<H", metadata, offsets)[0]
-        at = _unpack("<H", metadata, offsets + 4 + 2 * number)[0] if there else 0
-        return table + at if at else None
-
-    def number(at: int | None, form: str) -> int:
-        return 0 if at is None else int(_unpack(form, metadata, at)[0])
-
-    message = number(0, "<I")
-    kind, header, body = (field(message, place) for place in (1, 2, 3))
-    batch = 0 if header is None else header + number(header, "<I")
-    is_batch = number(kind, "<B") == _BATCH
-    n_rows, compression = (field(batch, 0), field(batch, 3)) if is_batch else (None, None)
-    return number(kind, "<B"), number(n_rows, "<q"), number(body, "<q"), compression is not None
-
-
-def _unpack(form: str, content: bytes, at: int = 0) -> tuple[Any, ...]:
-    if at < 0:
-        raise ValueError("a table lies before its file")
-    return struct.unpack_from(form, content, at)
+    try:
+        batch = pa.ipc.read_record_batch(message, schema)
+        batch.validate()  # a compressed body has too few bytes
+    except (pa.ArrowException, OSError) as error:
+        said = "it is compressed, has dictionaries or is damaged: save it without them, or as parquet"
+        raise ValueError(f"{said} ({error})") from None
+    return int(batch.num_rows)
 
 
 class _ParquetFile:
@@ -354,9 +307,6 @@ class _ParquetFile:
                 "one sample: write it again with row_group_size=100, or as Arrow"
             )
 
-    def choose(self, columns: Sequence[str]) -> None:
-        pass
-
     def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
 
@@ -365,13 +315,11 @@ class _ParquetFile:
             return file.read_row_group(number, columns=[*columns], use_threads=False)
 
 
-def _opened(path: str) -> _ArrowFile | _ArrowOnServer | _ParquetFile:
+def _opened(path: str) -> _ArrowFile | _ParquetFile:
     with _in_one_line(f"cannot read {path!r}"):
         if not is_address(path):
             check_regular(Path(path))
-        if shown(path).lower().endswith(".parquet"):
-            return _ParquetFile(path)
-        return _ArrowOnServer(path) if is_address(path) else _ArrowFile(path)
+        return _ParquetFile(path) if shown(path).lower().endswith(".parquet") else _ArrowFile(path)
 
 
 def _at_random(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:
@@ -390,16 +338,6 @@ def _in_one_line(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {' '.join(reason_of(error).split()) or type(error).__name__}") from None
 
 
-def _require_pyarrow() -> None:
-    """Raise ValueError, in one line, if pyarrow is missing. It imports the package, so that loader workers that are
-    forked later need not."""
-    try:
-        import pyarrow
-        import pyarrow.parquet  # noqa: F401
-    except ImportError:
-        raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
-
-
 def _plain(cell: Any) -> Any:
     """A cell without pyarrow, but for the contents of files, which stay where they are in a map of memory."""
     import pyarrow.types as types
@@ -410,7 +348,7 @@ def _plain(cell: Any) -> Any:
     if cell.is_valid and types.is_struct(kind):
         return {name: _plain(cell[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
     if cell.is_valid and (types.is_binary(kind) or types.is_large_binary(kind)):
-        return cell.as_buffer()
+        return memoryview(cell.as_buffer())
     if cell.is_valid and str(kind).startswith(_LISTS):
         if types.is_floating(kind.value_type):
             return np.from_dlpack(cell.values)  # to_numpy() would import pandas

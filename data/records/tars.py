@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..bad_samples import reason_of
-from .folder import is_text
-from .index import Made, PackedStrings, fingerprint_of, kept
+from .index import Made, PackedStrings, fingerprint_of, kept, largest
 from .record import Bytes, Entry, Record, Wanted, is_address, open_bytes
 
 _FEWEST = 100  # samples in an index that is kept: of long members, each header takes a read of the disk
@@ -63,7 +62,7 @@ class TarSource:
         self._firsts = index.numbers("firsts", len(self.paths) + 1).whole()
         if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
             raise index.damaged()
-        self._damaged = index.damaged
+        self._damaged, self.examples = index.damaged, index.examples
         if not len(self):
             raise ValueError(f"no {wanted[0].noun} ({' '.join(wanted[0].endings)}) in {self}")
 
@@ -81,9 +80,9 @@ class TarSource:
         # Of the same samples in the same tars, with the same members beside them; other members may lie between.
         parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
         titles = [f"{part} {one.name}" for one in self._wanted for part in _PARTS]
-        return Made(
-            {"names": names, "firsts": firsts, **dict(zip(titles, columns, strict=True))}, fingerprint_of(parts)
-        )
+        facts = {"examples": {one.name: largest(columns[len(_PARTS) * n]) for n, one in enumerate(self._wanted)}}
+        columns_by_title = dict(zip(titles, columns, strict=True))
+        return Made({"names": names, "firsts": firsts, **columns_by_title}, fingerprint_of(parts), facts)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -122,9 +121,6 @@ class TarSource:
 
     def describe(self, index: int) -> str:
         return f"{self.path(index)}/{self._names[index]}"
-
-    def sizes(self, name: str) -> npt.NDArray[np.int64]:
-        return self._columns[name][0].whole() if name in self._columns else np.full(len(self), -1)
 
 
 def stem_of(name: str) -> str:
@@ -174,19 +170,17 @@ def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
     """What a member may be, whose name ends so after its stem: the number in `wanted`, its rank (the lowest is taken)
     and the number of its ending."""
     tail = tail.lower()
-    exact = [
-        (number, ending if number else int(ending >= len(one.endings)), ending)
-        for number, one in enumerate(wanted)
-        if tail in one.taken
-        for ending in [one.taken.index(tail)]
-    ]
-    return exact or [
-        (number, len(one.taken) + ending if number else 2 + int(ending >= len(one.endings)), ending)
-        for number, one in enumerate(wanted)
-        if number == 0 or is_text(one)
-        for ending in [next((place for place, ending in enumerate(one.taken) if tail.endswith(ending)), -1)]
-        if ending >= 0
-    ]
+    for is_whole in (True, False):
+        found = []
+        for number, one in enumerate(wanted):
+            fits = [tail == ending if is_whole else tail.endswith(ending) for ending in one.taken]
+            if any(fits) and (is_whole or number == 0 or one.as_cells):
+                ending = fits.index(True)
+                rank = ending if number else int(ending >= len(one.endings))
+                found.append((number, rank if is_whole else len(one.taken) + rank, ending))
+        if found:
+            return found
+    return []
 
 
 def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], npt.NDArray[np.int64]]:
@@ -195,7 +189,7 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], 
 
     Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
     """
-    samples: dict[str, list[tuple[int, str, list[int]] | None]] = {}
+    samples: dict[str, list[tuple[int, str, int, int, int] | None]] = {}
     clashes: dict[str, tuple[int, str]] = {}
     for name, offset, size in members(path):
         key = _key(name)
@@ -206,7 +200,7 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], 
         for number, rank, ending in found:
             other = sample[number]
             if other is None or rank < other[0] or (rank == other[0] and number):
-                sample[number] = rank, name, [size, offset, ending]
+                sample[number] = rank, name, size, offset, ending
             elif rank == other[0]:
                 clashes.setdefault(key, (rank, name))
     for key, (rank, name) in clashes.items():
@@ -214,10 +208,9 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], 
         if first and first[0] == rank:
             of_one_name = f"two {wanted[0].noun}s of one name, {first[1]!r} and {name!r}"
             raise ValueError(f"the tar {path!r} holds {of_one_name}")
-    none = -1, "", [-1] * len(_PARTS)
-    found_samples = [(sample[0][1], [part or none for part in sample]) for sample in samples.values() if sample[0]]
-    table = [list(itertools.chain(*(places for _, _, places in parts))) for _, parts in found_samples]
-    return [name for name, _ in found_samples], np.array(table, np.int64).reshape(-1, len(_PARTS) * len(wanted))
+    whole = {sample[0][1]: sample for sample in samples.values() if sample[0]}
+    places = [part[2:] if part else (-1, -1, -1) for sample in whole.values() for part in sample]
+    return [*whole], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(wanted))
 
 
 class _Pieces:

@@ -21,7 +21,7 @@ from data.records.record import Wanted
 from tests.data.helpers import one_line
 
 IMAGE = Wanted("image", "image", (".png", ".jpg", ".webp"))
-TEXTS = Wanted("texts", "caption", (".json", ".txt"))
+TEXTS = Wanted("texts", "caption", (".json", ".txt"), as_cells=True)
 EMBEDDING = Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"))
 # Also names whose order is another one with the slash than without, and some that other programs take for two.
 NAMES = ["a/1.png", "a/deep/er/2.png", "a-b/1.png", "a.png", "ab.png", "B.jpg", "new\nline.png", " .png", "ü/ß.webp"]
@@ -109,12 +109,11 @@ def test_what_stands_beside_has_the_same_name_but_for_the_ending_in_any_case(tmp
     }  # fmt: skip
 
 
-def test_sizes_are_those_of_arrays_beside_the_samples(tmp_path):
+def test_the_largest_arrays_beside_samples_are_the_first_examples(tmp_path):
     folder = folder_of(tmp_path / "set", ["a.png", "b.png", "c.png", "a.npy", "b.npy", "c.txt"])
     (folder / "b.npy").write_bytes(bytes(70))
     source = opened(folder, TEXTS, EMBEDDING)
-    assert source.sizes("image_embed").tolist() == [0, 70, -1] and source.sizes("texts").tolist() == [-1, -1, 0]
-    assert source.sizes("image").tolist() == [0, 0, 0] and source.sizes("none").tolist() == [-1, -1, -1]
+    assert [source.examples(name) for name in ("image_embed", "texts", "none")] == [[1, 0], [2], []]
 
 
 def test_the_fingerprint_is_that_of_names_and_of_what_stands_beside(tmp_path):
@@ -191,7 +190,7 @@ def test_skipped_files_are_counted_by_ending_and_those_beside_samples_are_none(t
     assert many.startswith("9 files are") and many.endswith(", ...") and many.count("1 .") == 8
 
 
-@pytest.mark.parametrize("forged", ["a/../../outside.tar", "/outside.tar", "spelling", "number", "facts"])
+@pytest.mark.parametrize("forged", ["a/../../outside.tar", "/outside.tar", "spelling", "number", "facts", "examples"])
 def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_path):
     """Forged by the function that writes true ones."""
     folder = folder_of(tmp_path / "set", ["a.png", "a.txt"])
@@ -208,11 +207,14 @@ def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_pa
     columns, facts = dict(true.columns), dict(true.facts)
     if "tar" in forged:
         columns["names"] = PackedStrings([forged])
-    facts |= {"spelling": {"spellings": ["/../x.txt"]}, "number": {"spellings": []}, "facts": {"n_skipped": "1x"}}.get(
-        forged, {}
-    )
+    facts |= {
+        "spelling": {"spellings": ["/../x.txt"]}, "number": {"spellings": []}, "facts": {"skipped": "1"},
+        "examples": {"examples": {"texts": [1]}},
+    }.get(forged, {})  # fmt: skip
     kept(path, kind, lambda: Made(columns, "", facts, watched), fewest=1)
-    assert "is not true: delete it" in one_line(lambda: opened(folder, TEXTS).record(0))
+    assert "was damaged or replaced: delete it" in one_line(
+        lambda: [opened(folder, TEXTS).record(0), opened(folder, TEXTS).examples("texts")]
+    )
 
 
 def test_a_folder_that_may_not_be_read_is_named():

@@ -69,7 +69,7 @@ def test_rows_of_all_files_are_records_in_order_for_any_process(write, tmp_path)
     again = pickle.loads(sent)
     assert again.fingerprint == source.fingerprint and read(again, 5) == content(5)
     assert len(sent) < 5000, "paths, not contents"
-    assert source.sizes("image").tolist() == [0] * N and source.sizes("nothing").tolist() == [-1] * N
+    assert [*source.examples("image")] == [*range(N)] and not source.examples("nothing")
 
 
 def test_numbers_of_classes_are_replaced_by_names_and_empty_cells_are_left_out(write, tmp_path):
@@ -92,7 +92,7 @@ def test_lists_of_numbers_are_embeddings(write, tmp_path):
     source = opened(write(tmp_path / "table", made), IMAGE, EMBED, ENCODINGS)
     assert source.record(4)["image_embed"].tolist() == [4, 5, 6]
     assert source.record(4)["text_encodings"].tolist() == [[1, 4], [2, 4]]
-    assert "its text encoding" in one_line(source.record, 5) and source.sizes("text_encodings").tolist() == [0] * N
+    assert "its text encoding" in one_line(source.record, 5) and len(source.examples("text_encodings")) == N
     npys = opened(write(tmp_path / "files", images(image_embed=[content(i) for i in range(N)])), IMAGE, EMBED)
     assert read(npys, 3, "image_embed") == content(3)
 
@@ -188,8 +188,11 @@ def test_what_a_start_or_a_sample_would_read_whole_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(tables, "_LARGEST_GROUP", 100)
     folder = write_parquet(tmp_path / "parquet", images(), shards=1)
     assert "its row group 3 has 0.0 GB, and all of it is read for one sample" in one_line(opened, folder)
-    path = write_arrow(tmp_path / "a.arrow", images(), options=pa.ipc.IpcWriteOptions(compression="lz4"))
-    assert "it is compressed" in one_line(opened, path)
+    for codec in ("lz4", "zstd"):
+        path = write_arrow(tmp_path / "a.arrow", images(), options=pa.ipc.IpcWriteOptions(compression=codec))
+        assert "it is compressed" in one_line(opened, path)
+    path = write_arrow(tmp_path / "b.arrow", pa.table({"image": pa.array([b"a"]).dictionary_encode()}))
+    assert "has dictionaries" in one_line(opened, path)
 
 
 def test_the_parts_of_files_are_known_from_the_columns_of_times_alone_and_a_bad_one_is_a_bad_sample(write, tmp_path):
@@ -225,7 +228,7 @@ def test_state_json_that_was_made_to_do_harm_is_refused(tmp_path):
     folder = save_to_disk(tmp_path / "table", images())
     for state, said in {
         '{"_data_files": [{"filename": "../x.arrow"}]}': "no file of its folder",
-        '{"_data_files": [3]}': "names no files",
+        '{"_data_files": [3]}': "cannot read",
         "[": "cannot read",
         '{"_data_files": [{"filename": "a"}], "_indices_data_files": [{"filename": "i"}]}': "flatten_indices",
     }.items():
@@ -264,8 +267,7 @@ def test_manifest_of_every_kind_says_the_same(tmp_path, name):
     assert source.record(1) == {"sound": source.record(1)["sound"], "texts": {"caption": "ünïcode"}}
     assert [source.describe(i) for i in range(2)] == [f"{tmp_path}/clips/{name}.wav" for name in "ab"]
     assert [source.name(i) for i in range(len(source))] == ["clips/a.wav", "clips/b.wav"]
-    sizes = {name: source.sizes(name).tolist() for name in ("sound", "texts", "image_embed")}
-    assert sizes == {"sound": [0, 0], "texts": [0, 0], "image_embed": [-1, -1]}
+    assert [len(source.examples(name)) for name in ("sound", "texts", "image_embed")] == [2, 2, 0]
     assert pickle.loads(pickle.dumps(source)).record(1) == source.record(1)
 
 
@@ -329,8 +331,6 @@ def test_rows_may_be_parts_of_one_long_file(tmp_path):
         ("a.jsonl", '{"path": "a.wav", "start_seconds": ' + "9" * 4000 + "}", f"start_seconds is {'9' * 40}"),
         ("a.jsonl", '{"path": "a.wav", "start_seconds": true}', "start_seconds is True"),
         ("a.jsonl", "[" * 100_000, "line 1"),
-        ("a.jsonl", '{"path": "a.wav"}\n{"path": "b.wav", "caption": "' + "\U0001f600" * 900_000 + '"}',
-         "line 2: it is longer than"),
     ],
 )  # fmt: skip
 def test_manifest_that_cannot_be_understood_is_refused_with_its_line(tmp_path, name, content, expected):
@@ -376,7 +376,7 @@ def test_the_rows_of_a_long_manifest_are_kept_and_read_again_if_it_changes(tmp_p
     assert again.record(11_999) == first.record(11_999) and again.fingerprint == first.fingerprint
     kept.write_bytes(kept.read_bytes().replace(b'{"path": "0.wav", "caption": "0"}', b"[" + b" " * 31 + b"]"))
     forged = ManifestSource(str(tmp_path / "set.jsonl"), (SOUND, TEXTS))
-    assert forged.name(1) == "1.wav" and "is not true: delete it" in one_line(forged.record, 0)
+    assert forged.name(1) == "1.wav" and "was damaged or replaced: delete it" in one_line(forged.record, 0)
     changed = manifest(tmp_path / "set.jsonl", "\n".join(reversed(rows)))
     assert changed.name(0) == "11999.wav"
     other = manifest(tmp_path / "set.jsonl", "\n".join(rows).replace('"caption": "0"', '"caption": "other"'))

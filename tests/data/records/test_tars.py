@@ -22,7 +22,7 @@ from data.records.tars import TarSource, members
 from tests.data.helpers import one_line, write_tar
 
 IMAGE = Wanted("image", "image", (".png", ".jpg"))
-TEXTS = Wanted("texts", "caption", (".json", ".txt"))
+TEXTS = Wanted("texts", "caption", (".json", ".txt"), as_cells=True)
 EMBEDDING = Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"))
 WANTED = (IMAGE, TEXTS, EMBEDDING)
 
@@ -86,8 +86,8 @@ def test_one_index_of_all_tars_is_kept_and_the_tars_are_not_scanned_again(tmp_pa
     assert first.shards == [range(5), range(5, 10), range(10, 15)]
     assert [first.shard(number) for number in (0, 4, 5, 14)] == [0, 0, 1, 2]
     assert first.name(7) == "000007.png" and first.describe(7) == f"{paths[1]}/000007.png"
-    assert first.sizes("texts").tolist() == [len(files(n)["txt"]) for n in range(15)]
-    assert first.sizes("image_embed").tolist() == first.sizes("none").tolist() == [-1] * 15
+    assert first.examples("texts") == [*range(10, 15), *range(10)], "the longest texts first"
+    assert first.examples("image_embed") == first.examples("none") == []
 
 
 def test_the_index_of_another_tar_of_that_name_is_not_used(tmp_path):
