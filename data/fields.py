@@ -157,8 +157,9 @@ class SoundField(Field):
     clips: sounds.ClipDecoder
 
     wanted: ClassVar[Wanted] = Wanted(
-        "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio"
-    )
+        "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio",
+        further=sounds.FURTHER_ENDINGS,
+    )  # fmt: skip
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         found = self.found(record)
@@ -168,6 +169,20 @@ class SoundField(Field):
 
     def of_item(self, item: Any) -> Entry:
         return items.sound_of(item)
+
+
+@dataclass(frozen=True)
+class SpreadField(SoundField):
+    """ "waveforms": float32 (k, clip_samples) in [-1, 1], 1 <= k <= `most`: clips that are spread over all of a sound,
+    or over the part of it that a table asks for."""
+
+    most: int = 1
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        found = self.found(record)
+        if isinstance(found, Entry):
+            return {"waveforms": self.clips.spread(found, self.most)}
+        return {"waveforms": super().load(record, index)["waveforms"][None]}
 
 
 @dataclass(frozen=True)
@@ -194,6 +209,18 @@ class TextsField(Field):
             "caption_ids": torch.tensor(caption_id(caption), dtype=torch.int64),
             "all_captions": captions, "labels": label,
         }  # fmt: skip
+
+
+class CaptionsField(Field):
+    """ "captions": those of a sound, none if they cannot be read."""
+
+    wanted: ClassVar[Wanted] = TEXTS
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        try:
+            return {"captions": texts_of(self.found(record)).captions}
+        except (OSError, ValueError):
+            return {"captions": []}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,17 @@ from .decoding import sounds, videos
 from .demo import DemoSource, check_sound, demo_name, open_demo
 from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from .feed import Feed
-from .fields import CaptionField, ClipField, Field, ImageField, OneFrameField, SoundField, TextsField
+from .fields import (
+    CaptionField,
+    CaptionsField,
+    ClipField,
+    Field,
+    ImageField,
+    OneFrameField,
+    SoundField,
+    SpreadField,
+    TextsField,
+)
 from .records.opening import open_source
 from .records.own import OwnData, OwnSource, data_of
 from .records.record import Source, Wanted
@@ -130,11 +140,9 @@ def open_sounds(
     fields: list[Field] = [SoundField(sounds.ClipDecoder(sample_rate, clip_samples, seed))]
     if tokenizer:
         fields.append(TextsField(tokenizer, seed))
-    source = open_records(spec, [field.wanted for field in fields], "tones", seed)
+    source = _sounds_of(spec, fields, seed)
     if isinstance(source, DemoSource):
         check_sound(sample_rate, clip_samples)
-    else:
-        sounds.require_decoders()
     if tokenizer and not isinstance(source, OwnSource) and not has(source, "texts"):
         raise ValueError(
             f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has "
@@ -142,6 +150,20 @@ def open_sounds(
             "captions, text or caption_1"
         )
     return Samples(source, fields)
+
+
+def open_spread(spec: str, clips: sounds.ClipDecoder, most: int) -> Samples:
+    """A set of sounds, each by at most `most` clips, and their captions: see `open_records` for `spec` and what is
+    raised, and `SpreadField`."""
+    fields = [SpreadField(clips, most), CaptionsField()]
+    return Samples(_sounds_of(spec, fields), fields)
+
+
+def _sounds_of(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Source:
+    source = open_records(spec, [field.wanted for field in fields], "tones", seed)
+    if not isinstance(source, DemoSource):
+        sounds.require_decoders()
+    return source
 
 
 def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> Feed:
