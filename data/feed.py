@@ -256,12 +256,11 @@ def _divided(samples: Samples, args: argparse.Namespace, source: str) -> order.S
     """The parts for training, validation and a test. Raises ValueError, in one line, if there are too few samples, or
     no shards where flags are about them."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
-    by_shards = "--split_by shard" if getattr(args, "split_by", "sample") == "shard" else ""
-    if args.shuffle == "shards":
-        by_shards = "--shuffle shards"
-    if not by_shards:
-        return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
-    otherwise = {"--split_by shard": "--split_by sample", "--shuffle shards": "--shuffle samples"}[by_shards]
+    by_shards, otherwise = "--shuffle shards", "--shuffle samples"
+    if args.shuffle != "shards":
+        if getattr(args, "split_by", "sample") == "sample":
+            return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
+        by_shards, otherwise = "--split_by shard", "--split_by sample"
     if (shards := samples.source.shards) is None:
         raise ValueError(f"{by_shards} takes several tars or several files of tables, not {source!r}: use {otherwise}")
     return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)

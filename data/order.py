@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from .hashing import derive_key, mix64
@@ -47,10 +48,10 @@ class Permutation:
 
 
 class Indices:
-    """Dataset indices, of which `indices[i]` takes next to no memory. A class below this one computes it in `_at`."""
+    """Dataset indices, `length` of them; `at` computes the one at a place, so that they take next to no memory."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+    def __init__(self, length: int, at: Callable[[int], int]) -> None:
+        self._length, self.at = length, at
 
     def __len__(self) -> int:
         return self._length
@@ -58,59 +59,35 @@ class Indices:
     def __getitem__(self, i: int) -> int:
         if not 0 <= i < self._length:
             raise IndexError(i)
-        return self._at(i)
-
-    def _at(self, i: int) -> int:
-        raise NotImplementedError
-
-
-class Subset(Indices):
-    """The dataset indices at places start..start+length-1 of a shuffle. `first`: the index of what the shuffle calls
-    0."""
-
-    def __init__(self, permutation: Permutation, start: int, length: int, first: int = 0) -> None:
-        super().__init__(length)
-        self.permutation, self.start, self.first = permutation, start, first
-
-    def _at(self, i: int) -> int:
-        return self.first + self.permutation(self.start + i)
-
-
-class Spread(Indices):
-    """`length` of some dataset indices, at equal distances."""
-
-    def __init__(self, indices: Indices, length: int) -> None:
-        super().__init__(length)
-        self._indices = indices
-
-    def _at(self, i: int) -> int:
-        return self._indices[i * len(self._indices) // self._length]
+        return self.at(i)
 
 
 class Ranges(Indices):
     """The dataset indices of several ranges, one range after the other; each takes O(log(number of ranges))."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
-        self._ranges = list(ranges)
-        self._ends = list(itertools.accumulate(map(len, self._ranges)))
-        super().__init__(self._ends[-1] if self._ends else 0)
+        self.ranges = list(ranges)
+        self._ends = list(itertools.accumulate(map(len, self.ranges)))
+        super().__init__(self._ends[-1] if self._ends else 0, self._at)
 
     def _at(self, i: int) -> int:
         which = bisect.bisect_right(self._ends, i)
-        return self._ranges[which][i - self._ends[which]]  # counted from the range's end
-
-    @property
-    def ranges(self) -> Sequence[range]:
-        """The ranges, in order."""
-        return self._ranges
+        return self.ranges[which][i - self._ends[which]]  # counted from the range's end
 
 
 def part_of(indices: Indices, length: int) -> Indices:
     """`length` of the indices, always the same: the first ones of a shuffle, those at equal distances in ranges, whose
     neighbours may be alike."""
-    if isinstance(indices, Subset):
-        return Subset(indices.permutation, indices.start, length, indices.first)
-    return Spread(indices, length)
+    return Indices(length, partial(_spread, indices, length) if isinstance(indices, Ranges) else indices.at)
+
+
+def _spread(indices: Indices, length: int, i: int) -> int:
+    return indices[i * len(indices) // length]
+
+
+def _shuffled(permutation: Permutation, start: int, first: int, i: int) -> int:
+    """The index at place start + i of a shuffle of those that begin with `first`."""
+    return first + permutation(start + i)
 
 
 class Split(NamedTuple):
@@ -129,32 +106,22 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     `at_least` samples remain to train on.
     """
     _check_fractions(valid_fraction, test_fraction)
-    fractions = {"validation": valid_fraction, "test": test_fraction}
-    sizes = {name: max(share(n, f), at_least) if f > 0 else 0 for name, f in fractions.items()}
-    n_valid, n_test = sizes.values()
+    n_valid, n_test = (max(share(n, f), at_least) if f > 0 else 0 for f in (valid_fraction, test_fraction))
     n_train = n - n_valid - n_test
     if n_train < at_least:
-        taken = {name: size for name, size in sizes.items() if size} or {"validation": 0}
-        arithmetic = " and ".join(
-            f"{name} takes "
-            + (f"max(ceil({fractions[name]:g} x {n}), batch size {at_least}) = {size}" if size else "0")
-            for name, size in taken.items()
-        )
-        left = " - ".join(map(str, (n, *taken.values())))
-        flags = " and ".join(f"--{'valid' if name == 'validation' else name}_fraction 0" for name in taken)
         raise ValueError(
-            f"{n} samples are too few: {arithmetic}, which leaves {left} = {n_train if n >= n_valid + n_test else 0} "
-            f"to train on, less than one batch of {at_least}: add data, lower --batch_size or set {flags}"
+            f"{n} samples are too few: --valid_fraction {valid_fraction:g} takes {n_valid} and --test_fraction "
+            f"{test_fraction:g} {n_test} (at least a batch, or 0 of them), which leaves {max(0, n_train)} to train on, "
+            f"less than one batch of {at_least}: add data, or lower --batch_size or the fractions"
         )
-    permutation = Permutation(n, "split", seed)
+    permutation, starts = Permutation(n, "split", seed), (0, n_train, n_train + n_valid)
+    sizes = (n_train, n_valid, n_test)
     return Split(
-        Subset(permutation, 0, n_train),
-        Subset(permutation, n_train, n_valid),
-        Subset(permutation, n_train + n_valid, n_test),
+        *(Indices(size, partial(_shuffled, permutation, at, 0)) for size, at in zip(sizes, starts, strict=True))
     )
 
 
-def split_of_folder(indices: range, seed: int, at_least: int) -> Subset:
+def split_of_folder(indices: range, seed: int, at_least: int) -> Indices:
     """A validation split that is a set of its own, which has these indices: all of them, in an order that depends on
     the seed, because neighbours in a folder may be alike. Raises ValueError if they are fewer than `at_least`, the
     global batch size."""
@@ -163,7 +130,7 @@ def split_of_folder(indices: range, seed: int, at_least: int) -> Subset:
         raise ValueError(
             f"--valid_folder holds {n} samples, less than one batch of {at_least}: add some, or lower --batch_size"
         )
-    return Subset(Permutation(n, "split", seed), 0, n, first=indices.start)
+    return Indices(n, partial(_shuffled, Permutation(n, "split", seed), 0, indices.start))
 
 
 def split_shards(
