@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from torch import Tensor
 
     from data.decoding.sounds import ClipDecoder
+    from data.samples import Samples
 _AUDIO = given("audio", "PATH")
 _QUERY = Needs("query", "TEXT", lambda args: bool(args.query or args.query_file))
 
@@ -173,6 +174,12 @@ def unit_means(vectors: Sequence[Tensor]) -> Tensor:
     return torch.nn.functional.normalize(means, dim=1).float()
 
 
+def load_clips(sounds: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
+    """The clips (k, n) of a sound, and what the index says of it."""
+    sample = sounds.load(index)
+    return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
+
+
 def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Callable[[str], None]) -> None:
     """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     import numpy as np
@@ -202,12 +209,9 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     empty = np.zeros((0, embedder.dim), np.float32)
     shards = ShardWriter(output, EMBEDDINGS, empty, names, args.files_per_shard)
 
-    def load(index: int) -> tuple[Tensor, dict[str, Any]]:
-        sample = sounds.load(index)
-        return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
-
     def embeddings_of(todo: Sequence[range]) -> Iterator[Encoded]:
         how = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
+        load = functools.partial(load_clips, sounds)
         for encoded in encode_batches(load, sounds.describe, todo, embedder.of_clips, **how):
             yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])
 

@@ -213,7 +213,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
 
     from data.feed import to_unit_range
     from data.sets import open_images
-    from data.stores.decoding import decode_images
+    from data.stores.codes import decode_images
     from data.stores.encoding import encode_batches
     from models.files.building import require_room
 
@@ -253,8 +253,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
     from data.demo import FRAMES_PER_SECOND, DemoSource
     from data.feed import to_unit_range
     from data.sets import open_videos
-    from data.stores.codes import code_dtype
-    from data.stores.decoding import FRAME_FOLDER, decode_videos
+    from data.stores.codes import FRAME_FOLDER, code_dtype, decode_videos
     from data.stores.encoding import PIECE_FRAMES, encode_streams
     from models.files.building import require_room
     from models.video.layers import check_side
@@ -371,8 +370,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Decode a folder of codes to images or videos. Raises AskedToStop after a signal."""
-    from data.stores.codes import StoredCodes
-    from data.stores.decoding import decoded_files
+    from data.stores.codes import StoredCodes, decoded_files
     from data.stores.output import OutputFolder
 
     fetch(args.model, backend)

@@ -236,11 +236,12 @@ class Feed:
     def _received(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
         self._unreported += batch["bad"]
-        entries = {key: value for key, value in batch.items() if key != "bad"}
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                entries[key] = value.to(self._processes.device, non_blocking=True)
-        return entries
+        device = self._processes.device
+        return {
+            key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+            if key != "bad"
+        }
 
 
 def _validated_samples(n: int, args: argparse.Namespace) -> int:

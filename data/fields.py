@@ -152,9 +152,11 @@ class ClipField(Field):
 
 @dataclass(frozen=True)
 class SoundField(Field):
-    """ "waveforms": float32 (clip_samples,) in [-1, 1], as the decoder cuts them."""
+    """ "waveforms": float32 in [-1, 1], as the decoder cuts them: (clip_samples,); with `most`, (k, clip_samples) of
+    1 <= k <= most clips that are spread over all of a sound, or over the part of it that a table asks for."""
 
     clips: sounds.ClipDecoder
+    most: int | None = None
 
     wanted: ClassVar[Wanted] = Wanted(
         "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio",
@@ -163,26 +165,15 @@ class SoundField(Field):
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         found = self.found(record)
-        if isinstance(found, Entry):
-            return {"waveforms": self.clips.load(found, index, epoch, augment)}
-        return {"waveforms": found(self.clips.sample_rate, self.clips.clip_samples)}
+        if not isinstance(found, Entry):
+            clip = found(self.clips.sample_rate, self.clips.clip_samples)
+            return {"waveforms": clip[None] if self.most else clip}
+        if self.most:
+            return {"waveforms": self.clips.spread(found, self.most)}
+        return {"waveforms": self.clips.load(found, index, epoch, augment)}
 
     def of_item(self, item: Any) -> Entry:
         return items.sound_of(item)
-
-
-@dataclass(frozen=True)
-class SpreadField(SoundField):
-    """ "waveforms": float32 (k, clip_samples) in [-1, 1], 1 <= k <= `most`: clips that are spread over all of a sound,
-    or over the part of it that a table asks for."""
-
-    most: int = 1
-
-    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        found = self.found(record)
-        if isinstance(found, Entry):
-            return {"waveforms": self.clips.spread(found, self.most)}
-        return {"waveforms": super().load(record, index)["waveforms"][None]}
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,7 @@ from .decoding import sounds, videos
 from .demo import DemoSource, check_sound, demo_name, open_demo
 from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from .feed import Feed
-from .fields import (
-    CaptionField,
-    CaptionsField,
-    ClipField,
-    Field,
-    ImageField,
-    OneFrameField,
-    SoundField,
-    SpreadField,
-    TextsField,
-)
+from .fields import CaptionField, CaptionsField, ClipField, Field, ImageField, OneFrameField, SoundField, TextsField
 from .records.opening import open_source
 from .records.own import OwnData, OwnSource, data_of
 from .records.record import Source, Wanted
@@ -154,8 +144,8 @@ def open_sounds(
 
 def open_spread(spec: str, clips: sounds.ClipDecoder, most: int) -> Samples:
     """A set of sounds, each by at most `most` clips, and their captions: see `open_records` for `spec` and what is
-    raised, and `SpreadField`."""
-    fields = [SpreadField(clips, most), CaptionsField()]
+    raised, and `SoundField`."""
+    fields = [SoundField(clips, most), CaptionsField()]
     return Samples(_sounds_of(spec, fields), fields)
 
 

@@ -37,7 +37,7 @@ class _Stream(Loader):
 
     Yields the entries of the samples (`collate_entries`); "positions", the place of each sample in the global batch;
     "ids", the dataset index of the sample that was loaded; and "bad", the samples that could not be read while loading
-    the batch, or only in part. `noun` is what messages call the samples.
+    the batch, or only in part. `noun` is what messages call the samples; `loading`: see `Loader`.
     """
 
     def __init__(
@@ -48,14 +48,12 @@ class _Stream(Loader):
         *,
         augment: bool,
         first: int = 0,
-        num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
-        pin_memory: bool = False,
         noun: str = "images",
-        keep_workers: bool = False,
+        **loading: Any,
     ) -> None:
         self._first, self._load = first, _BatchLoader(samples, order, augment, on_bad_sample, noun)
-        super().__init__(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=keep_workers)
+        super().__init__(self._load, requests, **loading)
 
     def load(self, places: range) -> dict[str, Any]:
         """The batch of these places behind the first sample of the stream, loaded in this process."""
@@ -161,16 +159,13 @@ class _BatchLoader:
             except NotASample:
                 raise
             except (OSError, ValueError) as error:
-                is_incomplete = isinstance(error, Incomplete)
-                failure = BadSample(
-                    index, self.samples.describe(index), reason_of(error), is_incomplete,
-                    traceback=getattr(error, "traceback", ""),
-                )  # fmt: skip
+                said = self.samples.describe(index), reason_of(error)
+                traceback = getattr(error, "traceback", "")
+                failure = BadSample(index, *said, is_incomplete=isinstance(error, Incomplete), traceback=traceback)
                 is_bad = not isinstance(error, Unsuitable)
-            if is_bad or is_incomplete:
+            if is_bad or failure.is_incomplete:
                 bad[index] = failure
             if is_bad and self.on_bad_sample == "error":
-                text = f"{failure} (--on_bad_sample replace goes on without it)"
-                raise Raised(text, failure.traceback)
+                raise Raised(f"{failure} (--on_bad_sample replace goes on without it)", failure.traceback)
             failures.append(failure)
         raise Raised(f"none of {tries} {self.noun} could be read: {failures[0]}", failures[0].traceback)

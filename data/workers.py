@@ -40,7 +40,7 @@ class Loader:
         self,
         load: Callable[[Any], Any],
         requests: Iterable[Any],
-        num_workers: int,
+        num_workers: int = 0,
         *,
         pin_memory: bool = False,
         keep_workers: bool = False,
