@@ -215,8 +215,8 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
         for encoded in encode_batches(load, sounds.describe, todo, embedder.of_clips, **how):
             yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])
 
-    filled = shards.fill(embeddings_of, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")
-    say(f"{len(names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
+    _, bad, _ = shards.fill(embeddings_of, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")
+    say(f"{len(names) - bad} sounds in {len(shards)} shards of embeddings: {args.output}")
 
 
 def clips_of_query(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor | None:

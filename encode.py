@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from data.stores.shards import Encoded
     from models import VideoTokenizer
 
+    Encode = Callable[[Sequence[range]], Iterator[Encoded]]
+
 DEMO_FRAMES = 41  # of a clip that is drawn
 # Formats of the files that are written of each kind, the default first.
 ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
@@ -159,26 +161,13 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-class Opened(NamedTuple):
-    """A set that is to be encoded.
-
-    grid: [h', w'] of its codes.
-    samples: its items.
-    codes: the indices of the items of each shard -> their codes.
-    """
-
-    grid: list[int]
-    samples: Samples
-    codes: Callable[[Sequence[range]], Iterator[Encoded]]
-
-
 class Coder(NamedTuple):
     """What encodes and decodes images or videos.
 
     kind: "images" or "videos".
     settings, of_encoding, of_decoding: what the files depend on in both directions, or in one.
-    open: opens the set to be encoded at images of this side; raises ValueError, in one line, if the model does not take
-        them.
+    open: opens the set to be encoded at images of this side: [h', w'] of its codes; its samples; and the indices of
+        those of each shard -> their codes. Raises ValueError, in one line, if the model does not take them.
     ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
     write: stored codes, shard, files: writes the files of a shard.
     """
@@ -187,7 +176,7 @@ class Coder(NamedTuple):
     settings: dict[str, Any]
     of_encoding: dict[str, Any]
     of_decoding: dict[str, Any]
-    open: Callable[[int], Opened]
+    open: Callable[[int], tuple[list[int], Samples, Encode]]
     ending: str
     frames_per_code: int | None
     write: Callable[[StoredCodes, int, Sequence[Path]], None]
@@ -222,7 +211,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     def encode(images: Tensor) -> Tensor:
         return computed(backend, "encoding", model.encode, to_unit_range(images.to(backend.device))).cpu()
 
-    def open_set(side: int) -> Opened:
+    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
             raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
         require_room(f"a batch of {count} images of {side} pixels", count, model.channels, side, side)
@@ -233,7 +222,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         images = open_images(args.image_folder, image_size=side, channels=model.channels)
         load = functools.partial(load_alone, images)
         how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
-        return Opened(grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how))
+        return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how)
 
     def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
         decode = functools.partial(computed, backend, "decoding", model.decode)
@@ -281,7 +270,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         state = model.start_decoding()
         return lambda codes: computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
 
-    def open_set(side: int) -> Opened:
+    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         check_side("--image_size", side, model.pixels_per_code)
         require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
@@ -295,9 +284,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
         how = {"frames_per_code": model.frames_per_code, "num_threads": threads}
         grid = [side // model.pixels_per_code] * 2
-        return Opened(
-            grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
-        )
+        return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
 
     def write_film(file: BinaryIO, frames: Iterator[np.ndarray], fps: float) -> None:
         if args.format == "gif":
@@ -356,15 +343,15 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     shards = ShardWriter(output, CODES, np.zeros((0, *grid), dtype), names, per_shard, with_npy=args.format == "npy")
-    filled = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
-    backend.say(f"{len(names) - filled.bad} {kind} in {len(shards)} shards of codes: {args.output}")
+    n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
+    backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of codes: {args.output}")
     if args.report:
         with backend.agreement():
             counts = StoredCodes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
-        if n := filled.items:
-            speed = f"{n} {kind} in {filled.seconds:.3g} s, {n / filled.seconds:.3g} {kind}/s"
-            backend.say(f"{speed}; {filled.bad} files were left out")
+        if n:
+            speed = f"{n} {kind} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
+            backend.say(f"{speed}; {bad} files were left out")
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 

@@ -135,10 +135,7 @@ class Feed:
     def start(self, start_samples: int) -> Batch:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
-        self._validation, self._test = (
-            ValidationStream(self.samples, part, **self._loading) for part in (self._part, self.test_set)
-        )
-        self._whole_validation = self._validation
+        self._whole_validation = self._validation = ValidationStream(self.samples, self._part, **self._loading)
         if len(self._part) < len(self.valid_set):  # which is read for the preview and at the end alone
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
         self._training = TrainingStream(self.samples, self._order, start_samples=start_samples, **self._loading)
@@ -169,10 +166,6 @@ class Feed:
         """The samples at these places of the validation split, which begins again after its end, loaded in this process
         alone. Not collective."""
         return self._received(self._whole_validation.load(places))
-
-    def test(self) -> Iterator[Batch]:
-        """This process's part of one pass over the test split, as `validation`."""
-        return map(self._received, self._processes.each("test data", self._test))
 
     def preview(self, count: int) -> Batch:
         """A batch of at most `count` samples, the same on every process: the first ones of the validation split, which
@@ -272,13 +265,9 @@ def _fetched_before(
 ) -> Callable[[Sequence[range]], None] | None:
     """What fetches shards that are trained on from a server before they are read; None if there are none there, or no
     cache for them. Raises ValueError, in one line."""
-    shards, paths = samples.source.shards or (), getattr(samples.source, "paths", ())
-    begins = {shard.start for shard in trained if len(shard)}
-    addresses = {
-        shard.start: path
-        for shard, path in zip(shards, paths, strict=False)
-        if len(shard) and shard.start in begins and is_address(path)
-    }
+    shards, paths, kept = samples.source.shards or (), getattr(samples.source, "paths", ()), {*trained}
+    found = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in kept and is_address(path))
+    addresses = {shard.start: path for shard, path in found}
     at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
     try:
         remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)

@@ -51,15 +51,6 @@ class Encoded(NamedTuple):
     bad: list[BadSample]
 
 
-class Filled(NamedTuple):
-    """What `ShardWriter.fill` did: the number of items of this run and of unreadable items of all runs, over all
-    processes; and the time in seconds."""
-
-    items: int
-    bad: int
-    seconds: float
-
-
 class ShardWriter:
     """Fills an output folder with shards, in any order and by any number of processes.
 
@@ -95,8 +86,9 @@ class ShardWriter:
         done: str,
         *,
         stop_at_bad: bool = False,
-    ) -> Filled:
-        """Compute and write all shards that are missing or damaged, then the index. Collective.
+    ) -> tuple[int, int, float]:
+        """Compute and write all shards that are missing or damaged, then the index: the number of items of this run and
+        of unreadable items of all runs, over all processes; and the time in seconds. Collective.
 
         `compute` gets the indices of the items of each shard of this process; index.json holds the number of readable
         items as `counted`; `done` says in messages what has been done to a shard, such as "encoded". Raises
@@ -129,7 +121,7 @@ class ShardWriter:
         with processes.agreement():
             if processes.rank == 0:
                 self._write_index(counted)
-        return Filled(sum(len(self._items[k]) for k in todo), log.count, seconds)
+        return sum(len(self._items[k]) for k in todo), log.count, seconds
 
     def _file(self, shard: int) -> str:
         return f"{self._name}-{shard:05d}.safetensors"
