@@ -34,13 +34,10 @@ class Field:
     def wanted(self) -> Wanted:
         raise NotImplementedError
 
-    @property
-    def fingerprint(self) -> str:
-        return ""
+    #: What an item of a user's dataset holds for this field. Raises `NotASample` if it has another form.
+    of_item: ClassVar[Callable[..., Any]]
 
-    def of_item(self, item: Any) -> Any:
-        """What an item of a user's dataset holds for this field. Raises `NotASample` if it has another form."""
-        raise NotImplementedError
+    fingerprint: str = ""
 
     def found(self, record: Record) -> Any:
         """What a record holds for this field, see `Record`; None if it lacks it."""
@@ -79,8 +76,7 @@ class ImageField(Field):
         "image", "image", IMAGE_ENDINGS, (*items.IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
     )
 
-    def of_item(self, item: Any) -> Image.Image:
-        return items.image_of(item)
+    of_item = staticmethod(items.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         how = (self.image_size, self.channels, self.enlarge, self.crop.cut(epoch, index) if augment else None)
@@ -131,8 +127,7 @@ class ClipField(Field):
         flip = self.flip and augment
         return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
 
-    def of_item(self, item: Any) -> items.Video:
-        return items.video_of(item)
+    of_item = staticmethod(items.video_of)
 
     def _clip_of(self, video: items.Video, index: int, epoch: int, augment: bool) -> Tensor:
         share = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
@@ -172,8 +167,7 @@ class SoundField(Field):
             return {"waveforms": self.clips.spread(found, self.most)}
         return {"waveforms": self.clips.load(found, index, epoch, augment)}
 
-    def of_item(self, item: Any) -> Entry:
-        return items.sound_of(item)
+    of_item = staticmethod(items.sound_of)
 
 
 @dataclass(frozen=True)
@@ -186,8 +180,7 @@ class TextsField(Field):
 
     wanted: ClassVar[Wanted] = TEXTS
 
-    def of_item(self, item: Any) -> Texts:
-        return items.texts_of(item)
+    of_item = staticmethod(items.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         captions, label = texts_of(self.found(record))
@@ -206,6 +199,7 @@ class CaptionsField(Field):
     """ "captions": those of a sound, none if they cannot be read."""
 
     wanted: ClassVar[Wanted] = TEXTS
+    of_item = staticmethod(items.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         try:
@@ -231,8 +225,7 @@ class CaptionField(Field):
             found = next(iter(texts_of_row(found or {}).captions), "")
         return {"captions": found, **({"tokens": self.tokenize([found])[0]} if self.tokenize else {})}
 
-    def of_item(self, item: Any) -> str:
-        return items.caption_of(item)
+    of_item = staticmethod(items.caption_of)
 
 
 def texts_of(found: Any) -> Texts:
