@@ -224,7 +224,7 @@ def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_p
         array = np.load(path)
         array[::2] = 0
         np.save(path, array)
-    feed = CONDITIONED.feed(**flags(tars, image_embeddings=rows, on_bad_sample="error"))
+    feed = CONDITIONED.feed(**flags(tars, image_embeddings=rows, on_bad_sample="error", test_fraction=0))
     said: list[str] = []
     met = training(feed, 21)
     feed.report_bad_samples(said.append)
