@@ -39,10 +39,8 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
 
     from data.samples import Samples
     from data.stores.codes import StoredCodes
-    from data.stores.shards import Encoded
+    from data.stores.shards import Encode
     from models import VideoTokenizer
-
-    Encode = Callable[[Sequence[range]], Iterator[Encoded]]
 
 DEMO_FRAMES = 41  # of a clip that is drawn
 # Formats of the files that are written of each kind, the default first.
@@ -165,7 +163,7 @@ class Coder(NamedTuple):
     """What encodes and decodes images or videos.
 
     kind: "images" or "videos".
-    settings, of_encoding, of_decoding: what the files depend on in both directions, or in one.
+    settings: what the files depend on.
     open: opens the set to be encoded at images of this side: [h', w'] of its codes; its samples; and the indices of
         those of each shard -> their codes. Raises ValueError, in one line, if the model does not take them.
     ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
@@ -174,8 +172,6 @@ class Coder(NamedTuple):
 
     kind: str
     settings: dict[str, Any]
-    of_encoding: dict[str, Any]
-    of_decoding: dict[str, Any]
     open: Callable[[int], tuple[list[int], Samples, Encode]]
     ending: str
     frames_per_code: int | None
@@ -228,7 +224,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         decode = functools.partial(computed, backend, "decoding", model.decode)
         decode_images(codes, shard, files, decode, batch_size=count, num_threads=max(1, args.num_workers))
 
-    return Coder("images", {"batch_size": count}, {}, {}, open_set, ".png", None, write)
+    return Coder("images", {"batch_size": count}, open_set, ".png", None, write)
 
 
 def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
@@ -296,8 +292,8 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         decode_videos(codes, shard, files, start_decoding, write_film, num_threads=threads)
 
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
-    of_encoding = {**speed, "frames_per_code": model.frames_per_code}
-    return Coder("videos", {}, of_encoding, {"format": args.format}, open_set, ending, model.frames_per_code, write)
+    settings = {**speed, "frames_per_code": model.frames_per_code}
+    return Coder("videos", settings, open_set, ending, model.frames_per_code, write)
 
 
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
@@ -313,7 +309,7 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     settle_kinds(args, kind)
     make = video_coder if kind == "videos" else image_coder
     coder = make(model.to(backend.device).requires_grad_(False), args, backend)
-    return model, coder, {**about, **coder.settings, **kernel_settings(args, backend)}
+    return model, coder, {**about, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
 
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
@@ -338,11 +334,11 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
         "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),
-        "image_size": side, **coder.of_encoding, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
-        f"{kind}_per_shard": per_shard, "format": args.format,
+        "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
+        f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    shards = ShardWriter(output, CODES, np.zeros((0, *grid), dtype), names, per_shard, with_npy=args.format == "npy")
+    shards = ShardWriter(output, CODES, np.zeros((0, *grid), dtype), names, per_shard, npy=args.format == "npy")
     n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
     backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of codes: {args.output}")
     if args.report:
@@ -367,7 +363,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if codes.index.get("weights_sha256") != about["weights_sha256"]:
             raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
         files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
-    settings = {"task": "decode", **about, "index_sha256": codes.sha256, **coder.of_decoding}
+    settings = {"task": "decode", **about, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     for shard in output.rounds(range(len(files)), "decoded"):
         with backend.agreement():

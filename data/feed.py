@@ -138,7 +138,7 @@ class Feed:
         self._whole_validation = self._validation = ValidationStream(self.samples, self._part, **self._loading)
         if len(self._part) < len(self.valid_set):  # which is read for the preview and at the end alone
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
-        self._training = TrainingStream(self.samples, self._order, start_samples=start_samples, **self._loading)
+        self._training = TrainingStream(self.samples, self._order, start=start_samples, **self._loading)
         self.batches = iter(self._training)
         # Inside the agreement, because reading the first batch may fail on some processes only.
         with self._agreement():

@@ -64,24 +64,16 @@ class TrainingStream(_Stream):
     """This rank's part of every global batch of an order, endlessly.
 
     batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. Begins at
-    sample `start_samples` of the endless order, in O(1). `how`: see `_Stream`.
+    sample `start` of the endless order, in O(1). `how`: see `_Stream`.
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        order: Order,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        start_samples: int = 0,
-        **how: Any,
+        self, samples: Samples, order: Order, *, batch_size: int, rank: int, world_size: int, start: int = 0, **how: Any
     ) -> None:
         assert batch_size % world_size == 0, (batch_size, world_size)
         share = batch_size // world_size
-        requests = _Requests(start_samples, batch_size, range(rank * share, (rank + 1) * share))
-        super().__init__(samples, order, requests, augment=True, first=start_samples, **how)
+        requests = _Requests(start, batch_size, range(rank * share, (rank + 1) * share))
+        super().__init__(samples, order, requests, augment=True, first=start, **how)
 
 
 class ValidationStream(_Stream):
@@ -89,20 +81,12 @@ class ValidationStream(_Stream):
 
     batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
     at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set; what is
-    loaded behind its last place begins again. `keep_workers`: whether the workers of a pass wait for the next one.
-    `how`: see `_Stream`.
+    loaded behind its last place begins again. `how`: see `_Stream`; the workers of a pass wait for the next one, unless
+    `keep_workers` is false.
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        subset: Indices,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        keep_workers: bool = True,
-        **how: Any,
+        self, samples: Samples, subset: Indices, *, batch_size: int, rank: int, world_size: int, **how: Any
     ) -> None:
         n = len(subset)
         assert n == 0 or n >= world_size, (n, world_size)
@@ -110,7 +94,7 @@ class ValidationStream(_Stream):
         n_parts = self._n_steps * world_size
         parts = [range(n * i // n_parts, n * (i + 1) // n_parts) for i in range(rank, n_parts, world_size)]
         requests = [(0, part) for part in parts]
-        super().__init__(samples, ValidationOrder(subset), requests, augment=False, keep_workers=keep_workers, **how)
+        super().__init__(samples, ValidationOrder(subset), requests, augment=False, **{"keep_workers": True, **how})
 
     def __len__(self) -> int:
         return self._n_steps
