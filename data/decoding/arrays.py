@@ -78,7 +78,4 @@ def _part(entry: Entry, offset: int, size: int) -> tuple[bytes, int]:
     with open_entry(entry) as file:
         n_bytes = file.seek(0, os.SEEK_END)
         file.seek(offset)
-        content = file.read(size) or b""
-        if file.error:
-            raise file.error
-    return content, n_bytes
+        return file.read(size) or b"", n_bytes

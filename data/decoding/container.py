@@ -49,11 +49,7 @@ def opened(entry: Entry) -> Iterator[Video]:
             options = {"format_whitelist": _FORMATS}
             with av.open(file, options=options, metadata_errors="replace") as container:
                 yield Video(container)
-                if file.error:  # a damaged frame, to a reader that accepts parts of files
-                    raise file.error
         except av.FFmpegError as error:
-            if file.error:
-                raise file.error from None
             raise ValueError(f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}") from None
 
 

@@ -58,18 +58,14 @@ def decode_image(entry: Entry, image_size: int, channels: int, enlarge: bool = T
     shorter side has fewer than `image_size` pixels. Of a file that is cut off, Pillow's LOAD_TRUNCATED_IMAGES lets the
     part be returned that there is; the rest is black or grey.
     """
-    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as file:
-        try:
-            with _opened(io.BufferedReader(file, _BUFFER) if isinstance(file, io.RawIOBase) else file) as image:
-                return decode_picture(image, image_size, channels, enlarge, cut)
-        finally:
-            if failure := getattr(file, "error", None):  # Pillow saw the end of the file instead
-                raise failure from None
+    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as file, _opened(file) as image:
+        return decode_picture(image, image_size, channels, enlarge, cut)
 
 
 def _opened(file: Any) -> Image.Image:
     try:
-        return Image.open(file, formats=tuple(FORMATS))
+        buffered = io.BufferedReader(file, _BUFFER) if isinstance(file, io.RawIOBase) else file
+        return Image.open(buffered, formats=tuple(FORMATS))
     except UnidentifiedImageError:
         is_empty = file.seek(0, os.SEEK_END) == 0
         found = ", ".join(name for name, endings in FORMATS.items() if endings)

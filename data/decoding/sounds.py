@@ -134,7 +134,7 @@ def _opened(entry: Entry) -> Iterator[Any]:
     """An open soundfile.SoundFile. Errors of libsndfile inside become ValueErrors of one line."""
     import soundfile
 
-    is_local, file = entry.is_local_file, None
+    is_local = entry.is_local_file
     try:
         with open_regular(entry.path) if is_local else open_entry(entry) as file, _quiet_worker():
             if is_local and os.fstat(file.fileno()).st_size == 0:
@@ -144,9 +144,7 @@ def _opened(entry: Entry) -> Iterator[Any]:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
         failure = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
-        raise getattr(file, "error", None) or ValueError(failure) from None
-    if failed := getattr(file, "error", None):
-        raise failed
+        raise ValueError(failure) from None
 
 
 @contextlib.contextmanager
