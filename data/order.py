@@ -210,7 +210,7 @@ SHARDS_AT_ONCE = 4
 
 
 class ShardOrder:
-    """The endless order of training by shards: every epoch shuffles the shards, takes up to `at_once` of them together,
+    """The endless order of training by shards: every epoch shuffles the shards, takes up to four of them together,
     and shuffles their samples; given by (seed, epoch) only. A place of an epoch costs O(log(number of shards)), and
     the first one of an epoch O(number of shards).
 
@@ -220,13 +220,9 @@ class ShardOrder:
     """
 
     def __init__(
-        self,
-        shards: Sequence[range],
-        seed: int,
-        at_once: int = SHARDS_AT_ONCE,
-        fetch: Callable[[Sequence[range]], None] | None = None,
+        self, shards: Sequence[range], seed: int, fetch: Callable[[Sequence[range]], None] | None = None
     ) -> None:
-        self._shards, self._seed, self._at_once = [shard for shard in shards if len(shard)], seed, at_once
+        self._shards, self._seed = [shard for shard in shards if len(shard)], seed
         self._n, self._fetch, self._begun = sum(map(len, self._shards)), fetch, (-1, -1)
         self._epochs: dict[int, tuple[list[Ranges], list[int]]] = {}
 
@@ -251,7 +247,7 @@ class ShardOrder:
         """The shards of an epoch that are read together, and where each such group ends."""
         if epoch not in self._epochs:
             n = len(self._shards)
-            shuffle, n_windows = Permutation(n, "shards", self._seed, epoch), math.ceil(n / self._at_once)
+            shuffle, n_windows = Permutation(n, "shards", self._seed, epoch), math.ceil(n / SHARDS_AT_ONCE)
             order = [self._shards[shuffle(i)] for i in range(n)]
             cuts = [n * i // n_windows for i in range(n_windows + 1)]
             windows = [Ranges(order[begin:end]) for begin, end in itertools.pairwise(cuts)]
