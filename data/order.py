@@ -102,10 +102,8 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     """Divide a data set of n samples by seed.
 
     valid holds max(ceil(valid_fraction * n), at_least) samples, none if the fraction is 0; test likewise; `at_least` is
-    the global batch size. Raises ValueError if a fraction is not in [0, 1), they leave nothing, or fewer than
-    `at_least` samples remain to train on.
+    the global batch size. Raises ValueError if fewer than `at_least` samples remain to train on.
     """
-    _check_fractions(valid_fraction, test_fraction)
     n_valid, n_test = (max(share(n, f), at_least) if f > 0 else 0 for f in (valid_fraction, test_fraction))
     n_train = n - n_valid - n_test
     if n_train < at_least:
@@ -145,17 +143,14 @@ def split_shards(
     is the flag that messages advise.
 
     valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
-    ValueError if a fraction is not in [0, 1), no shard remains to train on, or a split is smaller than `at_least`
-    samples, the global batch size.
+    ValueError if no shard remains to train on, or a split is smaller than `at_least` samples, the global batch size.
     """
-    _check_fractions(valid_fraction, test_fraction)
     filled = [shard for shard in shards if len(shard)]
     n, n_valid, n_test = len(filled), share(len(filled), valid_fraction), share(len(filled), test_fraction)
     if n <= n_valid + n_test:
-        needed = next(m for m in itertools.count(1) if m > share(m, valid_fraction) + share(m, test_fraction))
         raise ValueError(
-            f"{n} shards are too few: validation takes {n_valid} of them and test {n_test}, which leaves none to train "
-            f"on: at least {needed} are needed; add shards, or use {otherwise}"
+            f"{n} shards are too few: --valid_fraction {valid_fraction:g} takes {n_valid} of them and --test_fraction "
+            f"{test_fraction:g} {n_test}, which leaves none to train on: add shards, lower them, or use {otherwise}"
         )
     permutation = Permutation(n, "split shards", seed)
     order = [filled[permutation(i)] for i in range(n)]
@@ -169,15 +164,6 @@ def split_shards(
                 f"{at_least}: lower --batch_size, or use {otherwise}"
             )
     return found
-
-
-def _check_fractions(valid_fraction: float, test_fraction: float) -> None:
-    for name, fraction in (("valid", valid_fraction), ("test", test_fraction)):
-        if not 0 <= fraction < 1:
-            raise ValueError(f"--{name}_fraction is {fraction}, which is no fraction: give 0 or more, and less than 1")
-    if valid_fraction + test_fraction > 1 - _TOLERANCE:
-        said = f"--valid_fraction {valid_fraction:g} and --test_fraction {test_fraction:g}"
-        raise ValueError(f"{said} leave nothing to train on: their sum has to be less than 1")
 
 
 def share(n: int, fraction: float) -> int:
