@@ -98,7 +98,7 @@ class Config:
         frame_rate,
         needs=_OF_VIDEOS,
     )
-    frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=_OF_VIDEOS)
+    frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=(_OF_VIDEOS, without("fps")))
     on_bad_sample: str = flag(
         "skip",
         "where a file cannot be read: leave it out and name it in the index, or stop",

@@ -17,9 +17,10 @@ from tandem.converters import (
     non_negative_int,
     positive_float,
     positive_int,
+    several,
     size,
 )
-from tandem.fields import DATA, Needs, flag, given, when
+from tandem.fields import DATA, Needs, flag, given, when, without
 
 _PLACES = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
 
@@ -158,12 +159,14 @@ class ConditionedImageFlags(ImageFlags):
         PATH,
         title="embeddings",
         also="img_embeddings_url",
+        needs=(when("condition_on", "image"), without("clip")),
     )
     text_embeddings: str | None = flag(
         None,
         "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)",
         PATH,
         also="text_embeddings_url",
+        needs=(when("condition_on", "text"), without("clip")),
     )
     index_width: int = flag(
         4,
@@ -195,7 +198,7 @@ class VideoFlags(PictureFlags):
     fps: float | None = flag(
         None, "frames per second of a clip, chosen by time stamps (default: all frames of the file)", frame_rate
     )
-    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int)
+    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int, needs=without("fps"))
     short_clips: str = flag(
         "repeat",
         "a video that is shorter than a clip is repeated, held at its last frame, or left out",
@@ -215,7 +218,7 @@ class VideoFlags(PictureFlags):
         PATH,
     )
     image_every: int = flag(
-        4, "with --image_folder, every N-th update is one of images", positive_int, needs=given("image_folder", "PATH")
+        4, "with --image_folder, every N-th update is one of images", several, needs=given("image_folder", "PATH")
     )
     num_videos_save: int = flag(3, "clips in a sample picture; at most a batch if there is no validation split", size)
 

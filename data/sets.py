@@ -91,9 +91,6 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
             f"a clip of {num_frames} frames of {image_size} pixels takes {n_bytes / 1e9:.3g} GB: lower one of them"
         )
     clips = videos.ClipDecoder(image_size, num_frames, **how)
-    if clips.fps is not None and clips.frame_stride != 1:
-        said = f"--fps {clips.fps:g} and --frame_stride {clips.frame_stride}"
-        raise ValueError(f"{said} exclude each other: give one of them")
     fields = [ClipField(clips, flip)]
     source = open_records(spec, [fields[0].wanted], "moving", clips.seed)
     if not isinstance(source, DemoSource | OwnSource):
@@ -107,14 +104,9 @@ def video_feed(args: argparse.Namespace, processes: Backend) -> Feed:
     pictures, more = _pictures(args, args.image_size), dict[str, Any]()
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
     open_set = partial(open_videos, **pictures, **{name: getattr(args, name) for name in names})
-
-    def open_second() -> Samples:
-        if args.image_every == 1:
-            raise ValueError("--image_every 1 leaves no update for the videos: give 2 or more")
-        return open_images(args.image_folder, OneFrameField, **pictures)
-
     if args.image_folder:
         both = f"{data_of(args, 'video_folder')} and {args.image_folder}"
+        open_second = partial(open_images, args.image_folder, OneFrameField, **pictures)
         more = {"open_second": open_second, "second_every": args.image_every, "source": both}
     return _feed(open_set, args, processes, "video_folder", "clip", **more)
 
@@ -195,10 +187,6 @@ def open_conditioned(
         ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop),
         CaptionField(tokenize),
     ]
-    for kind in rows:
-        if tokenize or kind not in takes:
-            why = "--clip computes embeddings itself" if tokenize else "the model does not take them"
-            raise ValueError(f"{kind.flag} has no use: {why}; leave it out")
     stored = [] if tokenize else [kind for kind in takes if kind not in rows]
     wanted = [*(field.wanted for field in fields), *(kind.wanted for kind in stored)]
     source = open_records(spec, wanted, "scenes", seed, **numbers)

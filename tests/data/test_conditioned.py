@@ -171,9 +171,6 @@ def test_files_of_rows_that_do_not_fit_are_named(tmp_path, mistake):
 
 def test_flags_that_contradict_one_another_are_refused(tmp_path):
     tars, rows = write_tars(tmp_path / "tars", "txt", "npy", "text.npy"), write_rows(tmp_path / "emb")
-    assert "does not take them" in one_line(opened, tars, image=False, **by_row(rows))
-    tokens = {"tokenize": lambda texts: torch.zeros(len(texts), 7, dtype=torch.int64)}
-    assert "--clip computes embeddings itself" in one_line(opened, tars, **by_row(rows), **tokens)
     assert "--max_text_len 4" in one_line(opened, tars, longest_text=4)
     assert widths_of(opened(tars, longest_text=5)) == WIDTHS
     assert "have 0 to 2" in one_line(opened, tars, start_shard=7)
@@ -237,6 +234,8 @@ def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_p
 
 @pytest.mark.parametrize("said, idle", [
     (["--clip_weights", "w"], "--clip_weights"), (["--index_width", "3"], "--index_width"),
+    (["--text_embeddings", "e"], "--text_embeddings"),
+    (["--image_embeddings", "e", "--clip", "c", "--clip_weights", "w"], "--image_embeddings"),
     (["--image_folder", "a.tar", "--shard_width", "3"], "--shard_width"), (["--clip", "ViT-B-32"], "--clip ViT-B-32"),
 ])  # fmt: skip
 def test_flags_without_effect_are_refused(said, idle, tmp_path):
