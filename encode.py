@@ -138,9 +138,7 @@ def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
 
 
 def build_parser() -> ArgumentParser:
-    text = (
-        "Write the codes of a folder of images or videos with a trained tokenizer, or make images or videos of codes."
-    )
+    text = "Write the codes of images or videos with a trained tokenizer, or make images or videos of codes."
     parser = ArgumentParser("encode.py", text, is_root=distributed.launched_as_root)
     parser.usage = (
         "%(prog)s --model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR [flags]"

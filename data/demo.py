@@ -180,15 +180,10 @@ def _middles(size: int) -> Array:
     return (np.arange(size, dtype=np.float32) + 0.5) / size
 
 
-def _background_of(draws: Draws) -> str:
-    """Whether the background that `draws` determines is "dark" or "light". It is the first that they determine."""
-    return _one_of(BACKGROUNDS, draws)
-
-
 def _dull_colour(draws: Draws) -> Array:
     """float32 (3, 1, 1) in [0, 255]. With waves of up to 20 besides, as pictures and clips have, it stays 50 or more
-    away from every one of COLOURS in at least one channel."""
-    level = draws.uniform(50, 75) if _background_of(draws) == "dark" else draws.uniform(185, 205)
+    away from every one of COLOURS in at least one channel. What `draws` determine first is whether it is dark."""
+    level = draws.uniform(50, 75) if _one_of(BACKGROUNDS, draws) == "dark" else draws.uniform(185, 205)
     return np.array([level + draws.uniform(-12, 12) for _ in range(3)], np.float32)[:, None, None]
 
 
@@ -227,7 +222,7 @@ def _shapes(seed: int, index: int, _: int | str) -> Record:
 def _scene(seed: int, index: int, _: int | str) -> Record:
     draws, key = Draws("scene", "seen", seed, index), ("scene background", "seen", seed, index)
     shape, colour, place = _one_of(_SEEN, draws)
-    item, background = _placed(shape, colour, _one_of(SIZES, draws), place, draws), _background_of(Draws(*key))
+    item, background = _placed(shape, colour, _one_of(SIZES, draws), place, draws), _one_of(BACKGROUNDS, Draws(*key))
     caption = f"{item}, on {background}"
     return {
         "image": partial(_picture, [item], key), "texts": {"captions": [caption]},

@@ -57,8 +57,11 @@ class Video:
     """The video stream of an open container: all times are in ticks of its time base."""
 
     def __init__(self, container: Any) -> None:
+        import av
+
         # Cover art is a stream of one picture.
-        streams = [stream for stream in container.streams.video if not _is_cover(stream)]
+        cover = av.stream.Disposition.attached_pic
+        streams = [stream for stream in container.streams.video if not stream.disposition & cover]
         if not streams:
             raise ValueError("it holds no video")
         self._container, self._stream = container, streams[0]
@@ -199,9 +202,3 @@ class Converter:
         colour, alpha = pixels[..., :3].astype(np.uint16), pixels[..., 3:].astype(np.uint16)
         laid = (colour * alpha + 255 * (255 - alpha) + 127) // 255
         return av.VideoFrame.from_ndarray(laid.astype(np.uint8), format="rgb24")
-
-
-def _is_cover(stream: Any) -> bool:
-    import av
-
-    return bool(stream.disposition & av.stream.Disposition.attached_pic)

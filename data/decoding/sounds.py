@@ -63,7 +63,7 @@ class ClipDecoder:
 
         Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
         """
-        choose = Draws("crop", self.seed, epoch, index).below if augment else _middle
+        choose = Draws("crop", self.seed, epoch, index).below if augment else lambda n: (n - 1) // 2
         with _opened(entry) as sound:
             return torch.from_numpy(self._clip(sound, choose, entry))
 
@@ -161,10 +161,6 @@ def _quiet_worker() -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
-
-
-def _middle(n: int) -> int:
-    return (n - 1) // 2
 
 
 def _grid(rate: int, target: int) -> int:
