@@ -232,8 +232,6 @@ def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
-    from data.decoding.videos import ClipDecoder
-    from data.demo import FRAMES_PER_SECOND, DemoSource
     from data.feed import to_unit_range
     from data.sets import open_videos
     from data.stores.codes import FRAME_FOLDER, code_dtype, decode_videos
@@ -268,13 +266,10 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         check_side("--image_size", side, model.pixels_per_code)
         require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
-        source, clips = videos.source, ClipDecoder(side, DEMO_FRAMES, **speed)
-        step = FRAMES_PER_SECOND / args.fps if args.fps else args.frame_stride
+        clips: Any = videos.fields[0]
 
-        def frames_of(index: int) -> Iterator[tuple[Tensor, float | None]]:
-            if isinstance(source, DemoSource):
-                return ((frame, FRAMES_PER_SECOND / step) for frame in videos.load(index)["videos"].unbind(1))
-            return clips.frames(source.record(index)["clip"])
+        def frames_of(index: int) -> Any:
+            return clips.frames(videos.source.record(index))
 
         how = {"frames_per_code": model.frames_per_code, "num_threads": threads}
         grid = [side // model.pixels_per_code] * 2

@@ -4,7 +4,7 @@ its augmentation draws; so every field works with every source."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -122,12 +122,26 @@ class ClipField(Field):
         elif isinstance(found, items.Video):
             clip = self._clip_of(found, index, epoch, augment)
         else:
-            step = FRAMES_PER_SECOND / self.clips.fps if self.clips.fps else self.clips.frame_stride
-            clip = found(self.clips.image_size, self.clips.num_frames, step)
+            clip = self._drawn(found)
         flip = self.flip and augment
         return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
 
     of_item = staticmethod(items.video_of)
+
+    def frames(self, record: Record) -> Iterator[tuple[Tensor, float | None]]:
+        """All frames of a video, see `ClipDecoder.frames`; of a drawn one, which has no end, those of a clip."""
+        found = record[self.wanted.name]
+        if isinstance(found, Entry):
+            return self.clips.frames(found)
+        return ((frame, FRAMES_PER_SECOND / self._step) for frame in self._drawn(found).unbind(1))
+
+    @property
+    def _step(self) -> float:
+        """Frames of a drawn scene from one frame of a clip to the next."""
+        return FRAMES_PER_SECOND / self.clips.fps if self.clips.fps else self.clips.frame_stride
+
+    def _drawn(self, draw: Callable[..., Tensor]) -> Tensor:
+        return draw(self.clips.image_size, self.clips.num_frames, self._step)
 
     def _clip_of(self, video: items.Video, index: int, epoch: int, augment: bool) -> Tensor:
         share = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
