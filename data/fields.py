@@ -204,7 +204,7 @@ class TextsField(Field):
             self.tokenizer.encode([*captions, *([label] if label else [])])
         return {
             "tokens": tokens[0], "lengths": length, "captions": caption,
-            "caption_ids": torch.tensor(caption_id(caption), dtype=torch.int64),
+            "caption_ids": torch.tensor(derive_key("caption", caption) - (1 << 63), dtype=torch.int64),
             "all_captions": captions, "labels": label,
         }  # fmt: skip
 
@@ -251,8 +251,3 @@ def texts_of(found: Any) -> Texts:
         beside = ": there is neither a .txt nor a .json beside it" if found is None else ""
         raise ValueError(f"it has no caption{beside}")
     return texts
-
-
-def caption_id(caption: str) -> int:
-    """A caption -> 64 bits in [-2^63, 2^63)."""
-    return derive_key("caption", caption) - (1 << 63)
