@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
@@ -218,10 +218,8 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
         return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how)
 
-    def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        decode = functools.partial(computed, backend, "decoding", model.decode)
-        decode_images(codes, shard, files, decode, batch_size=count, num_threads=max(1, args.num_workers))
-
+    decode = functools.partial(computed, backend, "decoding", model.decode)
+    write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
     return Coder("images", {"batch_size": count}, open_set, ".png", None, write)
 
 
@@ -275,15 +273,8 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         grid = [side // model.pixels_per_code] * 2
         return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
 
-    def write_film(file: BinaryIO, frames: Iterator[np.ndarray], fps: float) -> None:
-        if args.format == "gif":
-            file.write(to_gif(frames, fps))
-        else:
-            write_mp4(file, frames, fps)
-
-    def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        decode_videos(codes, shard, files, start_decoding, write_film, num_threads=threads)
-
+    write_film: Any = write_mp4 if args.format != "gif" else lambda file, *film: file.write(to_gif(*film))
+    write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
     settings = {**speed, "frames_per_code": model.frames_per_code}
     return Coder("videos", settings, open_set, ending, model.frames_per_code, write)
