@@ -108,9 +108,9 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     n_train = n - n_valid - n_test
     if n_train < at_least:
         raise ValueError(
-            f"{n} samples are too few: --valid_fraction {valid_fraction:g} takes {n_valid} and --test_fraction "
-            f"{test_fraction:g} {n_test} (at least a batch, or 0 of them), which leaves {max(0, n_train)} to train on, "
-            f"less than one batch of {at_least}: add data, or lower --batch_size or the fractions"
+            f"{n} samples are too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)} (at least a batch), "
+            f"which leaves {max(0, n_train)} to train on, less than one batch of {at_least}: add data, or lower "
+            "--batch_size or the fractions"
         )
     permutation, starts = Permutation(n, "split", seed), (0, n_train, n_train + n_valid)
     sizes = (n_train, n_valid, n_test)
@@ -149,8 +149,8 @@ def split_shards(
     n, n_valid, n_test = len(filled), share(len(filled), valid_fraction), share(len(filled), test_fraction)
     if n <= n_valid + n_test:
         raise ValueError(
-            f"{n} shards are too few: --valid_fraction {valid_fraction:g} takes {n_valid} of them and --test_fraction "
-            f"{test_fraction:g} {n_test}, which leaves none to train on: add shards, lower them, or use {otherwise}"
+            f"{n} shards are too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)}, which leaves none to "
+            f"train on: add shards, lower the fractions, or use {otherwise}"
         )
     permutation = Permutation(n, "split shards", seed)
     order = [filled[permutation(i)] for i in range(n)]
@@ -164,6 +164,11 @@ def split_shards(
                 f"{at_least}: lower --batch_size, or use {otherwise}"
             )
     return found
+
+
+def _taken(valid_fraction: float, n_valid: int, test_fraction: float, n_test: int) -> str:
+    test = f" and --test_fraction {test_fraction:g} {n_test}" if test_fraction else ""  # a flag of some scripts
+    return f"--valid_fraction {valid_fraction:g} takes {n_valid}{test}"
 
 
 def share(n: int, fraction: float) -> int:
