@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from torch import Tensor
 
     from data.decoding.sounds import ClipDecoder
+    from data.samples import Samples
 _AUDIO = given("audio", "PATH")
 _QUERY = Needs("query", "TEXT", lambda args: bool(args.query or args.query_file))
 
@@ -48,7 +50,7 @@ class Config:
     audio: str | None = flag(
         None,
         "embed every sound file in this folder, nested as you like; or the sounds of a csv "
-        "or jsonl manifest, of webdataset tars or of demo:tones, of each its middle clip alone",
+        "or jsonl manifest, of webdataset tars, tables or demo:tones",
         PATH,
     )
     output: str | None = flag(
@@ -161,11 +163,29 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     return Embedder(about, config["dim_latent"], decoder, of_clips, of_text)
 
 
+def unit_means(vectors: Sequence[Tensor]) -> Tensor:
+    """The embeddings (k, d) of the clips of each of n sounds -> float32 (n, d): their means, of length 1. Raises
+    ValueError if one is not finite."""
+    import torch
+
+    means = torch.stack([of_one.double().mean(0) for of_one in vectors])
+    if not means.isfinite().all():
+        raise ValueError("the model gives embeddings that are not finite: with fp16, try --precision bf16 or fp32")
+    return torch.nn.functional.normalize(means, dim=1).float()
+
+
+def load_clips(sounds: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
+    """The clips (k, n) of a sound, and what the index says of it."""
+    sample = sounds.load(index)
+    return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
+
+
 def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Callable[[str], None]) -> None:
     """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     import numpy as np
 
-    from data.long_sounds import LongSounds, unit_means
+    from data.records.rows import parts_of
+    from data.sets import open_spread
     from data.stores.embeddings import EMBEDDINGS
     from data.stores.encoding import encode_batches
     from data.stores.output import OutputFolder, names_sha256
@@ -175,31 +195,52 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     with backend.agreement():
         embedder = open_embedder(args.model, args.batch_size, backend)
         backend.working("listing the samples")
-        sounds = LongSounds(args.audio, embedder.decoder, args.max_clips)
+        sounds = open_spread(args.audio, embedder.decoder, args.max_clips)
+        folder = os.path.join(os.path.expanduser(args.audio), "")
+        names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
+        parts = parts_of(sounds.source)  # of files, if a table asks for parts
     settings = {
         "task": "embed", **embedder.about, "dim": embedder.dim, "max_clips": args.max_clips,
         "batch_size": args.batch_size, **kernel_settings(args, backend),
-        "files": len(sounds.names), "names_sha256": names_sha256([*sounds.names, *sounds.parts]),
+        "files": len(names), "names_sha256": names_sha256([*names, *parts]),
         "files_per_shard": args.files_per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=say)
     empty = np.zeros((0, embedder.dim), np.float32)
-    shards = ShardWriter(output, EMBEDDINGS, empty, sounds.names, args.files_per_shard)
+    shards = ShardWriter(output, EMBEDDINGS, empty, names, args.files_per_shard)
 
     def embeddings_of(todo: Sequence[range]) -> Iterator[Encoded]:
         how = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
-        for encoded in encode_batches(sounds.load, sounds.describe, todo, embedder.of_clips, **how):
+        load = functools.partial(load_clips, sounds)
+        for encoded in encode_batches(load, sounds.describe, todo, embedder.of_clips, **how):
             yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])
 
-    filled = shards.fill(embeddings_of, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")
-    say(f"{len(sounds.names) - filled.bad} sounds in {len(shards)} shards of embeddings: {args.output}")
+    _, bad, _ = shards.fill(embeddings_of, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")
+    say(f"{len(names) - bad} sounds in {len(shards)} shards of embeddings: {args.output}")
+
+
+def clips_of_query(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor | None:
+    """The clips of the sound file that a query names; None if it is a sentence. Raises ValueError, in one line, if the
+    file cannot be read, or the query has the ending of a sound file and there is none."""
+    from data.bad_samples import reason_of
+    from data.decoding.sounds import ENDINGS, FURTHER_ENDINGS, require_decoders
+    from data.records.record import Entry
+
+    if os.path.isfile(query):
+        require_decoders()
+        try:
+            return decoder.spread(Entry(query), max_clips)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {query}: {reason_of(error)}") from None
+    if query.lower().endswith(ENDINGS + FURTHER_ENDINGS):
+        raise ValueError(f"there is no file {query!r}; a sentence that ends like one needs a full stop behind it")
+    return None
 
 
 def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
-    from data.long_sounds import clips_of_query, unit_means
     from data.stores.embeddings import Answer, StoredEmbeddings, read_queries
     from data.stores.encoding import in_batches
 

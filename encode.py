@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
 
     from data.samples import Samples
     from data.stores.codes import StoredCodes
-    from data.stores.shards import Encoded
+    from data.stores.shards import Encode
     from models import VideoTokenizer
 
 DEMO_FRAMES = 41  # of a clip that is drawn
@@ -98,7 +98,7 @@ class Config:
         frame_rate,
         needs=_OF_VIDEOS,
     )
-    frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=_OF_VIDEOS)
+    frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=(_OF_VIDEOS, without("fps")))
     on_bad_sample: str = flag(
         "skip",
         "where a file cannot be read: leave it out and name it in the index, or stop",
@@ -138,9 +138,7 @@ def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
 
 
 def build_parser() -> ArgumentParser:
-    text = (
-        "Write the codes of a folder of images or videos with a trained tokenizer, or make images or videos of codes."
-    )
+    text = "Write the codes of images or videos with a trained tokenizer, or make images or videos of codes."
     parser = ArgumentParser("encode.py", text, is_root=distributed.launched_as_root)
     parser.usage = (
         "%(prog)s --model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR [flags]"
@@ -159,35 +157,20 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-class Opened(NamedTuple):
-    """A set that is to be encoded.
-
-    grid: [h', w'] of its codes.
-    samples: its items.
-    codes: the indices of the items of each shard -> their codes.
-    """
-
-    grid: list[int]
-    samples: Samples
-    codes: Callable[[Sequence[range]], Iterator[Encoded]]
-
-
 class Coder(NamedTuple):
     """What encodes and decodes images or videos.
 
     kind: "images" or "videos".
-    settings, of_encoding, of_decoding: what the files depend on in both directions, or in one.
-    open: opens the set to be encoded at images of this side; raises ValueError, in one line, if the model does not take
-        them.
+    settings: what the files depend on.
+    open: opens the set to be encoded at images of this side: [h', w'] of its codes; its samples; and the indices of
+        those of each shard -> their codes. Raises ValueError, in one line, if the model does not take them.
     ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
     write: stored codes, shard, files: writes the files of a shard.
     """
 
     kind: str
     settings: dict[str, Any]
-    of_encoding: dict[str, Any]
-    of_decoding: dict[str, Any]
-    open: Callable[[int], Opened]
+    open: Callable[[int], tuple[list[int], Samples, Encode]]
     ending: str
     frames_per_code: int | None
     write: Callable[[StoredCodes, int, Sequence[Path]], None]
@@ -213,7 +196,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
 
     from data.feed import to_unit_range
     from data.sets import open_images
-    from data.stores.decoding import decode_images
+    from data.stores.codes import decode_images
     from data.stores.encoding import encode_batches
     from models.files.building import require_room
 
@@ -222,7 +205,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     def encode(images: Tensor) -> Tensor:
         return computed(backend, "encoding", model.encode, to_unit_range(images.to(backend.device))).cpu()
 
-    def open_set(side: int) -> Opened:
+    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
             raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
         require_room(f"a batch of {count} images of {side} pixels", count, model.channels, side, side)
@@ -233,13 +216,11 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         images = open_images(args.image_folder, image_size=side, channels=model.channels)
         load = functools.partial(load_alone, images)
         how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
-        return Opened(grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how))
+        return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how)
 
-    def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        decode = functools.partial(computed, backend, "decoding", model.decode)
-        decode_images(codes, shard, files, decode, batch_size=count, num_threads=max(1, args.num_workers))
-
-    return Coder("images", {"batch_size": count}, {}, {}, open_set, ".png", None, write)
+    decode = functools.partial(computed, backend, "decoding", model.decode)
+    write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
+    return Coder("images", {"batch_size": count}, open_set, ".png", None, write)
 
 
 def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
@@ -249,12 +230,9 @@ def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
-    from data.decoding.videos import ClipDecoder
-    from data.demo import FRAMES_PER_SECOND, DemoSource
     from data.feed import to_unit_range
     from data.sets import open_videos
-    from data.stores.codes import code_dtype
-    from data.stores.decoding import FRAME_FOLDER, decode_videos
+    from data.stores.codes import FRAME_FOLDER, code_dtype, decode_videos
     from data.stores.encoding import PIECE_FRAMES, encode_streams
     from models.files.building import require_room
     from models.video.layers import check_side
@@ -282,36 +260,24 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         state = model.start_decoding()
         return lambda codes: computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
 
-    def open_set(side: int) -> Opened:
+    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         check_side("--image_size", side, model.pixels_per_code)
         require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
-        source, clips = videos.source, ClipDecoder(side, DEMO_FRAMES, **speed)
-        step = FRAMES_PER_SECOND / args.fps if args.fps else args.frame_stride
+        clips: Any = videos.fields[0]
 
-        def frames_of(index: int) -> Iterator[tuple[Tensor, float | None]]:
-            if isinstance(source, DemoSource):
-                return ((frame, FRAMES_PER_SECOND / step) for frame in videos.load(index)["videos"].unbind(1))
-            return clips.frames(source.record(index)["clip"])
+        def frames_of(index: int) -> Any:
+            return clips.frames(videos.source.record(index))
 
         how = {"frames_per_code": model.frames_per_code, "num_threads": threads}
         grid = [side // model.pixels_per_code] * 2
-        return Opened(
-            grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
-        )
+        return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
 
-    def write_film(file: BinaryIO, frames: Iterator[np.ndarray], fps: float) -> None:
-        if args.format == "gif":
-            file.write(to_gif(frames, fps))
-        else:
-            write_mp4(file, frames, fps)
-
-    def write(codes: StoredCodes, shard: int, files: Sequence[Path]) -> None:
-        decode_videos(codes, shard, files, start_decoding, write_film, num_threads=threads)
-
+    write_film: Any = write_mp4 if args.format != "gif" else lambda file, *film: file.write(to_gif(*film))
+    write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
-    of_encoding = {**speed, "frames_per_code": model.frames_per_code}
-    return Coder("videos", {}, of_encoding, {"format": args.format}, open_set, ending, model.frames_per_code, write)
+    settings = {**speed, "frames_per_code": model.frames_per_code}
+    return Coder("videos", settings, open_set, ending, model.frames_per_code, write)
 
 
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
@@ -327,7 +293,7 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     settle_kinds(args, kind)
     make = video_coder if kind == "videos" else image_coder
     coder = make(model.to(backend.device).requires_grad_(False), args, backend)
-    return model, coder, {**about, **coder.settings, **kernel_settings(args, backend)}
+    return model, coder, {**about, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
 
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
@@ -352,27 +318,26 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
         "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),
-        "image_size": side, **coder.of_encoding, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
-        f"{kind}_per_shard": per_shard, "format": args.format,
+        "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
+        f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    shards = ShardWriter(output, CODES, np.zeros((0, *grid), dtype), names, per_shard, with_npy=args.format == "npy")
-    filled = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
-    backend.say(f"{len(names) - filled.bad} {kind} in {len(shards)} shards of codes: {args.output}")
+    shards = ShardWriter(output, CODES, np.zeros((0, *grid), dtype), names, per_shard, npy=args.format == "npy")
+    n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
+    backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of codes: {args.output}")
     if args.report:
         with backend.agreement():
             counts = StoredCodes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
-        if n := filled.items:
-            speed = f"{n} {kind} in {filled.seconds:.3g} s, {n / filled.seconds:.3g} {kind}/s"
-            backend.say(f"{speed}; {filled.bad} files were left out")
+        if n:
+            speed = f"{n} {kind} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
+            backend.say(f"{speed}; {bad} files were left out")
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Decode a folder of codes to images or videos. Raises AskedToStop after a signal."""
-    from data.stores.codes import StoredCodes
-    from data.stores.decoding import decoded_files
+    from data.stores.codes import StoredCodes, decoded_files
     from data.stores.output import OutputFolder
 
     fetch(args.model, backend)
@@ -382,7 +347,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if codes.index.get("weights_sha256") != about["weights_sha256"]:
             raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
         files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
-    settings = {"task": "decode", **about, "index_sha256": codes.sha256, **coder.of_decoding}
+    settings = {"task": "decode", **about, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     for shard in output.rounds(range(len(files)), "decoded"):
         with backend.agreement():

@@ -269,7 +269,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     import torch
 
     from data.sets import open_images
-    from data.stores.decoding import pixels_of, save_missing
+    from data.stores.codes import pixels_of, save_missing
     from data.stores.output import OutputFolder, names_sha256
     from models.clip import Clip
     from models.files.building import require_room

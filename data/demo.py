@@ -180,15 +180,10 @@ def _middles(size: int) -> Array:
     return (np.arange(size, dtype=np.float32) + 0.5) / size
 
 
-def _background_of(draws: Draws) -> str:
-    """Whether the background that `draws` determines is "dark" or "light". It is the first that they determine."""
-    return _one_of(BACKGROUNDS, draws)
-
-
 def _dull_colour(draws: Draws) -> Array:
     """float32 (3, 1, 1) in [0, 255]. With waves of up to 20 besides, as pictures and clips have, it stays 50 or more
-    away from every one of COLOURS in at least one channel."""
-    level = draws.uniform(50, 75) if _background_of(draws) == "dark" else draws.uniform(185, 205)
+    away from every one of COLOURS in at least one channel. What `draws` determine first is whether it is dark."""
+    level = draws.uniform(50, 75) if _one_of(BACKGROUNDS, draws) == "dark" else draws.uniform(185, 205)
     return np.array([level + draws.uniform(-12, 12) for _ in range(3)], np.float32)[:, None, None]
 
 
@@ -227,7 +222,7 @@ def _shapes(seed: int, index: int, _: int | str) -> Record:
 def _scene(seed: int, index: int, _: int | str) -> Record:
     draws, key = Draws("scene", "seen", seed, index), ("scene background", "seen", seed, index)
     shape, colour, place = _one_of(_SEEN, draws)
-    item, background = _placed(shape, colour, _one_of(SIZES, draws), place, draws), _background_of(Draws(*key))
+    item, background = _placed(shape, colour, _one_of(SIZES, draws), place, draws), _one_of(BACKGROUNDS, Draws(*key))
     caption = f"{item}, on {background}"
     return {
         "image": partial(_picture, [item], key), "texts": {"captions": [caption]},
@@ -398,6 +393,7 @@ ENVELOPES = {
     "fading": ("fading away", "growing softer", "getting quieter"),
     "swelling": ("swelling", "growing louder", "getting louder"),
 }
+_WORDS = {"waveform": WAVEFORMS, "pitch": PITCHES, "tempo": TEMPOS, "envelope": ENVELOPES}
 TEMPLATES = (
     "a {pitch} {waveform} in {tempo} pulses, {envelope}",
     "{tempo} pulses of a {pitch} {waveform}, {envelope}",
@@ -416,32 +412,18 @@ _MOST_HARMONICS = 40
 _DUTY, _RAMP = 0.6, 0.08  # shares of a pulse's period: of the sound, and of its rise and of its fall
 
 
-class _Tone(NamedTuple):
-    """The attributes of a sound: keys of the tables above, the frequency in Hz and the pulses per second."""
-
-    waveform: str
-    pitch: str
-    tempo: str
-    envelope: str
-    hertz: float
-    pulses_per_second: float
-
-
 def _tones(seed: int, index: int, epoch: int | str) -> Record:
     draws = Draws("tones", seed, index)
-    waveform, pitch, tempo, envelope = (_one_of(table, draws) for table in (WAVEFORMS, PITCHES, TEMPOS, ENVELOPES))
-    low, high = HERTZ[pitch]
-    hertz = low * (high / low) ** draws.uniform()
-    tone = _Tone(waveform, pitch, tempo, envelope, hertz, draws.uniform(*PULSES_PER_SECOND[tempo]))
-    draws = Draws("tone words", seed, index)
-    words = (WAVEFORMS[waveform], PITCHES[pitch], TEMPOS[tempo], ENVELOPES[envelope])
-    captions = []
-    for number, template in enumerate(TEMPLATES):
-        chosen = [_one_of(synonyms, draws) if number else synonyms[0] for synonyms in words]
-        captions.append(template.format(**dict(zip(("waveform", "pitch", "tempo", "envelope"), chosen, strict=True))))
+    has = {name: _one_of(table, draws) for name, table in _WORDS.items()}
+    low, high = HERTZ[has["pitch"]]
+    hertz, pulses_per_second = low * (high / low) ** draws.uniform(), draws.uniform(*PULSES_PER_SECOND[has["tempo"]])
+    draws, words = Draws("tone words", seed, index), {name: table[has[name]] for name, table in _WORDS.items()}
+    captions = [TEMPLATES[0].format(**{name: plain for name, (plain, *_) in words.items()})]
+    captions += [one.format(**{name: _one_of(some, draws) for name, some in words.items()}) for one in TEMPLATES[1:]]
+    key = ("tone", seed, epoch, index)
     return {
-        "sound": partial(_sound, tone, ("tone", seed, epoch, index)),
-        "texts": {"captions": captions, "label": WAVEFORMS[waveform][0]},
+        "sound": partial(_sound, has["waveform"], has["envelope"], hertz, pulses_per_second, key),
+        "texts": {"captions": captions, "label": words["waveform"][0]},
     }
 
 
@@ -454,17 +436,17 @@ def check_sound(sample_rate: int, clip_samples: int) -> None:
         )
 
 
-def _sound(tone: _Tone, key: Key, sample_rate: int, clip_samples: int) -> Tensor:
+def _sound(
+    waveform: str, envelope: str, hertz: float, pulses_per_second: float, key: Key, sample_rate: int, clip_samples: int
+) -> Tensor:
     draws = Draws(*key)
-    beat = _periods(clip_samples, tone.pulses_per_second / sample_rate, draws.uniform())
-    phase = _periods(clip_samples, tone.hertz / sample_rate, draws.uniform())
-    if tone.waveform == "noise":
-        samples = _noise(phase, tone.hertz / 3 / sample_rate, draws.bits())
+    beat = _periods(clip_samples, pulses_per_second / sample_rate, draws.uniform())
+    phase = _periods(clip_samples, hertz / sample_rate, draws.uniform())
+    if waveform == "noise":
+        samples = _noise(phase, hertz / 3 / sample_rate, draws.bits())
     else:
-        samples = _period(tone.waveform, min(_MOST_HARMONICS, int(0.48 * sample_rate / tone.hertz)))[phase]
-    samples *= _pulse()[beat]
-    samples *= _ramp(tone.envelope, clip_samples)
-    samples *= np.float32(draws.uniform(0.5, 1.0))
+        samples = _period(waveform, min(_MOST_HARMONICS, int(0.48 * sample_rate / hertz)))[phase]
+    samples = samples * _pulse()[beat] * _ramp(envelope, clip_samples) * np.float32(draws.uniform(0.5, 1.0))
     return torch.from_numpy(samples)
 
 

@@ -135,13 +135,10 @@ class Feed:
     def start(self, start_samples: int) -> Batch:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
-        self._validation, self._test = (
-            ValidationStream(self.samples, part, **self._loading) for part in (self._part, self.test_set)
-        )
-        self._whole_validation = self._validation
+        self._whole_validation = self._validation = ValidationStream(self.samples, self._part, **self._loading)
         if len(self._part) < len(self.valid_set):  # which is read for the preview and at the end alone
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
-        self._training = TrainingStream(self.samples, self._order, start_samples=start_samples, **self._loading)
+        self._training = TrainingStream(self.samples, self._order, start=start_samples, **self._loading)
         self.batches = iter(self._training)
         # Inside the agreement, because reading the first batch may fail on some processes only.
         with self._agreement():
@@ -169,10 +166,6 @@ class Feed:
         """The samples at these places of the validation split, which begins again after its end, loaded in this process
         alone. Not collective."""
         return self._received(self._whole_validation.load(places))
-
-    def test(self) -> Iterator[Batch]:
-        """This process's part of one pass over the test split, as `validation`."""
-        return map(self._received, self._processes.each("test data", self._test))
 
     def preview(self, count: int) -> Batch:
         """A batch of at most `count` samples, the same on every process: the first ones of the validation split, which
@@ -236,11 +229,12 @@ class Feed:
     def _received(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
         self._unreported += batch["bad"]
-        entries = {key: value for key, value in batch.items() if key != "bad"}
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                entries[key] = value.to(self._processes.device, non_blocking=True)
-        return entries
+        device = self._processes.device
+        return {
+            key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+            if key != "bad"
+        }
 
 
 def _validated_samples(n: int, args: argparse.Namespace) -> int:
@@ -256,12 +250,11 @@ def _divided(samples: Samples, args: argparse.Namespace, source: str) -> order.S
     """The parts for training, validation and a test. Raises ValueError, in one line, if there are too few samples, or
     no shards where flags are about them."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
-    by_shards = "--split_by shard" if getattr(args, "split_by", "sample") == "shard" else ""
-    if args.shuffle == "shards":
-        by_shards = "--shuffle shards"
-    if not by_shards:
-        return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
-    otherwise = {"--split_by shard": "--split_by sample", "--shuffle shards": "--shuffle samples"}[by_shards]
+    by_shards, otherwise = "--shuffle shards", "--shuffle samples"
+    if args.shuffle != "shards":
+        if getattr(args, "split_by", "sample") == "sample":
+            return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
+        by_shards, otherwise = "--split_by shard", "--split_by sample"
     if (shards := samples.source.shards) is None:
         raise ValueError(f"{by_shards} takes several tars or several files of tables, not {source!r}: use {otherwise}")
     return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
@@ -272,13 +265,9 @@ def _fetched_before(
 ) -> Callable[[Sequence[range]], None] | None:
     """What fetches shards that are trained on from a server before they are read; None if there are none there, or no
     cache for them. Raises ValueError, in one line."""
-    shards, paths = samples.source.shards or (), getattr(samples.source, "paths", ())
-    begins = {shard.start for shard in trained if len(shard)}
-    addresses = {
-        shard.start: path
-        for shard, path in zip(shards, paths, strict=False)
-        if len(shard) and shard.start in begins and is_address(path)
-    }
+    shards, paths, kept = samples.source.shards or (), getattr(samples.source, "paths", ()), {*trained}
+    found = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in kept and is_address(path))
+    addresses = {shard.start: path for shard, path in found}
     at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
     try:
         remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)

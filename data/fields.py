@@ -4,7 +4,7 @@ its augmentation draws; so every field works with every source."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,13 +34,10 @@ class Field:
     def wanted(self) -> Wanted:
         raise NotImplementedError
 
-    @property
-    def fingerprint(self) -> str:
-        return ""
+    #: What an item of a user's dataset holds for this field. Raises `NotASample` if it has another form.
+    of_item: ClassVar[Callable[..., Any]]
 
-    def of_item(self, item: Any) -> Any:
-        """What an item of a user's dataset holds for this field. Raises `NotASample` if it has another form."""
-        raise NotImplementedError
+    fingerprint: str = ""
 
     def found(self, record: Record) -> Any:
         """What a record holds for this field, see `Record`; None if it lacks it."""
@@ -79,8 +76,7 @@ class ImageField(Field):
         "image", "image", IMAGE_ENDINGS, (*items.IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
     )
 
-    def of_item(self, item: Any) -> Image.Image:
-        return items.image_of(item)
+    of_item = staticmethod(items.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         how = (self.image_size, self.channels, self.enlarge, self.crop.cut(epoch, index) if augment else None)
@@ -126,13 +122,26 @@ class ClipField(Field):
         elif isinstance(found, items.Video):
             clip = self._clip_of(found, index, epoch, augment)
         else:
-            step = FRAMES_PER_SECOND / self.clips.fps if self.clips.fps else self.clips.frame_stride
-            clip = found(self.clips.image_size, self.clips.num_frames, step)
+            clip = self._drawn(found)
         flip = self.flip and augment
         return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
 
-    def of_item(self, item: Any) -> items.Video:
-        return items.video_of(item)
+    of_item = staticmethod(items.video_of)
+
+    def frames(self, record: Record) -> Iterator[tuple[Tensor, float | None]]:
+        """All frames of a video, see `ClipDecoder.frames`; of a drawn one, which has no end, those of a clip."""
+        found = record[self.wanted.name]
+        if isinstance(found, Entry):
+            return self.clips.frames(found)
+        return ((frame, FRAMES_PER_SECOND / self._step) for frame in self._drawn(found).unbind(1))
+
+    @property
+    def _step(self) -> float:
+        """Frames of a drawn scene from one frame of a clip to the next."""
+        return FRAMES_PER_SECOND / self.clips.fps if self.clips.fps else self.clips.frame_stride
+
+    def _drawn(self, draw: Callable[..., Tensor]) -> Tensor:
+        return draw(self.clips.image_size, self.clips.num_frames, self._step)
 
     def _clip_of(self, video: items.Video, index: int, epoch: int, augment: bool) -> Tensor:
         share = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
@@ -152,22 +161,27 @@ class ClipField(Field):
 
 @dataclass(frozen=True)
 class SoundField(Field):
-    """ "waveforms": float32 (clip_samples,) in [-1, 1], as the decoder cuts them."""
+    """ "waveforms": float32 in [-1, 1], as the decoder cuts them: (clip_samples,); with `most`, (k, clip_samples) of
+    1 <= k <= most clips that are spread over all of a sound, or over the part of it that a table asks for."""
 
     clips: sounds.ClipDecoder
+    most: int | None = None
 
     wanted: ClassVar[Wanted] = Wanted(
-        "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio"
-    )
+        "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio",
+        further=sounds.FURTHER_ENDINGS,
+    )  # fmt: skip
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         found = self.found(record)
-        if isinstance(found, Entry):
-            return {"waveforms": self.clips.load(found, index, epoch, augment)}
-        return {"waveforms": found(self.clips.sample_rate, self.clips.clip_samples)}
+        if not isinstance(found, Entry):
+            clip = found(self.clips.sample_rate, self.clips.clip_samples)
+            return {"waveforms": clip[None] if self.most else clip}
+        if self.most:
+            return {"waveforms": self.clips.spread(found, self.most)}
+        return {"waveforms": self.clips.load(found, index, epoch, augment)}
 
-    def of_item(self, item: Any) -> Entry:
-        return items.sound_of(item)
+    of_item = staticmethod(items.sound_of)
 
 
 @dataclass(frozen=True)
@@ -180,8 +194,7 @@ class TextsField(Field):
 
     wanted: ClassVar[Wanted] = TEXTS
 
-    def of_item(self, item: Any) -> Texts:
-        return items.texts_of(item)
+    of_item = staticmethod(items.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         captions, label = texts_of(self.found(record))
@@ -191,9 +204,22 @@ class TextsField(Field):
             self.tokenizer.encode([*captions, *([label] if label else [])])
         return {
             "tokens": tokens[0], "lengths": length, "captions": caption,
-            "caption_ids": torch.tensor(caption_id(caption), dtype=torch.int64),
+            "caption_ids": torch.tensor(derive_key("caption", caption) - (1 << 63), dtype=torch.int64),
             "all_captions": captions, "labels": label,
         }  # fmt: skip
+
+
+class CaptionsField(Field):
+    """ "captions": those of a sound, none if they cannot be read."""
+
+    wanted: ClassVar[Wanted] = TEXTS
+    of_item = staticmethod(items.texts_of)
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        try:
+            return {"captions": texts_of(self.found(record)).captions}
+        except (OSError, ValueError):
+            return {"captions": []}
 
 
 @dataclass(frozen=True)
@@ -213,8 +239,7 @@ class CaptionField(Field):
             found = next(iter(texts_of_row(found or {}).captions), "")
         return {"captions": found, **({"tokens": self.tokenize([found])[0]} if self.tokenize else {})}
 
-    def of_item(self, item: Any) -> str:
-        return items.caption_of(item)
+    of_item = staticmethod(items.caption_of)
 
 
 def texts_of(found: Any) -> Texts:
@@ -226,8 +251,3 @@ def texts_of(found: Any) -> Texts:
         beside = ": there is neither a .txt nor a .json beside it" if found is None else ""
         raise ValueError(f"it has no caption{beside}")
     return texts
-
-
-def caption_id(caption: str) -> int:
-    """A caption -> 64 bits in [-2^63, 2^63)."""
-    return derive_key("caption", caption) - (1 << 63)

@@ -17,16 +17,28 @@ from tandem.converters import (
     non_negative_int,
     positive_float,
     positive_int,
+    several,
     size,
 )
-from tandem.fields import DATA, Needs, flag, given, when
+from tandem.fields import DATA, Needs, flag, given, when, without
 
 _PLACES = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
 
 
 @dataclass
-class ShardFlags:
-    """Of every script: the order of samples that are in shards, and where shards from servers are kept."""
+class DatasetFlags:
+    """Of every script: a user's own dataset, which is given instead of the flag `data_flag`; the order of samples that
+    are in shards, and where shards from servers are kept."""
+
+    data_flag: ClassVar[str]
+
+    dataset: str | None = flag(
+        None,
+        "instead of files: a Python function that gets the arguments of the run and returns an object with __len__ and "
+        "__getitem__; its module may be in the current folder; see docs/data.md",
+        metavar="MODULE:FUNCTION",
+        title="own dataset",
+    )
 
     shuffle: str = flag(
         "samples",
@@ -51,32 +63,14 @@ class ShardFlags:
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        if args.shuffle == "shards" and hasattr(args, "split_by"):
-            if "split_by" in args.explicit and args.split_by == "sample":
-                parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")
-            args.split_by = "shard"
-
-
-@dataclass
-class DatasetFlags(ShardFlags):
-    """The flag of a user's own dataset, which is given instead of the flag `data_flag`."""
-
-    data_flag: ClassVar[str]
-
-    dataset: str | None = flag(
-        None,
-        "instead of files: a Python function that gets the arguments of the run and returns an object with __len__ and "
-        "__getitem__; its module may be in the current folder; see docs/data.md",
-        metavar="MODULE:FUNCTION",
-        title="own dataset",
-    )
-
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
         """Let --dataset and the flag of the data exclude one another, and the command line win over a config file."""
         name, said = cls.data_flag, args.on_command_line
         off = None if name in said and "dataset" not in said else parser.get_default(name)
         parser.choose(args, dataset=None, **{name: off})
+        if args.shuffle == "shards" and hasattr(args, "split_by"):
+            if "split_by" in args.explicit and args.split_by == "sample":
+                parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")
+            args.split_by = "shard"
 
 
 def place_of(args: argparse.Namespace, data_flag: str) -> str:
@@ -130,38 +124,8 @@ class ImageFlags(PictureFlags):
 
 
 @dataclass
-class EmbeddingFlags:
-    """Of images with stored embeddings, and how they are split."""
-
-    image_embeddings: str | None = flag(
-        None,
-        "image embeddings, a .npy of rows (n, d) for each tar, such as img_emb_0012.npy: a folder, *.npy, "
-        "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)",
-        PATH,
-        title="embeddings",
-        also="img_embeddings_url",
-    )
-    text_embeddings: str | None = flag(
-        None,
-        "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)",
-        PATH,
-        also="text_embeddings_url",
-    )
-    index_width: int = flag(
-        4,
-        "digits at the end of an image's key that are the number of its row",
-        digit_count,
-        needs=Needs("image_embeddings", "PATH", lambda args: bool(args.image_embeddings or args.text_embeddings)),
-    )
-    test_fraction: float = flag(
-        0.1, "fraction of the data held out for a test, beside --valid_fraction; 0: none", fraction, title="splits"
-    )
-    split_by: str = flag("sample", "what is held out: single images, or whole tars", choices=("sample", "shard"))
-
-
-@dataclass
-class ConditionedImageFlags(ImageFlags, EmbeddingFlags):
-    """Of every script that trains on images with captions and embeddings."""
+class ConditionedImageFlags(ImageFlags):
+    """Of every script that trains on images with captions and embeddings, and how they are split."""
 
     image_folder: str = flag(
         "demo:shapes",
@@ -188,6 +152,33 @@ class ConditionedImageFlags(ImageFlags, EmbeddingFlags):
         6, "images in a sample grid; at most a batch if there is no validation split", size, also="n_sample_images"
     )
 
+    image_embeddings: str | None = flag(
+        None,
+        "image embeddings, a .npy of rows (n, d) for each tar, such as img_emb_0012.npy: a folder, *.npy, "
+        "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)",
+        PATH,
+        title="embeddings",
+        also="img_embeddings_url",
+        needs=(when("condition_on", "image"), without("clip")),
+    )
+    text_embeddings: str | None = flag(
+        None,
+        "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)",
+        PATH,
+        also="text_embeddings_url",
+        needs=(when("condition_on", "text"), without("clip")),
+    )
+    index_width: int = flag(
+        4,
+        "digits at the end of an image's key that are the number of its row",
+        digit_count,
+        needs=Needs("image_embeddings", "PATH", lambda args: bool(args.image_embeddings or args.text_embeddings)),
+    )
+    test_fraction: float = flag(
+        0.1, "fraction of the data held out for a test, beside --valid_fraction; 0: none", fraction, title="splits"
+    )
+    split_by: str = flag("sample", "what is held out: single images, or whole tars", choices=("sample", "shard"))
+
 
 @dataclass
 class VideoFlags(PictureFlags):
@@ -207,7 +198,7 @@ class VideoFlags(PictureFlags):
     fps: float | None = flag(
         None, "frames per second of a clip, chosen by time stamps (default: all frames of the file)", frame_rate
     )
-    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int)
+    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int, needs=without("fps"))
     short_clips: str = flag(
         "repeat",
         "a video that is shorter than a clip is repeated, held at its last frame, or left out",
@@ -227,7 +218,7 @@ class VideoFlags(PictureFlags):
         PATH,
     )
     image_every: int = flag(
-        4, "with --image_folder, every N-th update is one of images", positive_int, needs=given("image_folder", "PATH")
+        4, "with --image_folder, every N-th update is one of images", several, needs=given("image_folder", "PATH")
     )
     num_videos_save: int = flag(3, "clips in a sample picture; at most a batch if there is no validation split", size)
 

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from .hashing import derive_key, mix64
@@ -47,10 +48,10 @@ class Permutation:
 
 
 class Indices:
-    """Dataset indices, of which `indices[i]` takes next to no memory. A class below this one computes it in `_at`."""
+    """Dataset indices, `length` of them; `at` computes the one at a place, so that they take next to no memory."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+    def __init__(self, length: int, at: Callable[[int], int]) -> None:
+        self._length, self.at = length, at
 
     def __len__(self) -> int:
         return self._length
@@ -58,59 +59,35 @@ class Indices:
     def __getitem__(self, i: int) -> int:
         if not 0 <= i < self._length:
             raise IndexError(i)
-        return self._at(i)
-
-    def _at(self, i: int) -> int:
-        raise NotImplementedError
-
-
-class Subset(Indices):
-    """The dataset indices at places start..start+length-1 of a shuffle. `first`: the index of what the shuffle calls
-    0."""
-
-    def __init__(self, permutation: Permutation, start: int, length: int, first: int = 0) -> None:
-        super().__init__(length)
-        self.permutation, self.start, self.first = permutation, start, first
-
-    def _at(self, i: int) -> int:
-        return self.first + self.permutation(self.start + i)
-
-
-class Spread(Indices):
-    """`length` of some dataset indices, at equal distances."""
-
-    def __init__(self, indices: Indices, length: int) -> None:
-        super().__init__(length)
-        self._indices = indices
-
-    def _at(self, i: int) -> int:
-        return self._indices[i * len(self._indices) // self._length]
+        return self.at(i)
 
 
 class Ranges(Indices):
     """The dataset indices of several ranges, one range after the other; each takes O(log(number of ranges))."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
-        self._ranges = list(ranges)
-        self._ends = list(itertools.accumulate(map(len, self._ranges)))
-        super().__init__(self._ends[-1] if self._ends else 0)
+        self.ranges = list(ranges)
+        self._ends = list(itertools.accumulate(map(len, self.ranges)))
+        super().__init__(self._ends[-1] if self._ends else 0, self._at)
 
     def _at(self, i: int) -> int:
         which = bisect.bisect_right(self._ends, i)
-        return self._ranges[which][i - self._ends[which]]  # counted from the range's end
-
-    @property
-    def ranges(self) -> Sequence[range]:
-        """The ranges, in order."""
-        return self._ranges
+        return self.ranges[which][i - self._ends[which]]  # counted from the range's end
 
 
 def part_of(indices: Indices, length: int) -> Indices:
     """`length` of the indices, always the same: the first ones of a shuffle, those at equal distances in ranges, whose
     neighbours may be alike."""
-    if isinstance(indices, Subset):
-        return Subset(indices.permutation, indices.start, length, indices.first)
-    return Spread(indices, length)
+    return Indices(length, partial(_spread, indices, length) if isinstance(indices, Ranges) else indices.at)
+
+
+def _spread(indices: Indices, length: int, i: int) -> int:
+    return indices[i * len(indices) // length]
+
+
+def _shuffled(permutation: Permutation, start: int, first: int, i: int) -> int:
+    """The index at place start + i of a shuffle of those that begin with `first`."""
+    return first + permutation(start + i)
 
 
 class Split(NamedTuple):
@@ -125,36 +102,24 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     """Divide a data set of n samples by seed.
 
     valid holds max(ceil(valid_fraction * n), at_least) samples, none if the fraction is 0; test likewise; `at_least` is
-    the global batch size. Raises ValueError if a fraction is not in [0, 1), they leave nothing, or fewer than
-    `at_least` samples remain to train on.
+    the global batch size. Raises ValueError if fewer than `at_least` samples remain to train on.
     """
-    _check_fractions(valid_fraction, test_fraction)
-    fractions = {"validation": valid_fraction, "test": test_fraction}
-    sizes = {name: max(share(n, f), at_least) if f > 0 else 0 for name, f in fractions.items()}
-    n_valid, n_test = sizes.values()
+    n_valid, n_test = (max(share(n, f), at_least) if f > 0 else 0 for f in (valid_fraction, test_fraction))
     n_train = n - n_valid - n_test
     if n_train < at_least:
-        taken = {name: size for name, size in sizes.items() if size} or {"validation": 0}
-        arithmetic = " and ".join(
-            f"{name} takes "
-            + (f"max(ceil({fractions[name]:g} x {n}), batch size {at_least}) = {size}" if size else "0")
-            for name, size in taken.items()
-        )
-        left = " - ".join(map(str, (n, *taken.values())))
-        flags = " and ".join(f"--{'valid' if name == 'validation' else name}_fraction 0" for name in taken)
         raise ValueError(
-            f"{n} samples are too few: {arithmetic}, which leaves {left} = {n_train if n >= n_valid + n_test else 0} "
-            f"to train on, less than one batch of {at_least}: add data, lower --batch_size or set {flags}"
+            f"{n} samples are too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)} (at least a batch), "
+            f"which leaves {max(0, n_train)} to train on, less than one batch of {at_least}: add data, or lower "
+            "--batch_size or the fractions"
         )
-    permutation = Permutation(n, "split", seed)
+    permutation, starts = Permutation(n, "split", seed), (0, n_train, n_train + n_valid)
+    sizes = (n_train, n_valid, n_test)
     return Split(
-        Subset(permutation, 0, n_train),
-        Subset(permutation, n_train, n_valid),
-        Subset(permutation, n_train + n_valid, n_test),
+        *(Indices(size, partial(_shuffled, permutation, at, 0)) for size, at in zip(sizes, starts, strict=True))
     )
 
 
-def split_of_folder(indices: range, seed: int, at_least: int) -> Subset:
+def split_of_folder(indices: range, seed: int, at_least: int) -> Indices:
     """A validation split that is a set of its own, which has these indices: all of them, in an order that depends on
     the seed, because neighbours in a folder may be alike. Raises ValueError if they are fewer than `at_least`, the
     global batch size."""
@@ -163,7 +128,7 @@ def split_of_folder(indices: range, seed: int, at_least: int) -> Subset:
         raise ValueError(
             f"--valid_folder holds {n} samples, less than one batch of {at_least}: add some, or lower --batch_size"
         )
-    return Subset(Permutation(n, "split", seed), 0, n, first=indices.start)
+    return Indices(n, partial(_shuffled, Permutation(n, "split", seed), 0, indices.start))
 
 
 def split_shards(
@@ -178,17 +143,14 @@ def split_shards(
     is the flag that messages advise.
 
     valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
-    ValueError if a fraction is not in [0, 1), no shard remains to train on, or a split is smaller than `at_least`
-    samples, the global batch size.
+    ValueError if no shard remains to train on, or a split is smaller than `at_least` samples, the global batch size.
     """
-    _check_fractions(valid_fraction, test_fraction)
     filled = [shard for shard in shards if len(shard)]
     n, n_valid, n_test = len(filled), share(len(filled), valid_fraction), share(len(filled), test_fraction)
     if n <= n_valid + n_test:
-        needed = next(m for m in itertools.count(1) if m > share(m, valid_fraction) + share(m, test_fraction))
         raise ValueError(
-            f"{n} shards are too few: validation takes {n_valid} of them and test {n_test}, which leaves none to train "
-            f"on: at least {needed} are needed; add shards, or use {otherwise}"
+            f"{n} shards are too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)}, which leaves none to "
+            f"train on: add shards, lower the fractions, or use {otherwise}"
         )
     permutation = Permutation(n, "split shards", seed)
     order = [filled[permutation(i)] for i in range(n)]
@@ -204,13 +166,9 @@ def split_shards(
     return found
 
 
-def _check_fractions(valid_fraction: float, test_fraction: float) -> None:
-    for name, fraction in (("valid", valid_fraction), ("test", test_fraction)):
-        if not 0 <= fraction < 1:
-            raise ValueError(f"--{name}_fraction is {fraction}, which is no fraction: give 0 or more, and less than 1")
-    if valid_fraction + test_fraction > 1 - _TOLERANCE:
-        said = f"--valid_fraction {valid_fraction:g} and --test_fraction {test_fraction:g}"
-        raise ValueError(f"{said} leave nothing to train on: their sum has to be less than 1")
+def _taken(valid_fraction: float, n_valid: int, test_fraction: float, n_test: int) -> str:
+    test = f" and --test_fraction {test_fraction:g} {n_test}" if test_fraction else ""  # a flag of some scripts
+    return f"--valid_fraction {valid_fraction:g} takes {n_valid}{test}"
 
 
 def share(n: int, fraction: float) -> int:
@@ -243,7 +201,7 @@ SHARDS_AT_ONCE = 4
 
 
 class ShardOrder:
-    """The endless order of training by shards: every epoch shuffles the shards, takes up to `at_once` of them together,
+    """The endless order of training by shards: every epoch shuffles the shards, takes up to four of them together,
     and shuffles their samples; given by (seed, epoch) only. A place of an epoch costs O(log(number of shards)), and
     the first one of an epoch O(number of shards).
 
@@ -253,13 +211,9 @@ class ShardOrder:
     """
 
     def __init__(
-        self,
-        shards: Sequence[range],
-        seed: int,
-        at_once: int = SHARDS_AT_ONCE,
-        fetch: Callable[[Sequence[range]], None] | None = None,
+        self, shards: Sequence[range], seed: int, fetch: Callable[[Sequence[range]], None] | None = None
     ) -> None:
-        self._shards, self._seed, self._at_once = [shard for shard in shards if len(shard)], seed, at_once
+        self._shards, self._seed = [shard for shard in shards if len(shard)], seed
         self._n, self._fetch, self._begun = sum(map(len, self._shards)), fetch, (-1, -1)
         self._epochs: dict[int, tuple[list[Ranges], list[int]]] = {}
 
@@ -284,7 +238,7 @@ class ShardOrder:
         """The shards of an epoch that are read together, and where each such group ends."""
         if epoch not in self._epochs:
             n = len(self._shards)
-            shuffle, n_windows = Permutation(n, "shards", self._seed, epoch), math.ceil(n / self._at_once)
+            shuffle, n_windows = Permutation(n, "shards", self._seed, epoch), math.ceil(n / SHARDS_AT_ONCE)
             order = [self._shards[shuffle(i)] for i in range(n)]
             cuts = [n * i // n_windows for i in range(n_windows + 1)]
             windows = [Ranges(order[begin:end]) for begin, end in itertools.pairwise(cuts)]

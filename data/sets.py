@@ -15,7 +15,7 @@ from .decoding import sounds, videos
 from .demo import DemoSource, check_sound, demo_name, open_demo
 from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from .feed import Feed
-from .fields import CaptionField, ClipField, Field, ImageField, OneFrameField, SoundField, TextsField
+from .fields import CaptionField, CaptionsField, ClipField, Field, ImageField, OneFrameField, SoundField, TextsField
 from .records.opening import open_source
 from .records.own import OwnData, OwnSource, data_of
 from .records.record import Source, Wanted
@@ -91,9 +91,6 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
             f"a clip of {num_frames} frames of {image_size} pixels takes {n_bytes / 1e9:.3g} GB: lower one of them"
         )
     clips = videos.ClipDecoder(image_size, num_frames, **how)
-    if clips.fps is not None and clips.frame_stride != 1:
-        said = f"--fps {clips.fps:g} and --frame_stride {clips.frame_stride}"
-        raise ValueError(f"{said} exclude each other: give one of them")
     fields = [ClipField(clips, flip)]
     source = open_records(spec, [fields[0].wanted], "moving", clips.seed)
     if not isinstance(source, DemoSource | OwnSource):
@@ -107,14 +104,9 @@ def video_feed(args: argparse.Namespace, processes: Backend) -> Feed:
     pictures, more = _pictures(args, args.image_size), dict[str, Any]()
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
     open_set = partial(open_videos, **pictures, **{name: getattr(args, name) for name in names})
-
-    def open_second() -> Samples:
-        if args.image_every == 1:
-            raise ValueError("--image_every 1 leaves no update for the videos: give 2 or more")
-        return open_images(args.image_folder, OneFrameField, **pictures)
-
     if args.image_folder:
         both = f"{data_of(args, 'video_folder')} and {args.image_folder}"
+        open_second = partial(open_images, args.image_folder, OneFrameField, **pictures)
         more = {"open_second": open_second, "second_every": args.image_every, "source": both}
     return _feed(open_set, args, processes, "video_folder", "clip", **more)
 
@@ -130,11 +122,9 @@ def open_sounds(
     fields: list[Field] = [SoundField(sounds.ClipDecoder(sample_rate, clip_samples, seed))]
     if tokenizer:
         fields.append(TextsField(tokenizer, seed))
-    source = open_records(spec, [field.wanted for field in fields], "tones", seed)
+    source = _sounds_of(spec, fields, seed)
     if isinstance(source, DemoSource):
         check_sound(sample_rate, clip_samples)
-    else:
-        sounds.require_decoders()
     if tokenizer and not isinstance(source, OwnSource) and not has(source, "texts"):
         raise ValueError(
             f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has "
@@ -142,6 +132,20 @@ def open_sounds(
             "captions, text or caption_1"
         )
     return Samples(source, fields)
+
+
+def open_spread(spec: str, clips: sounds.ClipDecoder, most: int) -> Samples:
+    """A set of sounds, each by at most `most` clips, and their captions: see `open_records` for `spec` and what is
+    raised, and `SoundField`."""
+    fields = [SoundField(clips, most), CaptionsField()]
+    return Samples(_sounds_of(spec, fields), fields)
+
+
+def _sounds_of(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Source:
+    source = open_records(spec, [field.wanted for field in fields], "tones", seed)
+    if not isinstance(source, DemoSource):
+        sounds.require_decoders()
+    return source
 
 
 def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> Feed:
@@ -183,10 +187,6 @@ def open_conditioned(
         ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop),
         CaptionField(tokenize),
     ]
-    for kind in rows:
-        if tokenize or kind not in takes:
-            why = "--clip computes embeddings itself" if tokenize else "the model does not take them"
-            raise ValueError(f"{kind.flag} has no use: {why}; leave it out")
     stored = [] if tokenize else [kind for kind in takes if kind not in rows]
     wanted = [*(field.wanted for field in fields), *(kind.wanted for kind in stored)]
     source = open_records(spec, wanted, "scenes", seed, **numbers)

@@ -37,7 +37,7 @@ class _Stream(Loader):
 
     Yields the entries of the samples (`collate_entries`); "positions", the place of each sample in the global batch;
     "ids", the dataset index of the sample that was loaded; and "bad", the samples that could not be read while loading
-    the batch, or only in part. `noun` is what messages call the samples.
+    the batch, or only in part. `noun` is what messages call the samples; `loading`: see `Loader`.
     """
 
     def __init__(
@@ -48,14 +48,12 @@ class _Stream(Loader):
         *,
         augment: bool,
         first: int = 0,
-        num_workers: int = 0,
         on_bad_sample: OnBadSample = "replace",
-        pin_memory: bool = False,
         noun: str = "images",
-        keep_workers: bool = False,
+        **loading: Any,
     ) -> None:
         self._first, self._load = first, _BatchLoader(samples, order, augment, on_bad_sample, noun)
-        super().__init__(self._load, requests, num_workers, pin_memory=pin_memory, keep_workers=keep_workers)
+        super().__init__(self._load, requests, **loading)
 
     def load(self, places: range) -> dict[str, Any]:
         """The batch of these places behind the first sample of the stream, loaded in this process."""
@@ -66,24 +64,16 @@ class TrainingStream(_Stream):
     """This rank's part of every global batch of an order, endlessly.
 
     batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. Begins at
-    sample `start_samples` of the endless order, in O(1). `how`: see `_Stream`.
+    sample `start` of the endless order, in O(1). `how`: see `_Stream`.
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        order: Order,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        start_samples: int = 0,
-        **how: Any,
+        self, samples: Samples, order: Order, *, batch_size: int, rank: int, world_size: int, start: int = 0, **how: Any
     ) -> None:
         assert batch_size % world_size == 0, (batch_size, world_size)
         share = batch_size // world_size
-        requests = _Requests(start_samples, batch_size, range(rank * share, (rank + 1) * share))
-        super().__init__(samples, order, requests, augment=True, first=start_samples, **how)
+        requests = _Requests(start, batch_size, range(rank * share, (rank + 1) * share))
+        super().__init__(samples, order, requests, augment=True, first=start, **how)
 
 
 class ValidationStream(_Stream):
@@ -91,20 +81,12 @@ class ValidationStream(_Stream):
 
     batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
     at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set; what is
-    loaded behind its last place begins again. `keep_workers`: whether the workers of a pass wait for the next one.
-    `how`: see `_Stream`.
+    loaded behind its last place begins again. `how`: see `_Stream`; the workers of a pass wait for the next one, unless
+    `keep_workers` is false.
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        subset: Indices,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        keep_workers: bool = True,
-        **how: Any,
+        self, samples: Samples, subset: Indices, *, batch_size: int, rank: int, world_size: int, **how: Any
     ) -> None:
         n = len(subset)
         assert n == 0 or n >= world_size, (n, world_size)
@@ -112,7 +94,7 @@ class ValidationStream(_Stream):
         n_parts = self._n_steps * world_size
         parts = [range(n * i // n_parts, n * (i + 1) // n_parts) for i in range(rank, n_parts, world_size)]
         requests = [(0, part) for part in parts]
-        super().__init__(samples, ValidationOrder(subset), requests, augment=False, keep_workers=keep_workers, **how)
+        super().__init__(samples, ValidationOrder(subset), requests, augment=False, **{"keep_workers": True, **how})
 
     def __len__(self) -> int:
         return self._n_steps
@@ -161,16 +143,13 @@ class _BatchLoader:
             except NotASample:
                 raise
             except (OSError, ValueError) as error:
-                is_incomplete = isinstance(error, Incomplete)
-                failure = BadSample(
-                    index, self.samples.describe(index), reason_of(error), is_incomplete,
-                    traceback=getattr(error, "traceback", ""),
-                )  # fmt: skip
+                said = self.samples.describe(index), reason_of(error)
+                traceback = getattr(error, "traceback", "")
+                failure = BadSample(index, *said, is_incomplete=isinstance(error, Incomplete), traceback=traceback)
                 is_bad = not isinstance(error, Unsuitable)
-            if is_bad or is_incomplete:
+            if is_bad or failure.is_incomplete:
                 bad[index] = failure
             if is_bad and self.on_bad_sample == "error":
-                text = f"{failure} (--on_bad_sample replace goes on without it)"
-                raise Raised(text, failure.traceback)
+                raise Raised(f"{failure} (--on_bad_sample replace goes on without it)", failure.traceback)
             failures.append(failure)
         raise Raised(f"none of {tries} {self.noun} could be read: {failures[0]}", failures[0].traceback)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -41,7 +40,7 @@ class Loader:
         self,
         load: Callable[[Any], Any],
         requests: Iterable[Any],
-        num_workers: int,
+        num_workers: int = 0,
         *,
         pin_memory: bool = False,
         keep_workers: bool = False,
@@ -60,84 +59,53 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        with _signals_held_back():
-            results = _awaited(self._loader.__iter__)  # workers that are kept answer that they begin again
-        _leave_ends_to_the_next_result()
+        handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
+        with _signals_held_back():  # workers that are kept answer that they begin again
+            results = _awaited(self._loader.__iter__, getattr(self._loader, "_iterator", None))
+        if threading.current_thread() is threading.main_thread():
+            # PyTorch's own handler interrupts the main thread wherever that is when a worker dies; here an error is
+            # expected only where a result is waited for, and PyTorch looks for dead workers there, too.
+            signal.signal(signal.SIGCHLD, handler)
         return map(_raised, _watched(results) if self._loader.num_workers else results)
-
-
-#: PyTorch's handler of SIGCHLD, which raises an error if a worker has died; None: it has not been set yet.
-_of_torch: Callable[[int, Any], Any] | None = None
-_waits = False  # whether the main thread waits for a result
-
-
-def _leave_ends_to_the_next_result() -> None:
-    """Let PyTorch's handler raise its error only where a result is waited for: it interrupts the main thread wherever
-    that is, and so would end a run in a place that expects no such error."""
-    global _of_torch
-    handler = signal.getsignal(signal.SIGCHLD)
-    if callable(handler) and handler is not _on_end and threading.current_thread() is threading.main_thread():
-        _of_torch = handler
-        signal.signal(signal.SIGCHLD, _on_end)
-
-
-def _on_end(number: int, frame: Any) -> None:
-    if _waits and _of_torch is not None:
-        _of_torch(number, frame)
-
-
-def _watched(results: Iterator[Any]) -> Iterator[Any]:
-    """The results of workers."""
-    with contextlib.suppress(StopIteration):
-        while True:
-            yield _awaited(results.__next__)
-
-
-def _awaited(wait: Callable[[], Any]) -> Any:
-    """What workers answer. Raises CannotGoOn, in one line, if a worker has died."""
-    global _waits
-    try:
-        _waits = True
-        _on_end(signal.SIGCHLD, None)
-        return wait()
-    except (RuntimeError, OSError, EOFError) as error:
-        _waits = False  # what follows asks by itself, and must not be interrupted
-        # What a worker that is gone has sent cannot be read either, which raises other errors.
-        death = error if _OF_TORCH in str(error) else _death(error)
-        if death is None:
-            raise
-        raise CannotGoOn(_why(str(death))) from None
-    finally:
-        _waits = False
 
 
 _OF_TORCH = "DataLoader worker (pid"  # begins PyTorch's messages about workers that have died
 _DYING_SECONDS = 10.0  # a process closes its connections before it has given back its memory
 
 
-def _death(error: Exception) -> RuntimeError | None:
-    """PyTorch's error if a worker has died. After an error of a connection the worker may be dying yet."""
-    end = time.monotonic() + (_DYING_SECONDS if isinstance(error, OSError | EOFError) else 0.0)
-    while _of_torch is not None:
-        try:
-            _of_torch(signal.SIGCHLD, None)
-        except RuntimeError as death:
-            return death
-        if time.monotonic() >= end:
-            break
-        time.sleep(0.05)
-    return None
+def _watched(results: Iterator[Any]) -> Iterator[Any]:
+    """The results of workers."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield _awaited(results.__next__, results)
 
 
-def _why(said: str) -> str:
-    """What PyTorch says about a worker that has died, for a user."""
-    how = re.sub(rf".*{re.escape(_OF_TORCH)}[^ ]* [0-9, ]+\)", "", said.splitlines()[0]).strip(" .")
+def _awaited(wait: Callable[[], Any], results: Any) -> Any:
+    """What the workers of `results` answer. Raises CannotGoOn, in one line, if one has died."""
+    try:
+        return wait()
+    except (RuntimeError, OSError, EOFError) as error:
+        # What a worker that is gone has sent cannot be read either; after an error of a connection it may be dying yet.
+        end = time.monotonic() + (_DYING_SECONDS if isinstance(error, OSError | EOFError) else 0.0)
+        workers = getattr(results, "_workers", [])
+        while not (codes := [worker.exitcode for worker in workers if worker.exitcode is not None]):
+            if time.monotonic() >= end:
+                break
+            time.sleep(0.05)
+        if not codes and _OF_TORCH not in str(error):
+            raise
+        raise CannotGoOn(_why(codes)) from None
+
+
+def _why(codes: list[int]) -> str:
+    """What the exit codes of workers that have died say to a user."""
     lower = "lower --num_workers or --batch_size"
-    if "shared memory" in said or "Bus error" in said:
+    if -signal.SIGBUS in codes:
         return f"a loader process has died, because /dev/shm, its shared memory, is full: make it larger, or {lower}"
-    if "Killed" in how or how == "exited unexpectedly":
+    if -signal.SIGKILL in codes or not codes:
         return f"a loader process was killed, as a system does that runs out of memory: {lower}, or ask for more memory"
-    return f"a loader process {how}: a library that reads the samples may be faulty; --num_workers 0 shows more"
+    faulty = "a library that reads the samples may be faulty; --num_workers 0 shows more"
+    return f"a loader process ended with the exit code {codes[0]}: {faulty}"
 
 
 class _Requests(Dataset):

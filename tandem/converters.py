@@ -69,6 +69,7 @@ PATH, FILE, FOLDER, NAME = Kind("PATH", str), Kind("FILE", str), Kind("DIR", str
 _from_1 = partial(_whole_number, minimum=1, expected="a whole number above 0")
 _from_0 = partial(_whole_number, minimum=0, expected="a whole number, 0 or more")
 positive_int, non_negative_int = Kind("N", _from_1), Kind("N", _from_0)
+several = Kind("N", partial(_whole_number, minimum=2, expected="a whole number above 1"))
 step_count, step_count_or_0 = Kind("UPDATES", _from_1), Kind("UPDATES", _from_0)
 
 # Whole numbers of what takes memory or time for each one. They are refused beyond what any machine has room for, so

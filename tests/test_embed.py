@@ -5,7 +5,6 @@ test_filled_folders.py."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import filling
 import numpy as np
 import pytest
+import safetensors.numpy
 import soundfile
 import torch
 from filling import CLIP, EMBED, RATE, SOUNDS, mulan, saved, vqgan
@@ -59,13 +59,21 @@ def test_embeddings_are_those_of_the_model_on_evenly_spread_clips(max_clips, mod
         assert found[name].dtype == np.float32 and np.linalg.norm(found[name]) == pytest.approx(1, abs=1e-6)
 
 
-def test_a_manifest_and_the_demonstration_are_embedded_by_their_middles(model, source, tmp_path):
-    (tmp_path / "set.csv").write_text(f"path,caption\n{source}/long.wav,a long sound\n{source}/a.wav,a short one\n")
-    found = EMBED.rows(EMBED.fill(model, tmp_path / "set.csv", tmp_path / "index"))
-    middles = EMBED.rows(EMBED.fill(model, source, tmp_path / "middles", "--max_clips", "1"))
-    assert list(found) == [f"{source}/long.wav", f"{source}/a.wav"]
-    for path, embedding in found.items():
-        np.testing.assert_allclose(embedding, middles[os.path.relpath(path, source)], atol=1e-6)
+def test_a_manifest_and_the_demonstration_are_embedded_like_files(whole, model, source, tmp_path):
+    rows = f"{source}/long.wav,,\n{source}/a.wav,,\n{source}/long.wav,1,2.5\n"
+    (tmp_path / "set.csv").write_text(f"path,start_s,end_s\n{rows}")
+    index = EMBED.fill(model, tmp_path / "set.csv", tmp_path / "index")
+    assert [line["path"] for line in lines(index / "index.jsonl")] == [
+        f"{source}/{n}.wav" for n in ("long", "a", "long")
+    ]
+    (tmp_path / "part").mkdir()
+    samples, rate = soundfile.read(source / "long.wav", dtype="float32")
+    soundfile.write(tmp_path / "part" / "p.wav", samples[rate : round(2.5 * rate)], rate, subtype="FLOAT")
+    of_part = EMBED.rows(EMBED.fill(model, tmp_path / "part", tmp_path / "of part"))["p.wav"]
+    vectors = safetensors.numpy.load_file(index / "embeddings-00000.safetensors")["embeddings"]
+    of_files = EMBED.rows(whole)
+    expected = [of_files["long.wav"], of_files["a.wav"], of_part]
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
     mulan(sample_rate=8000).save_pretrained(tmp_path / "8k")
     assert len(EMBED.rows(EMBED.fill(tmp_path / "8k", "demo:tones:5", tmp_path / "demo"))) == 5
 

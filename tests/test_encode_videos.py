@@ -207,7 +207,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "a model of RGBA": (lambda tmp: {"--model": saved(tmp / "m", video_tokenizer(channels=4))}, "4 channels"),
     "no videos": (lambda tmp: {"--video_folder": tmp}, "no video in"),
     "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18"),
-    "rate and stride": (lambda tmp: {"--fps": 5, "--frame_stride": 2}, "exclude each other"),
+    "rate and stride": (lambda tmp: {"--fps": 5, "--frame_stride": 2}, "--frame_stride has no effect"),
     "a flag of decoding": (lambda tmp: {"--format": "gif"}, "--format gif is not for encoding videos"),
     "a flag of images": (lambda tmp: {"--batch_size": 2}, "--batch_size has no effect on encoding videos"),
 }  # fmt: skip

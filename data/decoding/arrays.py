@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,15 +46,6 @@ class StoredArray(NamedTuple):
         return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
 
 
-def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether it is in Fortran order, and type of the .npy file that begins here; what follows are its numbers.
-    Raises ValueError, in one line, if it is none."""
-    try:
-        return _HEADERS[np.lib.format.read_magic(file)](file)
-    except Exception:  # numpy parses it as Python, and a damaged one can raise anything
-        raise ValueError("it is no numpy array (.npy)") from None
-
-
 def find_array(entry: Entry) -> StoredArray:
     """The array of a .npy file, or of the part of a file that is one. Only its header is read.
 
@@ -63,7 +54,10 @@ def find_array(entry: Entry) -> StoredArray:
     """
     content, size = _part(entry, 0, _LONGEST_HEADER)
     header = io.BytesIO(content)
-    shape, is_fortran, dtype = read_header(header)
+    try:
+        shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)
+    except Exception:  # numpy parses it as Python, and a damaged one can raise anything
+        raise ValueError("it is no numpy array (.npy)") from None
     if dtype.kind != "f" or is_fortran:
         kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
         raise ValueError(f"it holds {kind}: save it as float16 or float32 in C order")
@@ -78,7 +72,4 @@ def _part(entry: Entry, offset: int, size: int) -> tuple[bytes, int]:
     with open_entry(entry) as file:
         n_bytes = file.seek(0, os.SEEK_END)
         file.seek(offset)
-        content = file.read(size) or b""
-        if file.error:
-            raise file.error
-    return content, n_bytes
+        return file.read(size) or b"", n_bytes

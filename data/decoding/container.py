@@ -49,11 +49,7 @@ def opened(entry: Entry) -> Iterator[Video]:
             options = {"format_whitelist": _FORMATS}
             with av.open(file, options=options, metadata_errors="replace") as container:
                 yield Video(container)
-                if file.error:  # a damaged frame, to a reader that accepts parts of files
-                    raise file.error
         except av.FFmpegError as error:
-            if file.error:
-                raise file.error from None
             raise ValueError(f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}") from None
 
 
@@ -61,8 +57,11 @@ class Video:
     """The video stream of an open container: all times are in ticks of its time base."""
 
     def __init__(self, container: Any) -> None:
+        import av
+
         # Cover art is a stream of one picture.
-        streams = [stream for stream in container.streams.video if not _is_cover(stream)]
+        cover = av.stream.Disposition.attached_pic
+        streams = [stream for stream in container.streams.video if not stream.disposition & cover]
         if not streams:
             raise ValueError("it holds no video")
         self._container, self._stream = container, streams[0]
@@ -203,9 +202,3 @@ class Converter:
         colour, alpha = pixels[..., :3].astype(np.uint16), pixels[..., 3:].astype(np.uint16)
         laid = (colour * alpha + 255 * (255 - alpha) + 127) // 255
         return av.VideoFrame.from_ndarray(laid.astype(np.uint8), format="rgb24")
-
-
-def _is_cover(stream: Any) -> bool:
-    import av
-
-    return bool(stream.disposition & av.stream.Disposition.attached_pic)

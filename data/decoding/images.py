@@ -6,7 +6,7 @@ import io
 import math
 import os
 import warnings
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,29 +58,14 @@ def decode_image(entry: Entry, image_size: int, channels: int, enlarge: bool = T
     shorter side has fewer than `image_size` pixels. Of a file that is cut off, Pillow's LOAD_TRUNCATED_IMAGES lets the
     part be returned that there is; the rest is black or grey.
     """
-    if entry.is_local_file:
-        with open_regular(entry.path) as whole:
-            return decode_image_file(whole, image_size, channels, enlarge, cut)
-    with open_entry(entry) as file, io.BufferedReader(file, _BUFFER) as buffered:
-        try:
-            image = decode_image_file(buffered, image_size, channels, enlarge, cut)
-        except ValueError:
-            if not file.error:
-                raise
-        if file.error:  # Pillow saw the end of the file instead
-            raise file.error from None
-        return image
+    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as file, _opened(file) as image:
+        return decode_picture(image, image_size, channels, enlarge, cut)
 
 
-def decode_image_file(
-    file: BinaryIO, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
-) -> Tensor:
-    """`decode_image` of an open file that can be read at random."""
+def _opened(file: Any) -> Image.Image:
     try:
-        with Image.open(file, formats=tuple(FORMATS)) as image:
-            return decode_picture(image, image_size, channels, enlarge, cut)
-    except Incomplete:
-        raise
+        buffered = io.BufferedReader(file, _BUFFER) if isinstance(file, io.RawIOBase) else file
+        return Image.open(buffered, formats=tuple(FORMATS))
     except UnidentifiedImageError:
         is_empty = file.seek(0, os.SEEK_END) == 0
         found = ", ".join(name for name, endings in FORMATS.items() if endings)

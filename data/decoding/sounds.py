@@ -27,9 +27,14 @@ from tandem.files.installed import missing_package
 from tandem.files.reading import open_regular
 
 from ..hashing import Draws
-from ..records.record import Entry, FileWindow, MemoryFile, open_entry
+from ..records.record import Entry, open_entry
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
+# What else libsndfile reads, except raw samples, whose sample rate is unknown.
+FURTHER_ENDINGS = (
+    ".aifc", ".au", ".snd", ".caf", ".w64", ".rf64", ".voc", ".avr", ".sph", ".nist", ".sd2", ".svx", ".8svx", ".paf",
+    ".pvf", ".sds", ".xi", ".htk", ".ircam",
+)  # fmt: skip
 SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states a rate outside is damaged
 
 _MARGIN = 256  # samples, at the lower of both rates, that soxr's "HQ" filter needs on both sides
@@ -58,39 +63,31 @@ class ClipDecoder:
 
         Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
         """
-        choose = Draws("crop", self.seed, epoch, index).below if augment else _middle
-        with _opened(entry) as (file, window):
-            try:
-                with _quiet_worker():
-                    clip = self._clip(file.fileno() if window is None else window, choose, entry)
-            except RuntimeError as error:  # raised by libsndfile
-                clip, failure = None, _failure(error)
-            if window is not None and window.error:
-                raise window.error
-            if clip is None:
-                raise failure
-        return torch.from_numpy(clip)
+        choose = Draws("crop", self.seed, epoch, index).below if augment else lambda n: (n - 1) // 2
+        with _opened(entry) as sound:
+            return torch.from_numpy(self._clip(sound, choose, entry))
 
-    def _clip(self, file: Any, choose: Callable[[int], int], entry: Entry) -> Array:
-        import soundfile
+    def spread(self, entry: Entry, most: int) -> Tensor:
+        """As many clips as it takes to cover a sound, but at most `most`, spread evenly from its beginning to its end:
+        (k, clip_samples), see `clip_starts`. No other part of it is decoded. Raises what `load` raises."""
+        with _opened(entry) as sound:
+            (first, last), rate = _part(sound, entry), sound.samplerate
+        needed = math.ceil(self.clip_samples * rate / self.sample_rate)
+        starts = [first + start for start in clip_starts(last - first, needed, most)]
+        parts = [entry._replace(start_seconds=at / rate, end_seconds=(at + needed) / rate) for at in starts]
+        return torch.stack([self.load(part, 0) for part in (parts if len(parts) > 1 else [entry])])
 
-        with soundfile.SoundFile(file, closefd=False) as sound:
-            _require_sound(sound)
-            rate = sound.samplerate
-            first = min(round(entry.start_seconds * rate), sound.frames)
-            last = round(min(entry.end_seconds * rate, sound.frames))
-            if first >= last:
-                lasts = f"it lasts {sound.frames / rate:g} s"
-                raise ValueError(f"{lasts}, and its clip begins at {entry.start_seconds:g} s")
-            needed = -(-self.clip_samples * rate // self.sample_rate)
-            grid = _grid(rate, self.sample_rate)
-            begin = first + grid * choose(max(0, last - first - needed) // grid + 1)
-            n = min(needed, last - first)
-            margin = 0 if rate == self.sample_rate else math.ceil(_MARGIN * max(1.0, rate / self.sample_rate))
-            run_up = max(margin, _MP3_RUN_UP if sound.format == "MP3" else 0)
-            before = min(-(-run_up // grid), begin // grid) * grid
-            after = min(margin, sound.frames - begin - n)
-            samples = _read_mono(sound, begin - before, before + n + after)
+    def _clip(self, sound: Any, choose: Callable[[int], int], entry: Entry) -> Array:
+        (first, last), rate = _part(sound, entry), sound.samplerate
+        needed = -(-self.clip_samples * rate // self.sample_rate)
+        grid = _grid(rate, self.sample_rate)
+        begin = first + grid * choose(max(0, last - first - needed) // grid + 1)
+        n = min(needed, last - first)
+        margin = 0 if rate == self.sample_rate else math.ceil(_MARGIN * max(1.0, rate / self.sample_rate))
+        run_up = max(margin, _MP3_RUN_UP if sound.format == "MP3" else 0)
+        before = min(-(-run_up // grid), begin // grid) * grid
+        after = min(margin, sound.frames - begin - n)
+        samples = _read_mono(sound, begin - before, before + n + after)
         return self._fitted(samples, rate, before, n)
 
     def _fitted(self, samples: Array, rate: int, before: int, n: int) -> Array:
@@ -119,17 +116,35 @@ def require_decoders() -> None:
         raise missing_package("reading sound files", error.name or "soundfile") from None
 
 
+def clip_starts(frames: int, clip_frames: int, most: int) -> list[int]:
+    """Where the clips of a sound begin, in frames.
+
+    There are as many clips as it takes to cover the sound, but at most `most`, spread evenly from its beginning to its
+    end; clips that cover all of it overlap a little. A single clip of a longer sound is its middle.
+    """
+    spare = frames - clip_frames
+    if spare <= 0:
+        return [0]
+    count = min(most, math.ceil(frames / clip_frames))
+    return [spare // 2] if count == 1 else [i * spare // (count - 1) for i in range(count)]
+
+
 @contextlib.contextmanager
-def _opened(entry: Entry) -> Iterator[tuple[Any, FileWindow | MemoryFile | None]]:
-    """The open file and, if it is a part of another one or in memory, what is read instead of it."""
-    if not entry.is_local_file:
-        with open_entry(entry) as window:
-            yield None, window
-        return
-    with open_regular(entry.path) as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            raise ValueError("the file is empty")
-        yield file, None
+def _opened(entry: Entry) -> Iterator[Any]:
+    """An open soundfile.SoundFile. Errors of libsndfile inside become ValueErrors of one line."""
+    import soundfile
+
+    is_local = entry.is_local_file
+    try:
+        with open_regular(entry.path) if is_local else open_entry(entry) as file, _quiet_worker():
+            if is_local and os.fstat(file.fileno()).st_size == 0:
+                raise ValueError("the file is empty")
+            # By descriptor, because names need not be valid text.
+            with soundfile.SoundFile(file.fileno() if is_local else file, closefd=False) as sound:
+                yield sound
+    except RuntimeError as error:  # raised by libsndfile
+        failure = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
+        raise ValueError(failure) from None
 
 
 @contextlib.contextmanager
@@ -148,10 +163,6 @@ def _quiet_worker() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _middle(n: int) -> int:
-    return (n - 1) // 2
-
-
 def _grid(rate: int, target: int) -> int:
     """Distance in frames between the places where a clip may begin. Clips begin if the resampled file has a sample,
     so that a clip is a part of the resampled file, unless such places are more than 1/20 s apart."""
@@ -159,13 +170,21 @@ def _grid(rate: int, target: int) -> int:
     return step if step <= rate // 20 else 1
 
 
-def _require_sound(sound: Any) -> None:
+def _part(sound: Any, entry: Entry) -> tuple[int, int]:
+    """The first frame of the part that is asked for, and the one behind its last. Raises ValueError, in one line, if
+    there is no such part, or the header cannot be true."""
     if not SAMPLE_RATES[0] <= sound.samplerate <= SAMPLE_RATES[1]:
         raise ValueError(f"it states a sample rate of {sound.samplerate} Hz")
     if sound.frames <= 0:
         raise ValueError("it holds no sound")
     if (cut := _CUT_SHORT.search(sound.extra_info)) and int(cut[2]) < int(cut[1]) < _UNKNOWN_SIZE:
         raise ValueError(f"it is cut off: {cut[2]} bytes of sound, where its header states {cut[1]}")
+    rate = sound.samplerate
+    first = min(round(entry.start_seconds * rate), sound.frames)
+    last = round(min(entry.end_seconds * rate, sound.frames))
+    if first >= last:
+        raise ValueError(f"it lasts {sound.frames / rate:g} s, and its clip begins at {entry.start_seconds:g} s")
+    return first, last
 
 
 def _read_mono(sound: Any, first: int, n: int) -> Array:
@@ -182,8 +201,3 @@ def _read_mono(sound: Any, first: int, n: int) -> Array:
     if loudest > _LOUDEST:
         raise ValueError(f"its samples reach {loudest:g}, where those of a file of floats are in [-1, 1]")
     return mono
-
-
-def _failure(error: RuntimeError) -> ValueError:
-    """An error of libsndfile, in one line."""
-    return ValueError(f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}")

@@ -209,23 +209,23 @@ class FileWindow(io.RawIOBase):
         return len(content)
 
 
-class MemoryFile(io.BytesIO):
-    """A file in memory, in the form of a `FileWindow`; reading it causes no error."""
-
-    error: OSError | None = None
-
-
 @contextlib.contextmanager
-def open_entry(entry: Entry) -> Iterator[FileWindow | MemoryFile]:
-    """The bytes of an entry. Raises OSError, and ValueError, in one line, if there are none."""
+def open_entry(entry: Entry) -> Iterator[FileWindow | io.BytesIO]:
+    """The bytes of an entry. Raises OSError, and ValueError, in one line, if there are none; an error of the file
+    system at its end, too, in place of what C code makes of it, which sees the end of the file instead."""
     if entry.content is not None:
         if not entry.size:
             raise ValueError("the file is empty")
-        yield MemoryFile(entry.content)
+        yield io.BytesIO(entry.content)
         return
     ahead = sys.maxsize if entry.size is None else entry.size
     with open_bytes(entry.path, is_part=entry.size is not None, ahead=ahead) as file:
         size = file.size if entry.size is None else entry.size
         if size == 0:
             raise ValueError("the file is empty")
-        yield FileWindow(file, entry.offset, size)
+        window = FileWindow(file, entry.offset, size)
+        try:
+            yield window
+        finally:
+            if window.error:
+                raise window.error from None

@@ -14,21 +14,44 @@ further the number of frames before encoding and how many are shown in a second 
 
     {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
     line = json.loads(open("codes/index.jsonl").readline()); of_video = codes[line["row"]:][:line["code_frames"]]
+
+They are decoded to a folder of images or videos, at the relative paths of the originals; an image, and a video of one
+frame, become a PNG. Files are written whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+import contextlib
+import io
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
 
-from .shards import COUNT, LINES_FILE, Array, Stored, explained
+from tandem.files.reading import open_regular
+from tandem.files.writing import create, replacing
+
+from .output import explained_write
+from .shards import COUNT, LINES_FILE, Array, Stored, explained, stays_inside
 
 CODES = "codes"
 _DTYPES = (np.uint8, np.uint16, np.int32)
+FRAME_FOLDER = ".frames"  # ending of the folder of a video's frames
+_PIECE_CODES = 4  # frames of codes that are decoded at once
+_END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
+
+Decode = Callable[[Tensor], Tensor]
+# Writes frames (h, w, 3), of which so many are shown in a second, to a file.
+Write = Callable[[BinaryIO, Iterator[npt.NDArray[np.uint8]], float], None]
 
 
 def code_dtype(num_codes: int) -> np.dtype:
@@ -75,3 +98,132 @@ class StoredCodes(Stored):
             if codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < self.index["num_codes"]:
                 raise ValueError(f"it holds codes outside [0, {self.index['num_codes']})")
             return codes
+
+
+def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code: int | None) -> list[list[Path]]:
+    """By shard and item, the file below the folder: with this ending (FRAME_FOLDER: a folder of PNGs), or .png if the
+    item is an image or has one frame. See `output_names`.
+
+    Raises ValueError, in one line, if the index is damaged. `frames_per_code`: of the model of videos; None: of images.
+    """
+    lines = [line for of_shard in codes.by_shard for line in of_shard]
+    with explained(codes.folder / LINES_FILE):
+        if frames_per_code is not None:
+            for line in lines:
+                _check(line, frames_per_code)
+        endings = [".png" if line.get("frames", 1) == 1 else ending for line in lines]
+    names = iter(output_names([line["path"] for line in lines], endings))
+    return [[folder / next(names) for _ in of_shard] for of_shard in codes.by_shard]
+
+
+def _check(line: Mapping[str, Any], frames_per_code: int) -> None:
+    """Raise ValueError or KeyError if a line of the index cannot be of a video."""
+    frames, fps = line["frames"], line["fps"]
+    if type(frames) is not int or line[COUNT] != 1 + -(-(frames - 1) // frames_per_code):
+        raise ValueError(f"{line['path']!r} has {frames!r} frames and {line[COUNT]} frames of codes")
+    is_image = frames == 1 and fps is None
+    if not is_image and not (type(fps) in (int, float) and 0 < fps < math.inf):
+        raise ValueError(f"{line['path']!r} has {fps!r} frames per second")
+
+
+def decode_images(
+    codes: StoredCodes, shard: int, files: Sequence[Path], decode: Decode, *, batch_size: int, num_threads: int
+) -> None:
+    """Write those images of a shard that do not exist or are incomplete; `num_threads` threads compress them.
+
+    `decode` maps codes int64 (batch_size, h', w'), padded with 0, to images (batch_size, c, h, w) in [0, 1], on any
+    device. Raises ValueError, in one line, if the codes are damaged.
+    """
+    rows = torch.from_numpy(codes.load(shard).astype(np.int64))
+    for first in range(0, len(rows), batch_size):
+        batch = rows.new_zeros(batch_size, *rows.shape[1:])
+        batch[: len(rows) - first] = rows[first : first + batch_size]
+        save_missing(files[first : first + batch_size], pixels_of([batch], decode), num_threads)
+
+
+def decode_videos(
+    codes: StoredCodes,
+    shard: int,
+    files: Sequence[Path],
+    open_stream: Callable[[], Decode],
+    write: Write,
+    *,
+    num_threads: int,
+) -> None:
+    """Write those videos of a shard that do not exist or are incomplete, frame by frame.
+
+    `open_stream` begins a video. It returns a function that is called with the next codes, int64 (n, h', w'), and
+    returns their frames (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises ValueError,
+    in one line, if the codes are damaged or a file cannot be written.
+    """
+    rows, first = torch.from_numpy(codes.load(shard).astype(np.int64)), 0
+    for line, path in zip(codes.by_shard[shard], files, strict=True):
+        of_video, first = rows[first : first + line[COUNT]], first + line[COUNT]
+        frames = itertools.islice(pixels_of(of_video.split(_PIECE_CODES), open_stream()), line["frames"])
+        if path.suffix == ".png":
+            save_missing([path], frames, 1)
+        elif path.suffix == FRAME_FOLDER:
+            save_missing([path / f"{number:06d}.png" for number in range(line["frames"])], frames, num_threads)
+        elif not path.exists():
+            with _new_file(path) as file:
+                write(file, (frame.numpy() for frame in frames), line["fps"])
+
+
+def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:
+    """Write those PNGs of pictures uint8 (h, w, c) that do not exist or are incomplete; `num_threads` threads compress
+    them. If none is missing, no picture is asked for; there may be more of them than paths."""
+    missing = [not is_complete(path) for path in paths]
+    if any(missing):
+        with ThreadPoolExecutor(num_threads) as pool:
+            todo = itertools.compress(zip(paths, pictures, strict=False), missing)
+            while some := list(itertools.islice(todo, 4 * num_threads)):
+                list(pool.map(_save, *zip(*some, strict=True)))
+
+
+def _save(path: Path, pixels: Tensor) -> None:
+    """Write an image. The file is not synced, which would take most of the time; after a power cut, the next start
+    finds incomplete files by `is_complete`."""
+    with _new_file(path, is_synced=False) as file:
+        Image.fromarray(pixels.numpy()).save(file, "png")
+
+
+@contextlib.contextmanager
+def _new_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
+    """A file, perhaps in a new folder, that is written whole or not at all, even if the process is killed."""
+    with explained_write(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, is_synced=is_synced) as temporary, create(temporary) as file:
+            yield file
+
+
+def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[Tensor]:
+    """The pictures uint8 (h, w, c) that a function draws of pieces, for each some in [0, 1], (b, c, h, w), c = 3 (RGB)
+    or 4 (RGBA): round(255 x) after clamping. A piece is drawn when its first picture is asked for."""
+    for piece in pieces:
+        images = (draw(piece).float().clamp(0, 1) * 255).round().byte()
+        yield from images.permute(0, 2, 3, 1).contiguous().cpu()
+
+
+def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
+    """The file name for what is made of each path: its ending becomes the one given. If two would get one name (a.jpg
+    and a.webp), the new ending is appended instead, and if need be, as for two parts of one file, the place in the list
+    before it; no two names are equal. Raises ValueError, in one line, if a path would leave the folder."""
+    if outside := [path for path in paths if not stays_inside(path)]:
+        raise ValueError(f"the index names {outside[0]!r}, which is no path below a folder")
+    replaced = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in zip(paths, endings, strict=True)]
+    appended = [f"{path}{ending}" for path, ending in zip(paths, endings, strict=True)]
+    counts = Counter(replaced)
+    mixed = [name if counts[name] == 1 else longer for name, longer in zip(replaced, appended, strict=True)]
+    numbered = [f"{path}-{place}{ending}" for place, (path, ending) in enumerate(zip(paths, endings, strict=True))]
+    return next((names for names in (mixed, appended) if len(set(names)) == len(names)), numbered)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a PNG exists and has its end mark as its last bytes."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(max(0, size - len(_END_OF_A_PNG)))
+            return file.read() == _END_OF_A_PNG
+    except (FileNotFoundError, ValueError):  # none, or a pipe, which the picture then replaces
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -112,14 +112,10 @@ def encode_streams(
         num_threads: As many videos are decoded at once, each by a thread that is at most one piece ahead.
     """
     for indices in shards:
-        encoders: dict[int, Callable[[Tensor], Any]] = {}
-        parts: dict[int, list[Any]] = {}
-        notes: dict[int, Note] = {}
-        bad = []
+        encoders, parts = defaultdict[int, Any](open_stream), defaultdict[int, list[Any]](list)
+        notes, bad = dict[int, Note](), list[BadSample]()
         for index, found in _in_turn(lambda index: _pieces(frames_of, index, frames_per_code), indices, num_threads):
             if isinstance(found, Tensor):
-                if index not in encoders:
-                    encoders[index], parts[index] = open_stream(), []
                 parts[index].append(encoders[index](found))
                 continue
             encoders.pop(index, None)  # and with it what a model keeps of a video

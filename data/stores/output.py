@@ -40,13 +40,7 @@ class OutputFolder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any],
-        processes: Backend,
-        *,
-        fresh: bool,
-        say: Callable[[str], None],
+        self, path: Path, settings: Mapping[str, Any], processes: Backend, *, fresh: bool, say: Callable[[str], None]
     ) -> None:
         self.path, self.settings, self.processes, self.say = path, settings, processes, say
         on_all = processes.gather_objects(settings)

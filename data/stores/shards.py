@@ -51,13 +51,7 @@ class Encoded(NamedTuple):
     bad: list[BadSample]
 
 
-class Filled(NamedTuple):
-    """What `ShardWriter.fill` did: the number of items of this run and of unreadable items of all runs, over all
-    processes; and the time in seconds."""
-
-    items: int
-    bad: int
-    seconds: float
+Encode = Callable[[Sequence[range]], Iterator[Encoded]]  # the indices of the items of each shard -> what they become
 
 
 class ShardWriter:
@@ -68,37 +62,24 @@ class ShardWriter:
         empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
         names: Relative paths of all items, in order.
         per_shard: Items of a shard, readable or not; the last may have fewer.
-        with_npy: Whether the rows stand in a codes-00000.npy, too, for those who cannot read safetensors.
+        npy: Whether the rows stand in a codes-00000.npy, too, for those who cannot read safetensors.
     """
 
     def __init__(
-        self,
-        output: OutputFolder,
-        name: str,
-        empty: Array,
-        names: Sequence[str],
-        per_shard: int,
-        *,
-        with_npy: bool = False,
+        self, output: OutputFolder, name: str, empty: Array, names: Sequence[str], per_shard: int, *, npy: bool = False
     ) -> None:
-        self.output, self._name, self._empty, self._names, self._with_npy = output, name, empty, names, with_npy
+        self.output, self._name, self._empty, self._names, self._with_npy = output, name, empty, names, npy
         numbers = range(len(names))
         self._items = [numbers[first : first + per_shard] for first in range(0, len(names), per_shard)]
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def fill(
-        self,
-        compute: Callable[[Sequence[range]], Iterator[Encoded]],
-        counted: str,
-        done: str,
-        *,
-        stop_at_bad: bool = False,
-    ) -> Filled:
-        """Compute and write all shards that are missing or damaged, then the index. Collective.
+    def fill(self, compute: Encode, counted: str, done: str, *, stop_at_bad: bool = False) -> tuple[int, int, float]:
+        """Compute and write all shards that are missing or damaged, then the index: the number of items of this run and
+        of unreadable items of all runs, over all processes; and the time in seconds. Collective.
 
-        `compute` gets the indices of the items of each shard of this process; index.json holds the number of readable
+        `compute` gets the items of each shard of this process; index.json holds the number of readable
         items as `counted`; `done` says in messages what has been done to a shard, such as "encoded". Raises
         UserMistake, in one line, if the disk is full, or too many items cannot be read (with `stop_at_bad`: if any
         item cannot be read); AskedToStop after a signal.
@@ -129,7 +110,7 @@ class ShardWriter:
         with processes.agreement():
             if processes.rank == 0:
                 self._write_index(counted)
-        return Filled(sum(len(self._items[k]) for k in todo), log.count, seconds)
+        return sum(len(self._items[k]) for k in todo), log.count, seconds
 
     def _file(self, shard: int) -> str:
         return f"{self._name}-{shard:05d}.safetensors"

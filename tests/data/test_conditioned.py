@@ -171,9 +171,6 @@ def test_files_of_rows_that_do_not_fit_are_named(tmp_path, mistake):
 
 def test_flags_that_contradict_one_another_are_refused(tmp_path):
     tars, rows = write_tars(tmp_path / "tars", "txt", "npy", "text.npy"), write_rows(tmp_path / "emb")
-    assert "does not take them" in one_line(opened, tars, image=False, **by_row(rows))
-    tokens = {"tokenize": lambda texts: torch.zeros(len(texts), 7, dtype=torch.int64)}
-    assert "--clip computes embeddings itself" in one_line(opened, tars, **by_row(rows), **tokens)
     assert "--max_text_len 4" in one_line(opened, tars, longest_text=4)
     assert widths_of(opened(tars, longest_text=5)) == WIDTHS
     assert "have 0 to 2" in one_line(opened, tars, start_shard=7)
@@ -212,7 +209,7 @@ def test_every_image_is_in_one_of_three_splits(split_by, sizes, tmp_path):
     assert tuple(map(len, splits)) == sizes and feed.samples_per_epoch == sizes[0]
     assert sorted(itertools.chain(*splits)) == list(range(80))
     assert {*ids(training(feed, 14))} <= {*feed.train_set}
-    assert ids(feed.validation()) == list(feed.valid_set) and ids(feed.test()) == list(feed.test_set)
+    assert ids(feed.validation()) == list(feed.valid_set)
     if split_by == "shard":
         assert [len({index // 8 for index in split}) for split in splits] == [7, 2, 1]
 
@@ -224,11 +221,11 @@ def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_p
         array = np.load(path)
         array[::2] = 0
         np.save(path, array)
-    feed = CONDITIONED.feed(**flags(tars, image_embeddings=rows, on_bad_sample="error"))
+    feed = CONDITIONED.feed(**flags(tars, image_embeddings=rows, on_bad_sample="error", test_fraction=0))
     said: list[str] = []
     met = training(feed, 21)
     feed.report_bad_samples(said.append)
-    met += [*feed.validation(), *feed.test(), *(feed.next() for _ in range(20))]
+    met += [*feed.validation(), *(feed.next() for _ in range(20))]
     feed.report_bad_samples(said.append)
     assert all(index % 2 == 1 for index in ids(met)), "those with zeros are left out"
     assert (feed.bad_samples.count, feed.bad_samples.count_incomplete) == (0, 20)
@@ -237,6 +234,8 @@ def test_a_missing_embedding_is_skipped_counted_once_and_never_stops_a_run(tmp_p
 
 @pytest.mark.parametrize("said, idle", [
     (["--clip_weights", "w"], "--clip_weights"), (["--index_width", "3"], "--index_width"),
+    (["--text_embeddings", "e"], "--text_embeddings"),
+    (["--image_embeddings", "e", "--clip", "c", "--clip_weights", "w"], "--image_embeddings"),
     (["--image_folder", "a.tar", "--shard_width", "3"], "--shard_width"), (["--clip", "ViT-B-32"], "--clip ViT-B-32"),
 ])  # fmt: skip
 def test_flags_without_effect_are_refused(said, idle, tmp_path):

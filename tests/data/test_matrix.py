@@ -16,7 +16,7 @@ from PIL import Image
 from data.bad_samples import Incomplete
 from data.decoding import sounds, videos
 from data.embeddings import IMAGE, TEXT, EmbeddingField
-from data.fields import CaptionField, ClipField, Field, ImageField, SoundField, TextsField
+from data.fields import CaptionField, CaptionsField, ClipField, Field, ImageField, SoundField, TextsField
 from data.records.own import OwnData
 from data.samples import Samples
 from data.sets import open_records
@@ -103,6 +103,13 @@ FIELDS = {
         ({"wav": wav(WAVE[: CLIP // 4], RATE), "txt": b"a drum"}, {"waveforms": np.tile(WAVE[: CLIP // 4], 4)}),
         ({"wav": wav(WAVE[CLIP:], RATE)}, {"waveforms": WAVE[CLIP:]}),
         part={"waveforms": WAVE[RATE // 40 : RATE // 40 + CLIP]},
+    ),
+    "clips": Case(  # spread over a sound
+        lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP), most=3), CaptionsField()],
+        ({"wav": wav(WAVE, RATE), "txt": b"a bell"}, {"waveforms": WAVE.reshape(2, CLIP), "captions": ["a bell"]}),
+        ({"wav": b"none", "txt": b"a horn"}, (BAD, "")),
+        ({"wav": wav(WAVE[: CLIP // 4], RATE), "txt": b"a drum"}, {"waveforms": np.tile(WAVE[: CLIP // 4], 4)[None]}),
+        ({"wav": wav(WAVE[CLIP:], RATE)}, {"waveforms": WAVE[None, CLIP:], "captions": []}),
     ),
     "texts": Case(
         lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP)), TextsField(open_tokenizer(str(TOKENIZER), 8))],

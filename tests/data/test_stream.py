@@ -22,12 +22,12 @@ def intact() -> Samples:
 def test_order_of_samples_survives_another_batch_size(intact):
     """Also one that is larger than the set."""
     expected = ids(global_batches(intact, 11))
-    before, after = global_batches(intact, 3), global_batches(intact, 1, batch_size=64, start_samples=24)
+    before, after = global_batches(intact, 3), global_batches(intact, 1, batch_size=64, start=24)
     assert ids(before + after) == expected
 
 
 def test_start_far_in_the_future_is_immediate(intact):
-    (batch,) = global_batches(intact, 1, start_samples=10**15)
+    (batch,) = global_batches(intact, 1, start=10**15)
     assert len(batch["ids"]) == 8
 
 

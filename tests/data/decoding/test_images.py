@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
-from data.decoding.images import decode_image, decode_image_file
+from data.decoding.images import decode_image
 from data.records.record import Entry
 from data.sets import open_images
 from tests.data.helpers import one_line, write_tar
@@ -222,9 +222,9 @@ def test_an_image_that_is_cut_off_is_what_pillow_reads_of_it_where_that_is_accep
 
     whole = encoded(noise(0, 48, 48), kind)
     short = whole[: len(whole) * 3 // 5]
-    assert "truncated" in one_line(decode_image_file, io.BytesIO(short), 48, 3), "nobody asked for it here"
+    assert "truncated" in one_line(decode_image, Entry.in_memory(short, "a"), 48, 3), "nobody asked for it here"
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
-    found = decode_image_file(io.BytesIO(short), 48, 3)
+    found = decode_image(Entry.in_memory(short, "a"), 48, 3)
     assert torch.equal(found, as_pillow_reads_it(short))
     is_there = (found == as_pillow_reads_it(whole)).all(0)
     assert 0.2 < is_there.float().mean() < 0.7, "the rows that lie in front of the cut, wherever the format puts them"

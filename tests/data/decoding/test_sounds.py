@@ -13,8 +13,7 @@ import soundfile
 import soxr
 import torch
 
-from data.decoding.sounds import ClipDecoder
-from data.long_sounds import clip_starts, read_clips
+from data.decoding.sounds import ClipDecoder, clip_starts
 from data.records.record import Entry
 from tests.data.helpers import one_line
 
@@ -296,6 +295,6 @@ def test_clips_hear_all_of_a_sound_or_are_spread_evenly(frames, max_clips, start
 
 def test_clips_of_another_sample_rate_are_whole_and_stand_where_they_should(tmp_path):
     louder, expected = (sine(440, 3, rate) * np.linspace(0, 1, 3 * rate) for rate in (44100, RATE))
-    clips = read_clips(written(tmp_path / "x.wav", louder, 44100), ClipDecoder(RATE, RATE), 6)
+    clips = ClipDecoder(RATE, RATE).spread(written(tmp_path / "x.wav", louder, 44100), 6)
     assert clips.shape == (3, RATE)
     assert np.abs(clips.numpy() - expected.reshape(3, RATE))[:, 100:-100].max() < 1e-3
