@@ -105,7 +105,6 @@ class Inception:
     """
 
     dim = INCEPTION_DIM
-    classes = 1008
 
     def __init__(self, weights: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
         try:

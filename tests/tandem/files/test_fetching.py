@@ -154,7 +154,7 @@ def test_another_process_goes_on_where_one_was_killed_and_its_half_file_is_gone(
     assert exit_codes(second) == [0] and visible(tmp_path) == ["ours.pth"]
 
 
-def test_a_process_that_waits_shows_that_it_is_alive(file: Published, tmp_path: Path) -> None:
+def test_a_process_that_waits_shows_that_it_is_alive(file: Published, server: Proxy, tmp_path: Path) -> None:
     class Seen(Exception):
         pass
 
@@ -173,6 +173,7 @@ def test_a_process_that_waits_shows_that_it_is_alive(file: Published, tmp_path: 
     wait_until((tmp_path / "held").exists)
     with pytest.raises(Seen):
         fetched(file, mark)
+    assert holder.is_alive() and not server.requests
     holder.kill()
 
 
