@@ -183,7 +183,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     takes = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
     with backend.agreement():
-        clip = Clip.from_file(args.clip, args.clip_weights or "", backend.device) if args.clip else None
+        mark = partial(backend.mark, "fetching weights")
+        clip = Clip.from_file(args.clip, args.clip_weights, backend.device, mark) if args.clip else None
     embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
     feed: Any = decoder_feed(
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,

@@ -41,8 +41,8 @@ class Hub:
     """The state of a server.
 
     Attributes:
-        failure: None, an HTTP status that answers everything, "cut" (the connection ends without an answer) or
-            "cut body" (downloads end in the middle).
+        failure: None, an HTTP status that answers everything, "cut" (the connection ends without an answer), "cut body"
+            (downloads end in the middle) or "other body" (as long as the right one).
         requests: "METHOD path" of every request.
     """
 
@@ -184,7 +184,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[: len(content) // 2])
             self.close_connection = True
             return
-        self.answer(200, content, headers)
+        is_other = self.hub.failure == "other body" and self.command == "GET"
+        self.answer(200, content[::-1] if is_other else content, headers)
 
 
 @contextmanager

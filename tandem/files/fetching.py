@@ -1,11 +1,16 @@
 """Published files, such as the weights of a network that judges images: fetched when they are asked for, once for all
-processes of a machine, into torch.hub's cache (TORCH_HOME)."""
+processes of a machine, into the cache of torch.hub (TORCH_HOME) or of huggingface_hub (HF_HOME).
+
+torch.hub's own function keeps half files of killed processes, waits for ever, and takes whatever a server sends before
+it looks at the checksum.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
 import os
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,6 +19,7 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 
+from .installed import missing_package
 from .reading import printable
 from .writing import create, open_appending, replacing, say
 
@@ -74,30 +80,88 @@ def fetched(file: Published, mark: Callable[[], None] = lambda: None) -> Path:
     import torch
 
     folder = Path(torch.hub.get_dir()) / "checkpoints"
-    if found := file.inside(folder):
-        return found
     path = folder / file.names[0]
-    if is_offline():
-        raise ValueError(f"{folder} does not hold {file}, and HF_HUB_OFFLINE forbids to fetch it")
+    return _once(path, str(file), lambda: file.inside(folder), lambda: _fetch(file, path, mark), mark)
+
+
+def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] = lambda: None) -> Path:
+    """A file of a model, USER/NAME, of the Hugging Face Hub, in the cache of huggingface_hub; as `fetched`, with the
+    checksum that the Hub has of it.
+
+    Raises:
+        ValueError: as `fetched`, or huggingface_hub is missing.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open_appending(folder / f".{path.name}.lock") as lock:  # its end, even by a kill, gives up the lock
+        import huggingface_hub
+        from huggingface_hub import constants
+        from huggingface_hub.utils import disable_progress_bars, logging
+    except ImportError:
+        raise missing_package(f"fetching {what}", "huggingface_hub", "hub") from None
+    logging.set_verbosity_error()  # each of its retries would print a line
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    address = huggingface_hub.hf_hub_url(model, name)
+    cache = Path(constants.HF_HUB_CACHE)
+
+    def find() -> Path | None:
+        found = huggingface_hub.try_to_load_from_cache(model, name)
+        return Path(found) if isinstance(found, str) else None
+
+    def fetch() -> None:
+        try:
+            published = huggingface_hub.get_hf_file_metadata(address, timeout=_SECONDS)
+            say(f"fetching {what} ({_bytes(published.size or 0)}) from {address} to {cache}")
+            path = Path(huggingface_hub.hf_hub_download(model, name, revision=published.commit_hash))
+        except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
+            raise ValueError(" ".join(str(error).split())) from None
+        if _hub_checksum(path, published.etag or "") != published.etag:
+            path.resolve().unlink()
+            path.unlink()
+            raise ValueError("what came has another checksum; nothing was kept")
+        # Asked for by its branch, the library remembers the branch's commit, by which it finds the file the next time.
+        huggingface_hub.hf_hub_download(model, name)
+
+    return _once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, mark)
+
+
+def _hub_checksum(path: Path, like: str) -> str:
+    """The SHA-256 of a file, as the Hub has it of large files; of small ones it has git's SHA-1, of 40 digits."""
+    digest = hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _once(
+    path: Path, what: str, find: Callable[[], Path | None], fetch: Callable[[], None], mark: Callable[[], None]
+) -> Path:
+    """What `find` finds after one process has called `fetch`, if need be. `path` names the lock file."""
+    if found := find():
+        return found
+    if is_offline():
+        raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # its end, even by a kill, gives it up
             has_waited = _wait_for(lock.fileno(), mark)
-            if path.is_file():
-                return path
+            if found := find():
+                return found
             if has_waited and (reason := os.pread(lock.fileno(), _LONGEST_REASON, 0)):
                 raise ValueError(reason.decode(errors="replace"))  # each process would try in vain, one after the other
             lock.truncate(0)
             try:
-                _fetch(file, path, mark)
+                fetch()
             except ValueError as error:
                 lock.write(str(error).encode()[:_LONGEST_REASON])
                 raise
     except OSError as error:
-        raise ValueError(f"cannot fetch {file} to {path}: {error.strerror or error}") from None
+        raise ValueError(f"cannot fetch {what} to {path}: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"cannot fetch {file}: {printable(str(error))}") from None
-    return path
+        raise ValueError(f"cannot fetch {what}: {printable(str(error))}") from None
+    found = find()
+    assert found
+    return found
 
 
 def _wait_for(lock: int, mark: Callable[[], None]) -> bool:

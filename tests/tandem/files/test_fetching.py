@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from tandem.files import fetching
-from tandem.files.fetching import MIRROR, Published, fetched
+from tandem.files.fetching import MIRROR, Published, fetched, fetched_from_hub
+from tests import hub_server
 from tests.fault_proxy import Proxy, proxy_before
 from tests.file_servers import http_server
 from tests.models.helpers import refused
@@ -199,6 +201,48 @@ def test_a_mirror_may_be_another_server_or_a_folder(
     monkeypatch.setenv(MIRROR, "no address")
     fetched(elsewhere).unlink()
     assert "no address" in refused(fetched, elsewhere)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+    """Has bob/clip with weights.bin; this machine's cache is empty."""
+    with hub_server.serving() as hub:
+        hub.publish("bob/clip", {"weights.bin": CONTENT})
+        template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"  # made of the one at the import
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        yield hub
+
+
+def of_bob() -> Path:
+    return fetched_from_hub("weights of Bob", "bob/clip", "weights.bin")
+
+
+def test_a_file_of_the_hub_is_fetched_once_by_four_processes_and_then_without_a_request(
+    hub: hub_server.Hub, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert exit_codes(processes(4, of_bob)) == [0] * 4 and len(hub.downloads("weights.bin")) == 1
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and all(text in said for text in ("weights of Bob (3 MB)", hub.endpoint))
+    hub.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert of_bob().read_bytes() == CONTENT and not hub.requests
+
+
+@pytest.mark.parametrize("failure", ["other body", "cut", 404])
+def test_what_the_hub_does_not_give_is_one_line_and_nothing_is_kept(failure: str | int, hub: hub_server.Hub) -> None:
+    hub.failure = failure
+    said = refused(of_bob)
+    assert f"{hub.endpoint}/bob/clip/resolve/main/weights.bin" in said and "weights of Bob" in said
+    hub.failure = None
+    assert of_bob().read_bytes() == CONTENT
+
+
+def test_offline_the_hub_is_not_asked(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = refused(of_bob)
+    assert "HF_HUB_OFFLINE" in said and f"{hub.endpoint}/bob/clip" in said and not hub.requests
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(file: Published, tmp_path: Path) -> None:
