@@ -9,6 +9,9 @@ https://dcase.community/challenge2024/task-language-based-audio-retrieval):
 
 In the protocol all captions differ. Here several clips may share a caption: it is right for each of these clips, is a
 single candidate, and is a query once for each of them.
+
+torchmetrics' measures of retrieval take the scores of all pairs in one list, where these are made in parts, and break
+ties by a sort that keeps no order, where these count ties against the query.
 """
 
 from __future__ import annotations
