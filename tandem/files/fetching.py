@@ -112,14 +112,14 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
             published = huggingface_hub.get_hf_file_metadata(address, timeout=_SECONDS)
             say(f"fetching {what} ({_bytes(published.size or 0)}) from {address} to {cache}")
             path = Path(huggingface_hub.hf_hub_download(model, name, revision=published.commit_hash))
+            if _hub_checksum(path, published.etag or "") != published.etag:
+                path.resolve().unlink()
+                path.unlink()
+                raise ValueError("what came has another checksum; nothing was kept")
+            # Only now the library learns that the branch is at this commit, without which `find` finds nothing.
+            huggingface_hub.hf_hub_download(model, name)
         except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
             raise ValueError(" ".join(str(error).split())) from None
-        if _hub_checksum(path, published.etag or "") != published.etag:
-            path.resolve().unlink()
-            path.unlink()
-            raise ValueError("what came has another checksum; nothing was kept")
-        # Asked for by its branch, the library remembers the branch's commit, by which it finds the file the next time.
-        huggingface_hub.hf_hub_download(model, name)
 
     return _once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, mark)
 
