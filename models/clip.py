@@ -30,8 +30,7 @@ from .files.published import read_state_dict
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 # What this module uses of open_clip, of its models and of its tokenizer, which another version may name differently.
-_OF_PACKAGE = ("CLIP", "CustomTextCLIP", "SimpleTokenizer", "get_model_config", "get_pretrained_cfg", "list_models",
-               "list_pretrained_tags_by_model")  # fmt: skip
+_OF_PACKAGE = ("CLIP", "CustomTextCLIP", "SimpleTokenizer", "get_model_config", "list_models")
 _OF_MODEL = ("context_length", "encode_image", "encode_text", "visual.image_size")
 _OF_TOKENIZER = ("eot_token_id", "vocab_size")
 
