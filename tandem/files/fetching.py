@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 
 from .installed import missing_package
@@ -140,7 +141,7 @@ def _once(
     if found := find():
         return found
     if is_offline():
-        raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it")
+        raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it: put it there")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # its end, even by a kill, gives it up
@@ -185,10 +186,11 @@ def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
     say(f"fetching {file.what} ({_bytes(file.size)}) from {address} to {path}")
     for left in reversed(range(_TRIES)):
         try:
-            with replacing(path) as temporary, create(temporary) as target:
+            with replacing(path) as temporary, create(temporary) as target, _progress(file.size) as progress:
                 length, digest = 0, hashlib.sha256()
                 for block in _blocks(address):
                     mark()
+                    progress.update(len(block))
                     length += len(block)
                     if length > file.size:
                         break
@@ -215,6 +217,12 @@ def _blocks(address: str) -> Iterator[bytes]:
         raise kind(f"{address} answers {error.code} ({error.reason})") from None
     except (OSError, HTTPException) as error:
         raise _NoAnswerError(f"{address} gives no answer ({error or type(error).__name__})") from None
+
+
+def _progress(size: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)  # None: where there is no terminal
 
 
 def _bytes(size: int) -> str:
