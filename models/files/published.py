@@ -18,7 +18,7 @@ from .archive import check_archive, check_old_file, check_sizes
 from .errors import one_line
 
 VGG16 = Published(
-    "VGG16, by torchvision", ("vgg16-397923af.pth",), "https://download.pytorch.org/models/vgg16-397923af.pth",
+    "torchvision's VGG16", ("vgg16-397923af.pth",), "https://download.pytorch.org/models/vgg16-397923af.pth",
     553_433_881, "397923af8e79cdbb6a7127f12361acd7a2f83e06b05044ddf496e83de57a5bf0",
 )  # fmt: skip
 LPIPS_HEADS = Published(
