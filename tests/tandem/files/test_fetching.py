@@ -205,9 +205,9 @@ def test_a_mirror_may_be_another_server_or_a_folder(
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
-    """Has bob/clip with weights.bin; this machine's cache is empty."""
+    """Has bob/clip with weights.bin and config.json; this machine's cache is empty."""
     with hub_server.serving() as hub:
-        hub.publish("bob/clip", {"weights.bin": CONTENT})
+        hub.publish("bob/clip", {"weights.bin": CONTENT, "config.json": b"{}"})
         template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"  # made of the one at the import
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -215,8 +215,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.
         yield hub
 
 
-def of_bob() -> Path:
-    return fetched_from_hub("weights of Bob", "bob/clip", "weights.bin")
+def of_bob(name: str = "weights.bin") -> Path:
+    return fetched_from_hub("weights of Bob", "bob/clip", name)
 
 
 def test_a_file_of_the_hub_is_fetched_once_by_four_processes_and_then_without_a_request(
@@ -230,13 +230,16 @@ def test_a_file_of_the_hub_is_fetched_once_by_four_processes_and_then_without_a_
     assert of_bob().read_bytes() == CONTENT and not hub.requests
 
 
+@pytest.mark.parametrize("name", ["weights.bin", "config.json"])  # with a checksum of LFS, and of git
 @pytest.mark.parametrize("failure", ["other body", "cut", 404])
-def test_what_the_hub_does_not_give_is_one_line_and_nothing_is_kept(failure: str | int, hub: hub_server.Hub) -> None:
+def test_what_the_hub_does_not_give_is_one_line_and_nothing_is_kept(
+    failure: str | int, name: str, hub: hub_server.Hub
+) -> None:
     hub.failure = failure
-    said = refused(of_bob)
-    assert f"{hub.endpoint}/bob/clip/resolve/main/weights.bin" in said and "weights of Bob" in said
+    said = refused(of_bob, name)
+    assert f"{hub.endpoint}/bob/clip/resolve/main/{name}" in said and "weights of Bob" in said
     hub.failure = None
-    assert of_bob().read_bytes() == CONTENT
+    assert of_bob(name).read_bytes() == hub.files("bob/clip")[name]
 
 
 def test_offline_the_hub_is_not_asked(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
