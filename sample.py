@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,7 +63,10 @@ class Config(ClipFlags, Sampling):
         NAME,
     )
     clip_weights: str | None = flag(
-        None, "weights for --clip: safetensors or a plain state dict", FILE, needs=given("clip", "NAME")
+        None,
+        "weights for --clip: a file, or the name that open_clip has for published ones (default: openai)",
+        FILE,
+        needs=given("clip", "NAME"),
     )
     count: int = flag(1, "pictures for each condition; without conditions, pictures of a model that takes none", size)
     seed: int = flag(0, "seed of the noise", non_negative_int)
@@ -289,7 +293,9 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         backend.working("listing the samples")
         images = open_images(args.images, image_size=side) if args.images else None
         masks = open_images(args.masks, image_size=side) if args.masks else None
-        clip = Clip.from_file(args.clip, args.clip_weights, backend.device) if args.clip else None
+        mark = partial(backend.mark, "fetching weights")
+        clip = Clip.from_file(args.clip, args.clip_weights, backend.device, mark) if args.clip else None
+        args.clip_weights = clip and clip.file  # of published weights too
         sources = list(sources_of(args, images, clip, backend.device))
         conditions = chosen_sources(sources, [decoder.unet(index) for index in unets])
         names = names_of(images)

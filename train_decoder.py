@@ -153,16 +153,18 @@ def evaluate(
     return measured.result(backend.sum)
 
 
-def load_quality(args: argparse.Namespace, clip: Clip | None, device: torch.device) -> Callable[[], GenerationQuality]:
+def load_quality(
+    args: argparse.Namespace, clip: Clip | None, backend: distributed.Backend
+) -> Callable[[], GenerationQuality]:
     """What makes empty measures of drawn pictures, by the weights that are given."""
-    from models.files.published import read_state_dict
+    from models.files.published import INCEPTION, weights_of
     from models.perceptual import load_lpips
     from training.measures.fid import Inception
     from training.measures.generation import GenerationQuality
 
-    lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], device)
-    weights = read_state_dict(Path(args.fid_weights), network="inception") if args.fid_weights else None
-    inception = Inception(weights, device) if weights else None
+    device, mark = backend.device, partial(backend.mark, "fetching weights")
+    lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], device, mark)
+    inception = Inception(weights_of(INCEPTION, args.fid_weights, mark), device) if args.fid_weights else None
     names = clip.cosines if clip else ()
     return partial(GenerationQuality, device, inception=inception, lpips=lpips and lpips.distances, cosines=names)
 
@@ -181,7 +183,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     takes = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
     with backend.agreement():
-        clip = Clip.from_file(args.clip, args.clip_weights or "", backend.device) if args.clip else None
+        mark = partial(backend.mark, "fetching weights")
+        clip = Clip.from_file(args.clip, args.clip_weights, backend.device, mark) if args.clip else None
     embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
     feed: Any = decoder_feed(
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
@@ -190,7 +193,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
-        quality = load_quality(args, clip, backend.device)
+        quality = load_quality(args, clip, backend)
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     columns = [*(f"unet{number}/error" for number in trained), *COLUMNS]

@@ -148,8 +148,11 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
-        perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
-        lpips = load_lpips(args.lpips_weights, args.image_size, backend.device)
+        mark = partial(backend.mark, "fetching weights")
+        perceptual = load_perceptual(
+            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, mark=mark
+        )
+        lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, mark)
         i3d = i3d_features(args.fvd_weights, args.num_frames, backend.device)
         both = ((generator, args.betas), (discriminator, args.discr_betas or args.betas))
         adam = [make_optimizer(model, args.learning_rate, betas, args.weight_decay, lion=args.use_lion)

@@ -62,7 +62,7 @@ class TrainingFlags:
     )
     fid_weights: str | None = flag(
         None,
-        "report rFID by these weights (pt_inception-2015-12-05)",
+        "report rFID by these weights (pt_inception-2015-12-05): a file, or published, which fetches them",
         FILE,
         needs=VALIDATION,
         title="evaluation",
@@ -121,7 +121,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from data.feed import to_unit_range
     from data.sets import image_feed
     from models import VQGAN
-    from models.files.published import read_state_dict
+    from models.files.published import INCEPTION, weights_of
     from models.perceptual import load_lpips, load_perceptual
     from training.ema import make_ema
     from training.measures.autoencoders import evaluated, reconstructions
@@ -135,10 +135,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
-        perceptual = load_perceptual(args.perceptual, args.perceptual_weights, backend.device, side=args.image_size)
-        lpips, inception = load_lpips(args.lpips_weights, args.image_size, backend.device), None
+        mark = partial(backend.mark, "fetching weights")
+        perceptual = load_perceptual(
+            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, mark=mark
+        )
+        lpips, inception = load_lpips(args.lpips_weights, args.image_size, backend.device, mark), None
         if args.fid_weights:
-            inception = Inception(read_state_dict(Path(args.fid_weights), network="inception"), backend.device)
+            inception = Inception(weights_of(INCEPTION, args.fid_weights, mark), backend.device)
     feed = image_feed(args, backend)
     run = Run(
         args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},

@@ -1,6 +1,6 @@
 """CLIP (Radford et al. 2021), frozen: embeddings of images and encodings of texts, for models conditioned on them.
 
-The network is open_clip's. Its weights come from a file on this machine; nothing is downloaded.
+The network is open_clip's. Its weights come from the user's file, or are fetched as open_clip knows them.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import difflib
 import operator
+import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tandem.files.fetching import fetched_from_hub
 from tandem.files.installed import how_to_install
 from tandem.files.reading import DAMAGES, read_json
 
@@ -42,9 +44,11 @@ class Clip(nn.Module):
         text_shape: (L, text_dim): tokens of a text, and the width of the encoding of a token.
         tokenize: b texts -> int64 (b, L), by the tokenizer that this model was trained with; longer texts are cut off.
         cosines: Names of what `compared` gives.
+        file: The path of its weights.
     """
 
     cosines: Sequence[str] = ("clip_score", "clip_image_score")
+    file: str
 
     _mean: Tensor
     _std: Tensor
@@ -63,13 +67,19 @@ class Clip(nn.Module):
         self.eval()
 
     @classmethod
-    def from_file(cls, name: str, weights: str | Path, device: torch.device | str = "cpu") -> Clip:
-        """The model with weights from this machine's disk.
+    def from_file(
+        cls, name: str, weights: str | Path | None, device: torch.device | str = "cpu",
+        mark: Callable[[], None] = lambda: None,
+    ) -> Clip:  # fmt: skip
+        """The model with its weights.
 
         Args:
             name: A model of open_clip, such as "ViT-L-14-quickgelu" (OpenAI's weights need "quickgelu"), whose images
                 are normalised as OpenAI's; or the path of an open_clip_config.json, which may say it differently.
-            weights: A .safetensors file or a plain state dict (.pt, .pth, .bin).
+            weights: A .safetensors file or a plain state dict (.pt, .pth, .bin). Or the name of published weights of
+                open_clip, such as "laion2b_s32b_b82k", None: "openai", which are fetched from the Hugging Face Hub
+                unless its cache holds them.
+            mark: Called while they are waited for.
 
         Raises:
             ValueError: one line, if open_clip is missing or of a version that cannot be used, the model is unknown or
@@ -80,6 +90,11 @@ class Clip(nn.Module):
         text = config.get("text_cfg") or {}
         _check_text(name, config, text)
         kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
+        if not name.lower().endswith(".json") and (published := _published(name, str(weights or "openai"), config)):
+            preprocessing = published
+            weights = fetched_from_hub(f"the weights of --clip {name}", *_address(published["hf_hub"]), mark)
+        elif weights is None:
+            raise ValueError(f"--clip {name} needs the file of its weights: give --clip_weights")
         try:
             state = read_state_dict(Path(weights))
             check_arguments(config, state)
@@ -97,7 +112,9 @@ class Clip(nn.Module):
         if (vocabulary := text.get("vocab_size", tokenizer.vocab_size)) < tokenizer.vocab_size:
             raise ValueError(f"--clip {name} knows {vocabulary} tokens, but its tokenizer {tokenizer.vocab_size}")
         mean, std = (preprocessing.get(key) or default for key, default in (("mean", _MEAN), ("std", _STD)))
-        return cls(network, tokenizer, config["embed_dim"], mean, std).to(device)
+        model = cls(network, tokenizer, config["embed_dim"], mean, std).to(device)
+        model.file = str(weights)
+        return model
 
     @property
     def _last_norm(self) -> nn.LayerNorm:
@@ -231,6 +248,29 @@ def _configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         hint = f"did you mean {' or '.join(near)}?" if near else "give one of its names, or an open_clip_config.json"
         raise ValueError(f"open_clip has no model {name!r}: {hint}")
     return open_clip.get_model_config(cleaned), {}
+
+
+def _published(name: str, weights: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """What open_clip knows of published weights of a model; None if a file has their name, or the form of a file's.
+    Raises ValueError, in one line, if there are none, or they are of a model of another name."""
+    import open_clip
+
+    if os.path.lexists(weights) or Path(weights).suffix or "/" in weights:
+        return None
+    known = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
+    found: dict[str, Any] = open_clip.get_pretrained_cfg(name.replace("/", "-"), weights)
+    if not found.get("hf_hub"):
+        choices = f"give --clip_weights, a file or one of {', '.join(known)}" if known else "give a file"
+        raise ValueError(f"open_clip has no published weights {weights!r} of --clip {name}: {choices}")
+    if found.get("quick_gelu") and not config.get("quick_gelu"):
+        raise ValueError(f"the weights {weights} need the model of another name: give --clip {name}-quickgelu")
+    return found
+
+
+def _address(place: str) -> tuple[str, str]:
+    """The model on the Hub and its file, of what open_clip has for them: USER/NAME/FILE, or USER/NAME/."""
+    model, _, name = place.rpartition("/")
+    return model, name or "open_clip_model.safetensors"
 
 
 def _tokenizer(text: dict[str, Any]) -> Any:

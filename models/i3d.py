@@ -1,7 +1,8 @@
 """I3D: the network of the Fréchet video distance, Inception-v1 with 3-D convolutions (Carreira & Zisserman 2017).
 
 Its weights are never trained and never saved with a model. They come from a file on this machine: a plain state dict of
-the network that was trained on Kinetics-400, as `i3d_pretrained_400.pt` holds it. Nothing is downloaded.
+the network that was trained on Kinetics-400, as `i3d_pretrained_400.pt` holds it. That is not fetched, because no
+checksum of it is published.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .files.published import read_state_dict
 I3D_DIM = 400  # classes of Kinetics-400
 SMALLEST_FRAMES = 9  # the last pooling takes 2 frames of ceil(f / 8)
 _SIDE = 224
+_PUBLISHED = "I3D: i3d_pretrained_400.pt of https://github.com/npurson/fid-metrics/releases/tag/v1.0 (50 MB)"
 
 # Channels of the branches: 1 x 1; 1 x 1 and the 3 x 3 after it; the same again; 1 x 1 after pooling.
 _MIXED = {
@@ -107,7 +109,7 @@ def load_i3d(weights: str | Path, device: torch.device | str = "cpu") -> I3D:
     """
     with torch.device("meta"):
         ours = I3D().state_dict()
-    found = read_state_dict(Path(weights), ours, network="i3d")
+    found = read_state_dict(Path(weights), ours, published=_PUBLISHED)
     # Batches that were counted in training; files that are older than this count do not hold it.
     counts = {name: torch.zeros((), dtype=torch.int64) for name in ours if name.endswith("num_batches_tracked")}
     try:

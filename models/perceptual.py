@@ -1,20 +1,24 @@
 """Perceptual distances: images compared by the activations of a VGG16 that was trained on ImageNet.
 
-The weights of the VGG16 are never trained and never saved with a model. They come from files on this machine; nothing
-is downloaded. The heads of LPIPS, 7 kB, are also in the packages lpips and torchmetrics, where they are found.
+The weights of the VGG16 and the heads of LPIPS are never trained and never saved with a model. They come from the
+user's files, or are fetched as published.
+
+The package lpips is not used, because it imports torchvision and SciPy, 1.6 s and 176 MiB of each process beside
+PyTorch, and compares in bf16 under autocast. The tests compare with it.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from tandem.files.fetching import fetched
+
 from .files.building import build_with_weights
-from .files.published import read_state_dict, where_from
+from .files.published import LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict
 
 # Simonyan & Zisserman 2015, configuration D: channels of the five blocks, and convolutions in each.
 WIDTHS = (64, 128, 256, 512, 512)
@@ -22,13 +26,6 @@ _DEPTHS = (2, 2, 3, 3, 3)
 
 # For images in [0, 1]. LPIPS gives equivalent constants for images in [-1, 1].
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-# Names of the published files: the trunk, by torchvision, and the heads of LPIPS 0.1, of which there are two names.
-_TRUNK_FILE = "vgg16-397923af.pth"
-_HEADS_FILES = ("vgg_lpips.pth", "vgg.pth")
-# Packages whose wheels hold the heads, and where.
-_HEADS_IN_PACKAGES = {"lpips": "weights/v0.1/vgg.pth", "torchmetrics": "functional/image/lpips_models/vgg.pth"}
-_FROM_PACKAGE = "they come with pip install lpips, or torchmetrics"
 
 
 class PerceptualLoss(nn.Module):
@@ -118,18 +115,19 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def load_perceptual(
-    kind: str, weights: str | Path | None = None, device: torch.device | str = "cpu", *,
-    side: int | None = None, widths: Sequence[int] = WIDTHS, flag: str = "--perceptual_weights",
+    kind: str, weights: str | Path | None = None, device: torch.device | str = "cpu", *, side: int | None = None,
+    widths: Sequence[int] = WIDTHS, flag: str = "--perceptual_weights", mark: Callable[[], None] = lambda: None,
 ) -> PerceptualLoss | None:  # fmt: skip
-    """The perceptual loss with weights from this machine's disk.
+    """The perceptual loss with its weights.
 
     Args:
         kind: "vgg", "lpips", or "none".
-        weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. Missing
-            weights are searched in torch.hub's cache. "lpips" needs two files, or one with the weights of both.
+        weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. What it
+            does not hold, or all with None or "published", comes from torch.hub's cache, into which it is fetched.
         side: Side of the images in pixels, to check that it is large enough; None if it is not known yet.
         widths: Channels of the five blocks; see `PerceptualLoss`.
         flag: What the user names the weights with, for messages.
+        mark: Called during the fetching, to show that this process is alive.
 
     Returns:
         None for "none".
@@ -147,13 +145,21 @@ def load_perceptual(
         _check_shape(3, side, side, or_else)
     with torch.device("meta"):
         ours = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
+    files = {"features": VGG16, **({"lin": LPIPS_HEADS} if kind == "lpips" else {})}
+    published = " and ".join(map(str, files.values()))
+    given = None if weights in (None, PUBLISHED) else Path(weights)
+    paths = [given] if given and not given.is_dir() else [file.inside(given) for file in files.values() if given]
     found: dict[str, Tensor] = {}
-    searched = _candidates(kind, weights, flag)
-    for path in searched:
-        if path.exists() and (missing := ours.keys() - found.keys()):
-            found |= read_state_dict(path, missing)
-    if missing := ours.keys() - found.keys():
-        raise ValueError(f"{_absence(kind, missing, searched)}; put the file there or name it ({flag}){or_else}")
+    try:
+        for path in filter(None, paths):
+            found |= read_state_dict(path, ours.keys() - found.keys(), published=published)
+        if given and not found:
+            raise ValueError(f"{given} holds no weights of {kind}; give {published}")
+        for part, file in files.items():
+            if not any(name.startswith(part) for name in found):
+                found |= read_state_dict(fetched(file, mark), {name for name in ours if name.startswith(part)})
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}{or_else}") from None
     found = {ours[name]: tensor for name, tensor in found.items()}
     try:
         with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
@@ -163,50 +169,17 @@ def load_perceptual(
     return model.to(device)
 
 
-def load_lpips(weights: str | None, side: int, device: torch.device | str = "cpu") -> PerceptualLoss | None:
+def load_lpips(
+    weights: str | None, side: int, device: torch.device | str = "cpu", mark: Callable[[], None] = lambda: None
+) -> PerceptualLoss | None:
     """The LPIPS that a validation reports of images with this side in pixels, with the weights of --lpips_weights; None
     without any. Raises ValueError as `load_perceptual`."""
-    return load_perceptual("lpips" if weights else "none", weights, device, side=side, flag="--lpips_weights")
+    return load_perceptual(
+        "lpips" if weights else "none", weights, device, side=side, flag="--lpips_weights", mark=mark
+    )
 
 
 def _published_name(name: str) -> str:
     """heads.2.weight -> lin2.model.1.weight, LPIPS's name of it; a name of the trunk, which is torchvision's, stays."""
     part, index, kind = name.split(".")
     return f"lin{index}.model.1.{kind}" if part == "heads" else name
-
-
-def _candidates(kind: str, weights: str | Path | None, flag: str) -> list[Path]:
-    """Paths that may hold the weights, in the order of search. Raises ValueError if ``weights`` does not exist."""
-    names = [_TRUNK_FILE, *(_HEADS_FILES if kind == "lpips" else ())]
-    in_cache = [Path(torch.hub.get_dir()) / "checkpoints" / name for name in names]
-    in_cache += _heads_in_packages() if kind == "lpips" else []
-    if weights is None:
-        return in_cache
-    named = Path(weights)
-    if not named.exists():
-        raise ValueError(f"{flag}: there is no {named} to take the weights of {kind} from; {_sources(kind)}")
-    return [*([named / name for name in names] if named.is_dir() else [named]), *in_cache]
-
-
-def _heads_in_packages() -> list[Path]:
-    """Files of LPIPS's heads in installed packages, which are not imported."""
-    found = []
-    for package, inside in _HEADS_IN_PACKAGES.items():
-        spec = importlib.util.find_spec(package)
-        folders = spec.submodule_search_locations if spec else None
-        found += [Path(folder) / inside for folder in folders or ()]
-    return [path for path in found if path.is_file()]
-
-
-def _absence(kind: str, missing: set[str], searched: Sequence[Path]) -> str:
-    heads_only = all(name.startswith("lin") for name in missing)
-    what = f"the heads of LPIPS 0.1 ({' or '.join(_HEADS_FILES)})" if heads_only else f"VGG16's ({_TRUNK_FILE})"
-    places = ", ".join(dict.fromkeys(str(path if path.is_file() else path.parent) for path in searched))
-    needs = f"the perceptual loss {kind} needs weights that are in none of {places}: {what}, such as {min(missing)}"
-    return f"{needs}; {_FROM_PACKAGE if heads_only else _sources(kind)}"
-
-
-def _sources(kind: str) -> str:
-    """Where the weights of a distance are published, as a clause."""
-    of_vgg = f"VGG16's file: {where_from('vgg16')}"
-    return of_vgg if kind == "vgg" else f"{of_vgg}; the heads of LPIPS: {_FROM_PACKAGE}"

@@ -1,5 +1,5 @@
 """A stand-in for the Hugging Face Hub on this machine: the part of its protocol that huggingface_hub 2.4 speaks when it
-makes a repository, commits to it and downloads from it, with all files in git and none in LFS. It can also fail."""
+makes a repository, commits to it and downloads from it, with all files in git. It can also fail."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_stand_in"
+LARGE = 1 << 20  # bytes; larger files have the checksums of LFS
 
 
 @dataclass
@@ -41,8 +42,8 @@ class Hub:
     """The state of a server.
 
     Attributes:
-        failure: None, an HTTP status that answers everything, "cut" (the connection ends without an answer) or
-            "cut body" (downloads end in the middle).
+        failure: None, an HTTP status that answers everything, "cut" (the connection ends without an answer), "cut body"
+            (downloads end in the middle) or "other body" (as long as the right one).
         requests: "METHOD path" of every request.
     """
 
@@ -176,6 +177,8 @@ class Handler(BaseHTTPRequestHandler):
         content = repository.commits[sha][path]
         digest = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": sha}
+        if len(content) > LARGE:
+            headers |= {"X-Linked-ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Linked-Size": str(len(content))}
         if self.hub.failure == "cut body" and self.command == "GET":
             self.send_response(200)
             for key, text in {**headers, "Content-Length": str(len(content))}.items():
@@ -184,7 +187,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[: len(content) // 2])
             self.close_connection = True
             return
-        self.answer(200, content, headers)
+        is_other = self.hub.failure == "other body" and self.command == "GET"
+        self.answer(200, content[::-1] if is_other else content, headers)
 
 
 @contextmanager

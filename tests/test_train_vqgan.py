@@ -156,6 +156,19 @@ def test_a_mistake_gives_one_line(said: list[str], text: str, tmp_path: Path) ->
     assert text in VQGAN.refused(tmp_path / "run", *said)
 
 
+@pytest.mark.parametrize(("said", "file"), [
+    (["--perceptual", "vgg"], "vgg16-397923af.pth"), (["--lpips_weights", "published"], "vgg16-397923af.pth"),
+    (["--fid_weights", "published"], "inception-2015-12-05"),
+])  # fmt: skip
+def test_weights_that_are_asked_for_are_those_published(
+    said: list[str], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = VQGAN.refused(tmp_path / "run", *said)
+    assert file in found and "HF_HUB_OFFLINE" in found
+
+
 @pytest.mark.parametrize("in_file", ["vq_decay: 0.5\nvq_cosine: true", "quantizer: fsq\nfsq_levels: '4,4,4'"])
 def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: str, tmp_path: Path) -> None:
     (tmp_path / "vq.yaml").write_text(in_file)

@@ -162,7 +162,8 @@ def sampling_example(args: argparse.Namespace) -> list[str]:
     if not args.condition_on:
         flags = ["--count", "4"]
     elif args.clip:
-        flags = ["--prompts", "a text", "--clip", args.clip, "--clip_weights", args.clip_weights]
+        weights = ["--clip_weights", args.clip_weights] if args.clip_weights else []
+        flags = ["--prompts", "a text", "--clip", args.clip, *weights]
     elif args.image_folder.startswith("demo:") and not args.dataset:
         flags = ["--prompts", "a red circle on the left"]
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +11,45 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tandem.files.fetching import Published, fetched
 from tandem.files.reading import check_regular
 
 from .archive import check_archive, check_old_file, check_sizes
 from .errors import one_line
 
-# Where a network's file is published. By torch.hub's convention ("load_state_dict_from_url", pytorch.org), the digits
-# behind the last - of a name are the beginning of the file's SHA-256.
-_SOURCES = {
-    "vgg16": "https://download.pytorch.org/models/vgg16-397923af.pth (528 MB; its SHA-256 begins with 397923af)",
-    "inception": "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
-    "pt_inception-2015-12-05-6726825d.pth (its SHA-256 begins with 6726825d)",
-    "i3d": "i3d_pretrained_400.pt of https://github.com/npurson/fid-metrics/releases/tag/v1.0 (50 MB, no checksum is "
-    "published)",
-}
+VGG16 = Published(
+    "torchvision's VGG16", ("vgg16-397923af.pth",), "https://download.pytorch.org/models/vgg16-397923af.pth",
+    553_433_881, "397923af8e79cdbb6a7127f12361acd7a2f83e06b05044ddf496e83de57a5bf0",
+)  # fmt: skip
+LPIPS_HEADS = Published(
+    "the heads of LPIPS 0.1", ("vgg_lpips.pth", "vgg.pth"),
+    "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/vgg.pth",
+    7_289, "a78928a0af1e5f0fcb1f3b9e8f8c3a2a5a3de244d830ad5c1feddc79b8432868",
+)  # fmt: skip
+INCEPTION = Published(
+    "FID's Inception", ("pt_inception-2015-12-05-6726825d.pth", "weights-inception-2015-12-05-6726825d.pth"),
+    "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
+    95_628_359, "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
+)  # fmt: skip
+
+#: What a flag takes in the place of a file: the published file, which is fetched if the cache does not hold it.
+PUBLISHED = "published"
 
 
-def where_from(network: str) -> str:
-    """One clause that says where the weights of "vgg16", "inception" or "i3d" are published."""
-    return f"it is published as {_SOURCES[network]}"
+def weights_of(file: Published, given: str, mark: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+    """Tensors by name of a file that the user gives, or of the published one. Raises ValueError, in one line."""
+    return read_state_dict(fetched(file, mark) if given == PUBLISHED else Path(given), published=str(file))
 
 
 def read_state_dict(
-    path: Path, names: Collection[str] | None = None, part: str = "", *, network: str = ""
+    path: Path, names: Collection[str] | None = None, part: str = "", *, published: str = ""
 ) -> dict[str, Tensor]:
     """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch.
 
     Args:
         names: Read only these tensors.
         part: Key of a .pt or .pth file under which the tensors stand, if it has such a key.
-        network: Of `where_from`, if the message about a missing file is to say where to get it.
+        published: What and where such a file is, for the message about a missing one.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
@@ -48,7 +57,7 @@ def read_state_dict(
     try:
         found = _read(path, names, part)
     except OSError as error:
-        source = f"; {where_from(network)}" if network and not path.exists() else ""
+        source = f"; give {published}" if published and not path.exists() else ""
         raise ValueError(f"cannot read {path}: {error.strerror or error}{source}") from None
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{path} holds no weights that can be read without running code: {one_line(error)}") from None

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.functional import to_pil_image
 
+from models import clip as module
 from models.clip import Clip
 from tests.models import helpers
 
@@ -64,7 +65,7 @@ def pictures(side: int, n: int = 3) -> Tensor:
     return (64 + smooth.clamp(0, 1) * 128).round().byte()
 
 
-def refused(name: str | Path, weights: str | Path) -> str:
+def refused(name: str | Path, weights: str | Path | None) -> str:
     return helpers.refused(Clip.from_file, str(name), weights)
 
 
@@ -163,3 +164,39 @@ def test_weights_and_configurations_that_do_not_fit_are_named(folder, tmp_path):
 def test_a_missing_package_says_how_to_install_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
     assert 'pip install -e ".[clip]"' in refused(folder / "tiny.json", folder / "tiny.pt")
+
+
+@pytest.mark.parametrize(("weights", "place"), [
+    (None, ("timm/vit_base_patch32_clip_224.openai", "open_clip_model.safetensors")),
+    ("laion400m_e32", ("timm/vit_base_patch32_clip_224.laion400m_e32", "open_clip_model.safetensors")),
+])  # fmt: skip
+def test_weights_that_open_clip_knows_are_fetched(
+    weights: str | None, place: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_configuration", lambda name: (copy.deepcopy(TINY), {}))
+    monkeypatch.setattr(module, "_published", lambda *given: open_clip.get_pretrained_cfg(*given[:2]))
+    asked: list[Any] = []
+
+    def fetched(what: str, *more: Any) -> Path:
+        asked.append(more[:2])
+        return folder / "tiny.safetensors"
+
+    monkeypatch.setattr(module, "fetched_from_hub", fetched)
+    model = Clip.from_file("ViT-B-32-quickgelu", weights)
+    assert asked == [place] and model.file == str(folder / "tiny.safetensors")
+
+
+@pytest.mark.parametrize(("name", "weights", "said"), [
+    ("ViT-L-14", None, "the weights openai need the model of another name: give --clip ViT-L-14-quickgelu"),
+    ("ViT-H-14", None, "no published weights 'openai' of --clip ViT-H-14: give --clip_weights, a file or one of"),
+    ("ViT-L-14-quickgelu", "nowhere.pt", "nowhere.pt: No such file"),
+])  # fmt: skip
+def test_weights_that_cannot_be_meant_are_refused_before_anything_is_fetched(
+    name: str, weights: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "fetched_from_hub", None)
+    assert said in refused(name, weights)
+
+
+def test_a_configuration_needs_the_file_of_its_weights(folder: Path) -> None:
+    assert "give --clip_weights" in refused(folder / "tiny.json", None)

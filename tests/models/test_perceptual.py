@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,15 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.files.published import read_state_dict
-from models.perceptual import PerceptualLoss, load_perceptual
+from models.files.published import INCEPTION, LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict, weights_of
+from models.i3d import load_i3d
+from models.perceptual import PerceptualLoss, load_lpips, load_perceptual
+from tandem.files.fetching import MIRROR, Published
 from tests.models.helpers import NARROW, assert_same_bits, narrow, one_line_of, refused, some_images
 
 HEADS_FILE = Path(lpips.__file__).parent / "weights/v0.1/vgg.pth"
 TRUNK_NAME = "vgg16-397923af.pth"
-SOURCE = f"https://download.pytorch.org/models/{TRUNK_NAME}"
+SOURCE = VGG16.address
 KINDS = pytest.mark.parametrize("kind", ["vgg", "lpips"])
 
 
@@ -42,16 +43,10 @@ def pair(**sizes: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty torch.hub cache, and no heads in installed packages; downloading fails."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("downloads")
-
-    for package in ("lpips", "torchmetrics") if "with_packages" not in request.keywords else ():
-        monkeypatch.setitem(sys.modules, package, None)  # it is not found then
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty torch.hub cache of a machine that is offline."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     folder = tmp_path / "home" / "hub" / "checkpoints"
     folder.mkdir(parents=True)
     return folder
@@ -104,7 +99,7 @@ def test_images_that_vgg_cannot_take_are_an_error_before_any_weights_are_read(tm
     assert "15 x 15" in said and said.endswith("(no --lpips_weights)")
     torch.save(published(narrow("vgg")), tmp_path / "mine.pth")
     assert load_perceptual("vgg", tmp_path / "mine.pth", side=16, widths=NARROW) is not None
-    assert load_perceptual("none", side=15) is None
+    assert load_perceptual("none", side=15) is None is load_lpips(None, 15)
 
 
 @pytest.mark.parametrize(("heads", "is_named", "is_new"), [("vgg.pth", False, False), ("vgg_lpips.pth", True, True)])
@@ -119,42 +114,53 @@ def test_weights_come_from_the_cache_or_a_folder_under_their_published_names(
         assert_same_bits(load_perceptual(kind, tmp_path if is_named else None, widths=NARROW), narrow(kind))
 
 
-@pytest.mark.parametrize(("network", "said"), [
-    ("vgg16", "vgg16-397923af.pth"), ("inception", "6726825d"), ("i3d", "fid-metrics"), ("", ""),
+@pytest.mark.parametrize(("read", "said"), [
+    (lambda path: weights_of(INCEPTION, str(path)), INCEPTION.address), (load_i3d, "fid-metrics"),
+    (read_state_dict, ""),
 ])  # fmt: skip
 def test_a_missing_file_of_a_published_network_says_where_it_comes_from(
-    network: str, said: str, tmp_path: Path
+    read: Callable[[Path], Any], said: str, tmp_path: Path
 ) -> None:
-    found = one_line_of(lambda path: read_state_dict(path, network=network), tmp_path / "none.pt")
-    assert said in found and ("published" in found) == bool(network)
+    found = one_line_of(read, tmp_path / "none.pt")
+    assert said in found and ("give" in found) == bool(said)
 
 
 @KINDS
 def test_one_named_file_may_hold_everything_and_goes_before_the_cache(kind: str, tmp_path: Path, cache: Path) -> None:
     model, file = narrow(kind), tmp_path / "mine.safetensors"
     torch.save({name: tensor + 1 for name, tensor in published(model).items()}, cache / TRUNK_NAME)
-    # Even where the cache would do.
-    said = refused(load_perceptual, kind, file, widths=NARROW, flag="--lpips_weights")
-    assert said.startswith("--lpips_weights") and str(file) in said and SOURCE in said and "397923af" in said
-    assert ("pip install lpips" in said) == (kind == "lpips")
+    said = refused(load_perceptual, kind, file, widths=NARROW, flag="--lpips_weights")  # though the cache would do
+    assert said.startswith("--lpips_weights") and str(file) in said and SOURCE in said
+    assert (LPIPS_HEADS.address in said) == (kind == "lpips")
     save_file(published(model), file)
     assert_same_bits(load_perceptual(kind, str(file), "cpu", widths=NARROW), model)
 
 
 @pytest.mark.parametrize(("kind", "file", "flag", "way_out"), [
-    ("vgg", TRUNK_NAME, "--perceptual_weights", "--perceptual none"),
-    ("lpips", "vgg_lpips.pth or vgg.pth", "--lpips_weights", "no --lpips_weights"),
+    ("vgg", VGG16, "--perceptual_weights", "--perceptual none"), ("lpips", LPIPS_HEADS, "--lpips_weights", "no --"),
 ])  # fmt: skip
-def test_weights_that_are_nowhere_are_one_line_with_file_places_and_the_way_out(
-    kind: str, file: str, flag: str, way_out: str, cache: Path
+def test_offline_weights_that_are_nowhere_are_one_line_with_file_place_and_the_way_out(
+    kind: str, file: Published, flag: str, way_out: str, cache: Path
 ) -> None:
     """Some scripts have one of the flags only."""
     if kind == "lpips":
         torch.save(part(published(narrow(kind)), "features"), cache / TRUNK_NAME)
-    said = refused(load_perceptual, kind, widths=NARROW, flag=flag)
-    source = "pip install lpips" if kind == "lpips" else SOURCE
-    assert all(text in said for text in (file, str(cache), source, f"({flag})", f"({way_out})"))
+    said = refused(load_perceptual, kind, PUBLISHED, widths=NARROW, flag=flag)
+    assert all(text in said for text in (str(file), str(cache), flag, f"({way_out}"))
     assert ("--lpips_weights" if kind == "vgg" else "--perceptual") not in said
+
+
+def test_weights_that_are_not_given_are_fetched_as_published(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv(MIRROR, HEADS_FILE.parent.as_uri())
+    trunk = PerceptualLoss("vgg").state_dict()
+    torch.save(trunk, cache / TRUNK_NAME)
+    model = load_lpips(PUBLISHED, 32)
+    assert model is not None and capfd.readouterr().err.count(f"{cache / 'vgg_lpips.pth'}\n") == 1
+    assert torch.equal(published(model)["lin4.model.1.weight"], read_state_dict(HEADS_FILE)["lin4.model.1.weight"])
+    assert torch.equal(model.features[0].weight, trunk["features.0.weight"])
 
 
 def test_weights_of_another_network_are_an_error_that_names_the_first_that_differs_or_the_file(tmp_path: Path) -> None:
@@ -163,4 +169,4 @@ def test_weights_of_another_network_are_an_error_that_names_the_first_that_diffe
     assert "--perceptual_weights" in said and "features.0.weight" in said
     shutil.copy(HEADS_FILE, tmp_path / "x.pth")
     said = refused(load_perceptual, "vgg", tmp_path / "x.pth", widths=NARROW)
-    assert "x.pth" in said and TRUNK_NAME in said
+    assert "x.pth holds no weights of vgg" in said and TRUNK_NAME in said

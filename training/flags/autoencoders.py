@@ -34,16 +34,24 @@ class PerceptualFlags:
     """Of every script that compares features of images."""
 
     lpips_weights: str | None = flag(
-        None, "report LPIPS on the validation split with these weights", FILE, title="evaluation", needs=VALIDATION
+        None,
+        "report LPIPS on the validation split with these weights: a file, a folder, or published, which fetches them",
+        FILE,
+        title="evaluation",
+        needs=VALIDATION,
     )
     perceptual: str = flag(
         "none",
-        "kind of perceptual loss: distance of VGG16 features, or LPIPS; both need weights",
+        "kind of perceptual loss: distance of VGG16 features, or LPIPS",
         choices=("none", "vgg", "lpips"),
         title="perceptual loss",
     )
     perceptual_weights: str | None = flag(
-        None, "weights of the perceptual network (default: from torch.hub's cache)", FILE, needs=_PERCEPTUAL
+        None,
+        "weights of the perceptual network, a file or a folder (default: the published ones, fetched once into "
+        "torch.hub's cache; with HF_HUB_OFFLINE=1 they must be there)",
+        FILE,
+        needs=_PERCEPTUAL,
     )
     perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, needs=_PERCEPTUAL)
 

@@ -60,9 +60,17 @@ class DecoderFlags:
         0, "updates between two evaluations; 0: only at the end", step_count_or_0, needs=above_0("n_evaluation_samples")
     )
     fid_weights: str | None = flag(
-        None, "report FID, KID and inception score by these weights", FILE, needs=above_0("n_evaluation_samples")
+        None,
+        "report FID, KID and inception score by these weights: a file, or published, which fetches them",
+        FILE,
+        needs=above_0("n_evaluation_samples"),
     )
-    lpips_weights: str | None = flag(None, "report LPIPS by these weights", FILE, needs=above_0("n_evaluation_samples"))
+    lpips_weights: str | None = flag(
+        None,
+        "report LPIPS by these weights: a file, a folder, or published, which fetches them",
+        FILE,
+        needs=above_0("n_evaluation_samples"),
+    )
     loss_weight: list[str] = per_unet(
         ["none"], "loss weight by noise level", choices=("none", "min_snr", "p2", "sigmoid", "learned"), title=ONE_EACH
     )

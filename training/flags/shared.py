@@ -58,15 +58,12 @@ class ClipFlags:
         ),
     )
     clip_weights: str | None = flag(
-        None, "weights for --clip: safetensors or a plain state dict", FILE, needs=given("clip", "NAME")
+        None,
+        "weights for --clip: a file of safetensors or a plain state dict, or the name that open_clip has for published "
+        "ones, such as laion2b_s32b_b82k, which are fetched once (default: openai)",
+        FILE,
+        needs=given("clip", "NAME"),
     )
-
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        if args.clip is not None and args.clip_weights is None:
-            parser.error(
-                f"--clip {args.clip} needs the file of its weights: give --clip_weights; nothing is downloaded"
-            )
 
 
 # In a config file --lr_cosine may be switched on and off.

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from data.tokenizers import Tokenizer
+
 _TOKENS_AT_A_TIME = 8  # texts are cut to a multiple of this, because every new shape is compiled anew
 _TEXTS_AT_A_TIME = 256
-
-
-class Tokenizer(Protocol):
-    """Sentences -> tokens (b, t), and the number of tokens of each."""
-
-    def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]: ...
 
 
 def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:

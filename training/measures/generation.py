@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .averages import AllReduce, Averages, no_reduce
-from .fid import FrechetStatistics, frechet_distance
+from .fid import FrechetStatistics, Gaussian, frechet_distance
+
+if TYPE_CHECKING:
+    from .fid import Inception
 
 Gather = Callable[[Tensor], Tensor]
 Pairs = tuple[Tensor, Tensor]
+
+_SUBSETS, _SUBSET_SIZE = 100, 1000  # of KID, as published
+_AT_A_TIME = 4096  # vectors that are float64 at a time
 
 # Measures by the network that they need, and the flag that names the network's weights.
 _NEEDS = {
@@ -22,24 +27,6 @@ _NEEDS = {
     "lpips": ("LPIPS", "--lpips_weights"),
     "clip": ("CLIP score", "--clip"),
 }
-
-
-class Features(Protocol):
-    """A network that describes images, such as `training.measures.fid.Inception`."""
-
-    @property
-    def dim(self) -> int:
-        """Length of a feature vector."""
-
-    @property
-    def classes(self) -> int:
-        """Length of `logits`; 0 for a network without a layer of classes."""
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Images (b, 3, h, w) in [0, 1] -> feature vectors (b, dim)."""
-
-    def logits(self, features: Tensor) -> Tensor:
-        """Feature vectors (b, dim) -> logits of classes (b, classes)."""
 
 
 def no_gather(tensor: Tensor) -> Tensor:
@@ -57,109 +44,67 @@ def left_out(networks: Mapping[str, object | None]) -> str | None:
     return f"not measured without the weights that they need: {', '.join(missing)}" if missing else None
 
 
-def squared_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Unbiased estimate of the squared maximum mean discrepancy of two sets of vectors (n, d) and (m, d), n, m >= 2,
-    under the kernel (x . y / d + 1)^3; 0-d float64. Around 0 for two sets of one distribution, so it may be negative.
+class Distributions:
+    """Distances between real and generated images by a network's features of all, which every process holds in the
+    end, fp32: 16 KB for a pair of images with Inception's 2048 numbers each. KID and inception score are those of
+    torch-fidelity, as published values are.
 
-    Gretton et al. 2012, equation 3; with this kernel of Inception features, the KID of Binkowski et al. 2018.
-    """
-    n, m, d = len(x), len(y), x.shape[1]
-
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        with torch.autocast(a.device.type, enabled=False):
-            return (a @ b.T / d + 1).double() ** 3
-
-    of_x, of_y = kernel(x, x), kernel(y, y)
-    within_x = (of_x.sum() - of_x.diagonal().sum()) / (n * (n - 1))
-    within_y = (of_y.sum() - of_y.diagonal().sum()) / (m * (m - 1))
-    return within_x + within_y - 2 * kernel(x, y).mean()
-
-
-class KernelDistance:
-    """Kernel inception distance (Binkowski et al. 2018): the mean of `squared_mmd` over random subsets.
-
-    Unlike FID it is not biased for few images. Every process holds the features of all, fp32: 16 KB for a pair of
-    images with Inception's 2048 numbers each.
-
-    Args:
-        dim: Length d of a vector.
-        subsets, subset_size: Published values have 100 of 1000 vectors each, drawn without replacement. If there are no
-            more vectors than that, all of them are compared once.
+    - `fid`: see `frechet_distance`.
+    - `kid` (Binkowski et al. 2018) and `kid_std`: mean and standard deviation over 100 pairs of random subsets, of 1000
+      images each; of fewer images, all are compared once, and there is no `kid_std`. Unlike FID, it is not biased for
+      few images.
+    - `inception_score` of the generated images (Salimans et al. 2016), over all of them at once. Values that are
+      published as a mean over ten parts of the images are a little lower.
     """
 
-    def __init__(
-        self, dim: int, device: torch.device | str = "cpu", *, subsets: int = 100, subset_size: int = 1000
-    ) -> None:
-        assert subsets >= 1 and subset_size >= 2
-        self._subsets, self._subset_size = subsets, subset_size
-        self._features = [torch.empty(0, 2 * dim, device=device)]
+    def __init__(self, network: Inception, device: torch.device | str = "cpu") -> None:
+        self._network = network
+        self._features = [torch.empty(0, 2 * network.dim, device=device)]
         self._positions = [torch.empty(0, dtype=torch.int64, device=device)]
 
     def add(self, real: Tensor, generated: Tensor, positions: Sequence[int]) -> None:
-        """Add vectors (b, d) of real and of generated images. Positions in the whole set, each once, make the subsets
+        """Add real and generated images (b, 3, h, w) in [0, 1]. Positions in the whole set, each once, make the values
         independent of how the set is spread over processes."""
         (features, *_), (numbers, *_) = self._features, self._positions
-        self._features.append(torch.cat([real, generated], dim=1).detach().to(features))
+        self._features.append(torch.cat([self._network(real), self._network(generated)], dim=1).to(features))
         self._positions.append(torch.as_tensor(positions).to(numbers))
 
     def result(self, gather: Gather = no_gather) -> dict[str, float]:
-        """`kid`, and `kid_std`, the standard deviation over the subsets, if there are several. Collective: the features
-        are gathered once.
+        """Values by name. Collective: the features are gathered once.
 
         Raises:
             ValueError: fewer than 2 pairs in all.
         """
+        from torch_fidelity.metric_isc import isc_features_to_metric
+        from torch_fidelity.metric_kid import kid_features_to_metric
+
         features, positions = gather(torch.cat(self._features)), gather(torch.cat(self._positions))
-        n, size = len(features), min(self._subset_size, len(features))
-        if n < 2:
-            raise ValueError(f"a kernel distance of {n} images: give at least 2, better thousands")
         real, generated = features[positions.argsort()].chunk(2, dim=1)
-        random = torch.Generator().manual_seed(0)  # on the CPU, so that every device draws the same subsets
-        distances = []
-        for _ in range(self._subsets if size < n else 1):
-            rows, others = (torch.randperm(n, generator=random)[:size].to(features.device) for _ in range(2))
-            distances.append(squared_mmd(real[rows], generated[others]))
-        found = torch.stack(distances)
-        spread = {"kid_std": found.std(correction=0).item()} if len(found) > 1 else {}
-        return {"kid": found.mean().item(), **spread}
+        size = min(_SUBSET_SIZE, len(real))
+        fid = frechet_distance(*(_gaussian(each) for each in (real, generated)))
+        options = {"kid_subsets": _SUBSETS if size < len(real) else 1, "kid_subset_size": size, "verbose": False}
+        of_kid = kid_features_to_metric(real.cpu(), generated.cpu(), **options)
+        of_score = isc_features_to_metric(self._network.logits(generated).cpu(), splits=1, shuffle=False)
+        return {
+            "fid": fid,
+            "kid": float(of_kid["kernel_inception_distance_mean"]),
+            **({"kid_std": float(of_kid["kernel_inception_distance_std"])} if size < len(real) else {}),
+            "inception_score": of_score["inception_score_mean"],
+        }
 
 
-class InceptionScore:
-    """Inception score (Salimans et al. 2016): the exponential of the mean divergence, in nats, of the classes p(y | x)
-    of an image from those of all images. From 1, if all images are judged alike, to the number of classes.
-
-    Over all images at once. Values that are published as a mean over ten parts of the images are a little lower.
-
-    Args:
-        classes: Number of classes.
-        device: Device of the sums, float64.
-    """
-
-    def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
-        # Of the probabilities of each class, of p log p over all classes, and of the images.
-        self._sums = torch.zeros(classes + 2, dtype=torch.float64, device=device)
-
-    def add(self, logits: Tensor) -> None:
-        """Add logits (b, classes) of generated images."""
-        log_p = logits.detach().double().log_softmax(1)
-        p = log_p.exp()
-        of_batch = torch.cat([p.sum(0), (p * log_p).sum()[None], p.new_tensor([len(p)])])
-        self._sums += of_batch.to(self._sums)
-
-    def result(self, all_reduce: AllReduce = no_reduce) -> float:
-        """The score over all processes; NaN without images. Collective: one all-reduce."""
-        sums = all_reduce(self._sums.clone())
-        mean, negative_entropy = sums[:-2] / sums[-1], sums[-2] / sums[-1]
-        return math.exp((negative_entropy - torch.special.xlogy(mean, mean).sum()).item())
+def _gaussian(features: Tensor) -> Gaussian:
+    statistics = FrechetStatistics(features.shape[1], features.device)
+    for part in features.split(_AT_A_TIME):
+        statistics.add(part)
+    return statistics.result()
 
 
 class GenerationQuality:
     """Measures of generated images beside the real images of the same conditions, over all processes; each only if its
     network is given.
 
-    - `fid`, `kid` (and `kid_std`): distances of the distributions of features; see `frechet_distance` and
-      `KernelDistance`.
-    - `inception_score`: of the generated images; see `InceptionScore`.
+    - `fid`, `kid`, `kid_std`, `inception_score`: see `Distributions`.
     - `lpips`: mean perceptual distance of a generated image from the real one of its condition.
     - mean cosines of embeddings, under names of the caller, such as `clip_score` of images and captions (Hessel et al.
       2021, without its factor of 2.5 and without cutting off negative values).
@@ -169,26 +114,20 @@ class GenerationQuality:
         inception: Network of FID, KID and inception score.
         lpips: Generated and real images (b, c, h, w) in [0, 1] -> distances (b,), such as `PerceptualLoss.distances`.
         cosines: Names of the mean cosines; the same on every process.
-        kid_subsets, kid_subset_size: See `KernelDistance`.
     """
 
     def __init__(
         self,
         device: torch.device | str = "cpu",
         *,
-        inception: Features | None = None,
+        inception: Inception | None = None,
         lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
         cosines: Sequence[str] = (),
-        kid_subsets: int = 100,
-        kid_subset_size: int = 1000,
     ) -> None:
-        self._inception, self._lpips = inception, lpips
-        self._averages = Averages(*(["lpips"] if lpips else []), *cosines, device=device)
+        self._distributions = Distributions(inception, device) if inception else None
+        self._lpips = lpips
         self._names = [*(["lpips"] if lpips else []), *cosines]
-        if inception is not None:
-            self._real, self._generated = (FrechetStatistics(inception.dim, device) for _ in range(2))
-            self._kid = KernelDistance(inception.dim, device, subsets=kid_subsets, subset_size=kid_subset_size)
-            self._score = InceptionScore(inception.classes, device) if inception.classes else None
+        self._averages = Averages(*self._names, device=device)
 
     @torch.no_grad()
     def add(self, real: Tensor, generated: Tensor, positions: Sequence[int], **cosines: Pairs) -> None:
@@ -199,13 +138,8 @@ class GenerationQuality:
             cosines: Two embeddings (b, d) of any length by name, of which the mean cosine is taken.
         """
         real, generated = real.clamp(0, 1), generated.clamp(0, 1)
-        if self._inception is not None:
-            of_real, of_generated = self._inception(real), self._inception(generated)
-            self._real.add(of_real)
-            self._generated.add(of_generated)
-            self._kid.add(of_real, of_generated, positions)
-            if self._score is not None:
-                self._score.add(self._inception.logits(of_generated))
+        if self._distributions:
+            self._distributions.add(real, generated, positions)
         if self._lpips is not None:
             self._averages.add(lpips=self._lpips(generated, real))
         for name, (one, other) in cosines.items():
@@ -222,10 +156,5 @@ class GenerationQuality:
         Raises:
             ValueError: fewer than 2 images in all, for measures of distributions.
         """
-        values: dict[str, float] = {}
-        if self._inception is not None:
-            values["fid"] = frechet_distance(self._real.result(all_reduce), self._generated.result(all_reduce))
-            values |= self._kid.result(gather)
-            if self._score is not None:
-                values["inception_score"] = self._score.result(all_reduce)
+        values = self._distributions.result(gather) if self._distributions else {}
         return {**values, **(self._averages.result(all_reduce) if self._names else {})}

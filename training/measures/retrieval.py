@@ -9,11 +9,13 @@ https://dcase.community/challenge2024/task-language-based-audio-retrieval):
 
 In the protocol all captions differ. Here several clips may share a caption: it is right for each of these clips, is a
 single candidate, and is a query once for each of them.
+
+torchmetrics' measures of retrieval take the scores of all pairs in one list, where these are made in parts, and break
+ties by a sort that keeps no order, where these count ties against the query.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -54,10 +56,8 @@ class RetrievalQuality:
         self._device = torch.device(device)
         self._audio: list[Tensor] = []
         self._text: list[Tensor] = []
-        self._ids: list[int] = []
-        self._owners: list[int] = []
+        self._captions: list[Sequence[str]] = []
         self._labels: list[Sequence[str | None]] = []
-        self._clips = 0
 
     def add(
         self, audio: Tensor, text: Tensor, captions: Sequence[Sequence[str]], labels: Sequence[str | None] | None = None
@@ -80,12 +80,10 @@ class RetrievalQuality:
                 f"{len(audio)} clips have {len(captions)} lists of captions, {len(labels)} labels, and {len(text)} "
                 f"text embeddings for {count} captions: there must be one of each"
             )
-        self._owners += [self._clips + row for row, own in enumerate(captions) for _ in own]
-        self._ids += [text_id(caption) for own in captions for caption in own]
+        self._captions += captions
         self._audio.append(audio.detach().float().to(self._device))
         self._text.append(text.detach().float().to(self._device))
         self._labels.append(labels)
-        self._clips += len(audio)
 
     def result(self, processes: Backend, mark: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Quality of retrieval in both directions, equal on every process and for any number of processes. Collective.
@@ -121,28 +119,21 @@ class RetrievalQuality:
     def _gathered(self, processes: Backend) -> tuple[Tensor, Tensor, Pairs] | None:
         """Unit vectors of all clips (n, d) and of all distinct captions (t, d), float64, and the captions of each
         clip; None if there is nothing to rank."""
-        own_dim = self._audio[0].shape[1] if self._audio else 0
-        facts = processes.gather_objects([own_dim, self._clips, len(self._ids)])
-        dim, clips = max(fact[0] for fact in facts), [fact[1] for fact in facts]
-        if not sum(fact[2] for fact in facts):
+        facts = processes.gather_objects([self._audio[0].shape[1] if self._audio else 0, self._captions])
+        dim, captions = max(own_dim for own_dim, _ in facts), [own for _, of_rank in facts for own in of_rank]
+        said = [caption for own in captions for caption in own]
+        if not said:
             return None
-        own_audio = torch.cat(self._audio) if self._audio else torch.empty(0, dim, device=self._device)
-        own_text = torch.cat(self._text) if self._text else torch.empty(0, dim, device=self._device)
-        ids = torch.tensor(self._ids, dtype=torch.int64, device=self._device)
-        owners = torch.tensor(self._owners, dtype=torch.int64, device=self._device) + sum(clips[: processes.rank])
-        distinct, which = ids.unique(return_inverse=True)
-        sums = torch.zeros(len(distinct), dim, dtype=torch.float64, device=self._device)
-        sums.index_add_(0, which, own_text.double())
-
-        audio = processes.gather(own_audio)
-        ids, owners = processes.gather(ids), processes.gather(owners)
-        distinct, sums = processes.gather(distinct), processes.gather(sums)
+        nothing = torch.empty(0, dim, device=self._device)
+        audio, text = (processes.gather(torch.cat([nothing, *own])) for own in (self._audio, self._text))
+        numbers = {caption: number for number, caption in enumerate(sorted(set(said)))}
+        which = torch.tensor([numbers[caption] for caption in said], device=self._device)
+        owners = [clip for clip, own in enumerate(captions) for _ in own]
         # The embedding of a text may differ in its last bits between batches: take the mean over all of them, which
         # does not depend on their order.
-        distinct, rows = distinct.unique(return_inverse=True)
-        text = torch.zeros(len(distinct), dim, dtype=torch.float64, device=self._device).index_add_(0, rows, sums)
-        pairs = _sorted(owners, torch.searchsorted(distinct, ids))
-        return _directions(audio), _directions(text), pairs
+        sums = torch.zeros(len(numbers), dim, dtype=torch.float64, device=self._device)
+        sums.index_add_(0, which, text.double())
+        return _directions(audio), _directions(sums), _sorted(torch.tensor(owners, device=self._device), which)
 
     def classes(self, processes: Backend) -> list[str]:
         """The distinct labels of all clips, sorted. Collective."""
@@ -170,12 +161,6 @@ class RetrievalQuality:
         if not totals["labelled"]:
             return {}
         return {"zero_shot/top1": totals["right"] / totals["labelled"], "zero_shot/chance_top1": 1 / len(class_names)}
-
-
-def text_id(text: str) -> int:
-    """A number in [-2^63, 2^63) that is the same for the same text in every process and run (BLAKE2b)."""
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .averages import AllReduce, Averages, code_statistics, count_codes, no_reduce
+from .averages import AllReduce, Averages, no_reduce
 from .fid import ReconstructionFID
-from .reconstruction import Variety, psnr, ssim
+from .reconstruction import ReconstructionQuality, psnr
 
 
 def dpsnr(videos: Tensor, reconstructions: Tensor) -> Tensor:
@@ -42,18 +42,15 @@ def _error(videos: Tensor, reconstructions: Tensor) -> Tensor:
 class VideoQuality:
     """Measures of reconstructed videos and use of the codes, over all processes.
 
-    - `psnr`, `ssim`, `lpips`: means over all frames of the values of single frames, as for images. (PSNR of a whole
-      clip, from an error that is pooled over its frames, is lower.) `psnr_first` and `psnr_rest`: those of first
-      frames and of all others.
-    - `variance_kept`, `explained_variance`: of single frames; see `Variety`.
+    - what `ReconstructionQuality` measures of images: means over all frames of the values of single frames. (PSNR of a
+      whole clip, from an error that is pooled over its frames, is lower.)
+    - `psnr_first`, `psnr_rest`: PSNR of first frames and of all others.
     - `dpsnr`, `flicker`: means over the clips; see the functions of these names.
     - `rfvd`: Fréchet distance of I3D's logits (Unterthiner et al. 2018).
 
-    One-frame videos have none of `psnr_rest`, `dpsnr` and `flicker`.
-
     Args:
         num_codes: Size of the codebook.
-        num_frames: Frames of a clip: with 1, what one-frame videos do not have is left out.
+        num_frames: Frames of a clip: with 1, there are none of `psnr_first`, `psnr_rest`, `dpsnr` and `flicker`.
         losses: Names of further values to average.
         lpips: Reconstructions and images (b, c, h, w) in [0, 1] -> their mean distance, 0-d.
         i3d: Videos (b, 3, f, h, w) in [0, 1] -> feature vectors (b, 400), for rFVD.
@@ -68,40 +65,30 @@ class VideoQuality:
         lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
         i3d: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._lpips = lpips
-        of_clips = ["psnr_first", "psnr_rest", "dpsnr", "flicker"] if num_frames > 1 else []
-        names = [*losses, "psnr", *of_clips, "ssim", *(["lpips"] if lpips else [])]
-        self._averages = Averages(*names, device=device)
-        self._variety = Variety(device)
-        self._counts = torch.zeros(num_codes, dtype=torch.int64, device=device)
+        self._frames = ReconstructionQuality(num_codes, device, losses, lpips)
+        of_motion = ("psnr_first", "psnr_rest", "dpsnr", "flicker")
+        self._motion = Averages(*of_motion, device=device) if num_frames > 1 else None
         self._fvd = ReconstructionFID(i3d, dim=400, device=device) if i3d else None
 
     def add(self, videos: Tensor, reconstructions: Tensor, codes: Tensor, **losses: Tensor) -> None:
         """Add videos and reconstructions (b, c, f, h, w) in [0, 1], codes of any shape, and losses (), means over b."""
         frames = list(zip(videos.unbind(2), reconstructions.unbind(2), strict=True))
-        of_frames = torch.stack([psnr(x, y) for x, y in frames])
-        self._averages.add(psnr=of_frames, ssim=torch.stack([ssim(x, y) for x, y in frames]))
-        if self._lpips:
-            distances = [self._lpips(y.clamp(0, 1), x).expand(len(x)) for x, y in frames]
-            self._averages.add(lpips=torch.stack(distances))
-        for x, y in frames:
-            self._variety.add(x, y)
-        if len(frames) > 1:
-            self._averages.add(
+        for number, (x, y) in enumerate(frames):  # one at a time, because LPIPS needs much memory
+            self._frames.add(x, y, codes if number == 0 else codes[:0], **losses)
+        if self._motion and len(frames) > 1:
+            of_frames = torch.stack([psnr(x, y) for x, y in frames])
+            self._motion.add(
                 psnr_first=of_frames[0], psnr_rest=of_frames[1:], dpsnr=dpsnr(videos, reconstructions),
                 flicker=flicker(videos, reconstructions),
             )  # fmt: skip
         if self._fvd:
             self._fvd.add(videos, reconstructions)
-        self._averages.add(**{name: loss.expand(len(videos)) for name, loss in losses.items()})
-        count_codes(self._counts, codes)
 
     def result(self, all_reduce: AllReduce = no_reduce) -> tuple[dict[str, float], Tensor]:
         """Values by name, and how often each code was chosen (num_codes,). Collective."""
-        counts = all_reduce(self._counts.clone()).cpu()
-        values = {
-            **self._averages.result(all_reduce), **self._variety.result(all_reduce), **code_statistics(counts)
-        }  # fmt: skip
+        values, counts = self._frames.result(all_reduce)
+        if self._motion:
+            values |= self._motion.result(all_reduce)
         if self._fvd:
             values["rfvd"] = self._fvd.result(all_reduce)
         return values, counts

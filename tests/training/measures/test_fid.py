@@ -119,7 +119,7 @@ def test_inception_scores_classes_as_torch_fidelity_does(inception_weights: dict
     vectors, expected = reference((torch.rand(2, 3, 32, 32) * 255).byte())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = network.logits(vectors)
-    assert vectors.shape[1] == network.dim and logits.shape == (2, network.classes)
+    assert vectors.shape[1] == network.dim and logits.shape == (2, 1008)
     torch.testing.assert_close(logits, expected)
 
 

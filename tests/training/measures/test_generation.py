@@ -2,85 +2,43 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch_fidelity.metric_isc import isc_features_to_metric
-from torch_fidelity.metric_kid import kid_features_to_metric
 
 from tests.processes import on_processes
+from training.measures import generation
 from training.measures.fid import ReconstructionFID
-from training.measures.generation import GenerationQuality, InceptionScore, KernelDistance, squared_mmd
+from training.measures.generation import GenerationQuality
 
 
 def some(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def distance(real: Tensor, generated: Tensor, **options: int) -> dict[str, float]:
-    measure = KernelDistance(real.shape[1], **options)
-    measure.add(real, generated, range(len(real)))
-    return measure.result()
+def squared_mmd(x: Tensor, y: Tensor) -> float:
+    """Binkowski et al. 2018: the unbiased estimate of Gretton et al. 2012, equation 3."""
+
+    def mean(a: Tensor, b: Tensor, *, is_within: bool) -> Tensor:
+        kernel = (a @ b.T / a.shape[1] + 1) ** 3
+        return kernel[~torch.eye(len(a), dtype=torch.bool)].mean() if is_within else kernel.mean()
+
+    return (mean(x, x, is_within=True) + mean(y, y, is_within=True) - 2 * mean(x, y, is_within=False)).item()
 
 
-def test_mmd_of_a_few_vectors_is_its_double_sum() -> None:
-    x, y = some(3, 4), some(2, 4, seed=1)
-
-    def kernel(a: Tensor, b: Tensor) -> float:
-        return ((a @ b).item() / 4 + 1) ** 3
-
-    within_x = sum(kernel(x[i], x[j]) for i in range(3) for j in range(3) if i != j) / 6
-    between = sum(kernel(a, b) for a in x for b in y) / 6
-    expected = within_x + kernel(y[0], y[1]) - 2 * between
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert squared_mmd(x, y).item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_kid_is_that_of_torch_fidelity() -> None:
-    real, generated = some(80, 16).relu(), some(80, 16, seed=1).relu() * 1.1
-    whole = distance(real, generated)
-    options = {"kid_subsets": 1, "kid_subset_size": 80, "verbose": False}
-    expected = kid_features_to_metric(real, generated, **options)
-    assert whole == {"kid": pytest.approx(expected["kernel_inception_distance_mean"], rel=1e-4)}
-    found = distance(real, generated, subsets=300, subset_size=30)
-    expected = kid_features_to_metric(real, generated, **{**options, "kid_subsets": 300, "kid_subset_size": 30})
-    # Subsets of 30 out of 80: other draws of the same distribution.
-    spread = expected["kernel_inception_distance_std"]
-    assert found["kid"] == pytest.approx(expected["kernel_inception_distance_mean"], abs=5 * spread / math.sqrt(150))
-    assert found["kid_std"] == pytest.approx(spread, rel=0.2)
-    assert found["kid"] == pytest.approx(whole["kid"], abs=5 * spread / math.sqrt(300))
-
-
-def score(*logits: Tensor) -> float:
-    measure = InceptionScore(logits[0].shape[1])
-    for part in logits:
-        measure.add(part)
-    return measure.result()
-
-
-def test_the_inception_score_is_that_of_torch_fidelity() -> None:
-    logits = some(50, 12) * 3
-    expected = isc_features_to_metric(logits, splits=1, shuffle=False)["inception_score_mean"]
-    assert score(logits[:20], logits[20:21], logits[21:]) == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_inception_score_counts_the_classes_that_are_told_apart() -> None:
-    sure = 1000 * torch.eye(5)
-    assert score(sure) == pytest.approx(5) and score(sure[:2], sure[:2]) == pytest.approx(2)
-    assert score(torch.zeros(4, 5)) == pytest.approx(1) == score(sure[[0, 0]])
-    # Sure of one of two classes for half of the images, undecided between them for the others.
-    logits = torch.tensor([[1000.0, 0.0], [0.0, 1000.0], [0.0, 0.0], [0.0, 0.0]])
-    assert score(logits) == pytest.approx(math.sqrt(2))
-    assert math.isnan(InceptionScore(3).result())
+def score(logits: Tensor) -> float:
+    """Salimans et al. 2016: exp of the mean divergence of p(y | x) from p(y)."""
+    p = logits.softmax(1)
+    return (p * (p / p.mean(0)).log()).sum(1).mean().exp().item()
 
 
 class Network:
     """Features of each image: means of its channels in two halves; logits are multiples of them."""
 
-    dim, classes = 6, 6
+    dim = 6
 
     def __call__(self, images: Tensor) -> Tensor:
         assert images.min() >= 0 and images.max() <= 1
@@ -103,12 +61,18 @@ def batch(rows: slice | list[int]) -> dict[str, Any]:
 
 
 def quality(**options: Any) -> GenerationQuality:
-    options = {"inception": Network(), "lpips": far, "cosines": ["clip_score"], "kid_subset_size": 10, **options}
-    return GenerationQuality(**options)
+    return GenerationQuality(**{"inception": Network(), "lpips": far, "cosines": ["clip_score"], **options})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def subsets() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "_SUBSET_SIZE", 10)
+        yield
 
 
 @pytest.fixture(scope="module")
-def whole() -> dict[str, float]:
+def whole(subsets: None) -> dict[str, float]:
     measure = quality()
     measure.add(**batch(slice(None)))
     return measure.result()
@@ -122,12 +86,24 @@ def test_every_measure_is_that_of_its_definition(whole: dict[str, float]) -> Non
     fid.add(real, generated)
     assert whole["fid"] == pytest.approx(fid.result(), rel=1e-6)
     network = Network()
-    assert whole["kid"] == distance(network(real), network(generated), subset_size=10)["kid"]
-    assert whole["inception_score"] == pytest.approx(score(20 * network(generated)))
+    features = network(real).double(), network(generated).double()
+    assert whole["kid"] == pytest.approx(squared_mmd(*features), abs=5 * whole["kid_std"] / 10)  # of 100 subsets
+    assert whole["inception_score"] == pytest.approx(score(20 * features[1]), rel=1e-6)
     assert whole["lpips"] == pytest.approx(far(generated, real).mean().item())
     one, other = given["clip_score"]
     cosines = (one * other).sum(1) / one.norm(dim=1) / other.norm(dim=1)
     assert whole["clip_score"] == pytest.approx(cosines.mean().item(), abs=1e-6)
+
+
+def test_few_images_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_SUBSET_SIZE", 40)
+    measure, given, network = quality(), batch(slice(None)), Network()
+    measure.add(**given)
+    found = measure.result()
+    features = network(given["real"]).double(), network(given["generated"].clamp(0, 1)).double()
+    assert found["kid"] == pytest.approx(squared_mmd(*features), abs=1e-6) and "kid_std" not in found
+    with pytest.raises(ValueError, match="a Fréchet distance of 0 images"):
+        quality().result()
 
 
 def test_batches_of_three_processes_of_which_one_has_none_give_the_values_of_one(whole: dict[str, float]) -> None:
@@ -147,7 +123,6 @@ def test_batches_of_three_processes_of_which_one_has_none_give_the_values_of_one
 
     found = on_processes(3, work)
     assert found[0] == found[1] == found[2]
-    assert found[0]["kid"] == whole["kid"], "the same subsets, to the bit"
-    # Sums in another order; a Fréchet distance is a difference of much larger numbers.
-    assert found[0] == {name: pytest.approx(value, rel=1e-6) for name, value in whole.items()}
+    means = {name: pytest.approx(whole[name]) for name in ("lpips", "clip_score")}  # sums in another order
+    assert found[0] == {**whole, **means}, "the same distributions, to the bit"
     assert sorted(map(str, gathered)) == ["torch.float32"] * 3 + ["torch.int64"] * 3, "features and positions, once"

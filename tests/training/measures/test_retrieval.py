@@ -10,7 +10,7 @@ import torch
 
 from tests.processes import Process, on_processes
 from training.measures import retrieval
-from training.measures.retrieval import RetrievalQuality, class_embeddings, text_id, zero_shot_hits
+from training.measures.retrieval import RetrievalQuality, class_embeddings, zero_shot_hits
 
 ALONE = Process()
 
@@ -156,14 +156,14 @@ def test_without_any_caption_there_is_no_number_rather_than_a_good_one():
         assert len(result) == 13 and all(math.isnan(value) for value in result.values())
 
 
-def test_ids_of_texts_are_the_same_in_every_process_and_run():
-    assert text_id("a dog barks") == int.from_bytes(bytes.fromhex(ID_OF_DOG), "little", signed=True)
-    assert len({text_id(f"{number}") for number in range(10000)}) == 10000
-    assert text_id("\ud800") != text_id("?")
-    assert -(2**63) <= min(text_id(f"{n}") for n in range(100)) < 0 < max(text_id(f"{n}") for n in range(100)) < 2**63
+def test_texts_that_no_encoding_has_are_told_apart_on_every_process():
+    def measure(processes):
+        quality = RetrievalQuality()
+        row = torch.eye(2)[[processes.rank]]
+        quality.add(row, row, [["\ud800" if processes.is_root else "?"]])
+        return quality.result(processes)
 
-
-ID_OF_DOG = "8cba0d5b69b18330"  # printf 'a dog barks' | b2sum -l 64
+    assert all(found["r10"] == found["text_to_audio/r1"] == 1 for found in on_processes(2, measure))
 
 
 def test_class_embeddings_are_normalised_means_of_directions():

@@ -1,0 +1,229 @@
+"""Published files, such as the weights of a network that judges images: fetched when they are asked for, once for all
+processes of a machine, into the cache of torch.hub (TORCH_HOME) or of huggingface_hub (HF_HOME).
+
+torch.hub's own function keeps half files of killed processes, waits for ever, and takes whatever a server sends before
+it looks at the checksum.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+from .installed import missing_package
+from .reading import printable
+from .writing import create, open_appending, replacing, say
+
+MIRROR = "TANDEM_WEIGHTS_MIRROR"  # in the environment: the address of a folder that holds the files under their names
+
+_SECONDS = 60.0  # to wait for an answer, or for the next bytes
+_TRIES, _PAUSE_SECONDS = 3, 1.0  # where a server gives no answer, or ends it too early
+_BLOCK_BYTES = 1 << 20
+_LONGEST_REASON = 1000  # bytes
+
+
+class _NoAnswerError(ValueError):
+    """The server may give the file if it is asked again."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A file that its authors publish.
+
+    Attributes:
+        what: What it holds, in words.
+        names: Under which the cache or a folder may hold it; one that is fetched gets the first.
+        address: Where it is published.
+        size: Bytes.
+        sha256: Of the whole file, 64 hexadecimal digits.
+    """
+
+    what: str
+    names: tuple[str, ...]
+    address: str
+    size: int
+    sha256: str
+
+    def __str__(self) -> str:
+        names = " or ".join(self.names)
+        return f"{self.what}: {names}, published as {self.address} ({_bytes(self.size)}, SHA-256 {self.sha256})"
+
+    def inside(self, folder: Path) -> Path | None:
+        """The file in a folder, under one of its names; None if there is none."""
+        return next((folder / name for name in self.names if (folder / name).is_file()), None)
+
+
+def is_offline() -> bool:
+    """Whether the user forbids to fetch anything, by the variable that huggingface_hub has for it."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def fetched(file: Published, mark: Callable[[], None] = lambda: None) -> Path:
+    """The file in the cache; one that is not there is fetched, by one process of those that ask for it at once. What
+    has not the published size and checksum is not kept. A line says what is fetched, from where and to where.
+
+    Args:
+        mark: Called while the file comes, or another process fetches it, to show that this one is alive.
+
+    Raises:
+        ValueError: one line that names the file and where it is published, if it cannot be had.
+    """
+    import torch
+
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    path = folder / file.names[0]
+    return _once(path, str(file), lambda: file.inside(folder), lambda: _fetch(file, path, mark), mark)
+
+
+def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] = lambda: None) -> Path:
+    """A file of a model, USER/NAME, of the Hugging Face Hub, in the cache of huggingface_hub; as `fetched`, with the
+    checksum that the Hub has of it.
+
+    Raises:
+        ValueError: as `fetched`, or huggingface_hub is missing.
+    """
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
+        from huggingface_hub.utils import disable_progress_bars, logging
+    except ImportError:
+        raise missing_package(f"fetching {what}", "huggingface_hub", "hub") from None
+    logging.set_verbosity_error()  # each of its retries would print a line
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    address = huggingface_hub.hf_hub_url(model, name)
+    cache = Path(constants.HF_HUB_CACHE)
+
+    def find() -> Path | None:
+        found = huggingface_hub.try_to_load_from_cache(model, name)
+        return Path(found) if isinstance(found, str) else None
+
+    def fetch() -> None:
+        try:
+            published = huggingface_hub.get_hf_file_metadata(address, timeout=_SECONDS)
+            say(f"fetching {what} ({_bytes(published.size or 0)}) from {address} to {cache}")
+            path = Path(huggingface_hub.hf_hub_download(model, name, revision=published.commit_hash))
+            if _hub_checksum(path, published.etag or "") != published.etag:
+                path.resolve().unlink()
+                path.unlink()
+                raise ValueError("what came has another checksum; nothing was kept")
+            # Only now the library learns that the branch is at this commit, without which `find` finds nothing.
+            huggingface_hub.hf_hub_download(model, name)
+        except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
+            raise ValueError(" ".join(str(error).split())) from None
+
+    return _once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, mark)
+
+
+def _hub_checksum(path: Path, like: str) -> str:
+    """The SHA-256 of a file, as the Hub has it of large files; of small ones it has git's SHA-1, of 40 digits."""
+    digest = hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _once(
+    path: Path, what: str, find: Callable[[], Path | None], fetch: Callable[[], None], mark: Callable[[], None]
+) -> Path:
+    """What `find` finds after one process has called `fetch`, if need be. `path` names the lock file."""
+    if found := find():
+        return found
+    if is_offline():
+        raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it: put it there")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # its end, even by a kill, gives it up
+            has_waited = _wait_for(lock.fileno(), mark)
+            if found := find():
+                return found
+            if has_waited and (reason := os.pread(lock.fileno(), _LONGEST_REASON, 0)):
+                raise ValueError(reason.decode(errors="replace"))  # each process would try in vain, one after the other
+            lock.truncate(0)
+            try:
+                fetch()
+            except ValueError as error:
+                lock.write(str(error).encode()[:_LONGEST_REASON])
+                raise
+    except OSError as error:
+        raise ValueError(f"cannot fetch {what} to {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"cannot fetch {what}: {printable(str(error))}") from None
+    found = find()
+    assert found
+    return found
+
+
+def _wait_for(lock: int, mark: Callable[[], None]) -> bool:
+    """Lock a file; whether another process had locked it."""
+    has_waited = False
+    while True:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            has_waited = True
+            mark()
+            time.sleep(0.1)
+        else:
+            return has_waited
+
+
+def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
+    """Raises ValueError, in words, if the server does not give the file, and OSError if the disk does not take it."""
+    mirror = os.environ.get(MIRROR)
+    address = f"{mirror.rstrip('/')}/{file.address.rpartition('/')[2]}" if mirror else file.address
+    say(f"fetching {file.what} ({_bytes(file.size)}) from {address} to {path}")
+    for left in reversed(range(_TRIES)):
+        try:
+            with replacing(path) as temporary, create(temporary) as target, _progress(file.size) as progress:
+                length, digest = 0, hashlib.sha256()
+                for block in _blocks(address):
+                    mark()
+                    progress.update(len(block))
+                    length += len(block)
+                    if length > file.size:
+                        break
+                    digest.update(block)
+                    target.write(block)
+                if length < file.size:
+                    raise _NoAnswerError(f"{address} ended after {length} of {file.size} bytes")
+                if digest.hexdigest() != file.sha256:
+                    raise ValueError(f"{address} is another file: its SHA-256 or its size differs; nothing was kept")
+            return
+        except _NoAnswerError:
+            if not left:
+                raise
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _blocks(address: str) -> Iterator[bytes]:
+    try:
+        with urllib.request.urlopen(address, timeout=_SECONDS) as answer:
+            while block := answer.read(_BLOCK_BYTES):
+                yield block
+    except HTTPError as error:
+        kind = _NoAnswerError if error.code >= 500 else ValueError
+        raise kind(f"{address} answers {error.code} ({error.reason})") from None
+    except (OSError, HTTPException) as error:
+        raise _NoAnswerError(f"{address} gives no answer ({error or type(error).__name__})") from None
+
+
+def _progress(size: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)  # None: where there is no terminal
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e6:.0f} MB" if size > 1e6 else f"{size} bytes"

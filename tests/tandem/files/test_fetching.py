@@ -1,0 +1,253 @@
+"""Published files are fetched once, whole, and as published, from a server on this machine that can fail."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from tandem.files import fetching
+from tandem.files.fetching import MIRROR, Published, fetched, fetched_from_hub
+from tests import hub_server
+from tests.fault_proxy import Proxy, proxy_before
+from tests.file_servers import http_server
+from tests.models.helpers import refused
+
+CONTENT = random.Random(0).randbytes(3_000_000)  # several blocks
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    (folder / "weights.pth").write_bytes(CONTENT)
+    return folder
+
+
+@pytest.fixture
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proxy]:
+    """Holds weights.pth; this machine's cache is empty."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(fetching, "_PAUSE_SECONDS", 0.01)
+    with http_server(folder) as address, proxy_before(address) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def file(server: Proxy) -> Published:
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    return Published("some weights", ("ours.pth", "old.pth"), f"{server.address}/weights.pth", len(CONTENT), digest)
+
+
+def cache(home: Path) -> Path:
+    return home / "hub" / "checkpoints"
+
+
+def visible(home: Path) -> list[str]:
+    """What the cache holds, beside its empty lock files."""
+    return sorted(name for name in os.listdir(cache(home)) if not name.endswith(".lock"))
+
+
+def processes(count: int, call: Callable[[], Any]) -> list[Any]:
+    """Starts a call in other processes, which print nothing and end with 3 if it is refused."""
+
+    def work() -> None:
+        try:
+            call()
+        except ValueError:
+            os._exit(3)
+
+    started = [FORK.Process(target=work) for _ in range(count)]
+    for process in started:
+        process.start()
+    return started
+
+
+def exit_codes(started: list[Any]) -> list[int]:
+    for process in started:
+        process.join(60)
+    return [process.exitcode for process in started]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_file_is_fetched_once_and_a_line_says_from_where_to_where_and_how_large(
+    file: Published, server: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = fetched(file)
+    assert path == cache(tmp_path) / "ours.pth" and path.read_bytes() == CONTENT
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and all(text in said for text in (file.address, str(path), "3 MB", "some weights"))
+    assert fetched(file) == path and len(server.requests) == 1 and not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("faults", [["cut", "cut"], ["half", 503]], ids=str)
+def test_a_connection_that_breaks_is_tried_again(faults: list[Any], file: Published, server: Proxy) -> None:
+    server.faults = faults
+    assert fetched(file).read_bytes() == CONTENT and len(server.requests) == 3
+
+
+@pytest.mark.parametrize(("fault", "requests", "reason"), [
+    ("cut", 3, "no answer"), ("half", 3, "ended after 1500000 of 3000000 bytes"), (404, 1, "answers 404"),
+    (503, 3, "answers 503"),
+])  # fmt: skip
+def test_what_cannot_be_fetched_is_one_line_and_nothing_is_kept(
+    fault: str | int, requests: int, reason: str, file: Published, server: Proxy, tmp_path: Path
+) -> None:
+    server.always = fault
+    said = refused(fetched, file)
+    assert reason in said and "ours.pth" in said and file.address in said and file.sha256 in said
+    assert len(server.requests) == requests and visible(tmp_path) == []
+
+
+@pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"size": len(CONTENT) - 1}], ids=str)
+def test_another_file_is_refused_and_not_kept(
+    change: dict[str, Any], file: Published, server: Proxy, tmp_path: Path
+) -> None:
+    said = refused(fetched, Published(**{**vars(file), **change}))
+    assert "another file" in said and len(server.requests) == 1 and visible(tmp_path) == []
+
+
+def test_four_processes_at_once_make_one_request_and_two_machines_two(
+    file: Published, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.always = "slow"
+    assert exit_codes(processes(4, lambda: fetched(file))) == [0] * 4 and len(server.requests) == 1
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "other"))
+    assert exit_codes(processes(4, lambda: fetched(file))) == [0] * 4 and len(server.requests) == 2
+    assert visible(tmp_path) == visible(tmp_path / "other") == ["ours.pth"]
+
+
+def test_processes_that_wait_fail_with_the_one_that_tried_and_the_next_one_tries_anew(
+    file: Published, server: Proxy
+) -> None:
+    server.faults, server.slow_seconds = ["slow"], 2
+    wrong = Published(**{**vars(file), "sha256": "0" * 64})
+    assert exit_codes(processes(3, lambda: fetched(wrong))) == [3] * 3 and len(server.requests) == 1
+    assert fetched(file).read_bytes() == CONTENT
+
+
+def test_another_process_goes_on_where_one_was_killed_and_its_half_file_is_gone(
+    file: Published, server: Proxy, tmp_path: Path
+) -> None:
+    server.faults = ["slow"]
+    server.slow_seconds = 60.0
+    (first,) = processes(1, lambda: fetched(file))
+    wait_until(lambda: bool(server.requests))
+    second = processes(1, lambda: fetched(file))
+    time.sleep(0.3)
+    assert second[0].is_alive() and len(server.requests) == 1 and visible(tmp_path) == [".ours.pth.tmp"]
+    os.kill(first.pid, signal.SIGKILL)
+    assert exit_codes(second) == [0] and visible(tmp_path) == ["ours.pth"]
+
+
+def test_a_process_that_waits_shows_that_it_is_alive(file: Published, server: Proxy, tmp_path: Path) -> None:
+    class Seen(Exception):
+        pass
+
+    def mark() -> None:
+        raise Seen
+
+    cache(tmp_path).mkdir(parents=True)
+
+    def hold() -> None:
+        with open(cache(tmp_path) / ".ours.pth.lock", "wb") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            (tmp_path / "held").touch()
+            time.sleep(60)
+
+    (holder,) = processes(1, hold)
+    wait_until((tmp_path / "held").exists)
+    with pytest.raises(Seen):
+        fetched(file, mark)
+    assert holder.is_alive() and not server.requests
+    holder.kill()
+
+
+def test_offline_nothing_is_asked_and_the_line_says_what_is_published_where(
+    file: Published, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = refused(fetched, file)
+    assert all(text in said for text in (str(cache(tmp_path)), "ours.pth or old.pth", file.address, "HF_HUB_OFFLINE"))
+    cache(tmp_path).mkdir(parents=True)
+    (cache(tmp_path) / "old.pth").touch()
+    assert fetched(file).name == "old.pth" and not server.requests
+
+
+def test_a_mirror_may_be_another_server_or_a_folder(
+    folder: Path, file: Published, server: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = Published(**{**vars(file), "address": "http://127.0.0.1:9/nobody/weights.pth"})
+    monkeypatch.setenv(MIRROR, f"{server.address}/")
+    fetched(elsewhere).unlink()
+    monkeypatch.setenv(MIRROR, folder.as_uri())
+    assert fetched(elsewhere).read_bytes() == CONTENT and len(server.requests) == 1
+    monkeypatch.setenv(MIRROR, "no address")
+    fetched(elsewhere).unlink()
+    assert "no address" in refused(fetched, elsewhere)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+    """Has bob/clip with weights.bin and config.json; this machine's cache is empty."""
+    with hub_server.serving() as hub:
+        hub.publish("bob/clip", {"weights.bin": CONTENT, "config.json": b"{}"})
+        template = f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"  # made of the one at the import
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        yield hub
+
+
+def of_bob(name: str = "weights.bin") -> Path:
+    return fetched_from_hub("weights of Bob", "bob/clip", name)
+
+
+def test_a_file_of_the_hub_is_fetched_once_by_four_processes_and_then_without_a_request(
+    hub: hub_server.Hub, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert exit_codes(processes(4, of_bob)) == [0] * 4 and len(hub.downloads("weights.bin")) == 1
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and all(text in said for text in ("weights of Bob (3 MB)", hub.endpoint))
+    hub.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert of_bob().read_bytes() == CONTENT and not hub.requests
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "config.json"])  # with a checksum of LFS, and of git
+@pytest.mark.parametrize("failure", ["other body", "cut", 404])
+def test_what_the_hub_does_not_give_is_one_line_and_nothing_is_kept(
+    failure: str | int, name: str, hub: hub_server.Hub
+) -> None:
+    hub.failure = failure
+    said = refused(of_bob, name)
+    assert f"{hub.endpoint}/bob/clip/resolve/main/{name}" in said and "weights of Bob" in said
+    hub.failure = None
+    assert of_bob(name).read_bytes() == hub.files("bob/clip")[name]
+
+
+def test_offline_the_hub_is_not_asked(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = refused(of_bob)
+    assert "HF_HUB_OFFLINE" in said and f"{hub.endpoint}/bob/clip" in said and not hub.requests
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(file: Published, tmp_path: Path) -> None:
+    (tmp_path / "hub").touch()
+    assert str(tmp_path) in refused(fetched, file)
