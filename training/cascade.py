@@ -38,7 +38,7 @@ class Cascade:
         """The decoder with the full weights on every process, to read and evaluate, not to change. Collective."""
         with ExitStack() as stack:
             unets = [
-                _network(stack.enter_context(self._engines[index].gathered())) if index in self._engines else unet
+                stack.enter_context(self._engines[index].gathered()) if index in self._engines else unet
                 for index, unet in enumerate(self._decoder.unets)
             ]
             yield self._decoder.with_unets(unets)
@@ -52,21 +52,14 @@ class Cascade:
     def blank_copy(self) -> Any:
         engines = self._engines
         unets = [
-            _network(engines[index].blank_copy()) if index in engines else unet
-            for index, unet in enumerate(self._decoder.unets)
+            engines[index].blank_copy() if index in engines else unet for index, unet in enumerate(self._decoder.unets)
         ]
         return copy.deepcopy(self._decoder.with_unets(unets)).float().requires_grad_(False)
 
     def held_weights(self) -> dict[str, Tensor]:
         held = {name: tensor.detach() for name, tensor in self._decoder.state_dict().items()}
         for index, engine in self._engines.items():
-            path = _path(engine)
-            found = engine.held_weights()
-            held |= {
-                f"unets.{index}.{name.removeprefix(path)}": tensor
-                for name, tensor in found.items()
-                if name.startswith(path)
-            }
+            held |= {f"unets.{index}.{name}": tensor for name, tensor in engine.held_weights().items()}
         return held
 
     def whole_weight(self, name: str, held: Tensor) -> Tensor:
@@ -82,7 +75,7 @@ class Cascade:
         kind, _, rest = name.partition(".")
         index, _, inside = rest.partition(".")
         engine = self._engines.get(int(index)) if kind == "unets" else None
-        return engine, _path(engine) + inside if engine else name
+        return engine, inside if engine else name
 
     def state_dict(self) -> dict[str, Any]:
         """{"weights"}: those of the Unets that are not trained, by name, such as "1.to_out.weight"."""
@@ -107,13 +100,3 @@ class Cascade:
             if index not in self._engines
             for name, tensor in unet.state_dict().items()
         }
-
-
-def _path(engine: Any) -> str:
-    """What names of the Unet's weights begin with in its engine."""
-    return "network." if hasattr(engine.module, "network") else ""
-
-
-def _network(module: Any) -> Any:
-    """The Unet itself, without the learned weight of its loss (`models.diffusion.WithLearnedWeight`)."""
-    return getattr(module, "network", module)
