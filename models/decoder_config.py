@@ -267,11 +267,12 @@ class DecoderConfig(RecomputingConfig):
     def unets(self) -> list[UnetConfig]:
         """Of each Unet, the smallest first; that one has the conditions."""
         scale = self.image_embed_scale or math.sqrt(self.image_embed_dim or 1)
-        first = {"image_embed_dim": self.image_embed_dim, "text_embed_dim": self.text_embed_dim}
-        others = {"lowres_cond": True, "lowres_noise_cond": self.lowres_condition == "noise"}
+        first: dict[str, Any] = {"image_embed_dim": self.image_embed_dim, "text_embed_dim": self.text_embed_dim}
+        others: dict[str, Any] = {"lowres_cond": True, "lowres_noise_cond": self.lowres_condition == "noise"}
         return [
             UnetConfig(
-                **{name: getattr(self, name)[index] for name in _EACH}, **{name: name in on for name in _SWITCHES},
+                **{name: getattr(self, name)[index] for name in _EACH},
+                **{name: name in on for name in _SWITCHES},  # type: ignore[arg-type]
                 **(others if index else first), max_text_len=self.max_text_len, image_embed_scale=scale,
                 learned_variance=bool(learned), gradient_checkpointing=self.gradient_checkpointing,
             )

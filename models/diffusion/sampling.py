@@ -101,10 +101,10 @@ def ddim(step: Step) -> Tensor:
 
 def ddpm(step: Step) -> Tensor:
     """Ho et al. 2020, Alg. 2, with the learned variance of Nichol and Dhariwal 2021, eq. 15, if there is one."""
-    (x_start, fraction), wider = step.estimate, 1.0
-    if fraction is not None and step.then.sigma:
-        wider = (step.now.sigma / step.then.sigma) ** fraction  # beta / b~ is that ratio squared
-    return _towards(x_start, step, 1.0, wider)
+    x_start, fraction = step.estimate
+    if fraction is None or step.then.number is None:
+        return _towards(x_start, step, 1.0)
+    return _towards(x_start, step, 1.0, (step.now.sigma / step.then.sigma) ** fraction)  # squared that is beta / b~
 
 
 def dpmpp_2m(step: Step) -> Tensor:

@@ -101,8 +101,8 @@ def kept_average(part: Mapping[str, Any]) -> Any:
 
 
 def _trained(name: str, parts: Mapping[str, Tree]) -> Any:
-    """The weights of a model as trained. Those of a decoder are in the parts of its Unets' engines, and of the Unets that
-    were not trained in the part "others"."""
+    """The weights of a model as trained. Those of a decoder are in the parts of its Unets' engines, and those of the
+    Unets that were not trained in the part "others"."""
     if name in parts:
         return parts[name]["weights"]
     weights = {f"unets.{inside}": tensor for inside, tensor in parts["others"]["weights"].items()}
