@@ -54,6 +54,34 @@ CASES = {
 }  # fmt: skip
 
 
+# The unets of decoders as they were published or are by default; of these the names and shapes are stored.
+PUBLISHED: dict[str, list[dict[str, Any]]] = {
+    "LAION v1.0.2": [
+        {"dim": 320, "cond_dim": 512, "image_embed_dim": 768, "text_embed_dim": 768, "cond_on_text_encodings": True,
+         "channels": 3, "dim_mults": [1, 2, 3, 4], "num_resnet_blocks": 4, "attn_heads": 8, "attn_dim_head": 64,
+         "sparse_attn": True, "memory_efficient": True, "self_attn": [False, True, True, True]},
+    ],
+    "the example of the public package": [
+        {"dim": 128, "image_embed_dim": 768, "cond_dim": 64, "channels": 3, "dim_mults": [1, 2, 4, 8],
+         "attn_dim_head": 32, "attn_heads": 16},
+    ],
+    "two unets of its README": [
+        {"dim": 32, "image_embed_dim": 512, "text_embed_dim": 512, "cond_dim": 128, "channels": 3,
+         "dim_mults": [1, 2, 4, 8], "cond_on_text_encodings": True},
+        {"dim": 32, "image_embed_dim": 512, "cond_dim": 128, "channels": 3, "dim_mults": [1, 2, 4, 8, 16]},
+    ],
+    "its test of an upsampler": [
+        {"dim": 16, "image_embed_dim": 768, "cond_dim": 16, "channels": 3, "dim_mults": [1, 2, 4, 8],
+         "attn_dim_head": 16, "attn_heads": 4, "self_attn": [False, True, True, True]}
+    ] * 2,
+}  # fmt: skip
+
+
+def published_config(name: str) -> dict[str, Any]:
+    unets = PUBLISHED[name]
+    return {"unets": unets, "image_sizes": [64, 256][: len(unets)], "timesteps": TIMESTEPS, "learned_variance": True}
+
+
 def numbers(name: str, *shape: int) -> np.ndarray[Any, Any]:
     """Uniform fp64 numbers in [-1, 1) that depend on the name alone (SplitMix64, Steele, Lea and Flood 2014)."""
     count = math.prod(shape)
@@ -126,6 +154,13 @@ def stored(case: str) -> Stored:
     with np.load(FILE) as file:
         shapes = json.loads(bytes(file["shapes"]))[case]
         return Stored(shapes, *(torch.from_numpy(file[f"{case}/{name}"]) for name in ("kept", "null")))
+
+
+def published_shapes(name: str) -> dict[str, list[int]]:
+    """Of the public state dict of a decoder of PUBLISHED."""
+    with np.load(FILE) as file:
+        shapes: dict[str, list[int]] = json.loads(bytes(file["shapes"]))[name]
+        return shapes
 
 
 def stored_decoder() -> tuple[dict[str, list[int]], dict[str, Tensor]]:
