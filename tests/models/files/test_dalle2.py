@@ -211,7 +211,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "code as the version": ({"version": Call(os.mkdir, "ran")}, "posix.mkdir"),
     "code in the weights": ({"model": Call(os.system, "mkdir ran")}, "posix.system"),
     "a function of packaging": ({"version": Call(packaging.version.parse, "1.0")}, "packaging.version.parse"),
-    "cosines": ({"config": with_unet(cosine_sim_self_attn=True)}, "unets[1].cosine_sim_self_attn True: here it is False"),
+    "cosines": ({"config": with_unet(cosine_sim_self_attn=True)}, "unets[1].cosine_sim_self_attn True: here"),
     "groups of a level": ({"config": with_unet(resnet_groups=[4, 4, 2])}, "not the same for all levels"),
     "texts for the second": ({"config": with_unet(cond_on_text_encodings=True)}, "conditioned on texts"),
     "a retired schedule": ({"config": changed(beta_schedule="jsd")}, "cosine, linear, sigmoid"),
