@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..decoder_config import OBJECTIVES
 from .schedule import Schedule
 from .variance import LearnedVariance, fraction_of
 
-OBJECTIVES = ("noise", "x_start", "v", "flow")
 LOSS_WEIGHTS = ("none", "min_snr", "p2")
 
 

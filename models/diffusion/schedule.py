@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-FLOW = "flow"
+from ..decoder_config import SCHEDULES
 
 
 def _line(start: float, end: float, timesteps: int) -> Tensor:
@@ -31,8 +31,6 @@ _BETAS: dict[str, Callable[[int], Tensor]] = {
     "linear": lambda n: _line(_FIRST, _LAST, n) / n,
     "sigmoid": lambda n: (_FIRST + (_LAST - _FIRST) * _line(-6, 6, n).sigmoid()) / n,
 }
-
-SCHEDULES = (*_BETAS, FLOW)
 
 
 class Schedule:
@@ -68,7 +66,7 @@ class Schedule:
             raise ValueError(f"noise schedule {name!r} does not exist: choose one of {', '.join(SCHEDULES)}")
         if timesteps < 2:
             raise ValueError(f"{timesteps} noise levels are too few: timesteps has to be 2 or more")
-        if name == FLOW:
+        if name == "flow":
             time = _line(1 / timesteps, 1, timesteps)
             return cls(2 * (torch.log1p(-time) - time.log()), is_flow=True)
         # A beta of 1 would end the signal.

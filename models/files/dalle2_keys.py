@@ -39,36 +39,39 @@ _IN_THE_FOLDER = Only((), f"{_OUT}--output_dir holds checkpoints/, best/ and mod
 _LPIPS = Only(("vgg",), "LPIPS is that of vgg, whose weights --lpips_weights takes")
 _LOADED = Only(("",), f"{_OUT}make a model/ folder of the file by convert.py export, and give --init_from")
 
+_ONE_VALUE = {  # of keys without a flag: what happens here anyway
+    "decoder.loss_type": "l2", "decoder.channels": 3, "decoder.blur_kernel_size": 3,
+    "decoder.lowres_downsample_first": True, "decoder.learned_variance_constrain_frac": False,
+    "decoder.auto_normalize_img": True, "decoder.clip_denoised": True, "data.shuffle_train": True,
+    "data.resample_train": False, "train.save_immediately": False, "evaluate.FID.feature": 2048,
+    "evaluate.IS.feature": "logits_unbiased", "evaluate.IS.splits": 1, "evaluate.KID.feature": 2048,
+    "evaluate.KID.subsets": 100, "evaluate.KID.subset_size": 1000, "evaluate.LPIPS.reduction": "mean",
+    **{f"decoder.unets.{name}": value for name, value in FIXED.items()},
+}  # fmt: skip
+
 KEYS: Mapping[str, Flag | Only | bool | None] = {
     **dict.fromkeys(
         ("decoder", "decoder.unets", "decoder.clip", "data", "data.splits", "data.preprocessing", "train", "evaluate",
          "evaluate.FID", "evaluate.IS", "evaluate.KID", "evaluate.LPIPS", "tracker", "tracker.log", "tracker.load",
          "tracker.save"), PART,
     ),
+    **{name: Only((value,), f"here it is {value}") for name, value in _ONE_VALUE.items()},
     "seed": Flag("seed", 0),
     **{f"decoder.{name}": READ for name in (
         "image_size", "image_sizes", "timesteps", "beta_schedule", "learned_variance", "predict_x_start", "predict_v",
         "use_noise_for_lowres_cond", "use_blur_for_lowres_cond", "lowres_noise_sample_level", "random_crop_sizes",
         "sample_timesteps", "unconditional", "p2_loss_weight_gamma", "use_dynamic_thres", "dynamic_thres_percentile",
     )},
-    "decoder.loss_type": Only(("l2",), "the error is a squared one"),
     "decoder.image_cond_drop_prob": Flag("image_cond_drop_prob", 0.1),
     "decoder.text_cond_drop_prob": Flag("text_cond_drop_prob", 0.5),
     "decoder.blur_prob": Flag("blur_prob", 0.5), "decoder.blur_sigma": Flag("blur_sigma", 0.6),
     "decoder.p2_loss_weight_k": Flag("p2_loss_weight_k", 1),
     "decoder.vb_loss_weight": Flag("vb_loss_weight", 0.001), "decoder.ddim_sampling_eta": Flag("ddim_eta", 0.0),
-    "decoder.channels": Only((3,), "pictures have 3 channels"),
-    "decoder.blur_kernel_size": Only((3,), "the kernel has 3 x 3 pixels"),
-    "decoder.lowres_downsample_first": Only((True,), "pictures are made smaller, then blurred, then enlarged"),
-    "decoder.learned_variance_constrain_frac": Only((False,), "it has no counterpart"),
-    "decoder.auto_normalize_img": Only((True,), "pictures are always scaled to -1 to 1"),
-    "decoder.clip_denoised": Only((True,), "estimates are always cut off at the range of pictures"),
     "decoder.clip_x_start": _EITHER, "decoder.vae": Only((), "Unets are trained on pixels, not on latents"),
     "decoder.clip.make": Only(("openai", "open_clip"), "give openai or open_clip, whose models --clip reads"),
     "decoder.clip.model": READ,
     "decoder.clip.base_model_kwargs": Only((), "name the path of an open_clip_config.json as the model"),
     **{f"decoder.unets.{name}": READ for name in (*UNET_KEYS, "checkpoint_during_training")},
-    **{f"decoder.unets.{name}": Only((value,), f"Unets have {value} here") for name, value in FIXED.items()},
     **{f"decoder.unets.{name}": Only((), "its place among the unets decides it") for name in (
         "lowres_cond", "lowres_noise_cond", "cond_on_image_embeds", "channels_out"
     )},
@@ -78,8 +81,6 @@ KEYS: Mapping[str, Flag | Only | bool | None] = {
     "data.batch_size": READ, "data.start_shard": Flag("start_shard", 0),
     "data.end_shard": Flag("end_shard", None, lambda last: None if last == 9999999 else last),
     "data.shard_width": Flag("shard_width", 6), "data.index_width": Flag("index_width", 4),
-    "data.shuffle_train": Only((True,), "the order of samples is always a random one"),
-    "data.resample_train": Only((False,), "every sample is drawn once in each epoch"),
     "data.splits.train": READ, "data.splits.val": Flag("valid_fraction", 0.15),
     "data.splits.test": Flag("test_fraction", 0.1),
     "data.preprocessing.ToTensor": _EITHER,
@@ -100,16 +101,8 @@ KEYS: Mapping[str, Flag | Only | bool | None] = {
     )},
     "train.device": Only(("cuda:0", "cuda"), "each process takes its own device"),
     "train.amp": Only((False,), "give --precision bf16"),
-    "train.save_immediately": Only((False,), "a run that cannot be saved says so before it starts"),
     "evaluate.n_evaluation_samples": READ,
-    "evaluate.FID.feature": Only((2048,), "FID is that of 2048 features"),
-    "evaluate.IS.feature": Only(("logits_unbiased",), "the score is that of the logits of 1008 classes"),
-    "evaluate.IS.splits": Only((1,), "the score is that of all pictures at once"),
-    "evaluate.KID.feature": Only((2048,), "KID is that of 2048 features"),
-    "evaluate.KID.subsets": Only((100,), "it is 100"),
-    "evaluate.KID.subset_size": Only((1000,), "subsets have 1000 pictures, or all if there are fewer"),
     "evaluate.LPIPS.net_type": _LPIPS,
-    "evaluate.LPIPS.reduction": Only(("mean",), "it is a mean"),
     "tracker.data_path": Flag("output_dir"), "tracker.overwrite_data_path": _EITHER,  # a run that is there is resumed
     "tracker.log.log_type": Flag("report_to", "console", lambda kind: "none" if kind == "console" else kind),
     "tracker.log.wandb_entity": Flag("wandb_entity"), "tracker.log.wandb_project": Flag("wandb_project"),
@@ -124,8 +117,7 @@ KEYS: Mapping[str, Flag | Only | bool | None] = {
     **{f"tracker.save.{name}": _EITHER for name in ("save_all", "save_latest", "save_best")},
     **{f"tracker.save.{name}": _IN_THE_FOLDER for name in ("save_latest_to", "save_best_to", "save_meta_to")},
     "tracker.save.save_type": Only(("checkpoint", "model"), "both are written"),
-    "tracker.save.huggingface_repo": Only((), "nothing is uploaded"),
-    "tracker.save.token_path": Only((), "nothing is uploaded"),
+    **dict.fromkeys(("tracker.save.huggingface_repo", "tracker.save.token_path"), Only((), "nothing is uploaded")),
 }  # fmt: skip
 _MEASURES = ("FID", "IS", "KID", "LPIPS")
 _SMALL = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.decoder_config import SCHEDULES
 from models.diffusion import Schedule, sample
 from models.diffusion.losses import (
     LOSS_WEIGHTS,
@@ -18,7 +19,6 @@ from models.diffusion.losses import (
     target_of,
     x_start_of,
 )
-from models.diffusion.schedule import SCHEDULES
 from tests.models.diffusion.gaussians import Gaussian, no_draw
 from tests.models.helpers import refused
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.decoder_config import SCHEDULES
 from models.diffusion import Denoised, Inpaint, Schedule, dynamic_threshold, sample
 from models.diffusion.sampling import CLEAN, SAMPLERS, sampling_levels
-from models.diffusion.schedule import SCHEDULES
 from models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, uniform_levels
 
