@@ -92,6 +92,8 @@ def test_a_guide_that_does_not_fit_is_refused_and_one_of_another_objective_or_wi
     ):  # fmt: skip
         assert said in refused(drawn, decoder(**wrong))
     plain = drawn(model)
+    alone = Sampling(sample_timesteps=[2])
+    assert torch.equal(plain, model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), alone, batch=4)), "itself"
     for other in ({"image_embed_dim": None, "condition_on": ()}, {"objective": ["x_start"]}, {"seed": 1}):
         assert (drawn(decoder(**other)) - plain).abs().max() > 1e-3
 
