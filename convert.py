@@ -206,9 +206,11 @@ def translate(args: argparse.Namespace) -> None:
     """Write the flags that a configuration of DALLE2-pytorch says, and a line for each key that has no counterpart."""
     import yaml
 
-    from models.files.dalle2_config import UNET_KEYS
+    from models import Decoder
+    from models.files.building import build_on_meta, check_numbers
+    from models.files.dalle2_config import decoder_config, decoder_part
     from models.files.dalle2_keys import flags_of_config, without_counterpart
-    from models.files.public_decoder import configured_decoder
+    from models.files.errors import one_line
     from tandem.files.reading import read_json
     from tandem.files.writing import write_atomically
     from train_decoder import build_parser
@@ -216,23 +218,21 @@ def translate(args: argparse.Namespace) -> None:
     out, parser = new_output(args, is_folder=False, kind="config"), build_parser()
     try:
         config = read_json(args.path)
-        lost = list(without_counterpart(config, UNET_KEYS))
-        model, around = configured_decoder({"decoder": config.get("decoder")})
-        for index, beyond in enumerate(model.config["beyond_flags"]):
-            lost += [
-                f"decoder.unets[{index}].{name} {value}: no flag gives it" for name, value in sorted(beyond.items())
-            ]
+        lost = list(without_counterpart(config))
+        model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
+        check_numbers(model)
+        build_on_meta(lambda: Decoder.made(model))
         nobody = argparse.Namespace(explicit=frozenset())  # has said a flag
-        shape = parser.config.shape_of(model.config, nobody)
+        shape = parser.config.shape_of(model, nobody)
         said = parser.settings(parser.with_values(shape))
-        flags = flags_of_config(config, around, {name: said[name] for name in shape}, args.processes)
+        flags = flags_of_config(config, {name: said[name] for name in shape}, args.processes)
         for name, (key, value) in flags.items():
             try:
                 parser.with_values({name: value})
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{args.path}: {error}") from None
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ValueError(f"{args.path}: {one_line(error)}") from None
     settings = {name: value for name, (_, value) in flags.items() if value is not None}
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())

@@ -198,10 +198,10 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
 
 def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
     """The source of each condition that Unets take. Raises ValueError, in one line, if they take others."""
-    from models.unets.given import CONDITIONS
+    from models.decoder import CONDITIONS
 
     takes = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
-             for name, switch, width in CONDITIONS for unet in unets if getattr(unet.spec, switch)}  # fmt: skip
+             for name, width in CONDITIONS.items() for unet in unets if getattr(unet.spec, width)}  # fmt: skip
     chosen = {name: source for source in sources for name in source.shapes if name in takes}
     what = " and ".join(takes) or "no condition"
     for source in sources:
@@ -225,7 +225,7 @@ def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
 
 def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | None) -> range:
     """The Unets that draw, from 0. Raises ValueError, in one line, if flags do not fit them."""
-    from models.unets.given import check_guide, is_conditional
+    from models.decoder import check_guide, is_conditional
 
     count = len(decoder.unets)
     first, last = args.start_at_unet, args.stop_at_unet or count

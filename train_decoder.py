@@ -79,7 +79,7 @@ class UnetTraining:
     """What the training of one Unet needs besides its engine: losses, random numbers and the learning rate."""
 
     def __init__(self, args: argparse.Namespace, decoder: Decoder, number: int, device: torch.device) -> None:
-        from models.diffusion import DiffusionLoss, WithLearnedWeight
+        from models.diffusion import DiffusionLoss
         from training.noise import Noise
         from training.objectives.diffusion import DiffusionDraws, LowresDraws
         from training.optimizers import make_optimizer
@@ -88,31 +88,28 @@ class UnetTraining:
             return getattr(args, name)[number - 1]
 
         self.decoder, self.index, self.batch_size = decoder, number - 1, args.batch_size
-        unet = decoder.unet(self.index)
-        schedule, weight = decoder.schedule(self.index), said("loss_weight")
+        self.module, schedule = decoder.unet(self.index), decoder.schedule(self.index)
         self.learning_rate, self.warmup = said("learning_rate"), said("lr_warmup_steps")
         self.crop, self.places = said("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
         self.shape, self.whole = (decoder.picture_shape(self.index, crop) for crop in (self.crop, 0))
-        self.module = WithLearnedWeight(unet, schedule) if weight == "learned" else unet
         self.optimizer = make_optimizer(
             self.module, self.learning_rate, args.betas, said("weight_decay"), lion=args.use_lion
         )
-        options: dict[str, Any] = {
-            "loss_type": args.loss_type, "learned_variance": bool(said("learned_variance")),
-            "lowres_schedule": decoder.lowres_schedule(),
+        of_error: dict[str, Any] = {
+            "learned_variance": bool(said("learned_variance")), "lowres_schedule": decoder.lowres_schedule()
         }  # fmt: skip
+        self.unweighted = DiffusionLoss(schedule, said("objective"), **of_error)
         self.loss = DiffusionLoss(
-            schedule, said("objective"), weight=weight, min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
-            p2_gamma=args.p2_loss_weight_gamma, sigmoid_bias=args.sigmoid_bias, **options,
+            schedule, said("objective"), weight=said("loss_weight"), min_snr_gamma=args.min_snr_gamma,
+            p2_k=args.p2_loss_weight_k, p2_gamma=args.p2_loss_weight_gamma, **of_error,
         )  # fmt: skip
-        self.unweighted = DiffusionLoss(schedule, said("objective"), **options)
         levels = args.timesteps if args.lowres_condition == "noise" else 0
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
         self.draws = DiffusionDraws(
             args.seed, f"unet{number}", args.timesteps, device=device, time_sampling=args.time_sampling,
-            logit_normal=args.logit_normal, stratified=args.stratified_times, self_cond=unet.spec.self_cond,
-            image_drop=args.image_cond_drop_prob if unet.spec.cond_on_image_embeds else None,
-            text_drop=args.text_cond_drop_prob if unet.spec.cond_on_text_encodings else None,
+            logit_normal=args.logit_normal, stratified=args.stratified_times,
+            image_drop=args.image_cond_drop_prob if self.module.spec.image_embed_dim else None,
+            text_drop=args.text_cond_drop_prob if self.module.spec.text_embed_dim else None,
             lowres=LowresDraws(levels, blurred, (args.blur_sigma[0], args.blur_sigma[-1])) if self.index else None,
         )  # fmt: skip
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .convolutional import check_images
-from .decoder_config import DecoderConfig, Sampling
-from .diffusion.guidance import Passes, denoiser, guided
-from .diffusion.lowres import blur
-from .diffusion.sampling import Inpaint, dynamic_threshold, sample
+from .decoder_config import LOWRES_CONDITIONS, DecoderConfig, Sampling
+from .diffusion.losses import x_start_of
+from .diffusion.sampling import Denoise, Denoised, Inpaint, dynamic_threshold, guided, sample
 from .diffusion.schedule import Schedule
+from .diffusion.variance import fraction_of
 from .files.pretrained import Pretrained
 from .resizing import cropped, resized
-from .unet import Unet, coordinates_of
-from .unets.conditions import Conditions
-from .unets.given import check_batch, check_guide, conditions_of, is_conditional, takes_level
+from .unet import CHANNELS, Unet, coordinates_of
 
-LOWRES_CONDITIONS = ("noise", "blur", "none")
 LOWRES_SCHEDULE = "linear"  # of the noise on low-resolution conditions, whatever the schedule of the Unet
+CONDITIONS = {"image_embed": "image_embed_dim", "text_encodings": "text_embed_dim"}
+"""Of each condition the field of `UnetConfig` that says how wide it is; None: the Unet does not take it."""
 
 Draw = Callable[[str, int, Sequence[int]], Tensor]
 """(name of the noise, number of the step, shape of one picture) -> standard normal noise (b, *shape)."""
@@ -56,29 +55,26 @@ class Decoder(Pretrained):
         self._check_sizes()
         with torch.device("cpu"):  # also where the weights are to be on no device at all
             self.schedules = [
-                schedule_of(name, size, timesteps, config.zero_terminal_snr, config.noise_shift)
-                for name, size in zip(config.noise_schedule, config.image_sizes, strict=True)
+                Schedule.named(name, timesteps, zero_terminal_snr=config.zero_terminal_snr)
+                for name in config.noise_schedule
             ]
             has_noise = config.lowres_condition == "noise"
             # A list, which `with_unets` shares: tables that were moved to a device stay there.
-            self._lowres_schedules = [Schedule(LOWRES_SCHEDULE, timesteps)] if has_noise else []
+            self._lowres_schedules = [Schedule.named(LOWRES_SCHEDULE, timesteps)] if has_noise else []
         self._lowres_level = min(int(level * timesteps), timesteps - 1)
 
     def _compared(self) -> dict[str, Any]:
-        return {**super()._compared(), "lowres_noise_cond": [takes_level(self.unet(n)) for n in range(len(self.unets))]}
+        return {**super()._compared(), "lowres_noise_cond": self.config["lowres_condition"] == "noise"}
 
     def _check_sizes(self) -> None:
         for size, larger in itertools.pairwise(self.image_sizes):
             if larger <= size:
                 raise ValueError(f"image sizes {size} and {larger}: each Unet makes larger pictures than the last")
         for number, size in enumerate(self.image_sizes, start=1):
-            unet = self.unet(number - 1)
-            multiple = unet.smallest_multiple
+            multiple = self.unet(number - 1).smallest_multiple
             if size % multiple:
                 near = f"{size // multiple * multiple or multiple} or {(size // multiple + 1) * multiple}"
                 raise ValueError(f"image size {size} of Unet {number} must be a multiple of {multiple}; use {near}")
-            if unet.spec.lowres_cond != (number > 1):
-                raise ValueError(f"Unet {number} {'lacks' if number > 1 else 'must not have'} lowres_cond")
 
     def unet(self, index: int) -> Unet:
         """A Unet, from 0."""
@@ -103,7 +99,7 @@ class Decoder(Pretrained):
         return self._on_device(self._lowres_schedules, 0) if self._lowres_schedules else None
 
     def _on_device(self, schedules: list[Schedule], index: int) -> Schedule:
-        if schedules[index].device != self.device:
+        if schedules[index].log_snr.device != self.device:
             schedules[index] = schedules[index].to(self.device)
         return schedules[index]
 
@@ -113,12 +109,11 @@ class Decoder(Pretrained):
         Raises:
             ValueError: one line, if there are no such crops, or the Unet does not take them.
         """
-        size, unet = self.image_sizes[index], self.unet(index)
-        multiple = unet.smallest_multiple
+        size, multiple = self.image_sizes[index], self.unet(index).smallest_multiple
         if crop > size or crop % multiple:
             known = f"a multiple of {multiple}, {size} at most"
             raise ValueError(f"crops of {crop} pixels for Unet {index + 1}: give 0 or {known}")
-        return unet.spec.channels, crop or size, crop or size
+        return CHANNELS, crop or size, crop or size
 
     def training_pictures(
         self, batch: Mapping[str, Any], index: int, blur_sigma: Tensor | None = None, *, places: Tensor | None = None,
@@ -134,11 +129,8 @@ class Decoder(Pretrained):
                 is given those of its crop in the whole picture.
         """
         images = batch["images"].float() / 127.5 - 1
-        spec, given = self.unet(index).spec, {}
-        if spec.cond_on_image_embeds:
-            given["image_embed"] = batch["image_embed"]
-        if spec.cond_on_text_encodings:
-            given["text_encodings"] = batch["text_encodings"]
+        spec = self.unet(index).spec
+        given = {name: batch[name] for name, width in CONDITIONS.items() if getattr(spec, width)}
         size = self.image_sizes[index]
         if index:
             small = resized(images, self.image_sizes[index - 1])
@@ -194,43 +186,35 @@ class Decoder(Pretrained):
             raise ValueError(f"to start at Unet {start_at}, give the images of Unet {start_at - 1}")
         if guide is not None:
             check_guide(self, guide)
-        check_batch(batch, conditions, images, inpaint_image)
-        for given in (images, inpaint_image):
-            if given is not None:
-                check_images(given, self.unet(0).spec.channels)
+        for value in (*conditions.values(), images, inpaint_image):
+            if value is not None and len(value) != batch:
+                raise ValueError(f"{len(value)} conditions or images for {batch} pictures: give one for each")
+        for value in (images, inpaint_image):
+            if value is not None:
+                check_images(value, CHANNELS)
         pictures = None if images is None else images * 2 - 1
         for index in range(start_at - 1, stop_at):
-            side, unet, schedule = self.image_sizes[index], self.unet(index), self.schedule(index)
-            source = draw(index)
+            side, schedule, source = self.image_sizes[index], self.schedule(index), draw(index)
+            shape, scale = (CHANNELS, side, side), _of(sampling.cond_scale, index)
             lowres = self._lowres(pictures, side, source) if index else {}
-            passes = self._passes(index, conditions, batch, lowres)
-            weaker = guide and guide._passes(index, conditions, batch, lowres)
-            shape = (unet.spec.channels, side, side)
             inpaint = None
             if inpaint_image is not None and inpaint_mask is not None:
                 known = resized(inpaint_image, side) * 2 - 1
                 kept = F.interpolate(inpaint_mask[:, None].float(), size=(side, side), mode="nearest") > 0.5
                 inpaint = Inpaint(known, kept, resample_times)
-            scale, steps = (
-                _of(sampling.cond_scale, index),
-                min(_of(sampling.sample_timesteps, index), schedule.timesteps),
-            )
-            denoise = guided(
-                passes, schedule, scale=scale, interval=sampling.guidance_interval, guide=weaker,
-                rescale=sampling.cfg_rescale, is_conditional=is_conditional(unet),
-            )  # fmt: skip
+            denoise = self._denoise(index, conditions, lowres)
+            if scale != 1 and (guide or is_conditional(self.unet(index))):
+                reference = guide._denoise(index, conditions, lowres) if guide else self._denoise(index, {}, lowres)
+                denoise = guided(denoise, reference, schedule, scale, sampling.guidance_interval)
             pictures = sample(
                 denoise,
                 schedule,
                 source("first", 0, shape),
                 draw=lambda name, step, source=source, shape=shape: source(name, step, shape),  # type: ignore[misc]
                 sampler=sampling.sampler,
-                steps=steps,
-                spacing=sampling.spacing,
-                eta=sampling.ddim_eta if sampling.sampler == "ddim" else 0.0,
-                threshold=(lambda x: dynamic_threshold(x, sampling.dynamic_thresholding))
-                if sampling.dynamic_thresholding
-                else _clipped,
+                steps=min(_of(sampling.sample_timesteps, index), schedule.timesteps),
+                eta=sampling.ddim_eta,
+                threshold=partial(dynamic_threshold, percentile=sampling.dynamic_thresholding),
                 inpaint=inpaint,
                 on_step=on_step,
             ).clamp(-1, 1)
@@ -248,32 +232,75 @@ class Decoder(Pretrained):
         noise = draw("lowres", 0, image.shape[1:])
         return {"lowres_image": schedule.add_noise(image, noise, times), "lowres_time": times}
 
-    def _passes(self, index: int, conditions: Mapping[str, Tensor], batch: int, lowres: Mapping[str, Tensor]) -> Passes:
-        unet = self.unet(index)
-        known: dict[tuple[bool, ...], Conditions] = {}
-        lowres = {name: value for name, value in lowres.items() if name != "lowres_time" or takes_level(unet)}
+    def _denoise(self, index: int, conditions: Mapping[str, Tensor], lowres: Mapping[str, Tensor]) -> Denoise:
+        """Estimates of a Unet, from 0, with those of the conditions that it takes."""
+        unet, schedule, objective = self.unet(index), self.schedule(index), self.objectives[index]
+        given = {name: value for name, value in conditions.items() if getattr(unet.spec, CONDITIONS[name])}
+        given |= {name: value for name, value in lowres.items() if name != "lowres_time" or unet.spec.lowres_noise_cond}
 
-        def predict(x: Tensor, levels: Tensor, previous: Tensor | None, blocks: tuple[bool, ...]) -> Tensor:
-            if blocks not in known:
-                known[blocks] = conditions_of(unet, conditions, batch, blocks)
-            of_blocks = {name: torch.cat([value] * len(blocks)) for name, value in lowres.items()}
-            self_cond = previous if unet.spec.self_cond else None
-            out: Tensor = unet(x, levels, conditions=known[blocks], self_cond=self_cond, **of_blocks)
-            return out
+        def denoise(x: Tensor, t: int) -> Denoised:
+            levels = torch.full((len(x),), t, device=x.device)
+            output = unet(x, levels, **given)
+            prediction, variance = output[:, :CHANNELS], output[:, CHANNELS:]
+            x_start = x_start_of(objective, prediction, x, *schedule.at(levels, x))
+            return Denoised(x_start, fraction_of(variance) if variance.shape[1] else None)
 
-        return denoiser(predict, self.schedule(index), self.objectives[index])
-
-
-def schedule_of(
-    name: str, image_size: int, timesteps: int, zero_terminal_snr: bool, noise_shift: int | None = None
-) -> Schedule:
-    """The schedule of a Unet; arguments as of `DecoderConfig`."""
-    shift = 2 * math.log(noise_shift / image_size) if noise_shift else 0.0
-    return Schedule(name, timesteps, zero_terminal_snr=zero_terminal_snr, log_snr_shift=shift)
+        return denoise
 
 
-def _clipped(x: Tensor) -> Tensor:
-    return x.clamp(-1, 1)
+def is_conditional(unet: Unet) -> bool:
+    """Whether a Unet takes an image embedding or a text."""
+    return any(getattr(unet.spec, width) for width in CONDITIONS.values())
+
+
+def check_guide(decoder: Decoder, guide: Decoder) -> None:
+    """Raise ValueError, in one line, unless the estimates of a guide can stand beside those of a decoder: as many
+    Unets, the same sizes and noise levels, and no condition that the decoder does not take. Objectives may differ."""
+    if (n := len(guide.unets)) != len(decoder.unets):
+        raise ValueError(f"the guide has {n} Unets and the decoder {len(decoder.unets)}: give one with as many")
+    for index, (size, other) in enumerate(zip(decoder.image_sizes, guide.image_sizes, strict=True)):
+        mine, theirs = decoder.unet(index).spec, guide.unet(index).spec
+        ours, of_guide = decoder.schedules[index], guide.schedules[index]
+        wrong = None
+        if other != size:
+            wrong = f"makes pictures of {other} pixels a side and that of the decoder of {size}"
+        elif of_guide.timesteps != ours.timesteps:
+            wrong = f"has {of_guide.timesteps} noise levels and that of the decoder {ours.timesteps}"
+        elif of_guide.is_flow != ours.is_flow or not torch.equal(of_guide.log_snr.cpu(), ours.log_snr.cpu()):
+            wrong = "has another noise schedule than that of the decoder"
+        elif theirs.lowres_noise_cond and decoder.lowres_schedule() is None:
+            wrong = "takes the noise level of the smaller picture and the decoder adds no noise to it"
+        for name, width in CONDITIONS.items():
+            taken, needed = getattr(mine, width), getattr(theirs, width)
+            if needed not in (None, taken):
+                takes = f"of width {taken}" if taken else "none"
+                wrong = wrong or f"takes {name} of width {needed} and that of the decoder {takes}"
+        if wrong:
+            raise ValueError(f"Unet {index + 1} of the guide {wrong}: give a guide that fits")
+
+
+def blur(images: Tensor, sigma: Tensor) -> Tensor:
+    """Gaussian blur of each image by a kernel of 3 x 3 pixels, as in DALLE2-pytorch; edges are reflected. It makes the
+    smaller pictures on which a Unet is trained as bad as those that the Unet before draws (Ho et al. 2022, section 4).
+
+    Args:
+        images: (b, c, h, w).
+        sigma: (b,), in pixels; 0 leaves an image bitwise as it is.
+    """
+    offsets = torch.arange(-1, 2, device=images.device)
+    # The smallest normal number in place of 0: every tap but the middle one becomes exactly 0.
+    taps = torch.exp(-(offsets / sigma.clamp_min(1e-18)[:, None]).square() / 2)
+    taps = (taps / taps.sum(1, keepdim=True)).to(images.dtype)
+    for axis in (2, 3):
+        side = images.shape[axis]
+        if side == 1:  # all its neighbours are itself
+            continue
+        padded = F.pad(images, (0, 0, 1, 1) if axis == 2 else (1, 1, 0, 0), mode="reflect")
+        images = sum(
+            (tap.view(-1, 1, 1, 1) * padded.narrow(axis, first, side) for first, tap in enumerate(taps.unbind(1))),
+            start=torch.zeros_like(images),
+        )
+    return images
 
 
 def _of(values: Sequence[Any], index: int) -> Any:

@@ -7,8 +7,8 @@ import argparse
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from tandem.cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet, spread
 from tandem.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
@@ -16,25 +16,103 @@ from tandem.fields import ModelConfig, Needs, flag, when
 
 from .configs import RecomputingConfig
 
-if TYPE_CHECKING:
-    from .unets.config import UnetConfig
+_SWITCHES = ("sparse_attn", "memory_efficient", "coordinates", "plain_init_conv")
+# Fields of `UnetConfig` of which a cascade has a value for each Unet.
+_EACH = (
+    "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "self_attn", "attn_heads", "attn_dim_head",
+    "cross_attn_heads", "cross_attn_dim_head", "resnet_groups",
+)  # fmt: skip
+SCHEDULES = ("cosine", "linear", "sigmoid", "flow")
+OBJECTIVES = ("noise", "x_start", "v", "flow")
+LOWRES_CONDITIONS = ("noise", "blur", "none")
 
-_UNET_SWITCHES = (
-    "self_attn", "sparse_attn", "memory_efficient", "self_cond", "coordinates", "cosine_sim_self_attn",
-    "cosine_sim_cross_attn", "cross_embed_downsample", "scale_skip_connection", "combine_upsample_fmaps",
-)  # fmt: skip
-# Switch -> (argument of the Unet, its value where the switch is on).
-_SWITCHES = {
-    **{name: (name, True) for name in _UNET_SWITCHES},
-    "nearest_upsampling": ("pixel_shuffle_upsample", False), "plain_init_conv": ("init_cross_embed", False),
-    "weight_standardization": ("resnet_weight_standardization", True),
-    "no_embeds_in_time": ("add_image_embeds_to_time", False),
-}  # fmt: skip
-_OF_UNET = (
-    "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "attn_heads", "attn_dim_head", "cross_attn_heads",
-    "cross_attn_dim_head", "resnet_groups",
-)  # fmt: skip
-_SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd", "flow")
+
+@dataclass
+class UnetConfig(ModelConfig):
+    """Of a `Unet`. Once it is made, `num_resnet_blocks` and `self_attn` have a value for each level.
+
+    Args:
+        dim: Channels at full resolution; level n, finest first, has dim x dim_mults[n].
+        dim_mults: A number for each level; each level but one halves the sides, with memory_efficient each.
+        cond_dim: Width of the tokens that the blocks attend to; None: dim.
+        num_resnet_blocks: Blocks on the way down and up besides the first: one number, or one for each level.
+        self_attn: Self-attention at the end of a level, 1, or not, 0: one value, or one for each level. The middle
+            always has it.
+        sparse_attn: Linear attention at the end of each level without self-attention.
+        attn_heads, attn_dim_head: Number and size of the heads of self-attention and of linear attention.
+        cross_attn_heads, cross_attn_dim_head: Those of the attention to tokens. The public Unet has 8 and 64.
+        resnet_groups: Groups of the GroupNorms.
+        memory_efficient: Halve the sides before the blocks of a level instead of after them.
+        coordinates: Two more channels of the input hold the place of each pixel, across and down, from -1 to 1 (Liu et
+            al. 2018, "CoordConv"). Otherwise places are known from the edges alone. The public Unet has no such thing.
+        plain_init_conv: The first convolution has one kernel, of side 7, instead of three of the sides 3, 7 and 15.
+        image_embed_dim, text_embed_dim: Widths of the image embedding and of the text encodings on which it is
+            conditioned; None: it is not. The two blocks in the middle alone attend to texts.
+        max_text_len: Tokens of a text; longer ones are cut off, the place of missing ones has learned tokens.
+        image_embed_scale: Factor of the image embedding; sqrt(image_embed_dim) gives unit vectors entries of about 1.
+        lowres_cond: Conditioned on an image of lower resolution ...
+        lowres_noise_cond: ... and on the noise level of that image.
+        learned_variance: The output has twice the channels, the second half for the variance.
+        gradient_checkpointing: In training, compute blocks and attention again in the backward pass instead of keeping
+            what is inside of them: less memory, the same bits, a third more time.
+
+    Raises:
+        ValueError: one line, if a value is out of range or does not fit another one.
+    """
+
+    dim: int
+    dim_mults: Sequence[int] = (1, 2, 4, 8)
+    cond_dim: int = None  # type: ignore[assignment]  # __post_init__ fills it in
+    num_resnet_blocks: Sequence[int] = (2,)
+    self_attn: Sequence[int] = (0,)
+    attn_heads: int = 16
+    attn_dim_head: int = 32
+    cross_attn_heads: int = 8
+    cross_attn_dim_head: int = 64
+    resnet_groups: int = 8
+    sparse_attn: bool = False
+    memory_efficient: bool = False
+    coordinates: bool = False
+    plain_init_conv: bool = False
+    image_embed_dim: int | None = None
+    text_embed_dim: int | None = None
+    max_text_len: int = 256
+    image_embed_scale: float = 1.0
+    lowres_cond: bool = False
+    lowres_noise_cond: bool = False
+    learned_variance: bool = False
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        self.cond_dim = self.cond_dim or self.dim
+        for name in ("dim", "cond_dim", "attn_heads", "attn_dim_head", "cross_attn_heads", "cross_attn_dim_head",
+                     "resnet_groups", "max_text_len"):  # fmt: skip
+            if not _is_whole(value := getattr(self, name), 1):
+                raise ValueError(f"{name} {value}: give a whole number of at least 1")
+        if self.dim % 2 or self.dim < 4:
+            raise ValueError(f"dim {self.dim}: give an even number of channels of at least 4")
+        for name, least, most in (("dim_mults", 1, math.inf), ("num_resnet_blocks", 0, math.inf), ("self_attn", 0, 1)):
+            values = getattr(self, name)
+            if (
+                not isinstance(values, (list, tuple))
+                or not values
+                or not all(_is_whole(each, least) and each <= most for each in values)
+            ):
+                limits = f"{least} or {most}" if most == 1 else f"whole numbers of at least {least}"
+                raise ValueError(f"{name} {values}: give {limits}, for each level, finest first")
+            levels = len(self.dim_mults)
+            if len(values) not in (1, levels):
+                raise ValueError(f"{name} {values} has {len(values)} values, dim_mults {levels}: give 1 or {levels}")
+            setattr(self, name, list(values) * (levels if len(values) == 1 else 1))
+        for channels in (self.dim, *(self.dim * mult for mult in self.dim_mults)):
+            if channels % self.resnet_groups:
+                raise ValueError(
+                    f"resnet_groups {self.resnet_groups} must divide the {channels} channels of each level; change one"
+                )
+        if self.lowres_noise_cond and not self.lowres_cond:
+            raise ValueError("lowres_noise_cond is the noise level of the low-resolution image: set lowres_cond too")
+        if not 0 < self.image_embed_scale < math.inf:
+            raise ValueError(f"image_embed_scale {self.image_embed_scale}: give a number greater than 0")
 
 
 @dataclass
@@ -43,7 +121,6 @@ class DecoderConfig(RecomputingConfig):
 
     Args:
         image_embed_dim, text_embed_dim: Widths of what the first Unet is conditioned on; None for what it is not.
-        beyond_flags: For each Unet the arguments of `UnetConfig` that differ from those that the flags give.
     """
 
     image_sizes: list[int] = flag(
@@ -67,6 +144,9 @@ class DecoderConfig(RecomputingConfig):
     )
     num_resnet_blocks: list[tuple[int, ...]] = per_unet(
         [(2,)], "residual blocks per level: one number, or one for each level", sizes, in_weights=True
+    )
+    self_attn: list[tuple[int, ...]] = per_unet(
+        [(0,)], "self-attention at the end of a level: 0 or 1, for all levels or for each", sizes, in_weights=True
     )
     attn_heads: list[int] = per_unet([16], "heads of self-attention", size, in_weights=True)
     attn_dim_head: list[int] = per_unet([32], "width of such a head", width, in_weights=True)
@@ -102,14 +182,12 @@ class DecoderConfig(RecomputingConfig):
     noise_schedule: list[str] = per_unet(
         ["cosine"],
         "how the signal-to-noise ratio falls over the noise levels",
-        choices=_SCHEDULES,
+        choices=SCHEDULES,
         title=ONE_EACH,
         in_weights=True,
         also="beta_schedule",
     )
-    objective: list[str] = per_unet(
-        ["v"], "what a Unet predicts", choices=("noise", "x_start", "v", "flow"), in_weights=True
-    )
+    objective: list[str] = per_unet(["v"], "what a Unet predicts", choices=OBJECTIVES, in_weights=True)
     learned_variance: list[int] = per_unet(
         [0],
         "also learn the variance of a step of ddpm (Nichol and Dhariwal 2021)",
@@ -120,17 +198,10 @@ class DecoderConfig(RecomputingConfig):
     )
     timesteps: int = flag(1000, "noise levels", size, title=SAME_FOR_ALL, in_weights=True)
     zero_terminal_snr: bool = flag(True, "the highest noise level is noise alone (Lin et al. 2023)", lasting=True)
-    noise_shift: int | None = flag(
-        None,
-        "more noise for larger pictures: shift the log SNR by 2 log(PIXELS / side) (Hoogeboom et al. 2023)",
-        size,
-        metavar="PIXELS",
-        lasting=True,
-    )
     lowres_condition: str = flag(
         "blur",
         "what is done to an upsampling Unet's condition in training, so that it bears mistakes of the Unet before",
-        choices=("noise", "blur", "none"),
+        choices=LOWRES_CONDITIONS,
         lasting=True,
         needs=SEVERAL,
     )
@@ -142,22 +213,15 @@ class DecoderConfig(RecomputingConfig):
     )
     image_embed_dim: int | None = None
     text_embed_dim: int | None = None
-    beyond_flags: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.image_sizes:
             raise ValueError("image_sizes: a decoder has at least one Unet")
         spread(type(self), self)
         self.cond_dim = self.cond_dim or list(self.dim)
-        self.num_resnet_blocks = [  # "2,2" of two levels is "2"
-            blocks[:1] if len(blocks) == len(mults) and len(set(blocks)) == 1 else blocks
-            for blocks, mults in zip(self.num_resnet_blocks, self.dim_mults, strict=True)
-        ]
-        self.beyond_flags = self.beyond_flags or [{} for _ in self.image_sizes]
-        if len(self.beyond_flags) != len(self.image_sizes):
-            raise ValueError(
-                f"beyond_flags is for {len(self.beyond_flags)} Unets, and there are {len(self.image_sizes)}"
-            )
+        for name in ("num_resnet_blocks", "self_attn"):  # "2,2" of two levels is "2"
+            values = [each[:1] if len(each) > 1 and len(set(each)) == 1 else each for each in getattr(self, name)]
+            setattr(self, name, values)
 
     @classmethod
     def of_data(cls, args: argparse.Namespace, widths: Mapping[str, Any]) -> DecoderConfig:
@@ -200,50 +264,20 @@ class DecoderConfig(RecomputingConfig):
             raise ValueError(f"the weights in {args.init_from} are of another model; {needed}")
         return {**super().shape_of(model, args), "lowres_noise_level": model["lowres_noise_level"]}
 
-    @classmethod
-    def around(cls, unets: Sequence[UnetConfig], **said: Any) -> DecoderConfig:
-        """That of a decoder of these Unets; ``said``: image_sizes, and other fields that are not of the Unets alone."""
-        first = unets[0]
-        conditions = {"image": first.cond_on_image_embeds, "text": first.cond_on_text_encodings}
-        flags: dict[str, Any] = {name: [getattr(unet, name) for unet in unets] for name in _OF_UNET}
-        flags |= {
-            "resnet_groups": [unet.resnet_groups[0] for unet in unets],
-            "switches": [_switches_of(unet) for unet in unets],
-            "condition_on": tuple(name for name, is_taken in conditions.items() if is_taken),
-        }
-        for name in (
-            "image_embed_scale", "max_text_len", "image_embed_dim", "text_embed_dim", "gradient_checkpointing",
-        ):  # fmt: skip
-            flags[name] = getattr(first, name)
-        config = cls(**flags, **said)
-        config.beyond_flags = [_beyond(config.of_flags(index), unet) for index, unet in enumerate(unets)]
-        return config
-
     def unets(self) -> list[UnetConfig]:
-        """Of each Unet, the smallest first."""
-        from .unets.config import UnetConfig
-
-        beyond = enumerate(self.beyond_flags)
-        return [UnetConfig(**{**self.of_flags(index), **others}) for index, others in beyond]
-
-    def of_flags(self, index: int) -> dict[str, Any]:
-        """The arguments of the `UnetConfig` of a Unet, from 0, that flags give; the first one has the conditions."""
-        switches, is_first, learned = self.switches[index], index == 0, self.learned_variance[index]
-        has_image, has_text = (is_first and kind in self.condition_on for kind in ("image", "text"))
-        blocks, levels = self.num_resnet_blocks[index], len(self.dim_mults[index])
-        return {
-            **{name: getattr(self, name)[index] for name in _OF_UNET},
-            **{name: on == (switch in switches) for switch, (name, on) in _SWITCHES.items()},
-            "num_resnet_blocks": list(blocks) * (levels if len(blocks) == 1 else 1),
-            "dim_mults": list(self.dim_mults[index]),
-            "lowres_cond": not is_first, "lowres_noise_cond": not is_first and self.lowres_condition == "noise",
-            "cond_on_image_embeds": has_image, "cond_on_text_encodings": has_text,
-            "image_embed_dim": self.image_embed_dim if has_image else None,
-            "text_embed_dim": self.text_embed_dim if has_text else None,
-            "image_embed_scale": self.image_embed_scale or math.sqrt(self.image_embed_dim or 1),
-            "max_text_len": self.max_text_len, "channels_out": 6 if learned else 3,
-            "gradient_checkpointing": self.gradient_checkpointing,
-        }  # fmt: skip
+        """Of each Unet, the smallest first; that one has the conditions."""
+        scale = self.image_embed_scale or math.sqrt(self.image_embed_dim or 1)
+        first: dict[str, Any] = {"image_embed_dim": self.image_embed_dim, "text_embed_dim": self.text_embed_dim}
+        others: dict[str, Any] = {"lowres_cond": True, "lowres_noise_cond": self.lowres_condition == "noise"}
+        return [
+            UnetConfig(
+                **{name: getattr(self, name)[index] for name in _EACH},
+                **{name: name in on for name in _SWITCHES},  # type: ignore[arg-type]
+                **(others if index else first), max_text_len=self.max_text_len, image_embed_scale=scale,
+                learned_variance=bool(learned), gradient_checkpointing=self.gradient_checkpointing,
+            )
+            for index, (on, learned) in enumerate(zip(self.switches, self.learned_variance, strict=True))
+        ]  # fmt: skip
 
 
 #: Of flags that only guidance needs.
@@ -253,20 +287,13 @@ GUIDED = Needs("cond_scale", "other than 1, such as 3", lambda args: any(scale !
 
 @dataclass
 class Sampling(ModelConfig):
-    """How noise becomes pictures: by `diffusion.sampling.sample`, and `diffusion.guidance.guided` where it is guided.
+    """How noise becomes pictures, see `diffusion.sampling`.
     `cond_scale` and `sample_timesteps` have a value for all Unets, or one for each."""
 
     sampler: str = flag(
-        "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm", "heun"), title="sampling"
+        "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm"), title="sampling"
     )
     sample_timesteps: list[int] = per_unet([20], "steps of the sampler, one number or one for each Unet", size)
-    spacing: str = flag(
-        "auto",
-        "noise levels that the steps visit: uniform: evenly by number; karras: more of them near pure noise "
-        "and near the clean picture (Karras et al. 2022); auto: karras for dpmpp_2m on linear and jsd, and "
-        "but for ddpm after a large --noise_shift; uniform otherwise",
-        choices=("auto", "uniform", "karras"),
-    )
     cond_scale: list[float] = per_unet(
         [1.0],
         "guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet",
@@ -279,12 +306,6 @@ class Sampling(ModelConfig):
         non_negative_float,
         nargs=2,
         metavar=("LOW", "HIGH"),
-        needs=(CONDITIONAL, GUIDED),
-    )
-    cfg_rescale: float = flag(
-        0.0,
-        "part of the contrast by guidance that is taken back (Lin et al. 2023)",
-        fraction,
         needs=(CONDITIONAL, GUIDED),
     )
     ddim_eta: float = flag(
@@ -307,15 +328,5 @@ class Sampling(ModelConfig):
             parser.error("--guidance_interval: the first number has to be the smaller one")
 
 
-def _switches_of(unet: UnetConfig) -> tuple[str, ...]:
-    """The value of --switches for a Unet; self_attn is for all levels."""
-    values = {**vars(unet), "self_attn": all(unet.self_attn)}
-    return tuple(sorted(switch for switch, (name, on) in _SWITCHES.items() if values[name] == on))
-
-
-def _beyond(of_flags: dict[str, Any], unet: UnetConfig) -> dict[str, Any]:
-    try:
-        made = type(unet)(**of_flags).plain()
-    except ValueError:  # the flags alone make no Unet
-        made = {}
-    return {name: value for name, value in unet.plain().items() if name not in made or made[name] != value}
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

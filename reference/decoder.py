@@ -112,20 +112,19 @@ class Unet(nn.Module):
             self.null_image_embed = nn.Parameter(torch.randn(1, 4, dim))
             self.null_image_hiddens = nn.Parameter(torch.randn(1, hidden))
         self.norm_cond, self.norm_mid_cond = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.downs, self.ups = nn.ModuleList(), nn.ModuleList()  # Identity: the place of an option that is left out
+        self.downs, self.ups = nn.ModuleList(), nn.ModuleList()
         for level, (narrow, wide) in enumerate(pairwise(widths)):
             blocks = [ResnetBlock(narrow, narrow, s, level > 0) for _ in range(s.num_resnet_blocks)]
             halve: nn.Module = nn.Sequential(nn.PixelUnshuffle(2), nn.Conv2d(4 * narrow, wide, 1))
             halve = nn.Conv2d(narrow, wide, 1) if level == len(s.dim_mults) - 1 else halve
-            parts = nn.Identity(), ResnetBlock(narrow, narrow, s), nn.ModuleList(blocks), nn.Identity(), halve
-            self.downs.append(nn.ModuleList(parts))
+            parts = {"first": ResnetBlock(narrow, narrow, s), "blocks": nn.ModuleList(blocks), "after": halve}
+            self.downs.append(nn.ModuleDict(parts))
             first, *blocks = (ResnetBlock(wide + narrow, wide, s, level > 0) for _ in range(s.num_resnet_blocks + 1))
             double = [nn.Conv2d(wide, 4 * narrow, 1), nn.SiLU(), nn.PixelShuffle(2)] if level else []
             after = nn.ModuleDict({"net": nn.Sequential(*double)})
-            self.ups.insert(0, nn.ModuleList([first, nn.ModuleList(blocks), nn.Identity(), after]))
+            self.ups.insert(0, nn.ModuleDict({"first": first, "blocks": nn.ModuleList(blocks), "after": after}))
         self.mid_block1, self.mid_block2 = (ResnetBlock(widths[-1], widths[-1], s, attends=True) for _ in range(2))
-        attention = Attention(widths[-1], s.attn_heads, s.attn_dim_head)
-        self.mid_attn: Any = nn.ModuleDict({"fn": nn.ModuleDict({"fn": attention})})
+        self.mid_attn = Attention(widths[-1], s.attn_heads, s.attn_dim_head)
         self.final_resnet_block = ResnetBlock(widths[1] + dim, dim, s)
         self.to_out = nn.Conv2d(dim + 3 * is_upsampler, 3, 1)
         for weight in self.to_out.parameters():
@@ -153,18 +152,18 @@ class Unet(nn.Module):
         skips: list[Tensor] = []
         level: Any
         for level in self.downs:
-            x = level[1](x, t)
-            for block in level[2]:
+            x = level["first"](x, t)
+            for block in level["blocks"]:
                 x = block(x, t, tokens)
                 skips.append(x)
             skips.append(x)  # again, in the place of the map after an attention, which is left out here
-            x = level[4](x)
+            x = level["after"](x)
         x = self.mid_block1(x, t, inner)
-        x = self.mid_block2(x + self.mid_attn["fn"]["fn"](x), t, inner)
+        x = self.mid_block2(x + self.mid_attn(x), t, inner)
         for level in self.ups:
-            for block in (level[0], *level[1]):
+            for block in (level["first"], *level["blocks"]):
                 x = block(torch.cat([x, skips.pop()], dim=1), t, tokens)
-            x = level[3]["net"](x)
+            x = level["after"]["net"](x)
         x = self.final_resnet_block(torch.cat([x, first], dim=1), t)
         return self.to_out(torch.cat([x, *lowres], dim=1))
 

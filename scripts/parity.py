@@ -40,7 +40,7 @@ SMALL_MODELS = {
     f"{_AGAINST}",
     "train_decoder.py": "--image_folder demo:shapes:64 --image_sizes 8 16 --dim 8 --dim_mults 1,2 "
     "--num_resnet_blocks 1 --attn_heads 2 --attn_dim_head 8 --cross_attn_heads 2 --cross_attn_dim_head 8 "
-    "--resnet_groups 4 --switches self_cond none --loss_weight learned none --learned_variance 0 1 "
+    "--resnet_groups 4 --switches coordinates sparse_attn --loss_weight min_snr none --learned_variance 0 1 "
     "--lowres_condition noise --random_crop_sizes 0 8 --condition_on image,text --ema_decay 0.9 "
     "--valid_fraction 0.15 --test_fraction 0 --learning_rate 1e-3",
     "train_mulan.py": "--audio_data demo:tones:256 --sample_rate 8000 --clip_seconds 1 --n_fft 256 --hop_length 64 "

@@ -335,10 +335,10 @@ DECODER = Script(
         "learning_rate": [1e-3], "sample_timesteps": [2], "test_fraction": 0.0,
     },
     all_parts={
-        "switches": ["self_cond", "none"], "loss_weight": ["learned", "none"], "learned_variance": [0, 1],
+        "switches": ["coordinates", "sparse_attn"], "loss_weight": ["min_snr", "none"], "learned_variance": [0, 1],
         "cond_scale": [2.0, 1.0], "num_images_save": 3,
     },
-    weight=lambda key: re.sub(r"unet(\d): weights/(network\.)?", lambda m: f"unets.{int(m[1]) - 1}.", key),
+    weight=lambda key: re.sub(r"unet(\d): weights/", lambda m: f"unets.{int(m[1]) - 1}.", key),
     other_models={"timesteps": (1000, 500), "condition_on": ("image", "text")},
 )  # fmt: skip
 SCRIPTS = {script.name: script for script in (VAE, VQGAN, MULAN, VIDEO_TOKENIZER, DECODER)}

@@ -52,7 +52,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in SCRIPTS),
     ("train_vqgan", {"gan_weight": 0.1, "lecam_weight": 0.1, "grad_accum_steps": 2}),
     ("train_mulan", {"loss": "sigmoid", "grad_accum_steps": 2}),
-    ("train_decoder", {"switches": ["self_cond", "none"], "learned_variance": [0, 1], "random_crop_sizes": [0, 8]}),
+    (
+        "train_decoder",
+        {"switches": ["coordinates", "sparse_attn"], "learned_variance": [0, 1], "random_crop_sizes": [0, 8]},
+    ),
 ]
 
 

@@ -20,13 +20,13 @@ from tests.models.test_clip import DIM, TEXT_DIM, write_clip
 from tests.models.test_decoder import decoder
 from tests.scripts import files
 
-CLIP = {"image_embed_dim": DIM, "cond_on_image_embeds": True, "image_embed_scale": 100.0}
+CLIP = {"image_embed_dim": DIM, "image_embed_scale": 100.0}
 FIRST: dict[str, dict[str, Any]] = {
-    "image": {"image_embed_dim": 30, "cond_on_image_embeds": True},
-    "text": {"text_embed_dim": 32, "cond_on_text_encodings": True, "max_text_len": 12},
-    "none": {},
+    "image": {"image_embed_dim": 30},
+    "text": {"image_embed_dim": None, "text_embed_dim": 32, "max_text_len": 12, "condition_on": ("text",)},
+    "none": {"image_embed_dim": None, "condition_on": ()},
     "clip": CLIP,
-    "both": {**CLIP, "text_embed_dim": TEXT_DIM, "cond_on_text_encodings": True},
+    "both": {**CLIP, "text_embed_dim": TEXT_DIM, "condition_on": ("image", "text")},
 }  # fmt: skip
 RING = ["--prompts", "a red ring in the centre"]
 
@@ -36,9 +36,9 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models, of a guide with one Unet, of embeddings, and of pictures."""
     folder = tmp_path_factory.mktemp("inputs")
     for name, first in FIRST.items():
-        decoder(first=first).save_pretrained(folder / name)
-    decoder(first=FIRST["image"], seed=1).save_pretrained(folder / "guide")
-    decoder(first=FIRST["image"], sizes=(8,)).save_pretrained(folder / "short")
+        decoder(**first).save_pretrained(folder / name)
+    decoder(1, **FIRST["image"]).save_pretrained(folder / "guide")
+    decoder(image_sizes=[8], **FIRST["image"]).save_pretrained(folder / "short")
     random = np.random.default_rng(0)
     for name, shape in (("rows", (2, 30)), ("narrow", (2, 7)), ("texts", (2, 9, 32)), ("long", (2, 13, 32))):
         np.save(folder / f"{name}.npy", random.normal(size=shape).astype(np.float32))
@@ -143,7 +143,7 @@ def test_a_folder_is_not_continued_with_other_inputs(
         "image_embeddings": ([], lambda version: np.save(rows, np.full((2, 30), version, np.float32))),
         "images": (["--images", pictures, "--masks", at / "masks"], write_pictures),
         "guide_with": (["--cond_scale", "2", "--guide_with", guide],
-                       lambda version: decoder(first=FIRST["image"], seed=version).save_pretrained(guide)),
+                       lambda version: decoder(version, **FIRST["image"]).save_pretrained(guide)),
     }  # fmt: skip
     for _, write in inputs.values():
         write(1)
@@ -162,7 +162,7 @@ def test_what_cannot_be_drawn_gives_one_line(
     rows, texts, images = (
         ["--image_embeddings", at / "rows.npy"], ["--text_embeddings", at / "texts.npy"], ["--images", at / "large"]
     )  # fmt: skip
-    small = decoder(first=FIRST["image"])
+    small = decoder(**FIRST["image"])
     huge = saved(tmp_path / "huge", small, image_sizes=[2**20, 2**21])
     second, masks = [*image, "--start_at_unet", "2", "--images", at / "small"], ["--masks", at / "masks"]
     mistakes: list[tuple[list[Any], str]] = [

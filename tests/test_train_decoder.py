@@ -161,7 +161,8 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--random_crop_sizes", "8", "8"], "--random_crop_sizes 8 8: Unet 1"),
         (["--dim_mults", "1,2", "--random_crop_sizes", "18"], "crops of 18 pixels for Unet 2"),
         (["--guidance_interval", "1", "2"], "--guidance_interval has no effect"),
-        (["--switches", "self_attention"], "self_attn"),
+        (["--switches", "sparse_attention"], "sparse_attn"),
+        (["--self_attn", "2"], "self_attn"),
         (["--image_folder", str(bare)], "KEY.img_emb.npy"),
         (["--image_folder", str(captioned), "--image_sizes", "8", "24"], "20 pixels, fewer than 24"),
         (["--resnet_groups", "3"], "resnet_groups 3"),
@@ -170,7 +171,7 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         ([*in_tars, str(rows["wide"])], "image embeddings have the shape (7,) in"),
         ([*in_tars, str(rows["short"]), *ONE], "which has only 1"),
         ([*start, "--image_folder", str(captioned)], "they need image_embed_dim "),
-        ([*start, "--dim", "8", "16", "--switches", "self_attn"], "; they need --dim 8 8, --switches none none"),
+        ([*start, "--dim", "8", "16", "--self_attn", "1"], "; they need --dim 8 8, --self_attn 0 0"),
         ([*start, "--image_sizes", "8"], "of another model; they need --image_sizes 8 16"),
         ([*start, "--num_resnet_blocks", "2", "--timesteps", "9"], "need --num_resnet_blocks 1 1, --timesteps 1000"),
         (["--cond_scale", "3", "--image_cond_drop_prob", "0"], "--cond_scale 3"),
@@ -178,7 +179,7 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         ([*ONE, "--lowres_condition", "none"], "has no effect with --image_sizes 8; leave it out"),
         (["--condition_on", "none", "--cond_scale", "3"], "--cond_scale has no effect with --condition_on none"),
         (["--clip", "b", "--clip_weights", "w", "--condition_on", "none"], "--clip has no effect with --condition_on"),
-        (["--loss_weight", "p2", "none", "--sigmoid_bias", "0"], "no effect with --loss_weight p2 none; leave it out"),
+        (["--loss_weight", "p2", "none", "--min_snr_gamma", "3"], "no effect with --loss_weight p2 none; leave it out"),
         (["--text_cond_drop_prob", "0.1"], "--text_cond_drop_prob has no effect with --condition_on image"),
     ]
     for number, (said, text) in enumerate(mistakes):

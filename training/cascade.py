@@ -5,18 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-
-class Decoder(Protocol):
-    """What a cascade has to offer: its Unets, and itself with others in their place."""
-
-    unets: nn.ModuleList
-
-    def with_unets(self, unets: list[nn.Module]) -> Any: ...
-    def state_dict(self) -> Mapping[str, Tensor]: ...
+if TYPE_CHECKING:
+    from models import Decoder
 
 
 class Cascade:
@@ -37,11 +31,8 @@ class Cascade:
     def gathered(self) -> Iterator[Any]:
         """The decoder with the full weights on every process, to read and evaluate, not to change. Collective."""
         with ExitStack() as stack:
-            unets = [
-                _network(stack.enter_context(self._engines[index].gathered())) if index in self._engines else unet
-                for index, unet in enumerate(self._decoder.unets)
-            ]
-            yield self._decoder.with_unets(unets)
+            trained = {index: stack.enter_context(engine.gathered()) for index, engine in self._engines.items()}
+            yield self._with(trained)
 
     # As an engine's; the names begin with that of the Unet, as "unets.1.to_out.weight".
 
@@ -50,23 +41,17 @@ class Cascade:
         return any(engine.is_sharded for engine in self._engines.values())
 
     def blank_copy(self) -> Any:
-        engines = self._engines
-        unets = [
-            _network(engines[index].blank_copy()) if index in engines else unet
-            for index, unet in enumerate(self._decoder.unets)
-        ]
-        return copy.deepcopy(self._decoder.with_unets(unets)).float().requires_grad_(False)
+        trained = {index: engine.blank_copy() for index, engine in self._engines.items()}
+        return copy.deepcopy(self._with(trained)).float().requires_grad_(False)
+
+    def _with(self, trained: Mapping[int, Any]) -> Decoder:
+        """The decoder with these in the place of the Unets that are trained."""
+        return self._decoder.with_unets([trained.get(index, unet) for index, unet in enumerate(self._decoder.unets)])
 
     def held_weights(self) -> dict[str, Tensor]:
         held = {name: tensor.detach() for name, tensor in self._decoder.state_dict().items()}
         for index, engine in self._engines.items():
-            path = _path(engine)
-            found = engine.held_weights()
-            held |= {
-                f"unets.{index}.{name.removeprefix(path)}": tensor
-                for name, tensor in found.items()
-                if name.startswith(path)
-            }
+            held |= {f"unets.{index}.{name}": tensor for name, tensor in engine.held_weights().items()}
         return held
 
     def whole_weight(self, name: str, held: Tensor) -> Tensor:
@@ -78,11 +63,9 @@ class Cascade:
         return engine.held_part(inside, whole) if engine else whole
 
     def _owner(self, name: str) -> tuple[Any, str]:
-        """The engine that trains a weight of the decoder, None if none does, and the name that it has there."""
-        kind, _, rest = name.partition(".")
-        index, _, inside = rest.partition(".")
-        engine = self._engines.get(int(index)) if kind == "unets" else None
-        return engine, _path(engine) + inside if engine else name
+        """The engine that trains a weight of the decoder, None if none does, and its name in the Unet."""
+        _, index, inside = name.split(".", 2)
+        return self._engines.get(int(index)), inside
 
     def state_dict(self) -> dict[str, Any]:
         """{"weights"}: those of the Unets that are not trained, by name, such as "1.to_out.weight"."""
@@ -107,13 +90,3 @@ class Cascade:
             if index not in self._engines
             for name, tensor in unet.state_dict().items()
         }
-
-
-def _path(engine: Any) -> str:
-    """What names of the Unet's weights begin with in its engine."""
-    return "network." if hasattr(engine.module, "network") else ""
-
-
-def _network(module: Any) -> Any:
-    """The Unet itself, without the learned weight of its loss (`models.diffusion.WithLearnedWeight`)."""
-    return getattr(module, "network", module)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from .measures.generation import GenerationQuality, Pairs
+from .measures.generation import GenerationQuality
 from .noise import Noise
 from .pictures.images import grid
 
 if TYPE_CHECKING:
     from distributed import Backend
+    from models import Decoder
+    from models.clip import Clip
 
 # Pictures that are drawn at once. Kernels may round differently for another number, so it never depends on that of the
 # processes. Few pictures are shown, and no process should draw all of them.
@@ -29,22 +31,6 @@ Batch = Mapping[str, Any]
 
 class _Abandoned(Exception):
     """This process was asked to stop while it draws; all of them learn it after the chunk."""
-
-
-class Decoder(Protocol):
-    """What draws pictures; `models.Decoder` has this interface."""
-
-    image_sizes: list[int]
-
-    def sample(self, *conditions_noise_and_sampling: Any, **how: Any) -> Tensor: ...
-
-
-class PictureEmbedder(Protocol):
-    """What compares drawn pictures with their conditions; `models.clip.Clip` has this interface."""
-
-    cosines: Sequence[str]
-
-    def compared(self, pictures: Tensor, batch: Batch) -> Mapping[str, Pairs]: ...
 
 
 def noise_of(seed: int, numbers: Sequence[int], device: torch.device) -> Callable[[int], Callable[..., Tensor]]:
@@ -79,9 +65,7 @@ class Generation:
         self._processes, self._seed = processes, seed
 
     @torch.no_grad()
-    def judge(
-        self, decoder: Decoder, count: int, quality: GenerationQuality, clip: PictureEmbedder | None
-    ) -> dict[str, float]:
+    def judge(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
         """Draw one picture for each of `count` samples of the validation split, which is begun again if it holds fewer;
         return their quality beside the real ones, which takes what clip compares too. Collective."""
 

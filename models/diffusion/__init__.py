@@ -1,16 +1,9 @@
-"""Diffusion: noise schedules, objectives, losses, and samplers, for any network that denoises."""
+"""Diffusion: noise schedules, losses, and samplers, for any network that denoises."""
 
 from __future__ import annotations
 
-from .guidance import Denoise, Denoised, denoiser, guided
 from .losses import DiffusionLoss, Losses
-from .lowres import blur
-from .objectives import LOSS_TYPES, LOSS_WEIGHTS, OBJECTIVES, WithLearnedWeight, check_combination
-from .sampling import SAMPLERS, SPACINGS, Inpaint, dynamic_threshold, sample
-from .schedule import SCHEDULES, Schedule
+from .sampling import Denoised, Inpaint, dynamic_threshold, guided, sample
+from .schedule import Schedule
 
-__all__ = [
-    "LOSS_TYPES", "LOSS_WEIGHTS", "OBJECTIVES", "SAMPLERS", "SCHEDULES", "SPACINGS", "Denoise", "Denoised",
-    "DiffusionLoss", "Inpaint", "Losses", "Schedule", "WithLearnedWeight", "blur", "check_combination", "denoiser",
-    "dynamic_threshold", "guided", "sample",
-]  # fmt: skip
+__all__ = ["Denoised", "DiffusionLoss", "Inpaint", "Losses", "Schedule", "dynamic_threshold", "guided", "sample"]

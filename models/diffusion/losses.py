@@ -1,16 +1,93 @@
-"""The loss of a network that denoises, of each picture."""
+"""What a network that denoises predicts, how much each noise level counts, and the loss of each picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .objectives import LOSS_TYPES, check_combination, loss_weights, target_of, x_start_of
+from ..decoder_config import OBJECTIVES
 from .schedule import Schedule
 from .variance import LearnedVariance, fraction_of
+
+LOSS_WEIGHTS = ("none", "min_snr", "p2")
+
+
+def target_of(objective: str, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    """What the network should predict for x = alpha x0 + sigma noise; shapes broadcast."""
+    if objective == "noise":
+        return noise
+    if objective == "x_start":
+        return x0
+    return alpha * noise - sigma * x0 if objective == "v" else noise - x0
+
+
+def coefficients(objective: str, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b of x0 = a x + b p: every prediction p of a noisy picture x is a linear form of the clean picture
+    (Salimans and Ho 2022, appendix D, for noise, x0 and v; Lipman et al. 2023 for flow).
+
+    The preconditioning of Karras et al. 2022, for data of deviation 1, is "v" without a weight: its sigma is our sigma
+    / alpha, its noisy picture our x / alpha, its network sees x, and the factor of its loss cancels that of its output.
+    """
+    if objective == "noise":
+        return 1 / alpha, -sigma / alpha
+    if objective == "x_start":
+        return torch.zeros_like(alpha), torch.ones_like(alpha)
+    return (alpha, -sigma) if objective == "v" else (torch.ones_like(alpha), -sigma)
+
+
+def x_start_of(objective: str, prediction: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    """The clean picture that a prediction means, at the noisy picture x."""
+    a, b = coefficients(objective, alpha, sigma)
+    return a * x + b * prediction
+
+
+def loss_weights(
+    name: str, schedule: Schedule, objective: str, *, min_snr_gamma: float = 5.0, p2_gamma: float = 1.0,
+    p2_k: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Weight of each level's squared error of the prediction, fp64 (T,).
+
+    Except for "none", weights are of the error of x0, so that the loss of a given estimate of x0 is the same whatever
+    is predicted: an error of the prediction is an error of x0 times b, so a weight of the squared error of x0 becomes,
+    times b^2, that of the prediction.
+
+    - none: 1 for the prediction.
+    - min_snr: min(SNR, gamma) (Hang et al. 2023, eq. 8).
+    - p2: SNR / (k + SNR)^gamma (Choi et al. 2022, eq. 8, which divides the loss of the noise by (k + SNR)^gamma).
+
+    The last two are 0 at SNR 0, and fall towards it as the SNR does. What a network predicts there it knows from its
+    neighbours. Measured: the error of its estimate at the last level equals that at the level before it, whether the
+    last level was trained with weight 0 or with a small one.
+    """
+    if name == "none":
+        return torch.ones_like(schedule.log_snr)
+    snr = schedule.log_snr.exp()
+    of_x0 = snr.clamp_max(min_snr_gamma) if name == "min_snr" else snr / (p2_k + snr) ** p2_gamma
+    return of_x0 * coefficients(objective, schedule.alpha, schedule.sigma)[1] ** 2
+
+
+def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
+    """Refuse what cannot be trained or sampled.
+
+    Raises:
+        ValueError: an unknown name; noise predicted where no picture is left; or "flow" without a flow schedule or the
+            reverse.
+    """
+    for name, value, known in (("objective", objective, OBJECTIVES), ("loss weight", weight, LOSS_WEIGHTS)):
+        if value not in known:
+            raise ValueError(f"{name} {value!r} does not exist: choose one of {', '.join(known)}")
+    if schedule.is_flow and objective in ("noise", "v"):
+        raise ValueError(f"objective {objective} does not fit the flow schedule: choose objective flow or x_start")
+    if objective == "flow" and not schedule.is_flow:
+        raise ValueError("objective flow needs the schedule flow, where x = (1 - t) x0 + t noise")
+    if objective == "noise" and schedule.ends_at_zero_snr:
+        raise ValueError(
+            "objective noise says nothing about the picture at the last noise level, whose SNR is 0: "
+            "choose objective v or x_start, or a schedule that does not end at SNR 0"
+        )
 
 
 class Losses(NamedTuple):
@@ -23,56 +100,34 @@ class Losses(NamedTuple):
 
 
 class DiffusionLoss:
-    """Loss of the predictions at random noise levels. All random numbers are arguments of the call.
+    """Squared error of the predictions at random noise levels. All random numbers are arguments of the call.
 
     Args:
         schedule: On the device of the pictures.
         objective: One of OBJECTIVES.
-        loss_type: One of LOSS_TYPES, of the prediction.
-        weight: One of LOSS_WEIGHTS. With "learned" the network is a `WithLearnedWeight`.
+        weight: One of LOSS_WEIGHTS.
         learned_variance: The network has twice the channels, the second half for the variance (`LearnedVariance`).
         lowres_schedule: Of the noise on the low-resolution pictures.
         weights: Options of `loss_weights`.
 
     Raises:
-        ValueError: what `check_combination` refuses, or an unknown type of loss.
+        ValueError: what `check_combination` refuses.
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        objective: str = "v",
-        *,
-        loss_type: str = "l2",
-        weight: str = "none",
-        learned_variance: bool = False,
-        lowres_schedule: Schedule | None = None,
-        **weights: float,
-    ) -> None:
+        self, schedule: Schedule, objective: str = "v", *, weight: str = "none", learned_variance: bool = False,
+        lowres_schedule: Schedule | None = None, **weights: float,
+    ) -> None:  # fmt: skip
         check_combination(schedule, objective, weight)
-        if loss_type not in LOSS_TYPES:
-            raise ValueError(f"loss type {loss_type!r} does not exist: choose one of {', '.join(LOSS_TYPES)}")
         self.schedule, self.objective = schedule, objective
-        self._distance = LOSS_TYPES[loss_type]
-        self._weight_is_learned = weight == "learned"
         self._weights = loss_weights(weight, schedule, objective, **weights)
         self._variance = LearnedVariance(schedule) if learned_variance else None
         self._lowres_schedule = lowres_schedule
 
     def __call__(
-        self,
-        network: Callable[..., Any],
-        x0: Tensor,
-        conditions: Mapping[str, Tensor],
-        *,
-        times: Tensor,
-        noise: Tensor,
-        self_cond: Tensor | None = None,
-        keep_image: Tensor | None = None,
-        keep_text: Tensor | None = None,
-        lowres_time: Tensor | None = None,
-        lowres_noise: Tensor | None = None,
-    ) -> Losses:
+        self, network: Callable[..., Tensor], x0: Tensor, conditions: Mapping[str, Tensor], *, times: Tensor,
+        noise: Tensor, lowres_time: Tensor | None = None, lowres_noise: Tensor | None = None, **keep: Tensor,
+    ) -> Losses:  # fmt: skip
         """Losses of pictures x0 (b, c, h, w) in [-1, 1].
 
         Args:
@@ -81,43 +136,24 @@ class DiffusionLoss:
             conditions: Of each picture, as the network takes them.
             times: int64 levels (b,).
             noise: Standard normal, like x0.
-            self_cond: bool (b,): which pictures see the network's own estimate of x0, from a first call without
-                gradient (Chen et al. 2023, Alg. 1). That call is for all pictures, whatever the draws, so that all
-                processes make the same calls. Without it there is none.
-            keep_image, keep_text: bool (b,), False drops the condition.
             lowres_time, lowres_noise: int64 levels (b,) of the noise, like the image, that is added to "lowres_image".
                 DALLE2-pytorch: of "linear" with 1000 levels, of which sampling uses number 200.
+            keep: "keep_image" and "keep_text", bool (b,); False drops the condition.
         """
         x = self.schedule.add_noise(x0, noise, times)
         alpha, sigma = self.schedule.at(times, x)
-        given = dict(conditions)
-        given |= {n: keep for n, keep in (("keep_image", keep_image), ("keep_text", keep_text)) if keep is not None}
+        given = {**conditions, **keep}
         if lowres_time is not None:
             assert self._lowres_schedule is not None and lowres_noise is not None
             given["lowres_image"] = self._lowres_schedule.add_noise(given["lowres_image"], lowres_noise, lowres_time)
             given["lowres_time"] = lowres_time
-        if self_cond is not None:
-            with torch.no_grad():
-                prediction, _, _ = self._split(network(x, times, **given), x)
-                # As in sampling: the estimate of the clean picture, in the range of pictures.
-                estimate = x_start_of(self.objective, prediction, x, alpha, sigma).clamp(-1, 1)
-            given["self_cond"] = torch.where(self_cond.view(-1, 1, 1, 1), estimate, 0.0)
-        prediction, variance, log_weight = self._split(network(x, times, **given), x)
+        output, channels = network(x, times, **given).to(x), x.shape[1]
+        assert output.shape[1] == channels * (1 if self._variance is None else 2), "channels of the network"
+        prediction = output[:, :channels]
         target = target_of(self.objective, x0, noise, alpha, sigma).to(x)
-        error = self._distance(prediction, target, reduction="none").flatten(1).mean(1)
-        weighted = error * self._weights[times].to(error.dtype)
-        if log_weight is not None:
-            weighted = weighted / log_weight.exp() + log_weight
+        error = (prediction - target).square().flatten(1).mean(1)
         bits = torch.zeros_like(error)
         if self._variance is not None:
             x_start = x_start_of(self.objective, prediction, x, alpha, sigma)
-            bits = self._variance.bits(x0.to(x), x_start, fraction_of(variance), times)
-        return Losses(weighted, error, bits)
-
-    def _split(self, output: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The network's output -> prediction, channels of the variance (none without), learned weight if any."""
-        output, log_weight = output if self._weight_is_learned else (output, None)
-        channels = x.shape[1]
-        assert output.shape[1] == channels * (1 if self._variance is None else 2), "channels_out of the network"
-        output = output.to(x)
-        return output[:, :channels], output[:, channels:], log_weight
+            bits = self._variance.bits(x0.to(x), x_start, fraction_of(output[:, channels:]), times)
+        return Losses(error * self._weights[times].to(error.dtype), error, bits)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-FLOW = "flow"
+from ..decoder_config import SCHEDULES
 
 
 def _line(start: float, end: float, timesteps: int) -> Tensor:
@@ -29,12 +29,8 @@ _FIRST, _LAST = 0.1, 20.0
 _BETAS: dict[str, Callable[[int], Tensor]] = {
     "cosine": _cosine,
     "linear": lambda n: _line(_FIRST, _LAST, n) / n,
-    "quadratic": lambda n: _line(_FIRST**0.5, _LAST**0.5, n) ** 2 / n,
     "sigmoid": lambda n: (_FIRST + (_LAST - _FIRST) * _line(-6, 6, n).sigmoid()) / n,
-    "jsd": lambda n: 1 / _line(n, 1, n),  # Sohl-Dickstein et al. 2015, section 2.4.1: alpha^2 falls linearly, to 0
 }
-
-SCHEDULES = (*_BETAS, FLOW)
 
 
 class Schedule:
@@ -43,69 +39,47 @@ class Schedule:
     The table `log_snr` = log(alpha^2 / sigma^2), fp64 (T,), falls strictly and may end at -inf. Two families:
     variance preserving, alpha^2 = sigmoid(log_snr) and sigma^2 = 1 - alpha^2; and flow, alpha = 1 - sigma =
     sigmoid(log_snr / 2). Both forms are exact where alpha or sigma is near 0.
-
-    Args:
-        name: One of SCHEDULES. "flow" has sigma = (t + 1) / T; the others are made from T values of beta.
-        timesteps: T, at least 2.
-        zero_terminal_snr: Shift and scale alpha so that the last is 0 and the first unchanged (Lin et al. 2023,
-            Alg. 1). "jsd" and "flow" always end at 0.
-        log_snr_shift: Added to the log SNR of each level. 2 log(d_ref / d) gives pictures of d pixels a side the
-            visible noise that d_ref have without a shift (Hoogeboom et al. 2023, section 3.1).
-
-    Raises:
-        ValueError: an unknown name, or fewer than 2 levels.
     """
 
-    def __init__(
-        self,
-        name: str = "cosine",
-        timesteps: int = 1000,
-        *,
-        zero_terminal_snr: bool = False,
-        log_snr_shift: float = 0.0,
-    ) -> None:
-        if name not in SCHEDULES:
-            raise ValueError(f"noise schedule {name!r} does not exist: choose one of {', '.join(SCHEDULES)}")
-        if timesteps < 2:
-            raise ValueError(f"{timesteps} noise levels are too few: timesteps has to be 2 or more")
-        if name == FLOW:
-            time = _line(1 / timesteps, 1, timesteps)
-            log_snr = 2 * (torch.log1p(-time) - time.log())
-        else:
-            betas = _BETAS[name](timesteps)
-            # A beta of 1 ends the signal, which only "jsd" means to do, at its last level.
-            log_signal = torch.log1p(-betas if name == "jsd" else -betas.clamp_max(0.999)).cumsum(0)
-            if zero_terminal_snr:
-                alpha = (log_signal / 2).exp()
-                log_signal = 2 * ((alpha - alpha[-1]) * (alpha[0] / (alpha[0] - alpha[-1]))).log()
-            log_snr = log_signal - (-torch.expm1(log_signal)).log()
-        self._set(log_snr + log_snr_shift, is_flow=name == FLOW)
-
-    @classmethod
-    def from_log_snr(cls, log_snr: Tensor, *, flow: bool = False) -> Schedule:
-        """A schedule of the given log SNRs (T,), which fall strictly."""
-        assert log_snr.ndim == 1 and len(log_snr) > 1 and bool((log_snr[1:] < log_snr[:-1]).all())
-        schedule = cls.__new__(cls)
-        schedule._set(log_snr.double(), is_flow=flow)
-        return schedule
-
-    def _set(self, log_snr: Tensor, is_flow: bool) -> None:
-        self.is_flow = is_flow
-        self.log_snr = log_snr
+    def __init__(self, log_snr: Tensor, *, is_flow: bool = False) -> None:
+        self.log_snr, self.is_flow = log_snr, is_flow
         if is_flow:
             self.alpha, self.sigma = (log_snr / 2).sigmoid(), (-log_snr / 2).sigmoid()
         else:
             self.alpha, self.sigma = log_snr.sigmoid().sqrt(), (-log_snr).sigmoid().sqrt()
         self.ends_at_zero_snr = bool(self.alpha[-1] == 0)
 
+    @classmethod
+    def named(cls, name: str = "cosine", timesteps: int = 1000, *, zero_terminal_snr: bool = False) -> Schedule:
+        """A schedule by its name.
+
+        Args:
+            name: One of SCHEDULES. "flow" has sigma = (t + 1) / T; the others are made from T values of beta.
+            timesteps: T, at least 2.
+            zero_terminal_snr: Shift and scale alpha so that the last is 0 and the first unchanged (Lin et al. 2023,
+                Alg. 1). "flow" always ends at 0.
+
+        Raises:
+            ValueError: an unknown name, or fewer than 2 levels.
+        """
+        if name not in SCHEDULES:
+            raise ValueError(f"noise schedule {name!r} does not exist: choose one of {', '.join(SCHEDULES)}")
+        if timesteps < 2:
+            raise ValueError(f"{timesteps} noise levels are too few: timesteps has to be 2 or more")
+        if name == "flow":
+            time = _line(1 / timesteps, 1, timesteps)
+            return cls(2 * (torch.log1p(-time) - time.log()), is_flow=True)
+        # A beta of 1 would end the signal.
+        log_signal = torch.log1p(-_BETAS[name](timesteps).clamp_max(0.999)).cumsum(0)
+        if zero_terminal_snr:
+            alpha = (log_signal / 2).exp()
+            log_signal = 2 * ((alpha - alpha[-1]) * (alpha[0] / (alpha[0] - alpha[-1]))).log()
+        return cls(log_signal - (-torch.expm1(log_signal)).log())
+
     @property
     def timesteps(self) -> int:
         """T."""
         return len(self.log_snr)
-
-    @property
-    def device(self) -> torch.device:
-        return self.log_snr.device
 
     def to(self, device: torch.device | str) -> Schedule:
         """This schedule with its tables on another device."""

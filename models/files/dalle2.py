@@ -1,4 +1,4 @@
-"""Decoders of DALLE2-pytorch 1.15.6: files of their unets, and the description of what is around them.
+"""Decoders of DALLE2-pytorch 1.15.6 as `Decoder`, and back.
 
 Three layouts are read: {"version", "config", "model"}, as LAION published; a trainer's checkpoint, which has moving
 averages too; and a plain state dict beside a decoder_config.json.
@@ -6,30 +6,32 @@ averages too; and a plain state dict beside a decoder_config.json.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.files.reading import DAMAGES, check_regular, read_json
 
-from ..unet import Unet
-from ..unets.config import UnetConfig
-from .archive import Ignored, check_archive, check_sizes
+from ..decoder import LOWRES_SCHEDULE, Decoder
+from ..decoder_config import DecoderConfig, UnetConfig
+from ..diffusion.schedule import Schedule
+from ..unet import IMAGE_TOKENS
+from .archive import Ignored, check_archive, check_sizes, mentions
 from .building import build_with_weights, check_arguments, plain_values
-from .dalle2_config import CROSS_ATTENTION, PUBLIC_VERSION, decoder_part, settings_of, training_config, unet_arguments
+from .dalle2_config import decoder_config, decoder_part, other_options, public_config
+from .description import describe_weights
 from .errors import one_line
-from .public_schedules import schedule_tensors
 from .writing import on_cpu, replacing
 
-CONFIG_FILE = "decoder_config.json"
-WEIGHTS = ("best", "ema", "online")
+_VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError)
+_CLOSE = 1e-3  # of alpha^2, in proportion
 
 # What older files pickle as their version: an object of packaging.version, whose make-up has changed over the years.
 _IGNORED = frozenset((
@@ -40,192 +42,135 @@ _IGNORED = frozenset((
 _OF_A_UNET = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
 _OF_A_SCHEDULE = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
 _OF_AN_AVERAGE = re.compile(r"(\d{1,4})\.ema_model\.(.+)", re.DOTALL)
-_QUERIES = re.compile(r".*fn\.fn\.to_q\.weight")  # of self-attention
+# Public names: the parts of levels have numbers, and each residual and each change of layout around attention an ".fn".
+_PARTS = {
+    "downs": ("before", "first", "blocks", "attention", "after"),
+    "ups": ("first", "blocks", "attention", "after"),
+}
+_SELF_ATTENTION = re.compile(r"((?:downs|ups)\.\d+\.attention|mid_attn)\.")
 _FROM_THE_EMBEDDING = ("image_to_tokens.0.weight", "to_image_hiddens.0.weight")
 
 
-class PublicDecoder(NamedTuple):
-    """What files of a decoder hold, in the terms of this package."""
-
-    unets: list[tuple[dict[str, Any], dict[str, Tensor]]]
-    """The fields of `UnetConfig` and the weights of each Unet, coarsest first."""
-    settings: dict[str, Any]
-    """Of the decoder around them: see `dalle2_config.settings_of`."""
-    tables: list[Tensor | None]
-    """alpha^2 (T,) of each unet's noise levels; None where a file has no such table."""
+def is_public_decoder(path: Path) -> bool:
+    """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Raises ValueError, in one
+    line, if it is no regular file."""
+    return (check_regular(path).parent / _CONFIG_FILE).is_file() or mentions(path, b"unets.")
 
 
-def read_public(
-    paths: Sequence[Path], config: Path | None = None, *, weights: str = "best",
-    numbers: Sequence[Sequence[int]] | None = None,
-) -> PublicDecoder:  # fmt: skip
-    """The unets in one or several public files; each file gives those that it holds.
+def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
+    """The decoder in a public file, in eval mode.
 
     Args:
-        paths: Files. What a file does not say about itself stands in the decoder_config.json beside it.
-        config: That file, if it stands elsewhere; for all paths.
         weights: Of checkpoints: their moving average ("ema"), as trained ("online"), or the average if there is one.
-        numbers: For each path, the numbers from 1 of the unets to take from it; None: all that it holds.
 
     Raises:
-        ValueError: one line, if a file is missing, damaged, hostile or something else, or if the files do not fit one
-            another.
+        ValueError: one line, if the file is missing, damaged, hostile, or has what a `Decoder` lacks.
     """
-    if numbers is not None and len(numbers) != len(paths):
-        raise ValueError(f"unet numbers are given for {len(numbers)} files, and there are {len(paths)}")
-    found: dict[int, tuple[Path, dict[str, Any], dict[str, Tensor], Tensor | None]] = {}
-    for place, path in enumerate(paths):
-        decoder, held, tables = _read(path, config, weights)
-        chosen = sorted(held) if numbers is None else [number - 1 for number in numbers[place]]
-        for index in chosen:
-            if index not in held:
-                others = ", ".join(str(each + 1) for each in sorted(held))
-                raise ValueError(f"{path} holds no unet {index + 1}; it holds {others}")
-            if index in found:
-                raise ValueError(f"unet {index + 1} is in {found[index][0]} and in {path}: say which to take from each")
-            found[index] = path, decoder, held[index], tables.get(index)
-    if missing := sorted(set(range(max(found, default=0))) - set(found)):
-        raise ValueError(f"unet {missing[0] + 1} is in none of the files; give the file that holds it too")
-    unets = []
-    for index, (path, decoder, state, _) in sorted(found.items()):
-        with _errors_of(path):
-            arguments = unet_arguments(decoder, index)
-            check_arguments(arguments, state)
-            unets.append((arguments, from_public(arguments, state)))
-    with _errors_of(paths[0]):
-        settings = settings_of([decoder for _, (_, decoder, *_) in sorted(found.items())])
-    return PublicDecoder(unets, settings, [table for _, (*_, table) in sorted(found.items())])
+    config, state = _read(path, weights)
+    with _errors_of(path):
+        return build_with_weights(lambda: Decoder(config), state).eval()
 
 
-def build_unets(found: PublicDecoder) -> list[Unet]:
-    """The unets of a public decoder, in eval mode.
-
-    Raises:
-        ValueError: one line, naming the first weight or argument that does not fit.
-    """
-    unets = []
-    for number, (arguments, weights) in enumerate(found.unets, start=1):
-        try:
-            unets.append(build_with_weights(partial(Unet.made, arguments), weights).eval())
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise ValueError(f"unet {number} is not as its configuration says: {one_line(error)}") from None
-    return unets
+def describe_public_decoder(path: Path) -> dict[str, Any]:
+    """Facts about a public file. Errors: see `load_public_decoder`."""
+    config, state = _read(path, "best")
+    facts = {"kind": "DALLE2-pytorch file", "model": "Decoder", "arguments": config.plain(), **describe_weights(state)}
+    return {**facts, "bytes": {path.name: path.stat().st_size}}
 
 
-def from_public(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a public unet in the form that `Unet` has for these arguments: fp32, without those that nothing uses,
-    and with the second 1 / sqrt(attn_dim_head) of the public self-attention in its queries."""
-    weights = {}
-    scale = 1.0 if arguments.get("cosine_sim_self_attn") else arguments.get("attn_dim_head", 32) ** -0.5
-    unused = _unused(arguments)
-    for public_name, tensor in state.items():
-        name = public_name.replace(".cross_attn.fn.", ".cross_attn.")  # so it was before 1.15
-        if name not in unused:
-            tensor = tensor.float() if tensor.is_floating_point() else tensor
-            weights[name] = tensor * scale if _QUERIES.fullmatch(name) else tensor
-    return weights
-
-
-def to_public(unets: Sequence[Unet], betas: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
-    """The public state dict of a decoder of these unets, fp32, as ``Decoder.load_state_dict`` takes it.
-
-    Args:
-        betas: For each unet the variances beta (T,) of its schedule, fp64; without them the tensors of the schedules
-            are left out, and only the unets can be loaded.
-
-    Raises:
-        ValueError: one line, if the public package has no such unets.
-    """
-    if betas is not None and len(betas) != len(unets):
-        raise ValueError(f"schedules are given for {len(betas)} unets, and there are {len(unets)}")
-    state: dict[str, Tensor] = {}
-    for index, unet in enumerate(unets):
-        check_is_public(unet.spec, index)
-        state |= {f"unets.{index}.{name}": tensor for name, tensor in _public_weights(unet).items()}
-    for index, unet in enumerate(unets if betas is not None else ()):
-        state |= schedule_tensors(f"noise_schedulers.{index}", betas[index])  # type: ignore[index]
-        if unet.spec.lowres_noise_cond:
-            linear = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
-            state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", linear)
-    return state
-
-
-def save_public(path: Path, unets: Sequence[Unet], settings: Mapping[str, Any], betas: Sequence[Tensor]) -> None:
-    """Write a file as LAION's, {"version", "config", "model"}; it appears whole or not at all.
-
-    Args:
-        settings: As `PublicDecoder.settings`; what they leave out is as usual there.
-
-    Raises:
-        ValueError: one line, if the public package has no such unets.
-    """
-    config = training_config([unet.config for unet in unets], settings)
-    content = {"version": PUBLIC_VERSION, "config": config, "model": on_cpu(to_public(unets, betas))}
+def save_public_decoder(decoder: Decoder, path: Path) -> None:
+    """Write {"version", "config", "model"}, which the public package loads strictly; the file appears whole or not at
+    all. Raises ValueError, in one line, if the public package has no such decoder."""
+    config = public_config(DecoderConfig(**decoder.config))
+    content = {"version": _VERSION, "config": config, "model": on_cpu(public_state(decoder))}
     with replacing(path) as unfinished:
         torch.save(content, unfinished)
 
 
-def check_is_public(unet: UnetConfig, index: int) -> None:
-    """Raise a ValueError of one line unless the public package has such a unet as number ``index``, from 0."""
-    reasons = {
-        f"its unets have {CROSS_ATTENTION} for cross_attn_heads and cross_attn_dim_head":
-            (unet.cross_attn_heads, unet.cross_attn_dim_head) != CROSS_ATTENTION,
-        "image_embed_dim must differ from cond_dim": unet.image_embed_dim == unet.cond_dim,
-        "the first unet has no low-resolution image": index == 0 and unet.lowres_cond,
-        "unets after the first have a low-resolution image": index > 0 and not unet.lowres_cond,
-        "unets after the first have no image embedding": index > 0 and unet.cond_on_image_embeds,
-        "the first unet has an image embedding if it has a text":
-            index == 0 and unet.cond_on_text_encodings and not unet.cond_on_image_embeds,
-        "channels_out must be channels or twice as many":
-            unet.channels_out not in (unet.channels, 2 * unet.channels),
-        "its unets do not know coordinates": unet.coordinates,
-        "init_dim must be dim, and dim_mults begin with 1 without memory_efficient": not _has_public_widths(unet),
-    }  # fmt: skip
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(f"DALLE2-pytorch has no such unet as number {index + 1}: {reason}")
-
-
-def _has_public_widths(unet: UnetConfig) -> bool:
-    if unet.init_dim != unet.dim:
-        return False
-    return bool(unet.memory_efficient or unet.dim_mults[0] == 1)
-
-
-def _unused(arguments: Mapping[str, Any]) -> set[str]:
-    """Public parameters that a public unet of these arguments has and does not use."""
-    image = arguments.get("cond_on_image_embeds")
-    unused = set() if image else {"null_image_embed", "null_image_hiddens"}
-    if not arguments.get("add_image_embeds_to_time", True):
-        unused.add("null_image_hiddens")
-    if not arguments.get("cond_on_text_encodings"):
-        unused.add("null_text_embed")
-    if len(arguments.get("dim_mults", (1, 2, 4, 8))) == 1:
-        unused |= {"norm_cond.weight", "norm_cond.bias"}
-    return unused
-
-
-def _public_weights(unet: Unet) -> dict[str, Tensor]:
-    config = unet.spec
-    state = {name: tensor.detach().float() for name, tensor in unet.state_dict().items()}
-    for name in state:
-        if _QUERIES.fullmatch(name) and not config.cosine_sim_self_attn:
-            state[name] = state[name] * config.attn_dim_head**0.5
-        if name in _FROM_THE_EMBEDDING:
-            state[name] = state[name] * config.image_embed_scale
-    cond_dim = config.cond_dim
-    state.setdefault("null_image_embed", torch.zeros(1, config.num_image_tokens, cond_dim))
-    state.setdefault("null_image_hiddens", torch.zeros(1, 4 * config.dim))
-    state.setdefault("null_text_embed", torch.zeros(1, config.max_text_len, cond_dim))
-    state.setdefault("norm_cond.weight", torch.ones(cond_dim))
-    state.setdefault("norm_cond.bias", torch.zeros(cond_dim))
+def public_state(decoder: Decoder) -> dict[str, Tensor]:
+    """The public state dict of a decoder, fp32, as ``Decoder.load_state_dict`` takes it there."""
+    state: dict[str, Tensor] = {}
+    for index in range(len(decoder.unets)):
+        unet = decoder.unet(index)
+        weights, spec = unet.state_dict(), unet.spec
+        for name, tensor in weights.items():
+            tensor = tensor.detach().float()
+            if _SELF_ATTENTION.sub("", name) == "to_q.weight":
+                tensor = tensor * spec.attn_dim_head**0.5
+            if name in _FROM_THE_EMBEDDING:
+                tensor = tensor * spec.image_embed_scale
+            state[f"unets.{index}.{_public_name(name, weights)}"] = tensor
+        state |= {f"unets.{index}.{name}": tensor for name, tensor in _unused(spec).items()}
+        state |= schedule_tensors(f"noise_schedulers.{index}", decoder.schedules[index].betas)
+        if spec.lowres_noise_cond:
+            betas = Schedule.named(LOWRES_SCHEDULE, 1000).betas
+            state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", betas)
     return state
 
 
-def _read(
-    path: Path, config: Path | None, weights: str
-) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]], dict[int, Tensor]]:
-    """The configuration of the decoder in a file, and by index its unets' weights and alpha^2 (T,) of their levels."""
+def schedule_tensors(prefix: str, betas: Tensor) -> dict[str, Tensor]:
+    """The 13 tensors of a public noise scheduler (Ho et al. 2020, equations 4 to 7), fp32 (T,) and computed in fp64.
+
+    Args:
+        prefix: Of their names.
+        betas: The variances beta (T,) of the schedule.
+    """
+    betas = betas.detach().cpu().double()
+    kept = torch.cumprod(1 - betas, dim=0)
+    before = torch.cat([torch.ones(1, dtype=kept.dtype), kept[:-1]])
+    variance = betas * (1 - before) / (1 - kept)
+    tensors = {
+        "betas": betas,
+        "alphas_cumprod": kept,
+        "alphas_cumprod_prev": before,
+        "sqrt_alphas_cumprod": kept.sqrt(),
+        "sqrt_one_minus_alphas_cumprod": (1 - kept).sqrt(),
+        "log_one_minus_alphas_cumprod": (1 - kept).log(),
+        "sqrt_recip_alphas_cumprod": kept.rsqrt(),
+        "sqrt_recipm1_alphas_cumprod": (1 / kept - 1).sqrt(),
+        "posterior_variance": variance,
+        "posterior_log_variance_clipped": variance.clamp_min(1e-20).log(),
+        "posterior_mean_coef1": betas * before.sqrt() / (1 - kept),
+        "posterior_mean_coef2": (1 - before) * (1 - betas).sqrt() / (1 - kept),
+        "p2_loss_weight": torch.ones_like(betas),
+    }
+    return {f"{prefix}.{name}": tensor.float() for name, tensor in tensors.items()}
+
+
+def _unused(unet: UnetConfig) -> dict[str, Tensor]:
+    """Public parameters that a public unet of these arguments has and does not use."""
+    cond_dim, unused = unet.cond_dim, dict[str, Tensor]()
+    if not unet.image_embed_dim:
+        unused = {"null_image_embed": torch.zeros(1, IMAGE_TOKENS, cond_dim)}
+        unused["null_image_hiddens"] = torch.zeros(1, 4 * unet.dim)
+    if not unet.text_embed_dim:
+        unused["null_text_embed"] = torch.zeros(1, unet.max_text_len, cond_dim)
+    if len(unet.dim_mults) == 1:
+        unused |= {"norm_cond.weight": torch.ones(cond_dim), "norm_cond.bias": torch.zeros(cond_dim)}
+    return unused
+
+
+def _public_name(name: str, weights: Mapping[str, Tensor]) -> str:
+    """The public name of a weight of a `Unet`, of which these are all ``weights``."""
+    if found := _SELF_ATTENTION.match(name):
+        is_linear = f"{found[0]}to_qkv.weight" in weights
+        name = f"{found[0]}{'fn' if is_linear else 'fn.fn'}.{name[found.end() :]}"
+    return re.sub(r"^(downs|ups)\.(\d+)\.(\w+)", lambda m: f"{m[1]}.{m[2]}.{_PARTS[m[1]].index(m[3])}", name)
+
+
+def _our_name(name: str) -> str:
+    """The name in a `Unet` of a public weight; before 1.15, cross-attention had an ".fn", too."""
+
+    def part(found: re.Match[str]) -> str:
+        parts, number = _PARTS[found[1]], int(found[3])
+        return f"{found[1]}.{found[2]}.{parts[number]}." if number < len(parts) else found[0]
+
+    return re.sub(r"^(downs|ups)\.(\d+)\.(\d)\.", part, re.sub(r"(\.fn)+(?=\.)", "", name))
+
+
+def _read(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    """The configuration of the decoder in a file, and its weights: fp32, without those that nothing uses, and with the
+    second 1 / sqrt(attn_dim_head) of the public self-attention in its queries."""
     try:
         check_archive(check_regular(path), ignored=_IGNORED)
         with torch.serialization.safe_globals([(Ignored, name.replace(" ", ".")) for name in _IGNORED]):
@@ -240,31 +185,63 @@ def _read(
         averages, model = content.get("ema"), content.get("model", content)
         if weights == "ema" and not averages:
             raise ValueError("it holds no moving average of the weights")
-        if averages and weights != "online":
-            state, pattern = averages, _OF_AN_AVERAGE
-        else:
-            state, pattern = model, _OF_A_UNET
-        unets, tables = _by_unet(state, pattern), _tables(model)
+        is_average = bool(averages) and weights != "online"
+        unets = _by_unet(averages, _OF_AN_AVERAGE) if is_average else _by_unet(model, _OF_A_UNET)
+        tables = _tables(model)
         check_sizes(path, [*tables.values(), *(tensor for unet in unets.values() for tensor in unet.values())])
-        if "config" in content and config is None:
-            decoder = decoder_part(content["config"])
-        else:
-            decoder = decoder_part(_config_beside(path, config))
+        decoder = decoder_part(content["config"] if "config" in content else _config_beside(path))
         for _ in plain_values("its configuration", decoder):
             pass
         if max(unets) >= len(decoder["unets"]):
             raise ValueError(f"it holds unet {max(unets) + 1}, and its configuration has {len(decoder['unets'])}")
-    return decoder, unets, tables
+        if missing := sorted(set(range(max(unets))) - set(unets)):
+            raise ValueError(
+                f"it holds unet {max(unets) + 1} and no unet {missing[0] + 1}, on whose pictures that works"
+            )
+        if option := next(other_options(decoder), None):
+            raise ValueError(option)
+        config = decoder_config(decoder, len(unets))
+        check_arguments(config.plain(), {f"{index}.{name}": t for index, of in unets.items() for name, t in of.items()})
+        state: dict[str, Tensor] = {}
+        for index, spec in enumerate(config.unets()):
+            with torch.device("meta"):
+                unused = _unused(spec)
+            for public_name, tensor in unets[index].items():
+                if (name := _our_name(public_name)) not in unused:
+                    tensor = tensor.float() if tensor.is_floating_point() else tensor
+                    is_query = _SELF_ATTENTION.sub("", name) == "to_q.weight"
+                    state[f"unets.{index}.{name}"] = tensor * spec.attn_dim_head**-0.5 if is_query else tensor
+        return dataclasses.replace(config, zero_terminal_snr=_ends_at_zero_snr(config, tables)), state
 
 
-def _config_beside(path: Path, config: Path | None) -> dict[str, Any]:
-    where = config or path.with_name(CONFIG_FILE)
+def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bool:
+    """Whether the last level is noise alone: the name of a schedule does not say it, its table does."""
+    for index, table in tables.items():
+        if len(table) != config.timesteps:
+            raise ValueError(f"unet {index + 1} has {len(table)} noise levels, its configuration {config.timesteps}")
+    known = [(name, tables[index]) for index, name in enumerate(config.noise_schedule) if index in tables]
+    for zero in (False, True):
+        if all(_is(Schedule.named(name, len(table), zero_terminal_snr=zero), table) for name, table in known):
+            return zero
+    names = ", ".join(dict.fromkeys(config.noise_schedule))
+    raise ValueError(f"the noise levels of its unets are none that {names} have, with or without a last one of SNR 0")
+
+
+def _is(schedule: Schedule, table: Tensor) -> bool:
+    numbers = torch.finfo(table.dtype)
+    close = max(_CLOSE, 4 * numbers.eps)
+    return torch.allclose(schedule.log_snr.sigmoid(), table.double(), rtol=close, atol=numbers.tiny)
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    where = path.with_name(_CONFIG_FILE)
     if not where.exists():
         raise ValueError(f"it does not say what its unets are like, and there is no {where}")
     return read_json(where)
 
 
 def _tables(model: Any) -> dict[int, Tensor]:
+    """By index of a unet alpha^2 (T,) of its noise levels."""
     tables = {}
     for name, table in model.items() if isinstance(model, dict) else ():
         if found := _OF_A_SCHEDULE.fullmatch(str(name)):

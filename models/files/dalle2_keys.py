@@ -7,10 +7,12 @@ Where a configuration says nothing, its own defaults hold, not those of the flag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tandem.converters import nearest
+
+from .dalle2_config import FIXED, UNET_KEYS, decoder_part, for_each
 
 
 class Flag(NamedTuple):
@@ -37,44 +39,48 @@ _IN_THE_FOLDER = Only((), f"{_OUT}--output_dir holds checkpoints/, best/ and mod
 _LPIPS = Only(("vgg",), "LPIPS is that of vgg, whose weights --lpips_weights takes")
 _LOADED = Only(("",), f"{_OUT}make a model/ folder of the file by convert.py export, and give --init_from")
 
+_ONE_VALUE = {  # of keys without a flag: what happens here anyway
+    "decoder.loss_type": "l2", "decoder.channels": 3, "decoder.blur_kernel_size": 3,
+    "decoder.lowres_downsample_first": True, "decoder.learned_variance_constrain_frac": False,
+    "decoder.auto_normalize_img": True, "decoder.clip_denoised": True, "data.shuffle_train": True,
+    "data.resample_train": False, "train.save_immediately": False, "evaluate.FID.feature": 2048,
+    "evaluate.IS.feature": "logits_unbiased", "evaluate.IS.splits": 1, "evaluate.KID.feature": 2048,
+    "evaluate.KID.subsets": 100, "evaluate.KID.subset_size": 1000, "evaluate.LPIPS.reduction": "mean",
+    **{f"decoder.unets.{name}": value for name, value in FIXED.items()},
+}  # fmt: skip
+
 KEYS: Mapping[str, Flag | Only | bool | None] = {
     **dict.fromkeys(
         ("decoder", "decoder.unets", "decoder.clip", "data", "data.splits", "data.preprocessing", "train", "evaluate",
          "evaluate.FID", "evaluate.IS", "evaluate.KID", "evaluate.LPIPS", "tracker", "tracker.log", "tracker.load",
          "tracker.save"), PART,
     ),
+    **{name: Only((value,), f"here it is {value}") for name, value in _ONE_VALUE.items()},
     "seed": Flag("seed", 0),
     **{f"decoder.{name}": READ for name in (
         "image_size", "image_sizes", "timesteps", "beta_schedule", "learned_variance", "predict_x_start", "predict_v",
         "use_noise_for_lowres_cond", "use_blur_for_lowres_cond", "lowres_noise_sample_level", "random_crop_sizes",
         "sample_timesteps", "unconditional", "p2_loss_weight_gamma", "use_dynamic_thres", "dynamic_thres_percentile",
     )},
-    "decoder.loss_type": Flag("loss_type", "l2"),
     "decoder.image_cond_drop_prob": Flag("image_cond_drop_prob", 0.1),
     "decoder.text_cond_drop_prob": Flag("text_cond_drop_prob", 0.5),
     "decoder.blur_prob": Flag("blur_prob", 0.5), "decoder.blur_sigma": Flag("blur_sigma", 0.6),
     "decoder.p2_loss_weight_k": Flag("p2_loss_weight_k", 1),
     "decoder.vb_loss_weight": Flag("vb_loss_weight", 0.001), "decoder.ddim_sampling_eta": Flag("ddim_eta", 0.0),
-    "decoder.channels": Only((3,), "pictures have 3 channels"),
-    "decoder.blur_kernel_size": Only((3,), "the kernel has 3 x 3 pixels"),
-    "decoder.lowres_downsample_first": Only((True,), "pictures are made smaller, then blurred, then enlarged"),
-    "decoder.learned_variance_constrain_frac": Only((False,), "it has no counterpart"),
-    "decoder.auto_normalize_img": Only((True,), "pictures are always scaled to -1 to 1"),
-    "decoder.clip_denoised": Only((True,), "estimates are always cut off at the range of pictures"),
     "decoder.clip_x_start": _EITHER, "decoder.vae": Only((), "Unets are trained on pixels, not on latents"),
     "decoder.clip.make": Only(("openai", "open_clip"), "give openai or open_clip, whose models --clip reads"),
     "decoder.clip.model": READ,
     "decoder.clip.base_model_kwargs": Only((), "name the path of an open_clip_config.json as the model"),
-    "decoder.unets.channels": Only((3,), "pictures have 3 channels"),
-    "decoder.unets.attend_at_middle": Only((True,), "the middle always attends"),
-    "decoder.unets.out_dim": Only((), "it has no effect"), "decoder.unets.checkpoint_during_training": READ,
+    **{f"decoder.unets.{name}": READ for name in (*UNET_KEYS, "checkpoint_during_training")},
+    **{f"decoder.unets.{name}": Only((), "its place among the unets decides it") for name in (
+        "lowres_cond", "lowres_noise_cond", "cond_on_image_embeds", "channels_out"
+    )},
+    "decoder.unets.out_dim": Only((), "it has no effect"),
     "data.webdataset_base_url": Flag("image_folder"), "data.img_embeddings_url": Flag("image_embeddings"),
     "data.text_embeddings_url": Flag("text_embeddings"), "data.num_workers": Flag("num_workers", 4),
     "data.batch_size": READ, "data.start_shard": Flag("start_shard", 0),
     "data.end_shard": Flag("end_shard", None, lambda last: None if last == 9999999 else last),
     "data.shard_width": Flag("shard_width", 6), "data.index_width": Flag("index_width", 4),
-    "data.shuffle_train": Only((True,), "the order of samples is always a random one"),
-    "data.resample_train": Only((False,), "every sample is drawn once in each epoch"),
     "data.splits.train": READ, "data.splits.val": Flag("valid_fraction", 0.15),
     "data.splits.test": Flag("test_fraction", 0.1),
     "data.preprocessing.ToTensor": _EITHER,
@@ -95,16 +101,8 @@ KEYS: Mapping[str, Flag | Only | bool | None] = {
     )},
     "train.device": Only(("cuda:0", "cuda"), "each process takes its own device"),
     "train.amp": Only((False,), "give --precision bf16"),
-    "train.save_immediately": Only((False,), "a run that cannot be saved says so before it starts"),
     "evaluate.n_evaluation_samples": READ,
-    "evaluate.FID.feature": Only((2048,), "FID is that of 2048 features"),
-    "evaluate.IS.feature": Only(("logits_unbiased",), "the score is that of the logits of 1008 classes"),
-    "evaluate.IS.splits": Only((1,), "the score is that of all pictures at once"),
-    "evaluate.KID.feature": Only((2048,), "KID is that of 2048 features"),
-    "evaluate.KID.subsets": Only((100,), "it is 100"),
-    "evaluate.KID.subset_size": Only((1000,), "subsets have 1000 pictures, or all if there are fewer"),
     "evaluate.LPIPS.net_type": _LPIPS,
-    "evaluate.LPIPS.reduction": Only(("mean",), "it is a mean"),
     "tracker.data_path": Flag("output_dir"), "tracker.overwrite_data_path": _EITHER,  # a run that is there is resumed
     "tracker.log.log_type": Flag("report_to", "console", lambda kind: "none" if kind == "console" else kind),
     "tracker.log.wandb_entity": Flag("wandb_entity"), "tracker.log.wandb_project": Flag("wandb_project"),
@@ -119,8 +117,7 @@ KEYS: Mapping[str, Flag | Only | bool | None] = {
     **{f"tracker.save.{name}": _EITHER for name in ("save_all", "save_latest", "save_best")},
     **{f"tracker.save.{name}": _IN_THE_FOLDER for name in ("save_latest_to", "save_best_to", "save_meta_to")},
     "tracker.save.save_type": Only(("checkpoint", "model"), "both are written"),
-    "tracker.save.huggingface_repo": Only((), "nothing is uploaded"),
-    "tracker.save.token_path": Only((), "nothing is uploaded"),
+    **dict.fromkeys(("tracker.save.huggingface_repo", "tracker.save.token_path"), Only((), "nothing is uploaded")),
 }  # fmt: skip
 _MEASURES = ("FID", "IS", "KID", "LPIPS")
 _SMALL = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16
@@ -129,23 +126,19 @@ Section = Mapping[str, Any]
 Flags = dict[str, tuple[str, Any]]  # flag -> key that it comes from, and value
 
 
-def without_counterpart(config: Section, unet_keys: Collection[str]) -> Iterator[str]:
+def without_counterpart(config: Section) -> Iterator[str]:
     """A line for each key that is unknown, or has a value to which nothing here corresponds.
-
-    Args:
-        unet_keys: Names of a unet's arguments.
 
     Raises:
         ValueError: one line that names a key whose value should hold keys, and does not.
     """
-    rules = {**{f"decoder.unets.{name}": READ for name in unet_keys}, **KEYS}
 
     def look(section: Section, above: str, shown: str) -> Iterator[str]:
         for key, value in section.items():
             name, place = f"{above}{key}", f"{shown}{key}"
-            rule = rules.get(name)
-            if name not in rules:
-                known = [each.removeprefix(above) for each in rules if each.startswith(above)]
+            rule = KEYS.get(name)
+            if name not in KEYS:
+                known = [each.removeprefix(above) for each in KEYS if each.startswith(above)]
                 yield f"{place}: unknown key{nearest(str(key), known)}"
             elif isinstance(rule, Only) and value is not None and value not in rule.values:
                 yield f"{place} {_short(value)}: {rule.instead}"
@@ -160,14 +153,11 @@ def without_counterpart(config: Section, unet_keys: Collection[str]) -> Iterator
         yield f"evaluate.LPIPS.net_type is alex if nothing is said: {_LPIPS.instead}"
 
 
-def flags_of_config(
-    config: Section, around: Section, made: Mapping[str, Any], processes: int
-) -> dict[str, tuple[str, Any]]:
+def flags_of_config(config: Section, made: Section, processes: int) -> Flags:
     """Flags by name, each with the key that it comes from and its value; None: the flag's own default.
 
     Args:
         config: As `without_counterpart` has looked at it.
-        around: What it says around the unets, see `models.files.dalle2_config.settings_of`.
         made: The flags that make the decoder.
         processes: How many will train together.
 
@@ -191,24 +181,23 @@ def flags_of_config(
     flags["batch_size"] = ("data.batch_size", batch_size)
     if flags["report_to"][1] == "none":
         flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
-    flags |= _of_decoder(_part(config, "decoder"), around)
-    return {**flags, **_of_training(_part(config, "train"), _part(config, "evaluate"), batch_size, around)}
+    flags |= _of_decoder(decoder_part(config), made["timesteps"])
+    return {**flags, **_of_training(_part(config, "train"), _part(config, "evaluate"), batch_size, len(made["dim"]))}
 
 
-def _of_decoder(decoder: Section, around: Section) -> Flags:
+def _of_decoder(decoder: Section, timesteps: int) -> Flags:
     if len([name for name in ("image_size", "image_sizes") if decoder.get(name) is not None]) != 1:
         raise ValueError("decoder: give image_sizes, a size for each unet, or image_size for one")
-    upsampling = [set(around[name][1:]) for name in ("use_noise_for_lowres_cond", "use_blur_for_lowres_cond")]
-    if any(len(each) > 1 for each in upsampling) or upsampling == [{True}, {True}]:
+    noisy, blurred = (decoder.get(f"use_{kind}_for_lowres_cond", kind == "blur") for kind in ("noise", "blur"))
+    if len(decoder["unets"]) > 1 and _one_of(noisy) is not False and _one_of(blurred) is not False:
         raise ValueError(
             "decoder.use_noise_for_lowres_cond and use_blur_for_lowres_cond: set one of the two to false; the "
             "other one is for all upsampling Unets"
         )
-    timesteps = around["timesteps"]
-    steps = [None if n is None or n >= timesteps else n for n in around["sample_timesteps"]]
+    steps = [n if n is None or n < timesteps else None for n in for_each(decoder, "sample_timesteps", None)]
     if None in steps and any(steps):
         raise ValueError("decoder.sample_timesteps: give fewer steps than timesteps for all unets, or for none")
-    gammas = [_number(gamma, "decoder.p2_loss_weight_gamma") for gamma in around["p2_loss_weight_gamma"]]
+    gammas = [_number(each, "decoder.p2_loss_weight_gamma") for each in for_each(decoder, "p2_loss_weight_gamma", 0.0)]
     if len({gamma for gamma in gammas if gamma}) > 1:
         raise ValueError("decoder.p2_loss_weight_gamma: give one gamma, or 0, for each unet")
     clip = _part(decoder, "clip")
@@ -218,7 +207,9 @@ def _of_decoder(decoder: Section, around: Section) -> Flags:
         "gradient_checkpointing": (
             "decoder.unets", any(unet.get("checkpoint_during_training") for unet in decoder["unets"]) or None
         ),
-        "random_crop_sizes": ("decoder.random_crop_sizes", [size or 0 for size in around["random_crop_sizes"]]),
+        "random_crop_sizes": (
+            "decoder.random_crop_sizes", [side or 0 for side in for_each(decoder, "random_crop_sizes", None)]
+        ),
         "sampler": ("decoder.sample_timesteps", "ddim" if any(steps) else "ddpm"),
         "sample_timesteps": ("decoder.sample_timesteps", [n or timesteps for n in steps]),
         "loss_weight": ("decoder.p2_loss_weight_gamma", ["p2" if gamma else "none" for gamma in gammas]),
@@ -232,7 +223,7 @@ def _of_decoder(decoder: Section, around: Section) -> Flags:
     }  # fmt: skip
 
 
-def _of_training(train: Section, evaluate: Section, batch_size: float, around: Section) -> Flags:
+def _of_training(train: Section, evaluate: Section, batch_size: float, count: int) -> Flags:
     # Their epochs validate at their end; without epoch_samples that is not known before the data are.
     every, epoch = "train.save_every_n_samples", train.get("epoch_samples")
     saves = max(round(_number(train.get("save_every_n_samples", 100000), every) / max(batch_size, 1)), 1)
@@ -253,7 +244,6 @@ def _of_training(train: Section, evaluate: Section, batch_size: float, around: S
     beta = _number(train.get("ema_beta", 0.999), "train.ema_beta") ** 0.1
     flags["ema_decay"] = ("train.ema_beta", round(beta, 8) if train.get("use_ema", True) else 0.0)
     if (mask := train.get("unet_training_mask")) is not None:
-        count = len(around["image_sizes"])
         if not isinstance(mask, list) or len(mask) != count or not all(isinstance(each, bool) for each in mask):
             raise ValueError(f"train.unet_training_mask: give true or false for each of {count} unets")
         if not any(mask):

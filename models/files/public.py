@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..discrete_vae import DiscreteVAE
+from .dalle2 import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
 from .description import describe_dalle_file
 from .muse import (
     describe_public_vqgan,
@@ -16,7 +17,6 @@ from .muse import (
     save_public_vqgan,
 )
 from .musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
-from .public_decoder import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
 
 
 class PublicFormat(NamedTuple):
@@ -43,7 +43,7 @@ def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
 # A file belongs to the first that takes it.
 FORMATS = {
     "dalle2": PublicFormat(
-        "Decoder", is_public_decoder, lambda path, weights: load_public_decoder([path], weights=weights),
+        "Decoder", is_public_decoder, lambda path, weights: load_public_decoder(path, weights=weights),
         save_public_decoder, describe_public_decoder,
     ),
     "muse": PublicFormat(

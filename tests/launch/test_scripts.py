@@ -51,10 +51,10 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
         )
         for quantizer in ("vq", "lfq")
     },
-    # Dropped conditions, self-conditioning, a learned weight, a learned variance, noise on the smaller picture, crops.
+    # Dropped conditions, linear attention, a weighted loss, a learned variance, noise on the smaller picture, crops.
     "decoder": (
         "train_decoder",
-        {"switches": ["self_cond", "none"], "loss_weight": ["learned", "none"], "learned_variance": [0, 1],
+        {"switches": ["coordinates", "sparse_attn"], "loss_weight": ["min_snr", "none"], "learned_variance": [0, 1],
          "lowres_condition": "noise", "random_crop_sizes": [0, 8], "condition_on": "image,text",
          "cond_scale": [2, 1], "num_images_save": 3},
     ),

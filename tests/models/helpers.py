@@ -35,8 +35,7 @@ MUSICLM: dict[str, Any] = {
 }  # fmt: skip
 UNET: dict[str, Any] = {
     "dim": 8, "dim_mults": [1, 2], "cond_dim": 12, "num_resnet_blocks": [1, 1], "attn_heads": 2, "attn_dim_head": 4,
-    "cross_attn_heads": 2, "cross_attn_dim_head": 4, "cond_on_image_embeds": True, "image_embed_dim": 5,
-    "cond_on_text_encodings": True, "text_embed_dim": 7, "max_text_len": 6,
+    "cross_attn_heads": 2, "cross_attn_dim_head": 4, "image_embed_dim": 5, "text_embed_dim": 7, "max_text_len": 6,
 }  # fmt: skip
 NARROW = (4, 6, 8, 8, 8)
 

@@ -14,28 +14,19 @@ from torchvision.transforms.functional import gaussian_blur
 from models import Decoder
 from models.decoder_config import DecoderConfig, Sampling
 from models.resizing import cropped
-from models.unets.config import UnetConfig
 from tests.models.helpers import refused
 
 SMALL: dict[str, Any] = {
-    "dim": 8, "dim_mults": [1, 2], "num_resnet_blocks": 1, "attn_heads": 2, "attn_dim_head": 8, "cross_attn_heads": 2,
-    "cross_attn_dim_head": 8, "resnet_groups": 4,
+    "dim": [8], "dim_mults": [(1, 2)], "num_resnet_blocks": [(1,)], "attn_heads": [2], "attn_dim_head": [8],
+    "cross_attn_heads": [2], "cross_attn_dim_head": [8], "resnet_groups": [4], "image_sizes": [8, 16], "timesteps": 50,
+    "image_embed_dim": 5, "image_embed_scale": 1.0,
 }  # fmt: skip
 
 
-def decoder(
-    seed: int = 0, sizes: Sequence[int] = (8, 16), first: dict[str, Any] | None = None,
-    second: dict[str, Any] | None = None, **more: Any,
-) -> Decoder:  # fmt: skip
+def decoder(seed: int = 0, **more: Any) -> Decoder:
     """Two Unets, of which the first one takes an image embedding, with weights that are not the initial ones."""
-    conditions = {"image_embed_dim": 5, "cond_on_image_embeds": True} if first is None else first
-    unets = [
-        UnetConfig(**{**SMALL, **(conditions if number == 0 else {"lowres_cond": True, **(second or {})})})
-        for number in range(len(sizes))
-    ]
     torch.manual_seed(seed)
-    said = {"image_sizes": list(sizes), "timesteps": 50, **more}
-    model = Decoder(DecoderConfig.around(unets, **said)).eval()
+    model = Decoder(DecoderConfig(**{**SMALL, **more})).eval()
     for unet in model.unets:
         torch.nn.init.normal_(unet.to_out.weight, std=0.1)
     return model
@@ -92,20 +83,23 @@ def test_a_guide_that_does_not_fit_is_refused_and_one_of_another_objective_or_wi
         return model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), sampling, batch=4, guide=guide)
 
     for wrong, said in (
-        ({"sizes": (8,)}, "1 Unets and the decoder 2"), ({"sizes": (8, 32)}, "32 pixels"),
+        ({"image_sizes": [8]}, "1 Unets and the decoder 2"), ({"image_sizes": [8, 32]}, "32 pixels"),
         ({"timesteps": 40}, "40 noise levels"),
         ({"noise_schedule": ["linear"]}, "Unet 1 of the guide has another"),
-        ({"noise_shift": 8}, "Unet 2 of the guide has another"),
-        ({"first": {"image_embed_dim": 7, "cond_on_image_embeds": True}}, "image_embed of width 7"),
+        ({"noise_schedule": ["cosine", "sigmoid"]}, "Unet 2 of the guide has another"),
+        ({"image_embed_dim": 7}, "image_embed of width 7"),
+        ({"lowres_condition": "noise"}, "the decoder adds no noise to it"),
     ):  # fmt: skip
         assert said in refused(drawn, decoder(**wrong))
     plain = drawn(model)
-    for other in ({"first": {}}, {"objective": ["x_start"]}, {"seed": 1}):
+    alone = Sampling(sample_timesteps=[2])
+    assert torch.equal(plain, model.sample({"image_embed": EMBEDDINGS}, noise_of(range(4)), alone, batch=4)), "itself"
+    for other in ({"image_embed_dim": None, "condition_on": ()}, {"objective": ["x_start"]}, {"seed": 1}):
         assert (drawn(decoder(**other)) - plain).abs().max() > 1e-3
 
 
 def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
-    model = decoder(lowres_condition="noise", lowres_noise_level=1.0, second={"lowres_noise_cond": True})
+    model = decoder(lowres_condition="noise", lowres_noise_level=1.0)
     levels = []
     model.unet(1).register_forward_pre_hook(
         lambda _, inputs, given: levels.append(given.get("lowres_time")), with_kwargs=True
@@ -144,7 +138,7 @@ def test_the_condition_is_made_smaller_then_blurred_then_enlarged_then_cropped()
 
 
 def test_a_pixel_has_the_same_coordinates_in_a_crop_as_in_the_whole_picture() -> None:
-    model = decoder(second={"coordinates": True, "init_cross_embed": False}).train()
+    model = decoder(switches=[(), ("coordinates", "plain_init_conv")]).train()
     seen: list[Tensor] = []
     model.unet(1).init_conv.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][:, 3:5]))
     batch = {"images": torch.zeros(2, 3, 16, 16, dtype=torch.uint8), "image_embed": EMBEDDINGS[:2]}
@@ -168,8 +162,8 @@ def drawn_by(start_at: int, images: Tensor | None = None, conditions: dict[str, 
 
 
 @pytest.mark.parametrize(("build", "given", "said"), [
-    (decoder, {"sizes": (16, 8)}, "16 and 8"), (decoder, {"sizes": (9, 16)}, "use 8 or 10"),
-    (decoder, {"first": {"lowres_cond": True}}, "Unet 1"), (decoder, {"lowres_condition": "fog"}, "'fog'"),
+    (decoder, {"image_sizes": [16, 8]}, "16 and 8"), (decoder, {"image_sizes": [9, 16]}, "use 8 or 10"),
+    (decoder, {"lowres_condition": "fog"}, "'fog'"), (decoder, {"dim": [8, 8, 8]}, "dim has 3 values"),
     (decoder, {"lowres_noise_level": 1.5}, "lowres_noise_level 1.5"), (DecoderConfig, {"image_sizes": []}, "Unet"),
     (drawn_by, {"start_at": 3}, "Unets 3 to 2"), (drawn_by, {"start_at": 2}, "images of Unet 1"),
     (drawn_by, {"start_at": 2, "images": torch.ones(1, 3, 8, 8) * 2}, "scale"),

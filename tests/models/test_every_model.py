@@ -54,9 +54,8 @@ EVERY_LAYER = (
     "consecutive_residual:2"
 )
 EVERY_OPTION = {
-    "self_attn": [False, True], "sparse_attn": True, "memory_efficient": True, "combine_upsample_fmaps": True,
-    "lowres_cond": True, "lowres_noise_cond": True, "self_cond": True, "coordinates": True,
-    "resnet_weight_standardization": True, "cross_embed_downsample": True, "cosine_sim_self_attn": True,
+    "self_attn": [0, 1], "sparse_attn": True, "memory_efficient": True, "lowres_cond": True, "lowres_noise_cond": True,
+    "coordinates": True, "plain_init_conv": True,
 }  # fmt: skip
 
 
@@ -112,8 +111,8 @@ def unet(**sizes: Any) -> Case:
             given |= {"lowres_image": some(BATCH, 3, 8, 8), "lowres_time": torch.arange(BATCH) * 200}
         return given
 
-    return Case(Unet, {**helpers.UNET, **sizes}, inputs, {"gradient_checkpointing": True}, {"channels_out": 5},
-                "to_out.weight")  # fmt: skip
+    return Case(Unet, {**helpers.UNET, **sizes}, inputs, {"gradient_checkpointing": True},
+                {"learned_variance": not sizes.get("learned_variance")}, "to_out.weight")  # fmt: skip
 
 
 def distance(kind: str) -> Case:
@@ -145,7 +144,7 @@ MODELS = {
         **{**helpers.MULAN, "audio_depth": 3, "text_dim": 16, "text_depth": 3}, text_tower=TEXT_TOWER,
         audio_tower=AUDIO_TOWER),
     "musiclm": mulan(MusicLMMuLaN, **helpers.MUSICLM, weight="audio_to_latents.weight"),
-    "unet": unet(self_attn=[True, False], image_embed_scale=2.0, channels_out=6),
+    "unet": unet(self_attn=[1, 0], image_embed_scale=2.0, learned_variance=True),
     "unet of every option": unet(**EVERY_OPTION),
     "discriminator": Case(Discriminator, {"dim": 8, "layers": 2}, images, {}, {"dim": 9}, "layers.0.0.weight"),
     "video discriminator": Case(
@@ -461,10 +460,8 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
     Discriminator: {"dim": (0,)},
     discriminator: {"layers": (0, 4_000_000), "groups": (-1,), "channels": (0,)},
     unet_of: {
-        "dim": (7, 2), "dim_mults": ([], [1, 0], 4), "self_attn": ([True], [1, 0]), "num_resnet_blocks": ([1, 2, 3],),
-        "resnet_groups": ([8, 3],), "text_embed_dim": (None,), "image_embed_dim": (None,), "attn_heads": (0,),
-        "lowres_noise_cond": (True,), "memory_efficient": (1,), "image_embed_scale": (0, math.nan),
-        "init_conv_kernel_size": (4,), "init_cross_embed_kernel_sizes": ([3, 4],),
+        "dim": (7, 2), "dim_mults": ([], [1, 0], 4), "self_attn": ([1] * 3, [2, 0]), "num_resnet_blocks": ([1, 2, 3],),
+        "resnet_groups": (3,), "attn_heads": (0,), "lowres_noise_cond": (True,), "image_embed_scale": (0, math.nan),
     },
     mulan_of: {  # towers of two layers, and 64 bands
         "sample_rate": (0, "16000"), "clip_seconds": (0, math.nan, 1e308), "n_fft": (0, 10**9), "hop_length": (5000,),
@@ -493,9 +490,7 @@ SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (build_in_memory, {"kind": DiscreteVAE, "num_tokens": 10**12}, "num_tokens 1000000000000"),
     (build_in_memory, {"kind": DiscreteVAE, "hidden_dim": 4_000_000}, "GB of memory"),
     (build_in_memory, {"kind": Discriminator, "dim": 4_000_000, "layers": 40}, "a smaller one"),
-    (unet_of, {"resnet_groups": [16, 8], "dim_mults": [2, 2]}, "resnet_groups 16 must divide the 8"),
-    (unet_of, {"combine_upsample_fmaps": True, "dim": 12, "resnet_groups": 4}, "combine_upsample_fmaps"),
-    (unet_of, {"init_cross_embed_kernel_sizes": [3] * 5}, "8 channels"),
+    (unet_of, {"resnet_groups": 16}, "resnet_groups 16 must divide the 8"),
     (mulan_of, {"n_fft": 512, "n_mels": 256}, "band 0 (0 to 23 Hz)"), (mulan_of, LARGE, "clip_seconds 100"),
     (mulan_of, {"max_text_tokens": 4000, "heads": 4, "attn_dropout": 0.2}, "max_text_tokens 4000"),
     (mulan_of, {"text_tower": TEXT_TOWER, "max_text_tokens": 13}, "12 tokens"),
@@ -540,13 +535,11 @@ LOWRES = {"lowres_cond": True}
 # Of a Unet: its changes, what is given to it, and what the message has to say.
 WRONG_OF_UNET: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"x": some(4, 3, 8, 7)}, "use 6 or 8"), ({}, {"x": some(4, 1, 8, 8)}, "(4, 1, 8, 8)"),
-    ({}, {"x": torch.zeros(4, 3, 8, 8, dtype=torch.uint8)}, "torch.uint8"), ({}, {"image_embed": None}, "keep_image"),
-    ({}, {"text_encodings": None}, "cond_on_text_encodings"), ({}, {"text_encodings": some(4, 7)}, "(4, 7)"),
-    ({}, {"keep_image": torch.tensor([True])}, "(1,)"), ({}, {"image_embed": some(4, 6)}, "(4, 6)"),
-    ({}, {"image_embed": some(3, 5)}, "3 images, and there are 4"), (LOWRES, {}, "lowres_image"),
-    ({"cond_on_image_embeds": False}, {}, "without cond_on_image_embeds"),
+    ({}, {"x": torch.zeros(4, 3, 8, 8, dtype=torch.uint8)}, "torch.uint8"),
+    ({}, {"text_encodings": some(4, 7)}, "(4, 7)"), ({}, {"keep_image": torch.tensor([True])}, "(1,)"),
+    ({}, {"image_embed": some(4, 6)}, "(4, 6)"), ({}, {"image_embed": some(3, 5)}, "(4, 5)"),
+    (LOWRES, {}, "lowres_image"), ({"image_embed_dim": None}, {}, "does not take it: leave image_embed out"),
     ({**LOWRES, "lowres_noise_cond": True}, {"lowres_image": some(4, 3, 4, 4)}, "lowres_time"),
-    ({"self_cond": True}, {"self_cond": some(4, 3, 4, 4)}, "(4, 3, 8, 8)"),
 ]  # fmt: skip
 
 

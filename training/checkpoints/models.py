@@ -101,16 +101,13 @@ def kept_average(part: Mapping[str, Any]) -> Any:
 
 
 def _trained(name: str, parts: Mapping[str, Tree]) -> Any:
-    """The weights of a model as trained. Those of a decoder are in the parts of its Unets' engines, beside the weights
-    of their losses, and of the Unets that were not trained in the part "others"."""
+    """The weights of a model as trained. Those of a decoder are in the parts of its Unets' engines, and those of the
+    Unets that were not trained in the part "others"."""
     if name in parts:
         return parts[name]["weights"]
     weights = {f"unets.{inside}": tensor for inside, tensor in parts["others"]["weights"].items()}
     for part, content in parts.items():
         number = part.removeprefix("unet")
         if part != number and number.isdecimal():
-            weights |= {
-                f"unets.{int(number) - 1}.{inside.removeprefix('network.')}": tensor
-                for inside, tensor in content["weights"].items() if not inside.startswith("loss_weight.")
-            }  # fmt: skip
+            weights |= {f"unets.{int(number) - 1}.{inside}": tensor for inside, tensor in content["weights"].items()}
     return weights

@@ -72,7 +72,7 @@ class DecoderFlags:
         needs=above_0("n_evaluation_samples"),
     )
     loss_weight: list[str] = per_unet(
-        ["none"], "loss weight by noise level", choices=("none", "min_snr", "p2", "sigmoid", "learned"), title=ONE_EACH
+        ["none"], "loss weight by noise level", choices=("none", "min_snr", "p2"), title=ONE_EACH
     )
     random_crop_sizes: list[int] = per_unet(
         [0],
@@ -81,17 +81,17 @@ class DecoderFlags:
         pixels_or_0,
         first=0,
     )
-    loss_type: str = flag("l2", "error of the prediction", choices=("l2", "l1", "huber"), title=SAME_FOR_ALL)
     min_snr_gamma: float = flag(
-        5.0, "of min_snr (Hang et al. 2023)", positive_float, needs=when("loss_weight", "min_snr")
+        5.0,
+        "of min_snr (Hang et al. 2023)",
+        positive_float,
+        title=SAME_FOR_ALL,
+        needs=when("loss_weight", "min_snr"),
     )
     p2_loss_weight_gamma: float = flag(
         1.0, "gamma of p2 (Choi et al. 2022)", non_negative_float, needs=when("loss_weight", "p2")
     )
     p2_loss_weight_k: float = flag(1.0, "k of p2", positive_float, needs=when("loss_weight", "p2"))
-    sigmoid_bias: float = flag(
-        -1.0, "bias of sigmoid (Hoogeboom et al. 2024)", any_float, needs=when("loss_weight", "sigmoid")
-    )
     vb_loss_weight: float = flag(
         0.001,
         "weight of the variational bound that trains a learned variance, as a sum over all levels",

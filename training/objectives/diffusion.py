@@ -37,7 +37,6 @@ class DiffusionDraws:
         timesteps: T, number of noise levels.
         image_drop: Probability of dropping the image embedding; None if the network has none.
         text_drop: The same for the text.
-        self_cond: Whether half of the pictures, chosen at random, see the network's own estimate.
         time_sampling: "uniform", or "logit_normal": t = sigmoid(mean + std n), n standard normal, 1 the most noise
             (Esser et al. 2024, section 3.1).
         logit_normal: Mean and standard deviation of "logit_normal".
@@ -59,7 +58,6 @@ class DiffusionDraws:
         *,
         image_drop: float | None = None,
         text_drop: float | None = None,
-        self_cond: bool = False,
         time_sampling: str = "uniform",
         logit_normal: tuple[float, float] = (0.0, 1.0),
         stratified: bool = True,
@@ -72,7 +70,7 @@ class DiffusionDraws:
             raise ValueError(f"the standard deviation {logit_normal[1]:g} of logit_normal is not above 0")
         self._seed, self._name, self._timesteps = seed, name, timesteps
         self._drops = {"keep_image": image_drop, "keep_text": text_drop}
-        self._self_cond, self._stratified, self._lowres, self._device = self_cond, stratified, lowres, device
+        self._stratified, self._lowres, self._device = stratified, lowres, device
         self._logit = logit_normal if time_sampling == "logit_normal" else None
 
     def __call__(
@@ -98,7 +96,7 @@ class DiffusionDraws:
         self, positions: Sequence[int], total: int, shape: Sequence[int], lowres_shape: Sequence[int] | None = None
     ) -> dict[str, Tensor]:
         """Draws for validation, the same at every step: times stratified over all `total` pictures of the split, whose
-        numbers are the positions; no condition is dropped, and all pictures see the network's own estimate."""
+        numbers are the positions; no condition is dropped."""
         draws = self._draw("/valid", 0, positions, total, shape, lowres_shape)
         certain = {name: torch.ones_like(draw) for name, draw in draws.items() if draw.dtype == torch.bool}
         return {**draws, **certain}
@@ -128,8 +126,6 @@ class DiffusionDraws:
             quantiles = (strata + quantiles) / batch_size
         draws = {"times": self._levels(quantiles)}
         draws |= {name: uniform(name) >= drop for name, drop in self._drops.items() if drop is not None}
-        if self._self_cond:
-            draws["self_cond"] = uniform("self_cond") < 0.5
         if self._lowres:
             if self._lowres.blur_prob:
                 is_blurred = uniform("blur") < self._lowres.blur_prob

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.diffusion import Denoised, Schedule
-from models.diffusion.objectives import target_of
+from models.diffusion.losses import target_of
 
 
 def prediction_of(objective: str, x0: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -35,10 +35,7 @@ class Gaussian:
         gain, alpha = (table[t].view(-1, 1, 1, 1) for table in (self.gain, self.schedule.alpha))
         return self.mean + gain * (x - alpha * self.mean)
 
-    def denoise(self, x: Tensor, t: int, previous: Tensor | None) -> Denoised:
-        return Denoised(self.estimate(x, t))
-
-    def passes(self, x: Tensor, t: int, previous: Tensor | None, blocks: tuple[bool, ...]) -> Denoised:
+    def denoise(self, x: Tensor, t: int) -> Denoised:
         return Denoised(self.estimate(x, t))
 
     def network(self, objective: str) -> Callable[..., Tensor]:

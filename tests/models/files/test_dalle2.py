@@ -4,7 +4,6 @@ files that were made to do harm are refused."""
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import types
@@ -17,26 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import Unet
-from models.files.dalle2 import (
-    build_unets,
-    check_is_public,
-    from_public,
-    read_public,
-    save_public,
-    to_public,
-)  # fmt: skip
-from models.files.dalle2_config import DECODER_WIDE
-from models.unets.config import UnetConfig
+from models import Decoder
+from models.decoder_config import DecoderConfig
+from models.diffusion import Schedule
+from models.files.building import build_on_meta
+from models.files.dalle2 import load_public_decoder, public_state, save_public_decoder
+from models.files.dalle2_config import decoder_config
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused
 from tests.models.reference.unets import (
-    BASE,
-    CASES,
     LONG_STRIDE,
-    TEXT,
+    PUBLISHED,
     TIMESTEPS,
     public_config,
-    stored,
+    published_config,
+    published_shapes,
     stored_decoder,
     weights_of,
 )  # fmt: skip
@@ -49,7 +42,6 @@ UNUSED = {
     "unets.1.null_image_embed", "unets.1.null_image_hiddens",
 }  # fmt: skip
 VERSION = packaging.version.Version("1.10.5rc1")
-Decoder = dict[str, Any]
 
 
 def of_unet(index: int, state: dict[str, Tensor] = PUBLIC) -> dict[str, Tensor]:
@@ -84,157 +76,109 @@ def checkpoint(path: Path) -> Path:
                  next_task="train", validation_losses=[torch.tensor(0.5)], ema=averages(2.0))  # fmt: skip
 
 
-def expected(index: int, factor: float = 1.0) -> dict[str, Tensor]:
-    """Our weights of a unet of PUBLIC: 8 is the size of the heads."""
-    names = {name: tensor for name, tensor in of_unet(index).items() if name not in UNUSED and name not in OTHERS}
-    ours = {name.removeprefix(f"unets.{index}."): factor * tensor for name, tensor in names.items()}
-    return {name: tensor * 8**-0.5 if "fn.fn.to_q" in name else tensor for name, tensor in ours.items()}
+def assert_read(model: Decoder, factor: float = 1.0, names: Any = SHAPES) -> None:
+    """The weights are those of PUBLIC times ``factor``. 8^-1/2 and back costs one rounding each."""
+    state = public_state(model)
+    for name in names - UNUSED - OTHERS.keys():
+        torch.testing.assert_close(state[name], factor * PUBLIC[name], rtol=2**-22, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("layout", [laion, bare, checkpoint])
 def test_every_layout_gives_the_unets_and_what_is_around_them(layout: Any, tmp_path: Path) -> None:
-    found = read_public([layout(tmp_path / "latest.pth")])
-    factor = 2.0 if layout is checkpoint else 1.0
-    for index, (arguments, weights) in enumerate(found.unets):
-        assert_same_bits(weights, expected(index, factor))
-        assert arguments["lowres_cond"] is arguments["lowres_noise_cond"] is (index == 1)
-    assert found.settings == {
-        **DECODER_WIDE, "image_sizes": [8, 16], "timesteps": TIMESTEPS, "beta_schedule": ["cosine", "linear"],
-        "objective": ["noise", "noise"], "learned_variance": [False, False], "sample_timesteps": [None, None],
-        "random_crop_sizes": [None, None], "use_noise_for_lowres_cond": [False, True],
-        "use_blur_for_lowres_cond": [False, True], "p2_loss_weight_gamma": [0.0, 0.0],
-    }  # fmt: skip
-    assert [unet.config["dim_mults"] for unet in build_unets(found)] == [[1], [1, 2, 3]]
+    model = load_public_decoder(layout(tmp_path / "latest.pth"))
+    assert_read(model, 2.0 if layout is checkpoint else 1.0, SHAPES.keys())
+    config = DecoderConfig(**model.config)
+    assert config.image_sizes == [8, 16] and config.noise_schedule == ["cosine", "linear"]
+    assert (config.timesteps, config.objective, config.learned_variance) == (TIMESTEPS, ["noise"] * 2, [0, 0])
+    assert config.lowres_condition == "noise" and not config.zero_terminal_snr and not model.training
+    assert [unet.dim_mults for unet in config.unets()] == [[1], [1, 2, 3]]
 
 
 def test_either_weights_of_a_checkpoint_are_taken(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "checkpoint.pth")
     for which, factor in (("best", 2.0), ("ema", 2.0), ("online", 1.0)):
-        assert_same_bits(read_public([path], weights=which).unets[1][1], expected(1, factor))
+        assert_read(load_public_decoder(path, weights=which), factor, SHAPES.keys())
     plain = laion(tmp_path / "plain.pth")
-    assert "holds no moving average" in one_line_of(lambda path: read_public([path], weights="ema"), plain)
+    assert "holds no moving average" in one_line_of(lambda path: load_public_decoder(path, weights="ema"), plain)
 
 
 def test_a_version_is_skipped_and_none_of_its_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = laion(tmp_path / "latest.pth", version=VERSION)
     monkeypatch.setitem(sys.modules, "packaging.version", types.ModuleType("packaging.version"))  # nothing in it
     monkeypatch.setitem(sys.modules, "packaging._structures", types.ModuleType("packaging._structures"))
-    assert_same_bits(read_public([path]).unets[0][1], expected(0))
+    assert_read(load_public_decoder(path), names=SHAPES.keys())
 
 
-def test_files_of_one_unet_each_become_one_decoder(tmp_path: Path) -> None:
-    """Each with a configuration of both, of which one part was never trained; in any order."""
-    first = laion(
-        tmp_path / "1.pth",
-        {**CONFIG, "beta_schedule": ["sigmoid", "cosine"], "predict_v": True, "predict_x_start": True},
-        of_unet(0),
-    )
-    second = laion(
-        tmp_path / "2.pth", {**CONFIG, "beta_schedule": ["cosine", "jsd"], "predict_x_start": True}, of_unet(1)
-    )
-    for paths in ([first, second], [second, first]):
-        found = read_public(paths)
-        for index, (_, weights) in enumerate(found.unets):
-            assert_same_bits(weights, expected(index))
-        assert found.settings["beta_schedule"] == ["sigmoid", "jsd"]
-        assert found.settings["objective"] == ["v", "x_start"]
-    assert len(read_public([first]).unets) == 1
-
-
-def test_files_that_make_no_decoder_together_are_refused(tmp_path: Path) -> None:
-    first, second, both = (laion(tmp_path / f"{index}.pth", model=model) for index, model in
-                           enumerate((of_unet(0), of_unet(1), PUBLIC)))  # fmt: skip
-    slow = laion(tmp_path / "slow.pth", {**CONFIG, "timesteps": 20}, of_unet(1))
-    large = laion(tmp_path / "large.pth", {**CONFIG, "image_sizes": [4, 16]}, of_unet(1))
-    for paths, numbers, complaint in (
-        ([second], None, "unet 1 is in none of the files; give the file that holds it too"),
-        ([first, both], None, f"unet 1 is in {first} and in {both}: say which to take from each"),
-        ([first, both], [[1], [3]], f"{both} holds no unet 3; it holds 1, 2"),
-        ([first, both], [[1]], "unet numbers are given for 1 files, and there are 2"),
-        ([first, slow], None, f"different timesteps: [20, {TIMESTEPS}]"),
-        ([first, large], None, "unet 2 enlarges images of [4], but the ones before make [8]"),
-    ):
-        assert complaint in refused(read_public, paths, numbers=numbers)
-    assert_same_bits(read_public([first, both], numbers=[[1], [2]]).unets[1][1], expected(1))
+def test_a_file_of_the_first_unet_alone_is_a_decoder_and_one_of_the_second_alone_is_none(tmp_path: Path) -> None:
+    first = load_public_decoder(laion(tmp_path / "1.pth", model=of_unet(0)))
+    assert first.image_sizes == [8] and len(first.unets) == 1
+    second = laion(tmp_path / "2.pth", model=of_unet(1))
+    assert "holds unet 2 and no unet 1" in refused(load_public_decoder, second)
 
 
 def test_what_the_public_package_would_load_strictly_is_written_and_comes_back(tmp_path: Path) -> None:
-    """All names and shapes, and all values but those that nothing uses. 8^-1/2 and back costs one rounding each."""
-    unets = build_unets(read_public([laion(tmp_path / "latest.pth")]))
-    angles = (torch.arange(TIMESTEPS + 1, dtype=torch.float64) / TIMESTEPS + 0.008) / 1.008 * math.pi / 2
-    cosine = (1 - (angles[1:].cos() / angles[:-1].cos()) ** 2).clamp(max=0.999)  # Nichol & Dhariwal 2021, equation 17
-    linear = torch.linspace(1e-4, 0.02, TIMESTEPS, dtype=torch.float64) * 1000 / TIMESTEPS
-    written = to_public(unets, [cosine, linear])
-    assert {name: list(tensor.shape) for name, tensor in written.items()} == SHAPES
-    for name in SHAPES.keys() - UNUSED - OTHERS.keys():
-        if "fn.fn.to_q" in name:
-            assert torch.allclose(written[name], PUBLIC[name], rtol=2**-23, atol=0)
-        else:
-            assert torch.equal(written[name], PUBLIC[name]), name
+    """All names and shapes, and all values but those that nothing uses."""
+    model = load_public_decoder(laion(tmp_path / "latest.pth"))
+    ours = public_state(model)
+    assert {name: list(tensor.shape) for name, tensor in ours.items()} == SHAPES
+    assert_read(model, names=SHAPES.keys())
     for name, tensor in OTHERS.items():
-        ours = written[name] if len(tensor) == len(written[name]) else written[name][::LONG_STRIDE]
-        assert torch.allclose(ours, tensor, rtol=2**-22, atol=1e-12), name  # fp64 there and here, rounded to fp32
-
-    settings = {"image_sizes": [8, 16], "timesteps": TIMESTEPS, "beta_schedule": ["cosine", "linear"]}
-    save_public(tmp_path / "ours.pth", unets, settings, [cosine, linear])
-    again = read_public([tmp_path / "ours.pth"])
-    for unet, other in zip(unets, build_unets(again), strict=True):
-        assert unet.config == other.config
-        assert all(
-            torch.allclose(a, b, rtol=2**-22, atol=0)
-            for a, b in zip(unet.parameters(), other.parameters(), strict=True)
-        )
-    assert again.settings["image_sizes"] == [8, 16] and again.settings["beta_schedule"] == ["cosine", "linear"]
+        found = ours[name] if len(tensor) == len(ours[name]) else ours[name][::LONG_STRIDE]
+        assert torch.allclose(found, tensor, rtol=2**-22, atol=1e-12), name  # fp64 there and here, rounded to fp32
+    save_public_decoder(model, tmp_path / "ours.pth")
+    again = load_public_decoder(tmp_path / "ours.pth")
+    assert again.config == model.config
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-22, atol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_unet_comes_back_from_the_public_form_bit_by_bit(case: str) -> None:
-    """Heads of size 16, because 1/4 is a number of fp32, and 8^-1/2 is none."""
-    arguments = public_config(case)["unets"][-1]
-    mine = Unet.made({**arguments, "attn_dim_head": 16, "cond_on_image_embeds": True, "lowres_cond": False})
-    public = {name.removeprefix("unets.0."): tensor for name, tensor in to_public([mine]).items()}
-    scaled = {**arguments, "attn_dim_head": 16, "cond_on_image_embeds": True}
-    assert_same_bits(from_public(scaled, public), mine.state_dict())
-    if not CASES[case].is_second and case not in ("unconditional", "self_cond"):
-        assert public.keys() == stored(case).shapes.keys()
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_decoders_have_the_public_names_and_shapes_here(name: str) -> None:
+    model = build_on_meta(lambda: Decoder(decoder_config(published_config(name))))
+    assert {each: list(tensor.shape) for each, tensor in public_state(model).items()} == published_shapes(name)
 
 
-def test_a_scaled_embedding_is_written_as_larger_weights() -> None:
-    plain, scaled = ({**BASE, "cond_on_image_embeds": True, "image_embed_scale": scale} for scale in (1.0, 4.0))
-    weights = Unet.made(plain).state_dict()
-    states = []
-    for arguments in (plain, scaled):
-        unet = Unet.made(arguments)
-        unet.load_state_dict(weights)
-        states.append(to_public([unet]))
-    changed = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
-    assert changed == {"unets.0.image_to_tokens.0.weight", "unets.0.to_image_hiddens.0.weight"}
-    assert all(torch.equal(4 * states[0][name], states[1][name]) for name in changed)
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_table_of_noise_says_whether_its_last_level_is_noise_alone(
+    zero: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    schedules = [Schedule.named(name, TIMESTEPS, zero_terminal_snr=zero) for name in ("cosine", "linear")]
+    tables = {f"noise_schedulers.{n}.alphas_cumprod": (each.alpha**2).to(dtype) for n, each in enumerate(schedules)}
+    config = {**CONFIG, "predict_v": True}
+    model = load_public_decoder(laion(tmp_path / "decoder.pth", config, {**PUBLIC, **tables}))
+    assert model.config["zero_terminal_snr"] is zero
+    for ours, theirs in zip(model.schedules, schedules, strict=True):
+        assert torch.equal(ours.alpha, theirs.alpha)
+    save_public_decoder(model, tmp_path / "again.pth")
+    assert load_public_decoder(tmp_path / "again.pth").config == model.config
 
 
 def test_names_of_before_1_15_and_half_precision_are_read(tmp_path: Path) -> None:
     model = {name.replace(".cross_attn.", ".cross_attn.fn."): tensor.half() for name, tensor in PUBLIC.items()}
-    found = read_public([laion(tmp_path / "latest.pth", model=model)])
-    assert found.unets[1][1].keys() == expected(1).keys()
-    assert {tensor.dtype for _, weights in found.unets for tensor in weights.values()} == {torch.float32}
-    build_unets(found)
+    read = load_public_decoder(laion(tmp_path / "latest.pth", model={**model, **OTHERS}))
+    assert {weight.dtype for weight in read.parameters()} == {torch.float32}
+    torch.testing.assert_close(
+        public_state(read)["unets.1.to_out.weight"], PUBLIC["unets.1.to_out.weight"], rtol=1e-3, atol=1e-4
+    )
 
 
 def test_keys_without_any_effect_there_have_none_here(tmp_path: Path) -> None:
     """As in the public package, whose README itself gives one that does nothing; CLIP's weights are left out."""
-    unet = {**CONFIG["unets"][1], "sparse_attn_window": 3, "lowres_cond": False}
+    unet = {**CONFIG["unets"][1], "sparse_attn_window": 3, "lowres_cond": False, "final_conv_kernel_size": 1}
     config = {**CONFIG, "unets": [CONFIG["unets"][0], unet], "colour": 1}
     model = {**PUBLIC, "clip.clip.logit_scale": torch.ones(())}
-    found = read_public([laion(tmp_path / "latest.pth", config, model)])
-    assert found.unets[1][0] == read_public([laion(tmp_path / "plain.pth")]).unets[1][0]
-    assert_same_bits(found.unets[1][1], expected(1))
+    found = load_public_decoder(laion(tmp_path / "latest.pth", config, model))
+    plain = load_public_decoder(laion(tmp_path / "plain.pth"))
+    assert found.config == plain.config
+    assert_same_bits(found.state_dict(), plain.state_dict())
 
 
-def changed(**changes: Any) -> Decoder:
+def changed(**changes: Any) -> dict[str, Any]:
     return {**CONFIG, **changes}
 
 
-def with_unet(**changes: Any) -> Decoder:
+def with_unet(**changes: Any) -> dict[str, Any]:
     return {**CONFIG, "unets": [CONFIG["unets"][0], {**CONFIG["unets"][1], **changes}]}
 
 
@@ -246,6 +190,7 @@ def doubled(times: int) -> list[Any]:
     return value
 
 
+TABLE = "noise_schedulers.1.alphas_cumprod"
 # What differs from a decoder's file, in the arguments of `laion`, and what the message has to say.
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no unets": ({"config": changed(unets=[])}, "unets"),
@@ -266,6 +211,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "code as the version": ({"version": Call(os.mkdir, "ran")}, "posix.mkdir"),
     "code in the weights": ({"model": Call(os.system, "mkdir ran")}, "posix.system"),
     "a function of packaging": ({"version": Call(packaging.version.parse, "1.0")}, "packaging.version.parse"),
+    "cosines": ({"config": with_unet(cosine_sim_self_attn=True)}, "unets[1].cosine_sim_self_attn True: here"),
+    "groups of a level": ({"config": with_unet(resnet_groups=[4, 4, 2])}, "not the same for all levels"),
+    "texts for the second": ({"config": with_unet(cond_on_text_encodings=True)}, "conditioned on texts"),
+    "a retired schedule": ({"config": changed(beta_schedule="jsd")}, "cosine, linear, sigmoid"),
+    "other noise": ({"model": {**PUBLIC, TABLE: PUBLIC[TABLE] * 1.01}}, "none that cosine, linear have"),
+    "a level too few": ({"model": {**PUBLIC, TABLE: PUBLIC[TABLE][1:]}}, "unet 2 has 49 noise levels"),
+    "noise that is none": ({"model": {**PUBLIC, TABLE: PUBLIC[TABLE] * torch.nan}}, "none that cosine, linear have"),
+    "whole numbers of noise": ({"model": {**PUBLIC, TABLE: PUBLIC[TABLE].long()}}, "no table of numbers"),
     "a version as weights": ({"model": VERSION}, "no dict of names"),
     "a version as a number": ({"config": with_unet(dim=VERSION)}, "Ignored"),
 }  # fmt: skip
@@ -278,14 +231,14 @@ def test_what_is_no_decoder_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     wrong, complaint = BROKEN[name]
     path = laion(tmp_path / "latest.pth", **wrong)
-    line = refused(lambda: build_unets(read_public([path])))
-    assert complaint in line and (str(path) in line or line.startswith("unet "))
+    line = refused(load_public_decoder, path)
+    assert complaint in line and str(path) in line
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_file_without_a_configuration_a_file_cut_short_and_a_pipe_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "latest.pth"
-    assert "cannot read" in one_line_of(lambda path: read_public([path]), path)
+    assert "cannot read" in one_line_of(load_public_decoder, path)
     for make, complaint in (
         (lambda: torch.save(PUBLIC, path), "there is no "),
         (lambda: torch.save({"config": 3, "model": PUBLIC}, path), "no part about a decoder"),
@@ -293,24 +246,33 @@ def test_a_file_without_a_configuration_a_file_cut_short_and_a_pipe_are_refused(
         (lambda: (path.unlink(), os.mkfifo(path)), "not a regular file"),
     ):
         make()
-        assert complaint in one_line_of(lambda path: read_public([path]), path)
+        assert complaint in one_line_of(load_public_decoder, path)
 
 
-PRIVATE: dict[str, tuple[int, dict[str, Any], str]] = {
-    "heads": (0, {"cross_attn_heads": 4}, "(8, 64)"),
-    "low resolution first": (0, {"lowres_cond": True}, "low-resolution"),
-    "no low resolution": (1, {"cond_on_image_embeds": False}, "low-resolution"),
-    "embedding later": (1, {"lowres_cond": True}, "image embedding"),
-    "text alone": (0, {**TEXT, "cond_on_image_embeds": False}, "text"),
-    "output": (0, {"channels_out": 5}, "channels_out"),
-    "first level": (0, {"dim_mults": [2, 2, 3]}, "dim_mults"),
-}
+@pytest.mark.parametrize(("changes", "complaint"), [
+    ({"cross_attn_heads": [4]}, "(8, 64)"), ({"cond_dim": [5]}, "cond_dim"), ({"dim_mults": [[2, 2]]}, "dim_mults"),
+    ({"condition_on": ("text",), "image_embed_dim": None, "text_embed_dim": 7}, "text"),
+    ({"switches": [("coordinates",)]}, "coordinates"),
+    ({"noise_schedule": ["flow"], "objective": ["flow"]}, "'flow'"),
+])  # fmt: skip
+def test_a_decoder_that_the_public_package_cannot_have_is_not_written(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    small: dict[str, Any] = {
+        "image_sizes": [8], "dim": [8], "dim_mults": [[1]], "resnet_groups": [4], "image_embed_dim": 5, "timesteps": 9
+    }  # fmt: skip
+    save_public_decoder(Decoder(DecoderConfig(**small)), tmp_path / "fine.pth")
+    said = refused(save_public_decoder, Decoder(DecoderConfig(**{**small, **changes})), tmp_path / "file.pth")
+    assert complaint in said and not (tmp_path / "file.pth").exists()
 
 
-@pytest.mark.parametrize("name", PRIVATE)
-def test_a_unet_that_the_public_package_cannot_have_is_not_written(name: str) -> None:
-    index, changes, complaint = PRIVATE[name]
-    said = refused(check_is_public, UnetConfig(**{**BASE, "cond_on_image_embeds": True, **changes}), index)
-    assert complaint in said and f"number {index + 1}" in said
-    check_is_public(UnetConfig(**BASE, cond_on_image_embeds=True), 0)
-    check_is_public(UnetConfig(**BASE, lowres_cond=True), 1)
+def test_a_scaled_embedding_is_written_as_larger_weights() -> None:
+    states = []
+    for scale in (1.0, 4.0):
+        torch.manual_seed(0)
+        states.append(public_state(Decoder(DecoderConfig(
+            image_sizes=[8], dim=[8], dim_mults=[(1,)], image_embed_dim=5, image_embed_scale=scale, timesteps=9
+        ))))  # fmt: skip
+    changed = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
+    assert changed == {"unets.0.image_to_tokens.0.weight", "unets.0.to_image_hiddens.0.weight"}
+    assert all(torch.equal(4 * states[0][name], states[1][name]) for name in changed)

@@ -18,10 +18,12 @@ from tests.models.reference.unets import (
     CASES,
     FILE,
     LONG_STRIDE,
+    PUBLISHED,
     STRIDE,
     TIMESTEPS,
     inputs_of,
     public_config,
+    published_config,
     weights_of,
 )  # fmt: skip
 
@@ -49,6 +51,10 @@ def main() -> None:
             shapes["decoder"] = {name: list(tensor.shape) for name, tensor in state.items()}
             others = {name: tensor for name, tensor in state.items() if not name.startswith("unets.")}
             arrays |= {name: (x if len(x) == TIMESTEPS else x[::LONG_STRIDE]).numpy() for name, x in others.items()}
+    for name in PUBLISHED:
+        config = published_config(name)
+        decoder = Decoder([Unet(**unet) for unet in config.pop("unets")], **config)
+        shapes[name] = {weight: list(tensor.shape) for weight, tensor in decoder.state_dict().items()}
     arrays["shapes"] = np.frombuffer(json.dumps(shapes).encode(), dtype=np.uint8)
     np.savez_compressed(FILE, **arrays)
 

@@ -40,23 +40,46 @@ class Case(NamedTuple):
 CASES = {
     "default": Case({"resnet_groups": 8}, {"learned_variance": True}),
     "self_attn": Case({"self_attn": [False, True, True], "num_resnet_blocks": [1, 0, 2]}, {}),
-    "text": Case({**TEXT, "num_image_tokens": 2, "num_time_tokens": 3}, {}),
+    "text": Case(TEXT, {}),
     "lowres": Case({}, {"use_noise_for_lowres_cond": True}, is_second=True),
-    "lowres with text": Case({**TEXT, "self_cond": True}, {"learned_variance": [True, True]}, is_second=True),
-    "memory_efficient": Case({"memory_efficient": True, "resnet_groups": [2, 4, 8]}, {}),
+    "memory_efficient": Case({"memory_efficient": True, "resnet_groups": 2}, {}, is_second=True),
     "sparse_attn": Case({"sparse_attn": True, "self_attn": [False, False, True]}, {}),
-    "cosine_sim": Case({"cosine_sim_self_attn": True, "cosine_sim_cross_attn": True}, {}),
-    "cross_embed_downsample": Case({"cross_embed_downsample": True, "init_cross_embed": False}, {}),
-    "combine_upsample_fmaps": Case({"combine_upsample_fmaps": True, "scale_skip_connection": True}, {}),
-    "combined memory_efficient": Case(
-        {"combine_upsample_fmaps": True, "memory_efficient": True, "cross_embed_downsample": True}, {}
+    "laion": Case(  # as LAION's base decoder, but for widths
+        {**TEXT, "memory_efficient": True, "sparse_attn": True, "self_attn": [False, True, True],
+         "num_resnet_blocks": 2}, {"learned_variance": True}
     ),
-    "nearest upsampling": Case({"pixel_shuffle_upsample": False, "final_conv_kernel_size": 3}, {}),
-    "weight standardization": Case({"resnet_weight_standardization": True, "add_image_embeds_to_time": False}, {}),
-    "self_cond": Case({"self_cond": True, "channels": 2}, {"channels": 2}),
+    "plain": Case({"init_cross_embed": False}, {}),
     "unconditional": Case({"dim_mults": [1, 2]}, {"unconditional": True}),
-    "one level": Case({"dim_mults": [1], "init_cross_embed_kernel_sizes": [5]}, {}),
-}
+    "one level": Case({"dim_mults": [1]}, {}),
+}  # fmt: skip
+
+
+# The unets of decoders as they were published or are by default; of these the names and shapes are stored.
+PUBLISHED: dict[str, list[dict[str, Any]]] = {
+    "LAION v1.0.2": [
+        {"dim": 320, "cond_dim": 512, "image_embed_dim": 768, "text_embed_dim": 768, "cond_on_text_encodings": True,
+         "channels": 3, "dim_mults": [1, 2, 3, 4], "num_resnet_blocks": 4, "attn_heads": 8, "attn_dim_head": 64,
+         "sparse_attn": True, "memory_efficient": True, "self_attn": [False, True, True, True]},
+    ],
+    "the example of the public package": [
+        {"dim": 128, "image_embed_dim": 768, "cond_dim": 64, "channels": 3, "dim_mults": [1, 2, 4, 8],
+         "attn_dim_head": 32, "attn_heads": 16},
+    ],
+    "two unets of its README": [
+        {"dim": 32, "image_embed_dim": 512, "text_embed_dim": 512, "cond_dim": 128, "channels": 3,
+         "dim_mults": [1, 2, 4, 8], "cond_on_text_encodings": True},
+        {"dim": 32, "image_embed_dim": 512, "cond_dim": 128, "channels": 3, "dim_mults": [1, 2, 4, 8, 16]},
+    ],
+    "its test of an upsampler": [
+        {"dim": 16, "image_embed_dim": 768, "cond_dim": 16, "channels": 3, "dim_mults": [1, 2, 4, 8],
+         "attn_dim_head": 16, "attn_heads": 4, "self_attn": [False, True, True, True]}
+    ] * 2,
+}  # fmt: skip
+
+
+def published_config(name: str) -> dict[str, Any]:
+    unets = PUBLISHED[name]
+    return {"unets": unets, "image_sizes": [64, 256][: len(unets)], "timesteps": TIMESTEPS, "learned_variance": True}
 
 
 def numbers(name: str, *shape: int) -> np.ndarray[Any, Any]:
@@ -93,7 +116,7 @@ def inputs_of(case: str) -> dict[str, Tensor]:
     def some(name: str, *shape: int) -> Tensor:
         return torch.from_numpy(numbers(f"{case}/{name}", 2, *shape)).float()
 
-    image = (decoder.get("channels", 3), SIDE, SIDE)
+    image = (3, SIDE, SIDE)
     inputs = {"x": some("x", *image), "time": torch.tensor([3, 977])}
     if not is_second and not decoder.get("unconditional"):
         inputs["image_embed"] = some("image_embed", BASE["image_embed_dim"])
@@ -104,8 +127,6 @@ def inputs_of(case: str) -> dict[str, Tensor]:
         inputs["lowres_image"] = some("lowres_image", *image)
     if decoder.get("use_noise_for_lowres_cond"):
         inputs["lowres_time"] = torch.tensor([10, 500])
-    if arguments.get("self_cond"):
-        inputs["self_cond"] = some("self_cond", *image)
     return inputs
 
 
@@ -133,6 +154,13 @@ def stored(case: str) -> Stored:
     with np.load(FILE) as file:
         shapes = json.loads(bytes(file["shapes"]))[case]
         return Stored(shapes, *(torch.from_numpy(file[f"{case}/{name}"]) for name in ("kept", "null")))
+
+
+def published_shapes(name: str) -> dict[str, list[int]]:
+    """Of the public state dict of a decoder of PUBLISHED."""
+    with np.load(FILE) as file:
+        shapes: dict[str, list[int]] = json.loads(bytes(file["shapes"]))[name]
+        return shapes
 
 
 def stored_decoder() -> tuple[dict[str, list[int]], dict[str, Tensor]]:

@@ -13,11 +13,11 @@ from training.objectives.diffusion import DiffusionDraws, LossesByNoise, LowresD
 
 SHAPE, LOWRES = (3, 8, 8), (3, 4, 4)
 EVERYTHING = {
-    "image_drop": 0.1, "text_drop": 0.5, "self_cond": True,
+    "image_drop": 0.1, "text_drop": 0.5,
     "lowres": LowresDraws(1000, blur_sigma=(0.4, 0.8)),
 }  # fmt: skip
 NAMES = {
-    "times", "noise", "keep_image", "keep_text", "self_cond", "lowres_time", "lowres_noise", "blur_sigma",
+    "times", "noise", "keep_image", "keep_text", "lowres_time", "lowres_noise", "blur_sigma",
 }  # fmt: skip
 
 
@@ -103,9 +103,9 @@ def test_conditions_are_dropped_and_coins_are_thrown_for_each_picture() -> None:
     blurred = drawn["blur_sigma"] > 0
     # Of 2000 draws with probability p, the fraction has deviation sqrt(p (1 - p) / 2000), at most 0.0112.
     for draw, probability in (
-        (drawn["keep_image"], 0.6), (drawn["keep_text"], 0.5), (drawn["self_cond"], 0.5), (blurred, 0.5),
+        (drawn["keep_image"], 0.6), (drawn["keep_text"], 0.5), (blurred, 0.5),
         (drawn["keep_image"] & drawn["keep_text"], 0.3), (drawn["keep_text"] & blurred, 0.25),
-        (drawn["keep_text"] & drawn["self_cond"], 0.25),
+        (drawn["keep_text"] & drawn["keep_image"], 0.3),
     ):  # fmt: skip
         assert draw.float().mean().item() == pytest.approx(probability, abs=0.045)
     sigma = drawn["blur_sigma"][blurred]
@@ -117,7 +117,7 @@ def test_validation_has_fixed_draws_that_are_spread_over_the_split_and_drops_not
     draws = draws_of(timesteps=400)
     whole = draws.fixed(range(40), 40, SHAPE, LOWRES)
     assert (whole["times"] // 10).sort().values.tolist() == list(range(40))
-    for name in ("keep_image", "keep_text", "self_cond"):
+    for name in ("keep_image", "keep_text"):
         assert whole[name].all()
     cut = [draws_of(timesteps=400).fixed(range(first, first + 10), 40, SHAPE, LOWRES) for first in range(0, 40, 10)]
     assert all(torch.equal(torch.cat([part[name] for part in cut]), whole[name]) for name in NAMES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from models.diffusion.lowres import blur
+from models.decoder import blur
 from tests.models.helpers import some
 
 IMAGES = some(3, 2, 7, 6).double()
