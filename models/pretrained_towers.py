@@ -7,6 +7,7 @@ They have no dropout: they train, or stay frozen, as they compute in eval mode. 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -66,7 +67,8 @@ def transformers() -> Any:
 def network_of(config: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """For the configuration of a tower, the class of transformers' model, and what its constructor takes: a
     configuration, and arguments by name."""
-    kind = getattr(transformers(), _CLASSES[config["model_type"]])
+    with torch.device("cpu"):  # where modules that are imported make their constants
+        kind = getattr(transformers(), _CLASSES[config["model_type"]])
     dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0)
     said = {name: config[name] for name in FIELDS if name in config}
     options = {"add_pooling_layer": False} if "type_vocab_size" in config else {}
@@ -88,11 +90,9 @@ class _Tower(nn.Module):
         self.frozen = frozen
         self.encoder = make_encoder(config).requires_grad_(not frozen)
         if recompute and not frozen:
-            self.encoder.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            self.encoder.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         for module in self.encoder.modules():
-            if isinstance(module, nn.ModuleList):
-                for layer in module:
-                    layer.register_forward_pre_hook(_used_once)
+            module.register_forward_pre_hook(_used_once)
         self.read = layers_read(config["num_hidden_layers"], below, spacing)
         self.norms = nn.ModuleList(nn.LayerNorm(config["hidden_size"], bias=False) for _ in self.read[1:])
 
@@ -108,11 +108,10 @@ class _Tower(nn.Module):
         return torch.stack([last, *(norm(part) for norm, part in zip(self.norms, below, strict=True))], dim=1)
 
 
-def _used_once(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """One use of a layer's input from outside: where FSDP or recomputation wraps a layer, the gradients of its own uses
-    are added before that of another use. With this they are so everywhere, which gives the same bits."""
-    x, *others = inputs
-    return x.view_as(x), *others
+def _used_once(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One use of a module's input from outside: where ZeRO 3, FSDP or recomputation wraps a module, the gradients of
+    its own uses are added before that of another use. With this they are so everywhere, which gives the same bits."""
+    return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in inputs)
 
 
 class PretrainedTextTower(_Tower):
@@ -232,10 +231,13 @@ class Fbank:
             transformers()
             from transformers.audio_utils import mel_filter_bank
 
-            filters = mel_filter_bank(
-                _N_FFT // 2 + 1, self.bands, _LOWEST_HZ, SAMPLE_RATE / 2, SAMPLE_RATE, mel_scale="kaldi",
-                triangularize_in_mel_space=True,
-            )  # fmt: skip
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of bands narrower than a bin, as AST's lowest ones
+                filters = mel_filter_bank(
+                    num_frequency_bins=_N_FFT // 2 + 1, num_mel_filters=self.bands, min_frequency=_LOWEST_HZ,
+                    max_frequency=SAMPLE_RATE / 2, sampling_rate=SAMPLE_RATE, mel_scale="kaldi",
+                    triangularize_in_mel_space=True,
+                )  # fmt: skip
             with torch.inference_mode(False):  # training, too, uses these cached tensors
                 window = torch.hann_window(_FRAME, periodic=False, dtype=torch.float64, device="cpu")
                 self._constants[key] = window.to(*key), torch.from_numpy(filters).to(*key)

@@ -106,7 +106,8 @@ def _text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, Tenso
 def _ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from ..pretrained_towers import SAMPLE_RATE
 
-    found, features = _said(read_json(path / CONFIG_FILE), "audio"), read_json(path / "preprocessor_config.json")
+    config, features = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
+    found = _said(config, "audio")
     if (rate := features.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
         raise ValueError(f"its sampling_rate is {rate}; only {SAMPLE_RATE} can be used")
     sizes = features.get("num_mel_bins", 128), features.get("max_length", 1024)
