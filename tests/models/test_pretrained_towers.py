@@ -18,6 +18,7 @@ from tests.models.helpers import one_line_of
 from tests.models.towers import VOCABULARY, audio_folder, open_clip_file, text_folder
 
 KINDS = ["clip", "clip_text_model", "bert", "roberta"]
+FORMS = ["model.safetensors", "several files", "pytorch_model.bin"]
 LENGTHS = torch.tensor([9, 4, 1, 12])
 
 
@@ -37,9 +38,13 @@ def text_tower(tower: Tower, below: int = 0) -> PretrainedTextTower:
     return module
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_tower_of_transformers_gives_the_features_of_its_library(kind: str, tmp_path: Path) -> None:
-    theirs = text_folder(tmp_path, kind)
+@pytest.mark.parametrize(("kind", "form"), [*((kind, FORMS[0]) for kind in KINDS), *(("bert", form) for form in FORMS)])
+def test_a_text_tower_of_transformers_gives_the_features_of_its_library(kind: str, form: str, tmp_path: Path) -> None:
+    theirs = text_folder(tmp_path, kind, max_shard_size="9KB" if form == "several files" else "1GB")
+    if form == "pytorch_model.bin":
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / form)
+        (tmp_path / "model.safetensors").unlink()
+    assert (tmp_path / "model.safetensors").exists() == (form == "model.safetensors")
     tower = text_tower(read_text_tower(tmp_path), below=1)
     tokens = some_tokens()
     shown = torch.arange(12) < LENGTHS[:, None]
@@ -95,12 +100,28 @@ def leave_out(folder: Path, part: str) -> None:
     (lambda config: {**config, "hidden_act": "none"}, "'none'"),
     (lambda config: {**config, "position_embedding_type": "relative_key"}, "relative positions"),
     (lambda config: [config], "no encoder that can be used"),
+    (lambda config: {**config, "num_attention_heads": 3}, "3 heads"),
+    (lambda config: {**config, "vocab_size": 10**6}, "larger encoder"),
+    (lambda config: {**config, "num_hidden_layers": 10**9}, "more than 16384 tensors"),
 ])  # fmt: skip
 def test_a_text_tower_of_another_kind_is_refused_in_one_line(change: Any, complaint: str, tmp_path: Path) -> None:
     text_folder(tmp_path, "bert")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(change(config)))
     assert complaint in one_line_of(read_text_tower, tmp_path)
+
+
+def test_nothing_but_a_network_is_taken_of_a_strangers_configuration(tmp_path: Path) -> None:
+    """Code, kernels of attention and dropout may be named in it."""
+    text_folder(tmp_path, "bert")
+    config = json.loads((tmp_path / "config.json").read_text())
+    named = {"auto_map": {"AutoModel": "stranger--model.Model"}, "attn_implementation": "stranger/kernel",
+             "quantization_config": {"quant_method": "bitsandbytes"}, "hidden_dropout_prob": 0.5}  # fmt: skip
+    expected = text_tower(read_text_tower(tmp_path)).train()(some_tokens(), LENGTHS)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **named}))
+    tower = read_text_tower(tmp_path)
+    assert not named.keys() & tower.config.keys()
+    torch.testing.assert_close(text_tower(tower).train()(some_tokens(), LENGTHS), expected, rtol=0, atol=0)
 
 
 def test_what_is_missing_of_a_tower_is_named_in_one_line(tmp_path: Path) -> None:
