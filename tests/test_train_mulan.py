@@ -284,16 +284,17 @@ def test_a_mistake_gives_one_line(said: list[str], text: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("package", "extra", "said"),
+    ("script", "package", "extra", "said"),
     [
-        ("lion_pytorch", "lion", ["--use_lion"]),
-        ("tokenizers", "audio", []),
-        ("huggingface_hub", "hub", ["--init_from", "alice/sounds"]),
+        (MULAN, "lion_pytorch", "lion", ["--use_lion"]),
+        (MULAN, "tokenizers", "audio", []),
+        (MULAN, "huggingface_hub", "hub", ["--init_from", "alice/sounds"]),
+        (WITH_TOWERS, "transformers", "towers", [*OF_TOWERS, "--text_tower", "clip.pt"]),
     ],
 )
 def test_a_package_that_is_not_installed_is_one_line_that_says_how(
-    package: str, extra: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Script, package: str, extra: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    line = MULAN.refused(tmp_path / "run", *said)
+    line = script.refused(tmp_path / "run", *said)
     assert package.replace("_p", "-p") in line and f'pip install -e ".[{extra}]"' in line
