@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.files.reading import read_json
 
+from .. import pretrained_towers as towers
 from .building import build_on_meta
 from .errors import one_line
 from .pretrained import CONFIG_FILE, holds_weights, read_weights
@@ -59,24 +60,22 @@ def read_audio_tower(path: str | Path) -> Tower:
 
 def read_towers(text: str | None, audio: str | None, quick_gelu: bool) -> dict[str, Tower]:
     """`read_text_tower` and `read_audio_tower` of the paths that are given, by argument of `MuLaN`."""
-    towers = {"text_tower": read_text_tower(text, quick_gelu)} if text else {}
-    return towers | ({"audio_tower": read_audio_tower(audio)} if audio else {})
+    found = {"text_tower": read_text_tower(text, quick_gelu)} if text else {}
+    return found | ({"audio_tower": read_audio_tower(audio)} if audio else {})
 
 
-def take_towers(model: Any, towers: Mapping[str, Tower], tokenizer: Any) -> None:
+def take_towers(model: Any, found: Mapping[str, Tower], tokenizer: Any) -> None:
     """Give a `MuLaN` the weights of its towers. Raises ValueError, in one line, if the text tower knows fewer tokens
     than the tokenizer, which has a `vocab_size` and a `name`."""
     if tokenizer.vocab_size > (known := model.config["vocab_size"]):
         has = f"--tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens"
         raise ValueError(f"{has}, and --text_tower knows {known}: give the tokenizer of that tower")
-    for name, tower in towers.items():
+    for name, tower in found.items():
         getattr(model, name.removesuffix("_tower")).encoder.load_state_dict(tower.weights)
 
 
 def _read(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], dict[str, Tensor]]]) -> Tower:
-    from ..pretrained_towers import transformers
-
-    transformers()
+    towers.transformers()
     try:
         config, state = read(path)
         return Tower(config, _weights_of(config, state))
@@ -100,33 +99,29 @@ def _text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, Tenso
         raise ValueError("it is a decoder, or has relative positions; only a plain encoder can be taken")
     if config.get("model_type") == "clip":
         config = {**config, **(config.get("text_config") or {}), "model_type": "clip_text_model"}
-    return _said(config, "text"), _state(path)
+    return _said(config, towers.TEXT_KINDS), _state(path)
 
 
 def _ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from ..pretrained_towers import SAMPLE_RATE
-
     config, features = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
-    found = _said(config, "audio")
-    if (rate := features.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
-        raise ValueError(f"its sampling_rate is {rate}; only {SAMPLE_RATE} can be used")
+    found = _said(config, towers.AUDIO_KINDS)
+    if (rate := features.get("sampling_rate", towers.SAMPLE_RATE)) != towers.SAMPLE_RATE:
+        raise ValueError(f"its sampling_rate is {rate}; only {towers.SAMPLE_RATE} can be used")
     sizes = features.get("num_mel_bins", 128), features.get("max_length", 1024)
     if sizes != (found["num_mel_bins"], found["max_length"]):
         raise ValueError("its preprocessor_config.json is of spectrograms of another size than its config.json")
-    is_normalised = features.get("do_normalize", True)
-    mean, std = features.get("mean", -4.2677393), features.get("std", 4.5689974)
-    return {**found, **({"mean": mean, "std": std} if is_normalised else {"mean": None, "std": None})}, _state(path)
+    normalised = {"mean": features.get("mean", -4.2677393), "std": features.get("std", 4.5689974)}
+    as_it_is = {"mean": 0.0, "std": 0.5}  # minus 0 and over 1
+    return {**found, **(normalised if features.get("do_normalize", True) else as_it_is)}, _state(path)
 
 
-def _said(config: Mapping[str, Any], tower: str) -> dict[str, Any]:
+def _said(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
     """What a published config.json says of a tower's network, with the defaults of its type."""
-    from ..pretrained_towers import AUDIO_KINDS, FIELDS, TEXT_KINDS, transformers
-
-    kinds, kind = TEXT_KINDS if tower == "text" else AUDIO_KINDS, config.get("model_type")
+    kind: Any = config.get("model_type")
     if kind not in kinds:
         raise ValueError(f"its model_type is {str(kind)[:40]!r}; use {', '.join(kinds)}")
-    known = getattr(transformers(), kinds[kind]).config_class().to_dict()
-    return {"model_type": kind, **{name: config.get(name, known[name]) for name in FIELDS if name in known}}
+    known = getattr(towers.transformers(), kinds[kind]).config_class().to_dict()
+    return {"model_type": kind, **{name: config.get(name, known[name]) for name in towers.FIELDS if name in known}}
 
 
 def _state(path: Path) -> dict[str, Tensor]:
@@ -176,13 +171,11 @@ def _open_clip(
 def _weights_of(config: Mapping[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of an encoder by the names that it has here, in fp32: transformers knows those of its earlier
     versions and of models with a head. Raises ValueError that names the first one that is missing."""
-    from ..pretrained_towers import AUDIO_KINDS, TEXT_KINDS, check_tower, make_encoder, network_of
-
-    check_tower(config, AUDIO_KINDS if config["model_type"] in AUDIO_KINDS else TEXT_KINDS)
-    expected = build_on_meta(lambda: make_encoder(config)).state_dict()
+    towers.check_tower(config, towers.AUDIO_KINDS if config["model_type"] in towers.AUDIO_KINDS else towers.TEXT_KINDS)
+    kind, of_kind, options = towers.network_of(config)
+    expected = build_on_meta(lambda: kind(of_kind, **options)).state_dict()
     if sum(weight.numel() for weight in expected.values()) > sum(tensor.numel() for tensor in state.values()):
         raise ValueError("it lacks tensors, or its config.json is of a larger encoder")
-    kind, of_kind, options = network_of(config)
     model, info = kind.from_pretrained(
         None, config=of_kind, state_dict=state, dtype=torch.float32, output_loading_info=True, **options
     )
