@@ -114,15 +114,12 @@ class PretrainedTextTower(_Tower):
     first of BERT and RoBERTa. Of the same interface as `TextTransformer`.
 
     Args:
-        config: "model_type" of TEXT_KINDS, and what else transformers' configuration of that type says of FIELDS.
+        config: One that `check_tower` knows: "model_type" of TEXT_KINDS, and what else transformers' configuration of
+            that type says of FIELDS.
         frozen: Give the weights no gradient.
-
-    Raises:
-        ValueError: one line that says what of the configuration is wrong.
     """
 
     def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
-        check_tower(config, TEXT_KINDS)
         super().__init__(config, below, recompute, spacing, frozen)
         self.is_clip, self.vocab_size = config["model_type"] == "clip_text_model", config["vocab_size"]
         self.max_tokens, self.first_position = max_tokens(config), _first_position(config)
@@ -148,16 +145,13 @@ class PretrainedAudioTower(_Tower):
     `AudioTransformer`, but without patch dropout.
 
     Args:
-        config: "model_type" of AUDIO_KINDS, what else transformers' configuration of that type says of FIELDS (shorter
-            clips than "max_length" frames are padded with silence), and "mean" and "std" of `Fbank`.
+        config: One that `check_tower` knows: "model_type" of AUDIO_KINDS, what else transformers' configuration of that
+            type says of FIELDS (shorter clips than "max_length" frames are padded with silence), and "mean" and "std"
+            of `Fbank`.
         frozen: Give the weights no gradient.
-
-    Raises:
-        ValueError: one line that says what of the configuration is wrong.
     """
 
     def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
-        check_tower(config, AUDIO_KINDS)
         super().__init__(config, below, recompute, spacing, frozen)
         self.frames = config["max_length"]
         self.silence = -config["mean"] / (2 * config["std"])  # 0 before it is normalised

@@ -152,17 +152,15 @@ def _open_clip(
         names = [f"{start}{part}_proj.{end}" for part in "qkv"] if in_projection else [ours]
         if name.startswith(places[0]):
             found |= zip(names, tensor.chunk(3) if in_projection else [tensor], strict=True)
-    (tokens, dim), positions = (
-        found["embeddings.token_embedding.weight"].shape,
-        found["embeddings.position_embedding.weight"],
-    )
+    tokens, dim = found["embeddings.token_embedding.weight"].shape
     layers = {name.split(".")[2] for name in found if name.startswith("encoder.layers.")}
     return {
         "model_type": "clip_text_model", "hidden_size": dim, "num_hidden_layers": len(layers),
         # All heads of CLIP are 64 wide.
         "num_attention_heads": config.get("heads", max(1, dim // 64)),
         "intermediate_size": len(found["encoder.layers.0.mlp.fc1.weight"]),
-        "vocab_size": tokens, "max_position_embeddings": len(positions), "layer_norm_eps": 1e-5,
+        "vocab_size": tokens, "layer_norm_eps": 1e-5,
+        "max_position_embeddings": len(found["embeddings.position_embedding.weight"]),
         # OpenAI's own files say their sizes, and have its activation.
         "hidden_act": "quick_gelu" if quick_gelu or "input_resolution" in state else "gelu",
     }, found  # fmt: skip
@@ -177,9 +175,10 @@ def _weights_of(config: Mapping[str, Any], state: dict[str, Tensor]) -> dict[str
     if sum(weight.numel() for weight in expected.values()) > sum(tensor.numel() for tensor in state.values()):
         raise ValueError("it lacks tensors, or its config.json is of a larger encoder")
     model, info = kind.from_pretrained(
-        None, config=of_kind, state_dict=state, dtype=torch.float32, output_loading_info=True, **options
-    )
-    if info["missing_keys"]:
-        raise ValueError(f"it has no tensor {min(info['missing_keys'])}")
+        None, config=of_kind, state_dict=state, dtype=torch.float32, output_loading_info=True,
+        ignore_mismatched_sizes=True, **options,
+    )  # fmt: skip
+    if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
+        raise ValueError(f"it has no tensor {wrong[0]}, or one of another shape than config.json says")
     weights: dict[str, Tensor] = model.state_dict()
     return weights

@@ -106,6 +106,7 @@ def leave_out(folder: Path, part: str) -> None:
     (lambda config: [config], "no encoder that can be used"),
     (lambda config: {**config, "num_attention_heads": 3}, "3 heads"),
     (lambda config: {**config, "vocab_size": 10**6}, "larger encoder"),
+    (lambda config: {**config, "intermediate_size": 20}, "intermediate.dense"),
     (lambda config: {**config, "num_hidden_layers": 10**9}, "more than 16384 tensors"),
 ])  # fmt: skip
 def test_a_text_tower_of_another_kind_is_refused_in_one_line(change: Any, complaint: str, tmp_path: Path) -> None:
