@@ -116,9 +116,9 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     from models.files.towers import read_towers, take_towers
     from trained import load_from, tokenizer_file
 
-    torch.manual_seed(args.seed)
     kind = models.MuLaN if args.layout == "tandem" else models.MusicLMMuLaN
     towers = read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
+    torch.manual_seed(args.seed)
     of_files = {"vocab_size": tokenizer.vocab_size, **{name: tower.config for name, tower in towers.items()}}
     model: MuLaN = models.build_in_memory(kind, **{**kind.Config.of(args).plain(), **of_files})
     take_towers(model, towers, tokenizer)

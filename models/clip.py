@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-import operator
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,6 @@ from .files.published import read_state_dict
 
 # Of OpenAI's training images, in [0, 1]; other weights state theirs in their open_clip_config.json.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-
-# What this module uses of open_clip, of its models and of its tokenizer, which another version may name differently.
-_OF_PACKAGE = ("CLIP", "CustomTextCLIP", "SimpleTokenizer", "get_model_config", "list_models")
-_OF_MODEL = ("context_length", "encode_image", "encode_text", "visual.image_size")
-_OF_TOKENIZER = ("eot_token_id", "vocab_size")
 
 
 class Clip(nn.Module):
@@ -82,8 +75,8 @@ class Clip(nn.Module):
             mark: Called while they are waited for.
 
         Raises:
-            ValueError: one line, if open_clip is missing or of a version that cannot be used, the model is unknown or
-                has no tokens, or the weights are missing, damaged, hostile or of another model.
+            ValueError: one line, if open_clip is missing or cannot be imported, the model is unknown or has no tokens,
+                or the weights are missing, damaged, hostile or of another model.
         """
         open_clip = _open_clip()
         config, preprocessing = _configuration(name)
@@ -102,13 +95,10 @@ class Clip(nn.Module):
                 network = build_with_weights(lambda: kind(**copy.deepcopy(config)), state)
         except ValueError as error:
             raise ValueError(f"{weights} holds no weights of --clip {name}: {error}") from None
-        tower = "text.ln_final" if hasattr(network, "text") else "ln_final"  # open_clip has two kinds of models
-        _check_inside(network, (*_OF_MODEL, tower), "model")
         try:
             tokenizer = _tokenizer(text)
         except DAMAGES as error:
             raise ValueError(f"--clip {name} has no tokenizer of such options: {one_line(error)}") from None
-        _check_inside(tokenizer, _OF_TOKENIZER, "tokenizer")
         if (vocabulary := text.get("vocab_size", tokenizer.vocab_size)) < tokenizer.vocab_size:
             raise ValueError(f"--clip {name} knows {vocabulary} tokens, but its tokenizer {tokenizer.vocab_size}")
         mean, std = (preprocessing.get(key) or default for key, default in (("mean", _MEAN), ("std", _STD)))
@@ -180,46 +170,19 @@ def with_embeddings(batch: Mapping[str, Any], clip: Clip | None, condition_on: C
     return whole
 
 
-def cannot_import(what: str, package: str, error: RuntimeError) -> str:
-    """The message for a package that is there and raises an error while it is imported."""
-    reason = " ".join(str(error).split())[:200]
-    return (
-        f"{what}: {package} cannot be imported ({reason}); torchvision and PyTorch {torch.__version__} may not belong "
-        "together: install both anew, pip install --upgrade torch torchvision"
-    )
-
-
 def _open_clip() -> Any:
-    """The package. Raises ValueError, in one line, if it is missing or lacks a name that is used here."""
+    """The package. Raises ValueError, in one line, if it is missing or cannot be imported."""
     try:
         import open_clip
     except ImportError as error:
         package = "open_clip_torch" if error.name == "open_clip" else error.name
         raise ValueError(f"--clip needs the package {package}: {how_to_install('clip')}") from None
     except RuntimeError as error:  # torchvision raises it where it was built for another PyTorch
-        raise ValueError(cannot_import("--clip", "open_clip", error)) from None
-    _check_inside(open_clip, _OF_PACKAGE)
-    return open_clip
-
-
-def _check_inside(of: Any, names: Sequence[str], what: str = "") -> None:
-    """Raise ValueError, in one line, unless this part of open_clip has what is used of it."""
-    missing = [".".join(filter(None, [what, name])) for name in names if not _has(of, name)]
-    if missing:
-        version = getattr(sys.modules["open_clip"], "__version__", "of an unknown version")
         raise ValueError(
-            f"open_clip {version} has no {', '.join(missing)}: it differs from the versions that are allowed; "
-            f"install one of those with `{how_to_install('clip')}`"
-        )
-
-
-def _has(of: Any, name: str) -> bool:
-    """Whether an object has an attribute; `a.b` is the attribute of an attribute."""
-    try:
-        operator.attrgetter(name)(of)
-    except AttributeError:
-        return False
-    return True
+            f"--clip: open_clip cannot be imported ({one_line(error)}); torchvision and PyTorch {torch.__version__} "
+            "may not belong together: install both anew, pip install --upgrade torch torchvision"
+        ) from None
+    return open_clip
 
 
 def _configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:

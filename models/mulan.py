@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from .attention import at_least_fp32, l2_normalize
 from .audio_transformer import AudioTransformer
 from .dropout import derived
-from .fbank import Fbank
 from .files.pretrained import Pretrained
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
 from .mulan_config import MAX_SCALE, MuLaNConfig, TwoTowersConfig
-from .pretrained_towers import PretrainedAudioTower, PretrainedTextTower, patches_of
+from .pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower, patches_of
 from .text_transformer import TextTransformer
 
 # Of one clip; in fp32, 1 GiB.
@@ -134,8 +133,8 @@ class MuLaN(Pretrained):
         distances of its patches. Raise a ValueError if there are too many."""
         config, frames = self.config, self.frontend.frames(self.clip_samples)
         tower = config.get("audio_tower")
-        if tower and frames > tower["frames"]:
-            longest = f"the audio tower takes up to {tower['frames']} frames, {tower['frames'] / 100:g} seconds"
+        if tower and frames > tower["max_length"]:
+            longest = f"the audio tower takes up to {tower['max_length']} frames, {tower['max_length'] / 100:g} seconds"
             raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {longest}; use shorter clips")
         patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
         weights = config["audio_heads"] * (patches_of(tower) if tower else patches) ** 2

@@ -238,12 +238,13 @@ class MuLaNConfig(TwoTowersConfig):
         super().__post_init__()
         for name in ("audio", "text"):
             if isinstance(tower := getattr(self, f"{name}_tower"), Mapping):
-                from .pretrained_towers import TEXT_KINDS, check_audio_tower, check_tower
+                from .pretrained_towers import AUDIO_KINDS, TEXT_KINDS, check_tower
 
-                check_audio_tower(tower) if name == "audio" else check_tower(tower, TEXT_KINDS)
-                for size in ("dim", "depth", "heads"):
-                    setattr(self, f"{name}_{size}", tower[size])
-                setattr(self, f"{name}_dim_head", tower["dim"] // tower["heads"])
+                check_tower(tower, AUDIO_KINDS if name == "audio" else TEXT_KINDS)
+                dim, heads = tower["hidden_size"], tower["num_attention_heads"]
+                sizes = {"dim": dim, "depth": tower["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
+                for size, value in sizes.items():
+                    setattr(self, f"{name}_{size}", value)
                 if name == "text":
                     self.vocab_size = tower["vocab_size"]
 
@@ -289,12 +290,17 @@ class MuLaNConfig(TwoTowersConfig):
         for name, tower in (("text_tower", text), ("audio_tower", audio)):
             if tower is not None and not isinstance(tower, Mapping):
                 raise ValueError(f"{name} {str(tower)[:40]!r} is no configuration of a tower")
-        if text and self.max_text_tokens > text["max_tokens"]:
-            longest = f"the text tower takes up to {text['max_tokens']} tokens"
+        if not text and not audio:
+            return
+        from .pretrained_towers import SAMPLE_RATE, max_tokens
+
+        if text and self.max_text_tokens > (most := max_tokens(text)):
+            longest = f"the text tower takes up to {most} tokens"
             raise ValueError(f"max_text_tokens {self.max_text_tokens}: {longest}; lower it")
-        if audio and self.sample_rate != audio["sample_rate"]:
-            heard = f"the audio tower hears sounds of {audio['sample_rate']} Hz"
-            raise ValueError(f"sample_rate {self.sample_rate}: {heard}; use that")
+        if audio and self.sample_rate != SAMPLE_RATE:
+            raise ValueError(
+                f"sample_rate {self.sample_rate}: the audio tower hears sounds of {SAMPLE_RATE} Hz; use that"
+            )
 
 
 @dataclass

@@ -230,11 +230,11 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     state = load_file(run / "model" / "model.safetensors")
     trained = {True: read_text_tower(text).weights, False: read_audio_tower(audio).weights}
     for is_frozen, weights in trained.items():
-        ours = {name: state[f"{'text' if is_frozen else 'audio'}.{name}"] for name in weights}
+        ours = {name: state[f"{'text' if is_frozen else 'audio'}.encoder.{name}"] for name in weights}
         same = {name for name in weights if torch.equal(ours[name], weights[name])}
         assert same == (set(weights) if is_frozen else set())
     moments = {name.rpartition("exp_avg/")[2] for name in checkpoint(run, 3) if "/moments/exp_avg/" in name}
-    assert moments >= {"text.norms.0.weight", "audio.norms.0.weight", "audio.patches.weight"}
+    assert moments >= {"text.norms.0.weight", "audio.norms.0.weight", "audio.encoder.layernorm.weight"}
     assert not [name for name in moments if name.startswith("text.") and "norms" not in name]
     assert (run / "model" / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
     # Without their files, the model, and one of a checkpoint, can be read.
@@ -242,8 +242,9 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     shutil.rmtree(audio)
     assert_same_bits(MuLaN.from_pretrained(run / "model").state_dict(), state)
     online = load(run / "checkpoints" / "step_00000003", "online")
-    assert online.config["text_tower"]["kind"] == "bert"
-    assert torch.equal(online.text.tokens.weight, state["text.tokens.weight"])
+    assert online.config["text_tower"]["model_type"] == "bert"
+    words = "text.encoder.embeddings.word_embeddings.weight"
+    assert torch.equal(online.get_parameter(words), state[words])
 
 
 def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[str, str], tmp_path: Path) -> None:
@@ -283,16 +284,17 @@ def test_a_mistake_gives_one_line(said: list[str], text: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("package", "extra", "said"),
+    ("script", "package", "extra", "said"),
     [
-        ("lion_pytorch", "lion", ["--use_lion"]),
-        ("tokenizers", "audio", []),
-        ("huggingface_hub", "hub", ["--init_from", "alice/sounds"]),
+        (MULAN, "lion_pytorch", "lion", ["--use_lion"]),
+        (MULAN, "tokenizers", "audio", []),
+        (MULAN, "huggingface_hub", "hub", ["--init_from", "alice/sounds"]),
+        (WITH_TOWERS, "transformers", "towers", [*OF_TOWERS, "--text_tower", "clip.pt"]),
     ],
 )
 def test_a_package_that_is_not_installed_is_one_line_that_says_how(
-    package: str, extra: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Script, package: str, extra: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    line = MULAN.refused(tmp_path / "run", *said)
+    line = script.refused(tmp_path / "run", *said)
     assert package.replace("_p", "-p") in line and f'pip install -e ".[{extra}]"' in line

@@ -42,11 +42,18 @@ from tests.models.helpers import (
 )
 
 BATCH = 3
-TOWER = {"dim": 16, "depth": 3, "heads": 2, "inner": 24, "norm_eps": 1e-6, "activation": "gelu"}
-TEXT_TOWER = {**TOWER, "kind": "bert", "vocab_size": 40, "max_tokens": 12}
+TOWER = {
+    "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24,
+    "layer_norm_eps": 1e-6, "hidden_act": "gelu",
+}  # fmt: skip
+TEXT_TOWER = {
+    **TOWER, "model_type": "bert", "vocab_size": 40, "max_position_embeddings": 12, "type_vocab_size": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+CLIP_TOWER = {**TOWER, "model_type": "clip_text_model", "vocab_size": 40, "max_position_embeddings": 12}
 AUDIO_TOWER = {
-    **TOWER, "kind": "ast", "sample_rate": 16000, "bands": 32, "frames": 60, "patch_size": 16, "frequency_stride": 10,
-    "time_stride": 8, "mean": -4.0, "std": 4.5,
+    **TOWER, "model_type": "audio-spectrogram-transformer", "num_mel_bins": 32, "max_length": 60, "patch_size": 16,
+    "frequency_stride": 10, "time_stride": 8, "qkv_bias": True, "mean": -4.0, "std": 4.5,
 }  # fmt: skip
 EVERY_LAYER = (
     "attend_space,residual,linear_attend_space,compress_space:6,cond_attend_time,cond_residual,residual_space,"
@@ -143,6 +150,7 @@ MODELS = {
     "mulan of towers": mulan(
         **{**helpers.MULAN, "audio_depth": 3, "text_dim": 16, "text_depth": 3}, text_tower=TEXT_TOWER,
         audio_tower=AUDIO_TOWER),
+    "mulan of clip": mulan(**{**helpers.MULAN, "text_dim": 16, "text_depth": 3}, text_tower=CLIP_TOWER),
     "musiclm": mulan(MusicLMMuLaN, **helpers.MUSICLM, weight="audio_to_latents.weight"),
     "unet": unet(self_attn=[1, 0], image_embed_scale=2.0, learned_variance=True),
     "unet of every option": unet(**EVERY_OPTION),
@@ -494,11 +502,11 @@ SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (mulan_of, {"n_fft": 512, "n_mels": 256}, "band 0 (0 to 23 Hz)"), (mulan_of, LARGE, "clip_seconds 100"),
     (mulan_of, {"max_text_tokens": 4000, "heads": 4, "attn_dropout": 0.2}, "max_text_tokens 4000"),
     (mulan_of, {"text_tower": TEXT_TOWER, "max_text_tokens": 13}, "12 tokens"),
-    (mulan_of, {"text_tower": AUDIO_TOWER}, "clip or bert"),
+    (mulan_of, {"text_tower": AUDIO_TOWER}, "clip_text_model or bert"),
     (mulan_of, {"audio_tower": AUDIO_TOWER, "sample_rate": 8000}, "16000 Hz"),
     (mulan_of, {"audio_tower": AUDIO_TOWER, "clip_seconds": 1}, "60 frames"),
     (mulan_of, {"text_tower": TEXT_TOWER, "audio_depth": 5, "hierarchical_layers": 3}, "3 layers"),
-    (mulan_of, {"text_tower": {**TEXT_TOWER, "heads": 3}}, "3 heads"),
+    (mulan_of, {"text_tower": {**TEXT_TOWER, "num_attention_heads": 3}}, "3 heads"),
     (mulan_of, {"audio_tower": {**AUDIO_TOWER, "std": 0}}, "std 0"),
     *((make_quantizer, {"name": name, **options}, said) for name, options, said in (
         ("lqf", {"codebook_size": 8}, "lfq, vq, fsq, bsq, ibq"), ("lfq", {"codebook_size": 1000}, "use 512 or 1024"),

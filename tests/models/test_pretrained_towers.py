@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.fbank import Fbank
 from models.files.towers import Tower, read_audio_tower, read_text_tower
-from models.pretrained_towers import PretrainedAudioTower, PretrainedTextTower
+from models.pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower
 from tests.models.helpers import one_line_of
 from tests.models.towers import VOCABULARY, audio_folder, open_clip_file, text_folder
 
 KINDS = ["clip", "clip_text_model", "bert", "roberta"]
+FORMS = ["model.safetensors", "several files", "pytorch_model.bin"]
 LENGTHS = torch.tensor([9, 4, 1, 12])
 
 
@@ -34,13 +34,17 @@ def some_tokens() -> Tensor:
 def text_tower(tower: Tower, below: int = 0) -> PretrainedTextTower:
     torch.manual_seed(1)
     module = PretrainedTextTower(tower.config, below, False, "last", False)
-    module.take_weights(tower.weights)
+    module.encoder.load_state_dict(tower.weights)
     return module
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_tower_of_transformers_gives_the_features_of_its_library(kind: str, tmp_path: Path) -> None:
-    theirs = text_folder(tmp_path, kind)
+@pytest.mark.parametrize(("kind", "form"), [*((kind, FORMS[0]) for kind in KINDS), *(("bert", form) for form in FORMS)])
+def test_a_text_tower_of_transformers_gives_the_features_of_its_library(kind: str, form: str, tmp_path: Path) -> None:
+    theirs = text_folder(tmp_path, kind, max_shard_size="9KB" if form == "several files" else "1GB")
+    if form == "pytorch_model.bin":
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / form)
+        (tmp_path / "model.safetensors").unlink()
+    assert (tmp_path / "model.safetensors").exists() == (form == "model.safetensors")
     tower = text_tower(read_text_tower(tmp_path), below=1)
     tokens = some_tokens()
     shown = torch.arange(12) < LENGTHS[:, None]
@@ -62,7 +66,7 @@ def test_a_text_tower_of_open_clip_gives_what_its_library_projects(form: str, qu
     if form == "training":
         torch.save({"epoch": 3, "state_dict": {f"module.{n}": w for n, w in theirs.state_dict().items()}}, path)
     tower = text_tower(read_text_tower(tmp_path if form == "folder" else path, quick_gelu and form != "folder"))
-    assert tower.layers[0].heads == (4 if form == "folder" else 2)
+    assert tower.encoder.config.num_attention_heads == (4 if form == "folder" else 2)
     tokens = some_tokens()
     with torch.no_grad():
         expected = theirs.encode_text(tokens.where(torch.arange(12) < LENGTHS[:, None], 0))
@@ -70,12 +74,16 @@ def test_a_text_tower_of_open_clip_gives_what_its_library_projects(form: str, qu
         torch.testing.assert_close(tower(tokens, LENGTHS)[:, 0] @ projection, expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["ASTModel", "ASTForAudioClassification"])
-def test_an_audio_tower_gives_the_features_of_transformers_from_the_waveform_on(kind: str, tmp_path: Path) -> None:
-    theirs, extractor = audio_folder(tmp_path, kind, mean=-3.0, std=2.5)
+@pytest.mark.parametrize(("kind", "features"), [
+    ("ASTModel", {"mean": -3.0, "std": 2.5}), ("ASTForAudioClassification", {"do_normalize": False}),
+])  # fmt: skip
+def test_an_audio_tower_gives_the_features_of_transformers_from_the_waveform_on(
+    kind: str, features: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs, extractor = audio_folder(tmp_path, kind, **features)
     config, weights = read_audio_tower(tmp_path)
     tower = PretrainedAudioTower(config, 1, False, "last", False)
-    tower.take_weights(weights)
+    tower.encoder.load_state_dict(weights)
     for samples in (9000, 4000, 12000):  # 54 frames; 23, which are padded; 73, which are cut off
         waveforms = np.random.default_rng(samples).normal(size=(2, samples)).astype(np.float32) * 0.1
         inputs = extractor(list(waveforms), sampling_rate=16000, return_tensors="pt")
@@ -92,10 +100,14 @@ def leave_out(folder: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "complaint"), [
-    (lambda config: {**config, "model_type": "gpt2"}, "'gpt2'; use clip, clip_text_model, bert"),
-    (lambda config: {**config, "hidden_act": "silu"}, "'silu'"),
+    (lambda config: {**config, "model_type": "gpt2"}, "'gpt2'; use clip_text_model, bert"),
+    (lambda config: {**config, "hidden_act": "none"}, "'none'"),
     (lambda config: {**config, "position_embedding_type": "relative_key"}, "relative positions"),
     (lambda config: [config], "no encoder that can be used"),
+    (lambda config: {**config, "num_attention_heads": 3}, "3 heads"),
+    (lambda config: {**config, "vocab_size": 10**6}, "larger encoder"),
+    (lambda config: {**config, "intermediate_size": 20}, "intermediate.dense"),
+    (lambda config: {**config, "num_hidden_layers": 10**9}, "more than 16384 tensors"),
 ])  # fmt: skip
 def test_a_text_tower_of_another_kind_is_refused_in_one_line(change: Any, complaint: str, tmp_path: Path) -> None:
     text_folder(tmp_path, "bert")
@@ -104,13 +116,26 @@ def test_a_text_tower_of_another_kind_is_refused_in_one_line(change: Any, compla
     assert complaint in one_line_of(read_text_tower, tmp_path)
 
 
+def test_nothing_but_a_network_is_taken_of_a_strangers_configuration(tmp_path: Path) -> None:
+    """Code, kernels of attention and dropout may be named in it."""
+    text_folder(tmp_path, "bert")
+    config = json.loads((tmp_path / "config.json").read_text())
+    named = {"auto_map": {"AutoModel": "stranger--model.Model"}, "attn_implementation": "stranger/kernel",
+             "quantization_config": {"quant_method": "bitsandbytes"}, "hidden_dropout_prob": 0.5}  # fmt: skip
+    expected = text_tower(read_text_tower(tmp_path)).train()(some_tokens(), LENGTHS)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **named}))
+    tower = read_text_tower(tmp_path)
+    assert not named.keys() & tower.config.keys()
+    torch.testing.assert_close(text_tower(tower).train()(some_tokens(), LENGTHS), expected, rtol=0, atol=0)
+
+
 def test_what_is_missing_of_a_tower_is_named_in_one_line(tmp_path: Path) -> None:
     assert "No such file" in one_line_of(read_text_tower, tmp_path / "none")
     text_folder(tmp_path, "bert")
     leave_out(tmp_path, "layer.1.intermediate.dense.bias")
-    assert "no tensor bert.encoder.layer.1.intermediate.dense.bias" in one_line_of(read_text_tower, tmp_path)
+    assert "no tensor encoder.layer.1.intermediate.dense.bias" in one_line_of(read_text_tower, tmp_path)
     leave_out(tmp_path, "word_embeddings")
-    assert "0 tensors embeddings.word_embeddings.weight" in one_line_of(read_text_tower, tmp_path)
+    assert "it lacks tensors" in one_line_of(read_text_tower, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     assert "no encoder" in one_line_of(read_text_tower, tmp_path)
     audio_folder(tmp_path / "audio", sampling_rate=8000)

@@ -26,8 +26,9 @@ def scattered(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def text_folder(folder: Path, kind: str, **more: Any) -> Any:
-    """Write a folder of transformers; returns its model. More: of the configuration of a BERT."""
+def text_folder(folder: Path, kind: str, max_shard_size: str = "1GB", **more: Any) -> Any:
+    """Write a folder of transformers, with weights in files of such a size; returns its model. More: of the
+    configuration of a BERT."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if kind in ("clip", "clip_text_model"):
@@ -42,7 +43,7 @@ def text_folder(folder: Path, kind: str, **more: Any) -> Any:
     elif kind == "bert":
         sizes = {**_SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 12, **more}
         model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-        scattered(model).save_pretrained(folder)
+        scattered(model).save_pretrained(folder, max_shard_size=max_shard_size)
         return model.bert
     else:
         sizes = {**_SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 14, "type_vocab_size": 1}
