@@ -15,20 +15,19 @@ if TYPE_CHECKING:
     from .discriminator import Discriminator
     from .files.building import build_in_memory
     from .mulan import MuLaN, MulanOutput
-    from .musiclm import MusicLMMuLaN
     from .unet import Unet
     from .video_discriminator import VideoDiscriminator
     from .video_tokenizer import VideoTokenizer, VideoTokenizerOutput
     from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [
-    "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "MusicLMMuLaN", "Unet",
+    "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "Unet",
     "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput", "build_in_memory",
 ]  # fmt: skip
 
 _MODULES = {
     "VQGAN": "vqgan", "Decoder": "decoder", "DiscreteVAE": "discrete_vae", "Discriminator": "discriminator",
-    "MuLaN": "mulan", "MulanOutput": "mulan", "MusicLMMuLaN": "musiclm", "Unet": "unet",
+    "MuLaN": "mulan", "MulanOutput": "mulan", "Unet": "unet",
     "VAEOutput": "discrete_vae", "VQGANOutput": "vqgan", "VideoDiscriminator": "video_discriminator",
     "VideoTokenizer": "video_tokenizer", "VideoTokenizerOutput": "video_tokenizer",
     "build_in_memory": "files.building",

@@ -142,8 +142,10 @@ def layers_read(depth: int, below: int, spacing: str) -> list[int]:
     Args:
         below: Number of layers below the last, less than depth.
         spacing: "last": those next to it. "even": floor(i depth / below) for i from below - 1 to 0, which begins at the
-            first layer (musiclm-pytorch 0.2.8, `interspersed_indices`).
+            first layer (musiclm-pytorch 0.2.8, `interspersed_indices`), in fp32 as there, which makes a difference
+            beyond 25 layers.
     """
     if spacing == "last":
         return [depth - 1 - i for i in range(below + 1)]
-    return [depth - 1, *(i * depth // below for i in reversed(range(below)))]
+    even: list[int] = (torch.arange(below, device="cpu") * (depth / max(below, 1))).floor().long().tolist()
+    return [depth - 1, *reversed(even)]

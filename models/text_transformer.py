@@ -14,9 +14,8 @@ _INIT_STD = 0.02
 
 class TextTransformer(nn.Module):
     """Tokens (b, t) in [0, vocab_size), t <= max_tokens, to the features at the class token, of the final output and of
-    hierarchical_layers layers below it. The options are those of `Transformer`."""
-
-    pad: int | None = None  # tokens of this number are hidden from the others, wherever they stand
+    hierarchical_layers layers below it. Tokens ``pad`` are hidden from the others, wherever they stand. The options are
+    those of `Transformer`."""
 
     def __init__(
         self,
@@ -29,10 +28,11 @@ class TextTransformer(nn.Module):
         hierarchical_layers: int,
         recompute: bool = False,
         spacing: str = "last",
+        pad: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.max_tokens = vocab_size, max_tokens
+        self.vocab_size, self.max_tokens, self.pad = vocab_size, max_tokens, pad
         self.tokens = nn.Embedding(vocab_size, dim)
         self.positions = nn.Embedding(max_tokens, dim)
         self.cls = nn.Parameter(torch.empty(dim))

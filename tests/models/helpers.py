@@ -31,7 +31,8 @@ MULAN: dict[str, Any] = {**_TOWERS, "clip_seconds": 0.5}
 # 65 bins x 51 frames: 4 x 3 patches.
 MUSICLM: dict[str, Any] = {
     **_TOWERS, "audio_depth": 3, "clip_seconds": 0.15, "n_fft": 128, "win_length": 60, "hop_length": 48,
-    "hierarchical_layers": 1, "sigmoid_contrastive_loss": True,
+    "hierarchical_layers": 1, "layout": "musiclm", "spectrogram": "power", "spectrogram_padding": "reflect",
+    "hierarchical_spacing": "even",
 }  # fmt: skip
 UNET: dict[str, Any] = {
     "dim": 8, "dim_mults": [1, 2], "cond_dim": 12, "num_resnet_blocks": [1, 1], "attn_heads": 2, "attn_dim_head": 4,

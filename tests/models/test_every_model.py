@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import models
 import models.perceptual
-from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, MusicLMMuLaN, Unet, VideoTokenizer
+from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, Unet, VideoTokenizer
 from models.files.pretrained import Pretrained
 from models.perceptual import PerceptualLoss
 from models.quantizers import QUANTIZERS, make_quantizer
@@ -94,14 +94,14 @@ def tokenizer(quantizer: str, **sizes: Any) -> Case:
                 {"init_dim": 5}, "encoder.conv_in.conv.weight")  # fmt: skip
 
 
-def mulan(kind: Callable[..., Any] = MuLaN, weight: str = "audio_latents.projections.0.weight", **sizes: Any) -> Case:
+def mulan(**sizes: Any) -> Case:
     sizes = {"attn_dropout": 0.2, "ff_dropout": 0.3, "hierarchical_layers": 1, **sizes}
 
     def inputs(model: Any) -> dict[str, Tensor]:
         return {**some_pairs(model), "keys": torch.tensor([[1, 2], [3, 4], [2**32 - 1, 0]])}
 
     free = {"clip_seconds": 0.2, "attn_dropout": 0.0, "init_bias": 1.0, "gradient_checkpointing": True}
-    return Case(kind, sizes, inputs, free, {"dim_latent": 7}, weight)
+    return Case(MuLaN, sizes, inputs, free, {"dim_latent": 7}, "audio_latents.projections.0.weight")
 
 
 def unet(**sizes: Any) -> Case:
@@ -144,7 +144,7 @@ MODELS = {
     "mulan of towers": mulan(
         **{**helpers.MULAN, "audio_depth": 3, "text_dim": 16, "text_depth": 3}, text_tower=TEXT_TOWER,
         audio_tower=AUDIO_TOWER),
-    "musiclm": mulan(MusicLMMuLaN, **helpers.MUSICLM, weight="audio_to_latents.weight"),
+    "musiclm": mulan(**helpers.MUSICLM),
     "unet": unet(self_attn=[True, False], image_embed_scale=2.0, channels_out=6),
     "unet of every option": unet(**EVERY_OPTION),
     "discriminator": Case(Discriminator, {"dim": 8, "layers": 2}, images, {}, {"dim": 9}, "layers.0.0.weight"),
@@ -441,7 +441,7 @@ def test_names_and_shapes_of_the_weights_stay_what_they_are(name: str) -> None:
 vae, vqgan_of = partial(built, DiscreteVAE, **helpers.VAE), partial(built, VQGAN, **helpers.VQGAN)
 tokenizer_of = partial(built, VideoTokenizer, **helpers.TOKENIZER)
 discriminator = partial(models.VideoDiscriminator, dim=4)
-mulan_of, musiclm = partial(built, MuLaN, **helpers.MULAN), partial(built, MusicLMMuLaN, **helpers.MUSICLM)
+mulan_of, musiclm = partial(built, MuLaN, **helpers.MULAN), partial(built, MuLaN, **helpers.MUSICLM)
 unet_of = partial(built, Unet, **helpers.UNET)
 
 
@@ -477,7 +477,7 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
         "text_tower": ("path",),
     },
     musiclm: {"audio_dim": (4, 18), "hierarchical_layers": (2,), "patch_size": (66,), "win_length": (129,),
-              "clip_seconds": (1e12,), "heads": (0,)},
+              "clip_seconds": (1e12,), "heads": (0,), "spectrogram": ("log_mel",), "text_tower": ({"kind": "bert"},)},
 }  # fmt: skip
 # Other mistakes, and the flags and numbers that the message has to say.
 SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
