@@ -477,7 +477,7 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
         "text_tower": ("path",),
     },
     musiclm: {"audio_dim": (4, 18), "hierarchical_layers": (2,), "patch_size": (66,), "win_length": (129,),
-              "clip_seconds": (1e12,), "heads": (0,), "spectrogram": ("log_mel",), "text_tower": ({"kind": "bert"},)},
+              "clip_seconds": (1e12,), "heads": (0,), "spectrogram": ("log_mel",), "text_tower": (TEXT_TOWER,)},
 }  # fmt: skip
 # Other mistakes, and the flags and numbers that the message has to say.
 SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
