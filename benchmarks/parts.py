@@ -9,6 +9,7 @@ import torch
 
 import train_decoder
 from data.demo import WIDTH
+from models.configs import QuantizerConfig
 from models.decoder_config import Sampling
 from models.quantizers import make_quantizer
 from training.generation import noise_of
@@ -40,7 +41,7 @@ def parts(rounds: int) -> Iterator[Row]:
 def _entropy(rounds: int) -> Iterator[Row]:
     """Forward and backward of LFQ's entropy for a codebook of 2^16."""
     z = torch.randn(1, _BITS, _VECTORS, 1) * 0.1
-    quantizer = make_quantizer("lfq", codebook_size=2**_BITS)
+    quantizer = make_quantizer(QuantizerConfig(codebook_size=2**_BITS))
     signs = torch.tensor([[1.0 if code >> bit & 1 else -1.0 for bit in range(_BITS)] for code in range(2**_BITS)])
 
     def factored() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .configs import VideoTokenizerConfig
 from .convolutional import check_codes, check_range
 from .files.pretrained import Pretrained
-from .quantizers import tokenizer_quantizer
+from .quantizers import make_quantizer
 from .video.causal import CausalConv3d, Context, TimeUp
 from .video.coders import COND_EXPANSION, Decoder, EdgeConv, Encoder, Stack
 from .video.layers import (
@@ -91,7 +91,7 @@ class VideoTokenizer(Pretrained):
         if dim_cond is not None and not self.is_conditional:
             raise ValueError(f"dim_cond {dim_cond} has no effect without a layer that takes a condition: cond_...")
 
-        self.quantizer = tokenizer_quantizer(config)
+        self.quantizer = make_quantizer(config)
         dim_latent, wide_cond = self.quantizer.dim, None if dim_cond is None else COND_EXPANSION * dim_cond
         encoder, decoder, dim = make_layers(parsed, init_dim, config.max_dim, LayerOptions(
             config.residual_kernel, config.norm, wide_cond, dim_latent, config.heads, config.dim_head,

@@ -15,7 +15,7 @@ from torch.nn.grad import conv2d_weight
 from .configs import VQGANConfig
 from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images, leaky_relu
 from .files.pretrained import Pretrained
-from .quantizers import tokenizer_quantizer
+from .quantizers import make_quantizer
 from .recompute import recomputed
 
 _SLOPE = 0.1  # negative slope of every LeakyReLU
@@ -77,7 +77,7 @@ class VQGAN(Pretrained):
             up = nn.ConvTranspose2d(fan_out, fan_in, 4, stride=2, padding=1)
             decoder += [nn.Sequential(up, leaky_relu(_SLOPE))]
             decoder += [ResBlock(fan_out, _gated_half) for _ in range(count)]
-        self.quantizer = tokenizer_quantizer(config)
+        self.quantizer = make_quantizer(config)
         self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.dim, 1))
         self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
         if not self.centred:

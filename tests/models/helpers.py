@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.configs import QuantizerConfig
 from models.perceptual import PerceptualLoss
 from models.quantizers import make_quantizer
 from models.quantizers.base import Quantizer
@@ -102,7 +103,7 @@ def in_rows(z: Tensor) -> Tensor:
 
 def quantizer_of(name: str, **options: Any) -> Quantizer:
     torch.manual_seed(0)
-    return make_quantizer(name, **options)
+    return make_quantizer(QuantizerConfig(quantizer=name, **options))
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

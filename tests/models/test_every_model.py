@@ -24,7 +24,7 @@ import models.perceptual
 from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, Unet, VideoTokenizer
 from models.files.pretrained import Pretrained
 from models.perceptual import PerceptualLoss
-from models.quantizers import QUANTIZERS, make_quantizer
+from models.quantizers import QUANTIZERS
 from tests.models import helpers
 from tests.models.helpers import (
     across_a_border,
@@ -505,14 +505,11 @@ SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (mulan_of, {"text_tower": TEXT_TOWER, "audio_depth": 5, "hierarchical_layers": 3}, "3 layers"),
     (mulan_of, {"text_tower": {**TEXT_TOWER, "heads": 3}}, "3 heads"),
     (mulan_of, {"audio_tower": {**AUDIO_TOWER, "std": 0}}, "std 0"),
-    *((make_quantizer, {"name": name, **options}, said) for name, options, said in (
-        ("lqf", {"codebook_size": 8}, "lfq, vq, fsq, bsq, ibq"), ("lfq", {"codebook_size": 1000}, "use 512 or 1024"),
-        ("lfq", {}, "codebook_size"),
-        ("lfq", {"codebook_size": 8, "decay": 0.5}, "no option decay"), ("vq", {"codebook_size": 8}, "needs dim"),
-        ("lfq", {"codebook_size": 8, "inv_temperature": 0}, "greater than 0"),
-        ("bsq", {"codebook_size": 8, "bits_per_group": 0}, "1 to 24"), ("fsq", {"levels": [8, 2]}, "3 or more"),
-        ("vq", {"codebook_size": 8, "dim": 2, "decay": 1.0}, "decay"), ("fsq", {"codebook_size": 512}, "256, 1024"),
-        ("ibq", {"codebook_size": 8, "dim": 2, "temperature": 0}, "greater than 0"))),
+    *((helpers.quantizer_of, {"name": name, **options}, said) for name, options, said in (
+        ("lqf", {}, "lfq, vq, fsq, bsq, ibq"), ("lfq", {"codebook_size": 1000}, "use 512 or 1024"),
+        ("lfq", {"inv_temperature": 0}, "greater than 0"), ("fsq", {"fsq_levels": [8, 2]}, "3 or more"),
+        ("vq", {"codebook_dim": 0}, "codebook_dim 0"), ("vq", {"vq_decay": 1.0}, "vq_decay 1.0"),
+        ("ibq", {"codebook_size": 1}, "codebook_size 1"), ("fsq", {"codebook_size": 512}, "256, 1024"))),
     (models.perceptual.load_perceptual, {"kind": "alex"}, "none, vgg, lpips"),
 ]  # fmt: skip
 ALONE = [(build, {argument: value}) for build, of_build in WRONG.items() for argument, values in of_build.items()
