@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from .files.building import build_in_memory
     from .mulan import MuLaN, MulanOutput
     from .unet import Unet
+    from .video.causal import StreamState
     from .video_discriminator import VideoDiscriminator
     from .video_tokenizer import VideoTokenizer, VideoTokenizerOutput
     from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [
-    "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "Unet",
+    "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "StreamState", "Unet",
     "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput", "build_in_memory",
 ]  # fmt: skip
 
 _MODULES = {
     "VQGAN": "vqgan", "Decoder": "decoder", "DiscreteVAE": "discrete_vae", "Discriminator": "discriminator",
-    "MuLaN": "mulan", "MulanOutput": "mulan", "Unet": "unet",
+    "MuLaN": "mulan", "MulanOutput": "mulan", "StreamState": "video.causal", "Unet": "unet",
     "VAEOutput": "discrete_vae", "VQGANOutput": "vqgan", "VideoDiscriminator": "video_discriminator",
     "VideoTokenizer": "video_tokenizer", "VideoTokenizerOutput": "video_tokenizer",
     "build_in_memory": "files.building",

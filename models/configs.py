@@ -230,9 +230,3 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     )
     codebook_size: int = 1024
     diversity_gamma: float = 2.5
-    channels: int = 3
-    dim_cond: int | None = None
-    heads: int = 8
-    dim_head: int = 32
-    linear_heads: int = 16
-    linear_dim_head: int = 8

@@ -49,9 +49,8 @@ AUDIO_TOWER = {
     "time_stride": 8, "mean": -4.0, "std": 4.5,
 }  # fmt: skip
 EVERY_LAYER = (
-    "attend_space,residual,linear_attend_space,compress_space:6,cond_attend_time,cond_residual,residual_space,"
-    "compress_time:6,gateloop_time,adaptive,cond_attend_space,cond_linear_attend_space,attend_time,"
-    "consecutive_residual:2"
+    "attend_space,residual,linear_attend_space,compress_space:6,residual_space,compress_time:6,gateloop_time,adaptive,"
+    "attend_time,consecutive_residual:2"
 )
 EVERY_OPTION = {
     "self_attn": [False, True], "sparse_attn": True, "memory_efficient": True, "combine_upsample_fmaps": True,
@@ -84,11 +83,10 @@ def vqgan(quantizer: str, **sizes: Any) -> Case:
 
 
 def tokenizer(quantizer: str, **sizes: Any) -> Case:
-    sizes = {**helpers.TOKENIZER, "quantizer": quantizer, "heads": 1, "dim_head": 2, "linear_heads": 1,
-             "linear_dim_head": 2, **sizes}  # fmt: skip
+    sizes = {**helpers.TOKENIZER, "quantizer": quantizer, **sizes}
 
     def inputs(model: Any) -> dict[str, Tensor]:
-        return {"videos": some_videos(BATCH), **({"cond": some(BATCH, 2)} if model.is_conditional else {})}
+        return {"videos": some_videos(BATCH)}
 
     return Case(VideoTokenizer, sizes, inputs, {"image_size": 16, "gradient_checkpointing": True, "time_window": 3},
                 {"init_dim": 5}, "encoder.conv_in.conv.weight")  # fmt: skip
@@ -134,9 +132,9 @@ MODELS = {
     "ibq": vqgan("ibq"),
     "tokenizer-lfq": tokenizer("lfq"), "tokenizer-vq": tokenizer("vq", separate_first_frame=True),
     "tokenizer-fsq": tokenizer(
-        "fsq", fsq_levels=[8, 5, 4], norm="none", dim_cond=2,
-        layers="attend_time,gateloop_time,cond_residual,linear_attend_space,compress_time,cond_attend_space,adaptive"),
-    "tokenizer of every layer": tokenizer("ibq", layers=EVERY_LAYER, dim_cond=2, patch_size=2),
+        "fsq", fsq_levels=[8, 5, 4], norm="none",
+        layers="attend_time,gateloop_time,residual,linear_attend_space,compress_time,attend_space,adaptive"),
+    "tokenizer of every layer": tokenizer("ibq", layers=EVERY_LAYER, patch_size=2),
     "mulan": mulan(
         **helpers.MULAN, sample_rate=22050, n_fft=512, hop_length=200, n_mels=32, fmin=20.0, fmax=9000.0, patch_size=8,
         init_temperature=14.0, init_bias=-5.0),
@@ -456,7 +454,7 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
     vqgan_of: {"num_layers": (0, 41), "num_resnet_blocks": ([1, 2, 3], [-1]), "codebook_size": (100,)},
     tokenizer_of: {
         "pad_mode": ("zeros",), "norm": ("group",), "patch": ("dct",), "quantizer": ("pq",), "patch_size": (0, 3),
-        "input_kernel": (4, -1), "time_window": (-1,), "init_dim": (0,), "heads": (0,),
+        "input_kernel": (4, -1), "time_window": (-1,), "init_dim": (0,),
     },
     Discriminator: {"dim": (0,)},
     discriminator: {"layers": (0, 4_000_000), "groups": (-1,), "channels": (0,)},
@@ -590,8 +588,8 @@ def test_images_and_codes_that_cannot_be_are_refused(name: str) -> None:
     for method, change, said in GIVEN:
         assert said in refused(getattr(model, method), change(pictures if method == "encode" else codes))
     if name == "tokenizer-lfq":
-        assert "[0, 1]" in refused(model.encode_next, pictures * 255, model.start_encoding())
-        assert "from 0 to 15" in refused(model.decode_next, codes + 16, model.start_decoding())
+        assert "[0, 1]" in refused(model.encode_next, pictures * 255, models.StreamState())
+        assert "from 0 to 15" in refused(model.decode_next, codes + 16, models.StreamState())
     else:
         assert codes.shape == (BATCH, 4, 4)
         assert torch.equal(model.decode(codes), model.decode(codes.flatten(1)))
