@@ -49,7 +49,7 @@ class Context(NamedTuple):
 
 @dataclass
 class StreamState:
-    """What a stream of frames or codes carries from one call to the next, empty at its start: tensors and numbers alone,
+    """What a stream of frames or codes carries from one call to the next, empty at its start: tensors and numbers,
     so it can be pickled and continued elsewhere, and several streams can go through one model in turn.
 
     Its size does not depend on how many frames went through, with one exception: layers that attend to all earlier
