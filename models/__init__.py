@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .decoder import Decoder
     from .discrete_vae import DiscreteVAE, VAEOutput
-    from .discriminator import Discriminator
+    from .discriminator import Discriminator, VideoDiscriminator
     from .files.building import build_in_memory
     from .mulan import MuLaN, MulanOutput
     from .unet import Unet
     from .video.causal import StreamState
-    from .video_discriminator import VideoDiscriminator
     from .video_tokenizer import VideoTokenizer, VideoTokenizerOutput
     from .vqgan import VQGAN, VQGANOutput
 
@@ -29,7 +28,7 @@ __all__ = [
 _MODULES = {
     "VQGAN": "vqgan", "Decoder": "decoder", "DiscreteVAE": "discrete_vae", "Discriminator": "discriminator",
     "MuLaN": "mulan", "MulanOutput": "mulan", "StreamState": "video.causal", "Unet": "unet",
-    "VAEOutput": "discrete_vae", "VQGANOutput": "vqgan", "VideoDiscriminator": "video_discriminator",
+    "VAEOutput": "discrete_vae", "VQGANOutput": "vqgan", "VideoDiscriminator": "discriminator",
     "VideoTokenizer": "video_tokenizer", "VideoTokenizerOutput": "video_tokenizer",
     "build_in_memory": "files.building",
 }  # fmt: skip

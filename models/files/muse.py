@@ -135,9 +135,9 @@ def _check_has_public_form(model: VQGAN) -> None:
 
 def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discriminator | None) -> str:
     """Why a VQGanVAE of this `VQGAN.config` has no such discriminator; empty if it may have."""
-    for name, needed in (("dim", config["dim"]), ("channels", config["channels"]), ("groups", _GROUPS)):
-        if discriminator is not None and discriminator.config[name] != needed:
-            said = f"its {name} is {discriminator.config[name]}, and that of a VQGanVAE would have {needed}"
+    for name in ("dim", "channels"):
+        if discriminator is not None and discriminator.config[name] != config[name]:
+            said = f"its {name} is {discriminator.config[name]}, and that of a VQGanVAE would have {config[name]}"
             return f"its discriminator is left out: {said}"
     return ""
 
