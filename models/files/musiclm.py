@@ -24,7 +24,6 @@ from ..attention import layers_read
 from ..mulan import MuLaN
 from ..mulan_config import MuLaNConfig
 from .archive import mentions
-from .building import build_with_weights, check_arguments
 from .description import describe_weights
 from .errors import one_line
 from .published import read_state_dict
@@ -56,12 +55,7 @@ def load_public_mulan(path: Path, *, weights: str = "best") -> MuLaN:
         ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `MuLaN`
             lacks; or ``weights``, of a checkpoint, is not "best".
     """
-    arguments, state = _read(path, weights)
-    try:
-        check_arguments(arguments, state)
-        return build_with_weights(lambda: MuLaN.made(arguments), _our_weights(arguments, state)).eval()
-    except (TypeError, RuntimeError, ValueError, IndexError) as error:
-        raise ValueError(f"{path} does not hold a MuLaN of {PACKAGE}: {one_line(error)}") from None
+    return MuLaN.with_weights(path, *_read(path, weights))
 
 
 def describe_public_mulan(path: Path) -> dict[str, Any]:
@@ -148,7 +142,7 @@ def _of_layer(tower: str, layer: int) -> tuple[str, str, str]:
 def _our_weights(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights by our names, of those by the public names. Raises ValueError, in one line, if one is missing, or there
     are others."""
-    left = dict(state)
+    left = {name: tensor for name, tensor in state.items() if name not in _CONSTANTS}
 
     def take(name: str) -> Tensor:
         if name not in left:
@@ -220,7 +214,7 @@ def _constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _read(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Constructor arguments of the `MuLaN`, and the weights by their public names."""
+    """Constructor arguments and weights of a `MuLaN`."""
     if weights != "best":
         raise ValueError(f"--weights {weights} is for checkpoints; {path} holds one set of weights: leave it out")
     state = read_state_dict(check_regular(path), part="model")
@@ -229,9 +223,9 @@ def _read(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         arguments = _arguments(state)
         _check_constants(state, arguments)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return arguments, {name: tensor for name, tensor in state.items() if name not in _CONSTANTS}
+        return arguments, _our_weights(arguments, state)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{path}: {one_line(error)}") from None
 
 
 def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
