@@ -97,9 +97,6 @@ class Transformer(nn.Module):
         recompute: In training, compute each layer again in the backward pass instead of keeping what is inside of it.
         ff_mult: Inner width of a feed-forward, as a multiple of dim, before the 2/3 of GEGLU.
         attn_dropout, ff_dropout: What attention and feed-forward drop in training, in [0, 1).
-
-    Raises:
-        ValueError: a number that is not positive.
     """
 
     def __init__(
@@ -108,9 +105,6 @@ class Transformer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.recompute = recompute
-        if min(dim, depth, heads, dim_head) < 1:
-            sizes = f"dim {dim}, depth {depth}, heads {heads} and dim_head {dim_head}"
-            raise ValueError(f"a transformer of {sizes}: give numbers of at least 1")
         self.attention = nn.ModuleList(Attention(dim, heads, dim_head, attn_dropout) for _ in range(depth))
         self.feed_forward = nn.ModuleList(FeedForward(dim, ff_mult, ff_dropout) for _ in range(depth))
 

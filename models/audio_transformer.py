@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange, repeat
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Transformer, layers_read
+
+if TYPE_CHECKING:
+    from .mulan_config import MuLaNConfig
 
 
 class PreciseLayerNorm(nn.LayerNorm):
@@ -86,29 +89,25 @@ class AudioTransformer(nn.Module):
     """Spectrograms (b, bands, frames) to pooled features of the final output and of layers below it.
 
     Sides that are no multiples of the patch are cropped to the nearest one below: the highest bands and the last
-    frames are left out. Arguments: see `MuLaNConfig`; the options are those of `Transformer`.
+    frames are left out.
 
     Raises:
         ValueError: one line that names the argument.
     """
 
-    def __init__(
-        self, dim: int, depth: int, heads: int, dim_head: int,
-        patch_size: int = 16, patch_dropout: float = 0.25, hierarchical_layers: int = 0,
-        recompute: bool = False, spacing: str = "last", layout: str = "tandem", **options: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: MuLaNConfig) -> None:
         super().__init__()
+        dim, is_ours = config.audio_dim, config.layout == "tandem"
         if dim % 4 or dim < 8:
             problem = f"audio_dim {dim} is no multiple of 4 of at least 8"
             raise ValueError(f"{problem}, which sine and cosine of two coordinates need")
-        if not 0 <= patch_dropout < 1:
-            raise ValueError(f"patch_dropout {patch_dropout} is not in [0, 1)")
-        self.dim, self.patch_size, self.patch_dropout, self.layout = dim, patch_size, patch_dropout, layout
-        self.layers = layers_read(depth, hierarchical_layers, spacing)
-        is_ours = layout == "tandem"
-        self.embed = PatchEmbedding(patch_size, dim, has_levels=is_ours)
-        self.relative_bias = RelativePositionBias(heads, max(32, dim // 4) if is_ours else dim // 4, is_log=is_ours)
-        self.transformer = Transformer(dim, depth, heads, dim_head, recompute, **options)
+        self.dim, self.patch_size, self.patch_dropout = dim, config.patch_size, config.patch_dropout
+        self.layout = config.layout
+        self.layers = layers_read(config.audio_depth, config.hierarchical_layers, config.hierarchical_spacing)
+        self.embed = PatchEmbedding(config.patch_size, dim, has_levels=is_ours)
+        hidden = max(32, dim // 4) if is_ours else dim // 4
+        self.relative_bias = RelativePositionBias(config.transformer("audio")["heads"], hidden, is_log=is_ours)
+        self.transformer = Transformer(**config.transformer("audio"))
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
 
     def grid(self, bands: int, frames: int) -> tuple[int, int]:

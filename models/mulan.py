@@ -107,21 +107,17 @@ class MuLaN(Pretrained):
             raise ValueError(f"{patch} the {self.frontend.bands} bands of a spectrogram")
         self._check_clip()
         self._check_caption()
-        options = {name: self.config[name] for name in ("ff_mult", "attn_dropout", "ff_dropout")}
         both = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
         self.audio: AudioTransformer | PretrainedAudioTower
         if config.audio_tower:
             self.audio = PretrainedAudioTower(config.audio_tower, *both, config.freeze_audio_tower)
         else:
-            self.audio = AudioTransformer(
-                *config.sizes("audio"), config.patch_size, config.patch_dropout, *both, config.layout, **options
-            )
+            self.audio = AudioTransformer(config)
         text: TextTransformer | PretrainedTextTower
         if config.text_tower:
             text = PretrainedTextTower(config.text_tower, *both, config.freeze_text_tower)
         else:
-            sizes = *config.sizes("text"), config.vocab_size, config.max_text_tokens
-            text = TextTransformer(*sizes, *both, pad=0 if config.layout == "musiclm" else None, **options)
+            text = TextTransformer(config)
         outputs = config.hierarchical_layers + 1
         # Registered in the order of calls: gradients are sent in the reverse order of registration.
         self.audio_latents = Latents(outputs, config.audio_dim, config.dim_latent)

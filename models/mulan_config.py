@@ -226,12 +226,11 @@ class MuLaNConfig(RecomputingConfig):
         for _, name, _, _ in flags_of(MuLaNConfig):
             setattr(args, name, getattr(filled, name))
 
-    def sizes(self, tower: str) -> tuple[int, int, int, int]:
-        """Width, layers, heads and width of a head of the "audio" or the "text" tower."""
-        dim, depth, heads, dim_head = (
-            getattr(self, f"{tower}_{name}") for name in ("dim", "depth", "heads", "dim_head")
-        )
-        return dim, depth, heads, dim_head
+    def transformer(self, tower: str) -> dict[str, Any]:
+        """Arguments of the `Transformer` of the "audio" or the "text" tower."""
+        sizes = {name: getattr(self, f"{tower}_{name}") for name in ("dim", "depth", "heads", "dim_head")}
+        dropout = {"attn_dropout": self.attn_dropout, "ff_dropout": self.ff_dropout}
+        return {**sizes, "ff_mult": self.ff_mult, **dropout, "recompute": self.gradient_checkpointing}
 
     def check(self) -> None:
         """Raise a ValueError, in one line that names the field, if there is no such model."""

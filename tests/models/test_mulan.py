@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from models import MuLaN
 from models.audio_transformer import AudioTransformer
+from models.mulan_config import MuLaNConfig
 from tests.models.helpers import MULAN, MUSICLM, some_pairs
 
 
@@ -79,7 +80,7 @@ def seen_patches(tower: AudioTransformer, spectrograms: Tensor, noise: Tensor | 
 
 @pytest.mark.parametrize(("dropout", "kept"), [(0.0, 12), (0.25, 9), (0.3, 9), (0.99, 1)])
 def test_each_sample_keeps_the_patches_of_its_own_smallest_noise(dropout: float, kept: int) -> None:
-    tower = AudioTransformer(8, 1, 2, 4, patch_size=4, patch_dropout=dropout)
+    tower = AudioTransformer(MuLaNConfig(audio_dim=8, audio_depth=1, patch_size=4, patch_dropout=dropout))
     spectrograms, noise = torch.randn(50, 12, 16), torch.rand(50, 12)
     every, seen = seen_patches(tower, spectrograms, None), seen_patches(tower, spectrograms, noise)
     assert seen.shape == (50, kept, 16) and tower.kept(12) == kept
