@@ -96,10 +96,7 @@ class MuLaN(Pretrained):
         self.config = config.plain()
         # Of texts, by CLIP's tokenizer, at start and end; the public package makes none.
         self.marks_texts = config.layout == "tandem"
-        self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(
-            config.sample_rate, config.n_fft, config.hop_length, config.n_mels, config.fmin, config.fmax,
-            config.spectrogram, config.patch_size, config.win_length, config.spectrogram_padding,
-        )  # fmt: skip
+        self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)
         self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
         self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MOST_NUMBERS))
         if not config.audio_tower and self.frontend.bands < config.patch_size:
