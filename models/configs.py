@@ -19,7 +19,7 @@ from tandem.converters import (
     step_count_or_0,
     width,
 )
-from tandem.fields import ModelConfig, Needs, above_0, flag, when
+from tandem.fields import ModelConfig, Needs, above_0, flag, flags_of, when
 
 from .quantizers import QUANTIZERS
 
@@ -33,6 +33,14 @@ _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
 )
+
+
+def check_choices(config: ModelConfig) -> None:
+    """Raise a ValueError, in one line, if a field has a value that is none of its choices."""
+    for _, name, said, _ in flags_of(type(config)):
+        value, choices = getattr(config, name), said.options.get("choices")
+        if choices and value not in choices:
+            raise ValueError(f"{name} {value!r} is unknown; use {', '.join(choices)}")
 
 
 @dataclass

@@ -23,7 +23,7 @@ from tandem.converters import (
 )
 from tandem.fields import above_0, flag, flags_of, given, when, without
 
-from .configs import RecomputingConfig
+from .configs import RecomputingConfig, check_choices
 
 MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
 _TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # a tower of one's own
@@ -238,11 +238,9 @@ class MuLaNConfig(RecomputingConfig):
             value, least = getattr(self, field.name), 0 if field.name == "hierarchical_layers" else 1
             if str(field.type).startswith("int") and (type(value) is not int or value < least):
                 raise ValueError(f"{field.name} {value!r} is not a whole number of at least {least}")
+        check_choices(self)
         for _, name, said, _ in flags_of(type(self)):
-            value, choices = getattr(self, name), said.options.get("choices")
-            if choices and value not in choices:
-                raise ValueError(f"{name} {value!r} is unknown; use {' or '.join(choices)}")
-            if said.convert is fraction and not 0 <= value < 1:
+            if said.convert is fraction and not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} {value} is not in [0, 1)")
         depth = min(self.audio_depth, self.text_depth)
         if self.hierarchical_layers >= depth:

@@ -71,7 +71,7 @@ class VideoTokenizer(Pretrained):
         super().__init__()
         self._is_encoder_frozen = False
         self.config = config.plain()
-        check_options(self.config)
+        check_options(config)
         self.frames_per_code = frames_per_code(config.layers)
         self.pixels_per_code = pixels_per_code(config.layers, config.patch_size)
         check_side("image_size", config.image_size, self.pixels_per_code)

@@ -18,8 +18,6 @@ from torch.nn.grad import conv3d_weight
 
 from ..attention import at_least_fp32
 
-PAD_MODES = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"}  # our name: nn.Conv3d's
-
 _EPSILON = 1e-6  # added to a mean square
 
 
@@ -106,7 +104,7 @@ class CausalConv3d(nn.Conv3d):
         stride: tuple[int, int, int] = (1, 1, 1), pad_mode: str = "constant", bias: bool = True,
     ) -> None:  # fmt: skip
         padding = (0, kernel[1] // 2, kernel[2] // 2)
-        mode: Any = PAD_MODES[pad_mode]
+        mode: Any = "zeros" if pad_mode == "constant" else pad_mode
         super().__init__(fan_in, fan_out, kernel, stride, padding, bias=bias, padding_mode=mode)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # type: ignore[override]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
+from ..configs import check_choices
 from .attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
-from .causal import PAD_MODES, CausalConv3d, ResidualUnit, SpaceUp, TimeUp
+from .causal import CausalConv3d, ResidualUnit, SpaceUp, TimeUp
 
 if TYPE_CHECKING:
     from ..configs import VideoTokenizerConfig
@@ -30,12 +30,9 @@ LAYERS: dict[str, str | None] = {
 ``residual`` is a residual unit with a causal convolution, ``residual_space`` one whose convolution sees a frame alone,
 ``consecutive_residual:n`` n of the first. ``compress_space[:channels]`` halves height and width, ``compress_time``
 turns 1 + 2 n frames into 1 + n. ``attend_space``, ``attend_time`` and ``linear_attend_space`` are attention with a
-feed-forward, ``gateloop_time`` is a gated recurrence. ``adaptive``, which the decoder alone has, is a
-norm that is modulated by the quantized latents.
+feed-forward, ``gateloop_time`` is a gated recurrence. ``adaptive``, which the decoder alone has, is a norm
+that is modulated by the quantized latents.
 """
-
-NORMS = ("none", "rms")
-PATCHES = ("haar", "pixels")
 
 _HEADS, _DIM_HEAD = 8, 32
 _LINEAR_HEADS, _LINEAR_DIM_HEAD = 16, 8
@@ -95,25 +92,23 @@ def check_side(name: str, pixels: int, per_code: int) -> None:
         raise ValueError(f"{name} {pixels} must be a multiple of {per_code}, the side of a code in pixels; {use}")
 
 
-def check_options(arguments: Mapping[str, Any]) -> None:
+def check_options(config: VideoTokenizerConfig) -> None:
     """Raise a ValueError of one line if an argument of `VideoTokenizer` is out of range by itself."""
-    for name, choices in (("pad_mode", PAD_MODES), ("norm", NORMS), ("patch", PATCHES)):
-        if arguments[name] not in choices:
-            raise ValueError(f"{name} {arguments[name]!r} is unknown; use {', '.join(choices)}")
+    check_choices(config)
     for name in ("input_kernel", "output_kernel", "residual_kernel"):
-        if arguments[name] < 1 or arguments[name] % 2 == 0:
-            raise ValueError(f"{name} {arguments[name]} must be odd, so that a convolution keeps the size of a frame")
-    size = arguments["patch_size"]
+        if (kernel := getattr(config, name)) < 1 or kernel % 2 == 0:
+            raise ValueError(f"{name} {kernel} must be odd, so that a convolution keeps the size of a frame")
+    size = config.patch_size
     if size < 1 or size & (size - 1):
         raise ValueError(f"patch_size {size} must be a power of two: 1, 2, 4, ...")
-    kernel, side = max(arguments["input_kernel"], arguments["output_kernel"]), arguments["image_size"] // size
-    if arguments["pad_mode"] == "reflect" and kernel // 2 >= side:
+    kernel, side = max(config.input_kernel, config.output_kernel), config.image_size // size
+    if config.pad_mode == "reflect" and kernel // 2 >= side:
         raise ValueError(f"a kernel of {kernel} is too large for pad_mode 'reflect' at {side} x {side}; use 'constant'")
-    for name in ("init_dim", "max_dim"):
-        if arguments[name] is not None and arguments[name] < 1:
-            raise ValueError(f"{name} {arguments[name]}: give a number of at least 1")
-    if arguments["time_window"] < 0:
-        raise ValueError(f"time_window {arguments['time_window']}: give a number of frames, or 0 for all")
+    for name, value, least in (
+        ("init_dim", config.init_dim, 1), ("max_dim", config.max_dim, 1), ("time_window", config.time_window, 0),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            raise ValueError(f"{name} {value}: give a number of at least {least}")
 
 
 def check_videos(videos: Tensor, channels: int, multiple: int) -> None:
