@@ -178,6 +178,33 @@ class VQGANConfig(QuantizerConfig, RecomputingConfig):
 
 
 @dataclass
+class DiscriminatorConfig(ModelConfig):
+    """Of a `Discriminator`.
+
+    Args:
+        dim: Channels after the first convolution and the first halving; they double with each further halving.
+        layers: Halvings of the side.
+    """
+
+    dim: int
+    layers: int = 4
+    channels: int = 3
+
+
+@dataclass
+class VideoDiscriminatorConfig(ModelConfig):
+    """Of a `VideoDiscriminator`.
+
+    Args:
+        dim: Channels of the first layer of each head.
+        layers: Halvings of the side in every head.
+    """
+
+    dim: int
+    layers: int = 4
+
+
+@dataclass
 class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     """Of a `VideoTokenizer`."""
 

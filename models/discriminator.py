@@ -8,8 +8,9 @@ import itertools
 import torch
 from torch import Tensor, nn
 
+from .configs import DiscriminatorConfig, VideoDiscriminatorConfig
 from .convolutional import channels_last, group_norm, leaky_relu
-from .files.pretrained import Pretrained, constructor_arguments
+from .files.pretrained import Pretrained
 
 _LAST_KERNEL = 4  # side in space of the unpadded convolution that gives the logits
 _MOST_LAYERS = 40
@@ -24,18 +25,17 @@ class Discriminator(Pretrained):
     4 dim, ... channels, then a 1 x 1 convolution, LeakyReLU and an unpadded 4 x 4 convolution. Weights start as PyTorch
     initialises convolutions. All operations can be differentiated twice, as a gradient penalty needs.
 
-    Args:
-        dim: Channels after the first convolution and the first halving; they double with each further halving.
-
     Raises:
         ValueError: a number that is not positive.
     """
 
+    Config = DiscriminatorConfig
     num_heads = 1
 
-    def __init__(self, dim: int, channels: int = 3, layers: int = 4) -> None:
+    def __init__(self, config: DiscriminatorConfig) -> None:
         super().__init__()
-        self.config = constructor_arguments(locals())
+        self.config = config.plain()
+        dim, channels, layers = config.dim, config.channels, config.layers
         if min(dim, channels, layers) < 1:
             sizes = f"dim {dim}, {channels} channels and {layers} layers"
             raise ValueError(f"a discriminator of {sizes}: give numbers of at least 1")
@@ -88,19 +88,17 @@ class VideoDiscriminator(Pretrained):
     A clip head with time stride s judges clips of more than s frames and gives no logits for shorter ones. So one-frame
     videos, which are images, are judged by the frame head alone; the momentum of an optimizer still moves the others.
 
-    Args:
-        dim: Channels of the first layer of each head.
-        layers: Halvings of the side in every head.
-
     Raises:
         ValueError: a number that is not positive.
     """
 
-    def __init__(self, dim: int, layers: int = 4) -> None:
+    Config = VideoDiscriminatorConfig
+
+    def __init__(self, config: VideoDiscriminatorConfig) -> None:
         super().__init__()
-        self.config = constructor_arguments(locals())
-        self.frame_head = Discriminator(dim, layers=layers)
-        self.clip_heads = nn.ModuleList(_ClipHead(dim, layers) for _ in _TIME_STRIDES)
+        self.config = config.plain()
+        self.frame_head = Discriminator(DiscriminatorConfig(config.dim, config.layers))
+        self.clip_heads = nn.ModuleList(_ClipHead(config.dim, config.layers) for _ in _TIME_STRIDES)
 
     @property
     def num_heads(self) -> int:

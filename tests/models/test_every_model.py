@@ -438,7 +438,7 @@ def test_names_and_shapes_of_the_weights_stay_what_they_are(name: str) -> None:
 
 vae, vqgan_of = partial(built, DiscreteVAE, **helpers.VAE), partial(built, VQGAN, **helpers.VQGAN)
 tokenizer_of = partial(built, VideoTokenizer, **helpers.TOKENIZER)
-discriminator = partial(models.VideoDiscriminator, dim=4)
+discriminator = partial(built, models.VideoDiscriminator, dim=4)
 mulan_of, musiclm = partial(built, MuLaN, **helpers.MULAN), partial(built, MuLaN, **helpers.MUSICLM)
 unet_of = partial(built, Unet, **helpers.UNET)
 
@@ -456,7 +456,7 @@ WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
         "pad_mode": ("zeros",), "norm": ("group",), "patch": ("dct",), "quantizer": ("pq",), "patch_size": (0, 3),
         "input_kernel": (4, -1), "time_window": (-1,), "init_dim": (0,),
     },
-    partial(Discriminator, dim=4): {"channels": (0,)}, Discriminator: {"dim": (0,)},
+    partial(built, Discriminator, dim=4): {"channels": (0,)}, partial(built, Discriminator): {"dim": (0,)},
     discriminator: {"layers": (0, 4_000_000)},
     unet_of: {
         "dim": (7, 2), "dim_mults": ([], [1, 0], 4), "self_attn": ([True], [1, 0]), "num_resnet_blocks": ([1, 2, 3],),
