@@ -46,11 +46,7 @@ class Discriminator(Pretrained):
         self.layers = nn.Sequential(
             nn.Sequential(nn.Conv2d(channels, dim, 5, padding=2), leaky_relu()),
             *(
-                nn.Sequential(
-                    nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1),
-                    group_norm(fan_out),
-                    leaky_relu(),
-                )
+                nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), group_norm(fan_out), leaky_relu())
                 for fan_in, fan_out in itertools.pairwise(widths)
             ),
         )
