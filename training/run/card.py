@@ -18,7 +18,7 @@ from typing import Any
 from tandem.files.installed import installed_command
 from tandem.files.reading import parse_json, read_lines
 
-from ..measures.directions import better
+from ..measures.directions import COSTS, better
 from .starts import last_start
 
 PICTURE = "sample.png"  # beside the card
@@ -173,8 +173,6 @@ def _training(kind: Kind, settings: Mapping[str, Any], last: Mapping[str, Any]) 
 
 def _shown_metrics(metrics: list[dict[str, Any]]) -> list[str]:
     """Names of the metrics of the validation; those of the training where there was none."""
-    from .clock import COSTS  # imports PyTorch
-
     names = dict.fromkeys(
         name for line in metrics for name, value in line.items() if type(value) in (int, float)
         and name not in {*_NOT_SHOWN, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)

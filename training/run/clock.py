@@ -7,33 +7,23 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..measures.directions import TIMES
 from .starts import now
 
 if TYPE_CHECKING:
     from distributed import Backend
 
-TIMES = ("samples_per_second", "seconds", "time")
-COSTS = (
-    *TIMES, "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb", "peak_device_memory_gb"
-)  # fmt: skip
-"""The metrics that differ between two runs with the same numbers."""
-
 _IMPORTED = time.monotonic()
 _MUCH = 0.1  # share of the time that validation should not exceed
 _NOTICED_SECONDS = 10.0  # less validation than that is not worth a warning
 _UNKNOWN_SAVE_SECONDS = 10.0  # assumed before the first save
-
-
-def without_costs(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of metrics without what differs between two runs with the same numbers."""
-    return {name: value for name, value in line.items() if name not in COSTS}
 
 
 def process_seconds() -> float:

@@ -19,8 +19,9 @@ from ..checkpoints.models import MODELS, Models
 from ..checkpoints.store import Checkpoints, Stateful, step_of
 from ..ema import kept_weights
 from ..flags.public_names import batch_arithmetic
+from ..measures.directions import TIMES
 from ..pictures.images import Sample, to_png
-from .clock import TIMES, Clock
+from .clock import Clock
 from .folder import RunFolder, check_apart
 from .loop import Action, Evaluation, updates
 from .metrics import Metrics
