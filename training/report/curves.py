@@ -113,7 +113,7 @@ class MetricsFile:
 
     def _forget(self) -> None:
         self.curves: dict[str, Curve] = {}
-        self.clock = {name: Curve() for name in ("samples", "seconds")}
+        self.clock = {name: Curve() for name in ("samples", "epoch", "seconds")}
         self.last_step, self.last_time = -1, ""
         self._offset, self._tail = 0, b""
         self._unreadable = self._repeated = 0

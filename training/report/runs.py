@@ -72,7 +72,7 @@ class RunReader:
             "step": metrics.last_step,
             "notes": [*notes, *more],
             "curves": curves,
-            "clock": {name: curve.as_json() for name, curve in metrics.clock.items()},
+            "clock": {name: metrics.clock[name].as_json() for name in ("samples", "seconds")},
             "marks": marks(begun, {name: metrics.curves[name].rises() for name in COUNTS if name in metrics.curves}),
             "config": {name: text_of(value) for name, value in config.items()},
             "starts": [_start(facts) for facts in begun[-_MOST_STARTS:]],
