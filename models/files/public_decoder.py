@@ -12,7 +12,7 @@ from ..decoder import Decoder
 from ..decoder_config import DecoderConfig
 from ..unets.config import UnetConfig
 from .archive import mentions
-from .building import build_on_meta, check_numbers
+from .building import build_on_meta, check_arguments
 from .dalle2 import CONFIG_FILE, build_unets, read_public, save_public
 from .dalle2_config import check_overruled, decoder_part, settings_of, unet_arguments
 from .description import describe_weights
@@ -62,7 +62,7 @@ def configured_decoder(config: Mapping[str, Any], width: int = 512) -> tuple[Dec
             check_overruled(decoder, index, arguments)
         widths: dict[str, Any] = {"image_embed_dim": width, "text_embed_dim": width}
         for arguments in (settings, *unets):
-            check_numbers(arguments)
+            check_arguments(arguments)
         made = [UnetConfig(**widths | arguments) for arguments in unets]
         return build_on_meta(lambda: Decoder(_around(made, settings))), settings
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
