@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from ..run.starts import place
+
 _COUNTS = {"skipped_updates": ("skipped", "update", "skipped"), "bad_samples": ("bad", "bad sample", "replaced")}
 
 
@@ -48,12 +50,3 @@ def _resumes(begun: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         with_length = " with another length" if other_length else ""
         text = f"started again from update {step:,}{with_length}: the start before {how}{moved}"
         yield {"step": step, "kind": kind, "text": text}
-
-
-def place(start: Mapping[str, Any]) -> str:
-    """Backend, processes and device of a start, in words; empty if it does not say."""
-    if not start.get("backend"):
-        return ""
-    device = str(start.get("device", "")).split(":")[0]
-    stage = f", ZeRO {start['zero_stage']}" if "zero_stage" in start else ""
-    return f"{start['backend']} x {start.get('world_size')} {device}{stage}".strip()[:200]

@@ -18,7 +18,7 @@ from tandem.files.installed import installed_command
 
 from ..measures.directions import COSTS, better
 from ..report.curves import MetricsFile
-from .starts import last_start
+from .starts import last_start, place
 
 PICTURE = "sample.png"  # beside the card
 
@@ -169,8 +169,8 @@ def _metrics(metrics: MetricsFile) -> str:
 def _environment(start: Mapping[str, Any]) -> str:
     """What is told about the last start of the run, if it is known: no host, no path and no command."""
     facts: dict[str, Any] = {}
-    if (count := start.get("world_size")) and (device := str(start.get("device", "")).split(":")[0]):
-        facts["processes"] = f"{count} x {device}, {start.get('backend')}, {start.get('precision')}"
+    if where := place(start):
+        facts["processes"] = f"{where}, {start.get('precision')}"
     packages = start.get("packages")
     facts |= {"Python": start.get("python"), **(packages if isinstance(packages, dict) else {})}
     if isinstance(commit := start.get("git_commit"), str):

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tandem.files.installed import command_of
 from tandem.files.reading import printable
 
+from .starts import place
 from .table import MetricsTable
 
 _WIDTH = 100  # characters of a line of metrics, where the terminal has as many
@@ -219,7 +220,7 @@ def last_words(folder: Path, models: Sequence[str], picture: Path | None, use: S
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Differences from the processes that wrote a checkpoint, and what they mean for the run; one line for each."""
     lines = []
-    writer, reader = _place(before), _place(now)
+    writer, reader = place(before), place(now)
     if writer != reader:
         sums = "sums in another order, a difference that begins in the seventh digit and grows"
         if now.get("batch_parts") and all(before.get(key) == now[key] for key in ("batch_parts", "device")):
@@ -233,9 +234,3 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             "are fp32 in both, the losses will differ by the precision's rounding"
         )
     return lines
-
-
-def _place(description: Mapping[str, Any]) -> str:
-    stage = f", ZeRO {description['zero_stage']}" if "zero_stage" in description else ""
-    device = str(description.get("device")).split(":")[0]
-    return f"{description.get('backend')} on {description.get('world_size')} x {device}{stage}"
