@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import io
 import re
@@ -20,47 +21,38 @@ _MOST_PIXELS = 1 << 26  # of a file: decoding one takes 4 bytes for each
 _MOST_BYTES = 1 << 26  # of a file
 
 
-class Pictures:
-    """The pictures of a run folder. What was encoded is kept, so that a page that is made again is made soon.
+def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The pictures in samples/ by update, each {"step", "model"} with what `encoded` gives or an "error"; and notes.
 
     Args:
         most: Updates whose pictures are shown: the first, the last, and others evenly between them.
     """
-
-    def __init__(self, folder: Path, most: int) -> None:
-        self._folder, self._most = folder, most
-        self._encoded: dict[tuple[Path, int, int], dict[str, Any]] = {}
-
-    def as_json(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """The pictures by update, each {"step", "model"} with what `encoded` gives or an "error"; and notes."""
-        try:
-            paths = [*self._folder.iterdir()] if self._folder.is_dir() else []
-        except OSError as error:
-            return [], [f"samples/ cannot be read: {error.strerror or error}"]
-        matches = ((_NAME.fullmatch(path.name), path) for path in paths)
-        found = sorted((int(match[1]), match[2] or "", path) for match, path in matches if match)
-        steps = sorted({step for step, _, _ in found})
-        chosen = set(evenly(steps, self._most))
-        before, self._encoded = self._encoded, {}
-        made = []
-        for step, model, path in found:
-            if step in chosen:
-                try:
-                    status = path.stat()
-                    key = (path, status.st_mtime_ns, status.st_size)
-                    shown = self._encoded[key] = before.get(key) or encoded(path)
-                except (OSError, ValueError) as error:
-                    shown = {"error": str(getattr(error, "strerror", None) or error)[:200]}
-                made.append({"step": step, "model": model, **shown})
-        some = f"pictures of {len(chosen)} of {len(steps)} updates; --pictures shows more"
-        notes = [some] if len(chosen) < len(steps) else []
-        broken = [picture for picture in made if "error" in picture]
-        if broken:
-            notes.append(
-                f"{len(broken)} of {len(made)} pictures cannot be shown; the first is of update "
-                f"{broken[0]['step']}: {broken[0]['error']}"
-            )
-        return made, notes
+    try:
+        paths = [*folder.iterdir()] if folder.is_dir() else []
+    except OSError as error:
+        return [], [f"samples/ cannot be read: {error.strerror or error}"]
+    matches = ((_NAME.fullmatch(path.name), path) for path in paths)
+    found = sorted((int(match[1]), match[2] or "", path) for match, path in matches if match)
+    steps = sorted({step for step, _, _ in found})
+    chosen = set(evenly(steps, most))
+    made = []
+    for step, model, path in found:
+        if step in chosen:
+            try:
+                status = path.stat()
+                shown = encoded(path, status.st_mtime_ns, status.st_size)
+            except (OSError, ValueError) as error:
+                shown = {"error": str(getattr(error, "strerror", None) or error)[:200]}
+            made.append({"step": step, "model": model, **shown})
+    some = f"pictures of {len(chosen)} of {len(steps)} updates; --pictures shows more"
+    notes = [some] if len(chosen) < len(steps) else []
+    broken = [picture for picture in made if "error" in picture]
+    if broken:
+        notes.append(
+            f"{len(broken)} of {len(made)} pictures cannot be shown; the first is of update "
+            f"{broken[0]['step']}: {broken[0]['error']}"
+        )
+    return made, notes
 
 
 def evenly(items: Sequence[int], most: int) -> list[int]:
@@ -71,9 +63,11 @@ def evenly(items: Sequence[int], most: int) -> list[int]:
     return [items[round(last * n / (most - 1)) if most > 1 else last] for n in range(most)]
 
 
-def encoded(path: Path) -> dict[str, Any]:
+@functools.lru_cache(maxsize=128)  # so that a page that is made again is made soon
+def encoded(path: Path, changed: int, size: int) -> dict[str, Any]:
     """{"src", "key", "width", "height"} of a PNG: a data: URL, of the file's own bytes unless it is large, and a name
-    that no other content has. Raises OSError, and ValueError, in one line, if it is broken or too large."""
+    that no other content has. When the file was `changed`, and its `size`, tell its contents apart. Raises OSError, and
+    ValueError, in one line, if it is broken or too large."""
     from PIL import Image
 
     content, kind = read_bytes(path, _MOST_BYTES), "png"
@@ -84,17 +78,17 @@ def encoded(path: Path) -> dict[str, Any]:
                 if image.width * image.height > _MOST_PIXELS:
                     raise ValueError(f"it has {image.width} x {image.height} pixels")
                 image.load()
-                size = image.size
+                shape = image.size
                 if len(content) > _LARGE_BYTES:
                     image.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
                     buffer = io.BytesIO()
                     image.save(buffer, "webp", quality=_WEBP_QUALITY)
                     if buffer.tell() < len(content):
-                        content, kind, size = buffer.getvalue(), "webp", image.size
+                        content, kind, shape = buffer.getvalue(), "webp", image.size
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
         is_unknown = type(error).__name__ == "UnidentifiedImageError"
         reason = "it is no PNG" if is_unknown else " ".join(str(error).split()) or type(error).__name__
         raise ValueError(reason) from None
     source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     key = hashlib.sha256(content).hexdigest()[:32]
-    return {"src": source, "key": key, "width": size[0], "height": size[1]}
+    return {"src": source, "key": key, "width": shape[0], "height": shape[1]}

@@ -13,7 +13,7 @@ from tandem.files.writing import is_left_behind
 from ..run.starts import script_of, starts
 from .curves import COUNTS, MetricsFile
 from .faults import marks
-from .pictures import Pictures
+from .pictures import pictures_in
 
 _PARTS = ("config.yaml", "metrics.jsonl", "starts.jsonl", "samples", "checkpoints")  # any of a run
 _MOST_STARTS = 200
@@ -48,7 +48,7 @@ class RunReader:
         if not any((self.path / part).exists() for part in _PARTS):
             raise ValueError(f"{path} is no run folder: it holds none of {', '.join(_PARTS)}")
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
-        self._pictures = Pictures(self.path / "samples", pictures)
+        self._pictures = pictures
 
     def read(self) -> dict[str, Any]:
         """What the page says of the run now. What cannot be read is named in "notes"."""
@@ -61,7 +61,7 @@ class RunReader:
             notes.append("starts.jsonl is missing or cannot be read: machine, versions and resumes are not known")
         if len(begun) > _MOST_STARTS:
             notes.append(f"starts.jsonl: the newest {_MOST_STARTS} of {len(begun)} starts are shown")
-        pictures, more = self._pictures.as_json()
+        pictures, more = pictures_in(self.path / "samples", self._pictures)
         metrics = self._metrics
         curves = {name: curve.as_json() for name, curve in metrics.curves.items()}
         return {
