@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.files.reading import DAMAGES, parse_json
+from tandem.files.reading import DAMAGES, parse_json, words_of
 from tandem.files.writing import delete, replacing, sync
 
 from ..profiles import Profile, coefficients, exponent_of
@@ -138,4 +138,4 @@ def _errors_of(path: Path) -> Iterator[None]:
     try:
         yield
     except _DAMAGES as error:
-        raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+        raise ValueError(f"cannot read {path}: {words_of(error)}") from None

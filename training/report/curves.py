@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tandem.files.reading import open_regular, parse_json
+from tandem.files.reading import open_regular, parse_json, words_of
 
 POINTS = 500  # a longer curve has at least so many, and less than twice as many
 MOST_METRICS = 400  # of a run; the memory grows with them
@@ -145,7 +145,7 @@ class MetricsFile:
             self._forget()
             self._failure = "metrics.jsonl is missing: no curves"
         except (OSError, ValueError) as error:
-            self._failure = f"metrics.jsonl cannot be read: {getattr(error, 'strerror', None) or error}"
+            self._failure = f"metrics.jsonl cannot be read: {words_of(error)}"
 
     def _before(self, file: BinaryIO) -> bytes:
         """What the file has just before the place where reading goes on."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import read_json_or_empty, read_yaml
+from tandem.files.reading import read_json_or_empty, read_yaml, words_of
 from tandem.files.writing import is_left_behind
 
 from ..run.starts import script_of, starts
@@ -99,7 +99,7 @@ def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
     except FileNotFoundError:
         return {}, ["config.yaml is missing"]
     except (OSError, ValueError) as error:
-        return {}, [f"config.yaml cannot be read: {str(getattr(error, 'strerror', None) or error)[:300]}"]
+        return {}, [f"config.yaml cannot be read: {words_of(error)[:300]}"]
     if not isinstance(found, dict):
         return {}, ["config.yaml holds no settings"]
     return {str(name)[:_LONGEST_VALUE]: value for name, value in found.items()}, []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.fields import itself
-from tandem.files.reading import read_json_or_empty, read_yaml
+from tandem.files.reading import read_json_or_empty, read_yaml, words_of
 from tandem.files.writing import hold, move_aside, other_holder, write_atomically
 
 from .starts import add_start, script_of, starts
@@ -97,9 +97,10 @@ class RunFolder:
         try:
             saved = self._saved_config()
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             where = self.path / "config.yaml"
-            raise ValueError(f"cannot resume: {where}: {reason}; restore it, or start over with --fresh") from None
+            raise ValueError(
+                f"cannot resume: {where}: {words_of(error)}; restore it, or start over with --fresh"
+            ) from None
         was, now = _with_split_seed(saved), _with_split_seed(config)
         differing = [
             name
@@ -149,8 +150,7 @@ class RunFolder:
             where = f" (at {error.filename})" if error.filename not in (None, str(self.path)) else ""
             room = "make room there or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             raise ValueError(
-                f"cannot write the run folder {self.path}: {error.strerror or error}{where}; "
-                f"{room}give another --output_dir"
+                f"cannot write the run folder {self.path}: {words_of(error)}{where}; {room}give another --output_dir"
             ) from None
 
     def mark_finished(self, step: int) -> None:

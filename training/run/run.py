@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from PIL import Image
 
 from tandem.files.exits import AskedToStop, Failed
+from tandem.files.reading import words_of
 
 from ..checkpoints.averages import AverageFiles
 from ..checkpoints.format import damaged
@@ -274,7 +275,7 @@ class Run:
             for ending, content in {"png": to_png(sample.picture), **sample.files}.items():
                 self.folder.write_sample(self.progress.step, content, model, ending)
         except OSError as error:
-            self.say(f"cannot write the picture of update {self.progress.step}: {error.strerror or error}")
+            self.say(f"cannot write the picture of update {self.progress.step}: {words_of(error)}")
         self.log_image("/".join(filter(None, [model, name])), sample.picture)
 
     def save(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from tandem.files.reading import parse_json, read_bytes, read_lines
+from tandem.files.reading import parse_json, read_bytes, read_lines, words_of
 from tandem.files.writing import create, open_appending, replacing, say, write_atomically
 
 # wandb's own limits are 90 seconds at the start and none at the end, where the models are uploaded.
@@ -119,7 +119,7 @@ class Trackers:
                 file.truncate(self._size)  # remove what the last failed write left
                 file.write(content)
         except OSError as error:
-            failure = f"cannot write {self.path}: {error.strerror or error}"
+            failure = f"cannot write {self.path}: {words_of(error)}"
             if self.failure is None:
                 say(f"{failure}; its lines are kept for later")
             self.failure = failure
@@ -147,7 +147,7 @@ class Trackers:
 
     def _switch_off(self, name: str, error: Exception) -> None:
         self._optional.pop(name, None)
-        say(f"{name} is switched off, the run goes on: {type(error).__name__}: {_one_line(error)}")
+        say(f"{name} is switched off, the run goes on: {type(error).__name__}: {words_of(error)}")
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
@@ -243,7 +243,7 @@ class WandbTracker:
         try:
             self._run = wandb.init(**options, mode=None if has_key else "offline")
         except wandb.errors.Error as error:
-            say(f"wandb writes offline: {_one_line(error)}")
+            say(f"wandb writes offline: {words_of(error)}")
             # End wandb's service process, which still holds the run that could not start.
             wandb.teardown()
             self._run = wandb.init(**options, mode="offline")
@@ -283,10 +283,6 @@ def _binned(counts: Any) -> tuple[Any, Any]:
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics without the time of day, which is text and which these trackers record themselves."""
     return {name: value for name, value in metrics.items() if not isinstance(value, str)}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def make_trackers(
