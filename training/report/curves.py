@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from tandem.files.reading import open_regular, parse_json, words_of
 
 POINTS = 500  # a longer curve has at least so many, and less than twice as many
@@ -44,6 +42,8 @@ class Curve:
 
         Each point stands for `size` neighbouring values, a power of two so large that there are less than 2 x `points`
         of them. No spike is lost: a point keeps the lowest and the highest of its values beside their mean."""
+        import numpy as np  # not at the top: --help is fast
+
         steps, values = np.array(self._steps), np.array(self._values)
         finite = np.isfinite(values)
         size = 1
@@ -99,7 +99,7 @@ def short(value: float) -> float | int | None:
     return int(value) if value == int(value) and abs(value) < _LARGEST_STEP else float(f"{value:.6g}")
 
 
-def _short(values: np.ndarray) -> list[float | int | None]:
+def _short(values: Any) -> list[float | int | None]:
     return [short(value) for value in values.tolist()]
 
 
