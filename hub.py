@@ -138,14 +138,12 @@ def fetch(name: str | None, backend: Any) -> str | None:
         return None
     from models.files import hub
 
-    def mark() -> None:
-        backend.mark("downloading the model")
-
     pinned, is_on_hub = name, False
     with backend.agreement():
         if backend.is_root and (is_on_hub := hub.is_on_hub(name)):
             model, _ = hub.split(name) or (name, None)
-            pinned = f"{model}@{hub.download(name, mark).name}"
+            backend.working("downloading the model")
+            pinned = f"{model}@{hub.download(name).name}"
     pinned, is_on_hub = backend.broadcast_object([pinned, is_on_hub])
     if not is_on_hub:
         hub.use(name, Path(name))
@@ -153,7 +151,8 @@ def fetch(name: str | None, backend: Any) -> str | None:
     for is_first in (True, False):
         with backend.agreement():
             if (backend.local_rank == 0) == is_first:
-                hub.use(name, hub.download(pinned, mark))
+                backend.working("downloading the model")
+                hub.use(name, hub.download(pinned))
     return pinned
 
 

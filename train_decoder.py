@@ -206,7 +206,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
     def judge() -> dict[str, float]:
-        with run.clock.validating(), kept_weights(cascade, ema) as model:
+        with kept_weights(cascade, ema) as model:
             values = generation.judge(model, args.n_evaluation_samples, quality(), clip)
         return {kept_metric(ema, name): value for name, value in values.items()}
 

@@ -23,7 +23,7 @@ from tests.scripts import (
     validation_images,
 )
 from training import schedules
-from training.run.clock import COSTS
+from training.measures.directions import COSTS
 
 
 def from_model_folder(run: Path) -> DiscreteVAE:
