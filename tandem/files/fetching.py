@@ -149,7 +149,10 @@ def _once(
     if found := find():
         return found
     if is_offline():
-        raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it: put it there")
+        instead = (
+            "give its file, or copy this folder from a machine that has fetched it"  # the Hub's has a form of its own
+        )
+        raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it: {instead}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # its end, even by a kill, gives it up

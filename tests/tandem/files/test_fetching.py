@@ -257,6 +257,7 @@ def test_offline_the_hub_is_not_asked(hub: hub_server.Hub, monkeypatch: pytest.M
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     said = refused(of_bob)
     assert "HF_HUB_OFFLINE" in said and f"{hub.endpoint}/bob/clip" in said and not hub.requests
+    assert "give its file, or copy this folder" in said  # nobody can put a file into the Hub's cache by hand
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(file: Published, tmp_path: Path) -> None:
