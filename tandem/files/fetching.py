@@ -149,9 +149,7 @@ def _once(
     if found := find():
         return found
     if is_offline():
-        instead = (
-            "give its file, or copy this folder from a machine that has fetched it"  # the Hub's has a form of its own
-        )
+        instead = "give its file, or copy this folder from a machine that has fetched it"
         raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it: {instead}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
