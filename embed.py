@@ -150,9 +150,10 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     def of_text(text: str) -> Tensor:
         name = "clip" if file is None else str(file)
         tokenizer = open_tokenizer(name, config["max_text_tokens"], model.marks_texts)
-        if tokenizer.vocab_size != config["vocab_size"]:
+        most = config["vocab_size"]
+        if tokenizer.vocab_size > most or (tokenizer.vocab_size < most and not config.get("text_tower")):
             raise ValueError(
-                f"the model was trained on {config['vocab_size']} tokens, but the tokenizer {name} has "
+                f"the model takes {most} tokens, but the tokenizer {name} has "
                 f"{tokenizer.vocab_size}: put the tokenizer.json that it was trained with into its folder"
             )
         tokens, lengths = tokenizer.encode([text])

@@ -262,6 +262,13 @@ def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
         raise ValueError(
             f"a tower of {config['hidden_size']} channels cannot have {config['num_attention_heads']} heads"
         )
+    eps = config.get("layer_norm_eps")
+    if not isinstance(eps, int | float) or not 0 < eps < 1:
+        raise ValueError(f"layer_norm_eps {eps!r} of a tower is not in (0, 1)")
+    if "roberta" in config["model_type"]:
+        padding, most = config.get("pad_token_id"), config["max_position_embeddings"] - 2
+        if type(padding) is not int or not 0 <= padding <= most:
+            raise ValueError(f"pad_token_id {padding!r} of a RoBERTa of {most + 2} positions is not in 0 ... {most}")
     if kinds is AUDIO_KINDS:
         if config["patch_size"] > min(config["num_mel_bins"], config["max_length"]):
             raise ValueError(f"a patch of {config['patch_size']} is larger than a spectrogram of this tower")

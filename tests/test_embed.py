@@ -124,19 +124,27 @@ def test_captions_stand_beside_the_paths_where_there_are_some(model, source, tmp
     assert line["captions"] == ["of the manifest"]
 
 
-def test_the_tokenizer_beside_the_model_is_used(source, tmp_path, capsys):
+BERT = {
+    "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
+    "layer_norm_eps": 1e-6, "vocab_size": 8, "max_position_embeddings": 16, "type_vocab_size": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [{"vocab_size": 3}, {"text_tower": BERT}], ids=lambda shape: "".join(shape))
+def test_the_tokenizer_beside_the_model_is_used(shape, source, tmp_path, capsys):
+    """A pretrained tower may know more tokens: many are made larger than their tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     own = Tokenizer(models.WordLevel({"a": 0, "dog": 1, "[UNK]": 2}, unk_token="[UNK]"))
     own.pre_tokenizer = pre_tokenizers.Whitespace()
-    mulan(vocab_size=3).save_pretrained(tmp_path / "model")
+    mulan(**shape).save_pretrained(tmp_path / "model")
     index = EMBED.fill(tmp_path / "model", source, tmp_path / "index")
     said = EMBED.refused(capsys, "--model", tmp_path / "model", "--index", index, "--query", "a dog")
-    assert "trained on 3 tokens" in said and "tokenizer.json" in said
+    assert f"model takes {3 if 'vocab_size' in shape else 8} tokens" in said and "tokenizer.json" in said
     own.save(str(tmp_path / "model" / "tokenizer.json"))
     (answer,) = answers(capsys, tmp_path / "model", index, "a dog", more=["--top_k", 1])
     with torch.no_grad():
-        query = mulan(vocab_size=3).encode_text(torch.tensor([[0, 1]]), torch.tensor([2]))[0].numpy()
+        query = mulan(**shape).encode_text(torch.tensor([[0, 1]]), torch.tensor([2]))[0].numpy()
     assert answer["matches"][0]["cosine"] == pytest.approx(max(e @ query for e in EMBED.rows(index).values()), abs=1e-5)
 
 

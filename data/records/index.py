@@ -370,9 +370,16 @@ def one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 raise PermissionError("another user, who could hold the lock for ever, has made it")
             place = int(fingerprint_of([os.fsencode(os.path.realpath(path)), key.encode()])[:14], 16)
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-            except (BlockingIOError, PermissionError):
+            while not _locked(file, place):  # a call that blocks uses no processor, as one that hangs
                 has_waited = True
-                fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+                time.sleep(0.1)
         yield has_waited
+
+
+def _locked(file: BinaryIO, place: int) -> bool:
+    """Whether this process now holds the lock of a byte. Raises OSError where there are no locks."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

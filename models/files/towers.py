@@ -82,7 +82,8 @@ def _read(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], di
     except OSError as error:
         raise ValueError(f"cannot read {flag} {path}: {error.filename or ''} {error.strerror or error}") from None
     except Exception as error:  # transformers can raise anything for a stranger's values
-        raise ValueError(f"{flag} {path} holds no encoder that can be used: {one_line(error)}") from None
+        reason = f"{error} is missing or unknown" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"{flag} {path} holds no encoder that can be used: {reason}") from None
 
 
 def _text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:

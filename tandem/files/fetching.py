@@ -19,6 +19,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 from .installed import missing_package
 from .reading import printable
@@ -95,12 +96,18 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
     try:
         import huggingface_hub
         from huggingface_hub import constants
-        from huggingface_hub.utils import disable_progress_bars, logging
+        from huggingface_hub.utils import disable_progress_bars, logging, tqdm
     except ImportError:
         raise missing_package(f"fetching {what}", "huggingface_hub", "hub") from None
     logging.set_verbosity_error()  # each of its retries would print a line
     if not sys.stderr.isatty():
         disable_progress_bars()
+
+    class Marked(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            mark()
+            return super().update(n)
+
     address = huggingface_hub.hf_hub_url(model, name)
     cache = Path(constants.HF_HUB_CACHE)
 
@@ -112,7 +119,8 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
         try:
             published = huggingface_hub.get_hf_file_metadata(address, timeout=_SECONDS)
             say(f"fetching {what} ({_bytes(published.size or 0)}) from {address} to {cache}")
-            path = Path(huggingface_hub.hf_hub_download(model, name, revision=published.commit_hash))
+            revision = published.commit_hash
+            path = Path(huggingface_hub.hf_hub_download(model, name, revision=revision, tqdm_class=Marked))
             if _hub_checksum(path, published.etag or "") != published.etag:
                 path.resolve().unlink()
                 path.unlink()
@@ -141,7 +149,8 @@ def _once(
     if found := find():
         return found
     if is_offline():
-        raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it: put it there")
+        instead = "give its file, or copy this folder from a machine that has fetched it"
+        raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it: {instead}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # its end, even by a kill, gives it up
@@ -182,6 +191,8 @@ def _wait_for(lock: int, mark: Callable[[], None]) -> bool:
 def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
     """Raises ValueError, in words, if the server does not give the file, and OSError if the disk does not take it."""
     mirror = os.environ.get(MIRROR)
+    if mirror and "@" in urlsplit(mirror).netloc:
+        raise ValueError(f"{MIRROR} holds a password, which would stand in the log: let it be an address without")
     address = f"{mirror.rstrip('/')}/{file.address.rpartition('/')[2]}" if mirror else file.address
     say(f"fetching {file.what} ({_bytes(file.size)}) from {address} to {path}")
     for left in reversed(range(_TRIES)):

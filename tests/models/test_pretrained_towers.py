@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,10 @@ def leave_out(folder: Path, part: str) -> None:
 
 @pytest.mark.parametrize(("change", "complaint"), [
     (lambda config: {**config, "model_type": "gpt2"}, "'gpt2'; use clip_text_model, bert"),
-    (lambda config: {**config, "hidden_act": "none"}, "'none'"),
+    (lambda config: {**config, "hidden_act": "none"}, "'none' is missing or unknown"),
+    (lambda config: {**config, "layer_norm_eps": math.nan}, "layer_norm_eps nan"),
+    (lambda config: {**config, "model_type": "roberta", "pad_token_id": None}, "pad_token_id None"),
+    (lambda config: {**config, "model_type": "roberta", "pad_token_id": 11}, "not in 0 ... 10"),
     (lambda config: {**config, "position_embedding_type": "relative_key"}, "relative positions"),
     (lambda config: [config], "no encoder that can be used"),
     (lambda config: {**config, "num_attention_heads": 3}, "3 heads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -184,6 +185,20 @@ def test_of_several_processes_that_start_at_once_one_makes_it(file):
     assert in_processes(4, lambda _: content(opened(file, make))[0]) == [ROWS] * 4
     assert Path(f"{file}.log").read_text() == "made\n"
     assert {path.name for path in file.parent.iterdir()} == {"set", "set.log", in_files(file)[0].name}
+
+
+def test_a_process_that_waits_for_the_list_of_another_uses_the_processor_as_the_watchdog_wants(file):
+    context = multiprocessing.get_context("fork")
+    with index.one_process_at_a_time(str(file), "test"):
+        waiting = context.Process(target=opened, args=(file,))
+        waiting.start()
+        used, deadline = set[bytes](), time.monotonic() + 30
+        while len(used) < 8:
+            assert time.monotonic() < deadline and waiting.is_alive()
+            time.sleep(0.3)
+            used.add(Path(f"/proc/{waiting.pid}/schedstat").read_bytes())
+    waiting.join()
+    assert waiting.exitcode == 0
 
 
 def test_forked_processes_read_it_and_their_memory_does_not_grow_with_it(file):

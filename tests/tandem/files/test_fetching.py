@@ -191,16 +191,18 @@ def test_offline_nothing_is_asked_and_the_line_says_what_is_published_where(
 
 
 def test_a_mirror_may_be_another_server_or_a_folder(
-    folder: Path, file: Published, server: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder: Path, file: Published, server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     elsewhere = Published(**{**vars(file), "address": "http://127.0.0.1:9/nobody/weights.pth"})
     monkeypatch.setenv(MIRROR, f"{server.address}/")
     fetched(elsewhere).unlink()
     monkeypatch.setenv(MIRROR, folder.as_uri())
     assert fetched(elsewhere).read_bytes() == CONTENT and len(server.requests) == 1
-    monkeypatch.setenv(MIRROR, "no address")
-    fetched(elsewhere).unlink()
-    assert "no address" in refused(fetched, elsewhere)
+    for mirror, reason in (("no address", "no address"), ("http://bob:secret@127.0.0.1:9/", "a password")):
+        monkeypatch.setenv(MIRROR, mirror)
+        (cache(tmp_path) / "ours.pth").unlink(missing_ok=True)
+        assert reason in (said := refused(fetched, elsewhere)) and "secret" not in said + capfd.readouterr().err
 
 
 @pytest.fixture
@@ -242,10 +244,20 @@ def test_what_the_hub_does_not_give_is_one_line_and_nothing_is_kept(
     assert of_bob(name).read_bytes() == hub.files("bob/clip")[name]
 
 
+def test_a_process_shows_that_it_is_alive_while_a_file_comes(file: Published, hub: hub_server.Hub) -> None:
+    for fetch in (
+        lambda mark: fetched(file, mark),
+        lambda mark: fetched_from_hub("it", "bob/clip", "weights.bin", mark),
+    ):
+        marks: list[None] = []
+        assert fetch(lambda: marks.append(None)).read_bytes() == CONTENT and marks  # noqa: B023
+
+
 def test_offline_the_hub_is_not_asked(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     said = refused(of_bob)
     assert "HF_HUB_OFFLINE" in said and f"{hub.endpoint}/bob/clip" in said and not hub.requests
+    assert "give its file, or copy this folder" in said  # nobody can put a file into the Hub's cache by hand
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(file: Published, tmp_path: Path) -> None:
