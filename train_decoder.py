@@ -95,13 +95,10 @@ class UnetTraining:
         self.optimizer = make_optimizer(
             self.module, self.learning_rate, args.betas, said("weight_decay"), lion=args.use_lion
         )
-        of_error: dict[str, Any] = {
-            "learned_variance": bool(said("learned_variance")), "lowres_schedule": decoder.lowres_schedule()
-        }  # fmt: skip
-        self.unweighted = DiffusionLoss(schedule, said("objective"), **of_error)
         self.loss = DiffusionLoss(
-            schedule, said("objective"), weight=said("loss_weight"), min_snr_gamma=args.min_snr_gamma,
-            p2_k=args.p2_loss_weight_k, p2_gamma=args.p2_loss_weight_gamma, **of_error,
+            schedule, said("objective"), weight=said("loss_weight"), learned_variance=bool(said("learned_variance")),
+            lowres_schedule=decoder.lowres_schedule(), min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
+            p2_gamma=args.p2_loss_weight_gamma,
         )  # fmt: skip
         levels = args.timesteps if args.lowres_condition == "noise" else 0
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
@@ -125,7 +122,7 @@ class UnetTraining:
         """Errors (b,) of a part of the validation split and their noise levels, which are the same at every step."""
         draws = self.draws.fixed(batch["positions"], total, self.whole, self.whole)
         x0, given = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
-        return self.unweighted(network, x0, given, **draws).error, draws["times"]
+        return self.loss(network, x0, given, **draws).error, draws["times"]
 
 
 def evaluate(

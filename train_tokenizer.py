@@ -25,7 +25,7 @@ from hub import start_training
 from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
-from trained import built
+from trained import built, built_discriminator
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
@@ -117,14 +117,9 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
 
 def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
     """The discriminator with seeded weights, the same on every process."""
-    import torch
+    from models import VideoDiscriminator
 
-    from models import VideoDiscriminator, build_in_memory
-
-    torch.manual_seed(args.seed)
-    discriminator = build_in_memory(VideoDiscriminator, dim=args.discr_dim, layers=args.discr_layers)
-    discriminator.check_side(args.image_size)
-    return discriminator
+    return built_discriminator(VideoDiscriminator, args)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -158,10 +153,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         adam = [make_optimizer(model, args.learning_rate, betas, args.weight_decay, lion=args.use_lion)
                 for model, betas in both]  # fmt: skip
     feed = video_feed(args, backend)
-    run = Run(
-        args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
-        columns=COLUMNS,
-    )  # fmt: skip
+    models = {"generator": generator, "discriminator": discriminator}
+    run = Run(args, settings, backend, feed, models=models, columns=COLUMNS)
     generator.quantizer.connect(backend)
     in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, adam[0], name="generator")
@@ -203,8 +196,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("encode.py", "--video_folder", place_of(args, "video_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=critic, lecam=judge.lecam, ema=ema)
-    if (line := without_perceptual_loss(args)) and not run.is_complete:
-        run.say(line)
+    run.warn(None if run.is_complete else without_perceptual_loss(args))
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)

@@ -37,8 +37,7 @@ ALTERNATING = ["--image_folder", "demo:shapes:64", "--image_every", "3"]
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "expected"),
-    [("lfq", (1.0, 0.1, 2.5)), ("bsq", (0.0, 0.1, 1.0)), ("ibq", (1.0, 0.05, 1.0))],
+    ("quantizer", "expected"), [("lfq", (1.0, 0.1, 2.5)), ("bsq", (0.0, 0.1, 1.0)), ("ibq", (1.0, 0.05, 1.0))]
 )
 def test_the_recipe_leaves_the_weights_of_the_codes_losses_to_the_quantizer(quantizer: str, expected: tuple) -> None:
     args = train_tokenizer.build_parser().parse(

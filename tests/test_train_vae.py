@@ -14,14 +14,7 @@ import torch
 
 from models import DiscreteVAE
 from reference.vae import Settings, schedule
-from tests.scripts import (
-    VAE,
-    Script,
-    assert_same_bits,
-    final_weights,
-    metrics,
-    validation_images,
-)
+from tests.scripts import VAE, Script, assert_same_bits, final_weights, metrics, validation_images
 from training import schedules
 from training.run.clock import COSTS
 
@@ -37,9 +30,7 @@ def schedule_of(step: int, args: Namespace) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "said",
-    [[], ["--starting_temp", "2", "--temp_min", "1.9", "--learning_rate", "0.3"]],
-    ids=["defaults", "hot"],
+    "said", [[], ["--starting_temp", "2", "--temp_min", "1.9", "--learning_rate", "0.3"]], ids=["defaults", "hot"]
 )
 def test_temperature_and_learning_rate_follow_the_recurrence(said: list[str]) -> None:
     args = VAE.parsed(*said)

@@ -12,15 +12,7 @@ import torch
 
 import train_vqgan
 from models import VQGAN as Generator
-from tests.scripts import (
-    VQGAN,
-    Script,
-    assert_same_bits,
-    checkpoint,
-    metrics,
-    validation_images,
-    without_clocks,
-)
+from tests.scripts import VQGAN, Script, assert_same_bits, checkpoint, metrics, validation_images, without_clocks
 from training.measures.reconstruction import psnr
 
 # A run and what it leaves.
