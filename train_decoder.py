@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import ConditionedImageFlags
-from hub import start_training
+from hub import start_training, training_parser
 from models.decoder_config import DecoderConfig, Sampling
 from trained import built
 from training import schedules
@@ -58,10 +58,7 @@ class Config(
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("train_decoder.py", "Train a cascade of Unets.", is_root=distributed.launched_as_root)
-    parser.add_config(Config)
-    distributed.add_arguments(parser)
-    return parser
+    return training_parser("train_decoder.py", "Train a cascade of Unets.", Config)
 
 
 def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:

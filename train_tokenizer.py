@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import VideoFlags, place_of
-from hub import start_training
+from hub import start_training, training_parser
 from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
@@ -95,11 +95,7 @@ class Config(
 
 
 def build_parser() -> ArgumentParser:
-    text = "Train a causal tokenizer of videos and images."
-    parser = ArgumentParser("train_tokenizer.py", text, is_root=distributed.launched_as_root)
-    parser.add_config(Config)
-    distributed.add_arguments(parser)
-    return parser
+    return training_parser("train_tokenizer.py", "Train a causal tokenizer of videos and images.", Config)
 
 
 def build_model(args: argparse.Namespace) -> VideoTokenizer:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import ImageFlags, place_of
-from hub import start_training
+from hub import start_training, training_parser
 from models.configs import DiscreteVAEConfig
 from tandem.converters import FILE, non_negative_float, positive_float
 from tandem.fields import flag
@@ -86,10 +86,7 @@ class Config(ImageFlags, DiscreteVAEConfig, LossFlags, RunFlags):
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("train_vae.py", "Train the discrete VAE of DALL-E.", is_root=distributed.launched_as_root)
-    parser.add_config(Config)
-    distributed.add_arguments(parser)
-    return parser
+    return training_parser("train_vae.py", "Train the discrete VAE of DALL-E.", Config)
 
 
 def build_model(args: argparse.Namespace) -> DiscreteVAE:

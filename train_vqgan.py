@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import ImageFlags, place_of
-from hub import start_training
+from hub import start_training, training_parser
 from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
@@ -81,10 +81,7 @@ class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, TrainingFlags, RateFla
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("train_vqgan.py", "Train a VQGAN.", is_root=distributed.launched_as_root)
-    parser.add_config(Config)
-    distributed.add_arguments(parser)
-    return parser
+    return training_parser("train_vqgan.py", "Train a VQGAN.", Config)
 
 
 def build_model(args: argparse.Namespace) -> VQGAN:

@@ -232,21 +232,12 @@ def config_names(action: argparse.Action) -> list[str]:
 
 
 def config_value(action: argparse.Action, value: Any) -> Any:
-    """How a config file writes `value`: true for a switch that is on; joined text for values that are split from text
-    on the command line."""
-    if isinstance(action, argparse._StoreConstAction):
-        return value == action.const
-    if value is not None and isinstance(action.type, (Joined, Names)):
-        return [action.type.text(each) for each in value] if action.nargs else action.type.text(value)
-    return value
-
-
-def as_config(action: argparse.Action, value: Any) -> Any:
-    """How a config file says a value of JSON's types: joined text for the lists of a flag that splits text."""
-    if not isinstance(action.type, (Joined, Names)) or not isinstance(value, list):
+    """How a config file says a value of a flag, which may be of JSON's types: joined text for the values of a flag that
+    splits text."""
+    if not isinstance(action.type, (Joined, Names)) or not isinstance(value, (list, tuple)):
         return value
     if action.nargs:
-        return [action.type.text(each) if isinstance(each, list) else each for each in value]
+        return [action.type.text(each) if isinstance(each, (list, tuple)) else each for each in value]
     return action.type.text(value)
 
 

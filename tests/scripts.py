@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,10 +122,6 @@ def kill(*_: Any) -> None:
     raise KilledError
 
 
-def ask_to_stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def at(event: str, step: int, do: Callable[[], object], call: int = 1) -> AbstractContextManager[None]:
     """Call a function where a run has made ``step`` updates and tells an event (`Run.watched`) the first time, or at
     call number ``call``."""
@@ -136,6 +132,16 @@ def at(event: str, step: int, do: Callable[[], object], call: int = 1) -> Abstra
             do()
 
     return Run.watched(watch)
+
+
+@contextlib.contextmanager
+def killed(death: AbstractContextManager[None]) -> Iterator[None]:
+    """The process is killed in here, see `kill`."""
+    with death, pytest.raises(KilledError):
+        yield
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":  # would die with its process, and must not write beside the next start
+            thread.join()
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,32 +252,27 @@ class Script:
 
     def train_killed(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is killed in update ``step`` (from 0)."""
-        self._train_to_its_death(self.in_update(step, kill), folder, *more)
+        with killed(self.in_update(step, kill)):
+            self.train(folder, *more)
 
     def train_killed_in_validation(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is killed in a validation; see `in_validation`."""
-        self._train_to_its_death(self.in_validation(step, kill), folder, *more)
-
-    def _train_to_its_death(self, death: AbstractContextManager[None], folder: Path, *more: str) -> None:
-        with death, pytest.raises(KilledError):
+        with killed(self.in_validation(step, kill)):
             self.train(folder, *more)
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint":  # would die with its process, and must not write beside the next start
-                thread.join()
 
     def train_stopped(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is asked to stop in update ``step`` (from 0), which it completes and saves."""
-        self._train_to_a_stop(self.in_update(step, ask_to_stop), step, folder, *more)
+        self._train_to_a_stop(self.in_update, step, folder, *more)
 
     def train_stopped_in_validation(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is asked to stop in a validation; see `in_validation`."""
         rest = at("evaluation", step + 1, lambda: pytest.fail("the rest is left to the next start"), call=5)
         with rest:
-            self._train_to_a_stop(self.in_validation(step, ask_to_stop), step, folder, *more)
+            self._train_to_a_stop(self.in_validation, step, folder, *more)
         assert len(metrics(folder)) == step
 
-    def _train_to_a_stop(self, request: AbstractContextManager[None], step: int, folder: Path, *more: str) -> None:
-        with request, pytest.raises(SystemExit) as raised:
+    def _train_to_a_stop(self, when: Callable[..., Any], step: int, folder: Path, *more: str) -> None:
+        with when(step, lambda: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(SystemExit) as raised:
             self.train(folder, *more)
         assert raised.value.code == 75
         assert (folder / "checkpoints" / f"step_{step + 1:08d}").is_dir()
