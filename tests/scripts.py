@@ -42,7 +42,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = Path(__file__).with_name("words_tokenizer.json")  # a few words, between marks of start and end
 VOCABULARY: dict[str, int] = json.loads(TOKENIZER.read_text())["model"]["vocab"]
 WORDS = list(VOCABULARY)[3:]  # the first 24 of them name a sound each
-N_TRAIN = 51  # of the 64 samples of a demonstration; 13 are for validation
 
 # Every update is logged; validation, pictures and checkpoints come after the last update alone.
 RUN = {
@@ -165,7 +164,7 @@ class Script:
     tiny: Mapping[str, Any]
     other_models: Mapping[str, tuple[Any, Any]]
     all_parts: Mapping[str, Any] = field(default_factory=dict)
-    samples_per_epoch: int = N_TRAIN
+    samples_per_epoch: int = 51  # 13 of the 64 samples of a demonstration are for validation
     weight: Callable[[str], str] = lambda key: key.partition(": weights/")[2]
 
     def __str__(self) -> str:
@@ -185,9 +184,10 @@ class Script:
         """Flags of the run of eight updates."""
         return words({**EIGHT, **self.all_parts})
 
-    def flags(self, folder: Path, *more: str) -> list[str]:
+    def flags(self, folder: Path, *more: str, without: Sequence[str] = ()) -> list[str]:
         data = {self.data.flag: f"{self.data.demonstration}:64", "output_dir": folder}
-        return [*words({**RUN, **data, **self.tiny}), *more]
+        said = {**RUN, **data, **self.tiny}
+        return [*words({flag: said[flag] for flag in said if flag not in without}), *more]
 
     def start_from(self, source: Path, folder: Path, *more: str) -> Path:
         """Make an update that changes hardly anything, starting from another model; no flag says its shape."""

@@ -367,8 +367,8 @@ def test_broken_files_are_named_counted_and_replaced_and_an_epoch_is_the_rest_of
 
 def test_another_folder_is_the_validation_split_and_a_resumed_run_keeps_it(script: Script, tmp_path: Path) -> None:
     train, valid = script.data.write(tmp_path / "train", 16), script.data.write(tmp_path / "valid", 9)
-    said = [*(f"--{script.data.flag}", str(train), "--valid_folder", str(valid)), *EVERY_UPDATE]
-    words = [word for word in script.flags(tmp_path / "run", *said) if word not in ("--valid_fraction", "0.2")]
+    said = [f"--{script.data.flag}", str(train), "--valid_folder", str(valid), *EVERY_UPDATE]
+    words = script.flags(tmp_path / "run", *said, without=["valid_fraction"])
     output = script.main(*words, "--max_steps", "2")
     assert re.search(rf"\b16 .*\b9 .* in {valid};", output)
     assert all(any(key.startswith("valid/") for key in line) for line in metrics(tmp_path / "run"))
@@ -615,19 +615,13 @@ def own_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--dataset", "own_items_of_a_script:Items"]
 
 
-def flags_without_data(script: Script, folder: Path, *more: str) -> list[str]:
-    flags = script.flags(folder, *more)
-    place = flags.index(f"--{script.data.flag}")
-    return flags[:place] + flags[place + 2 :]
-
-
 def test_an_own_dataset_is_trained_on_and_an_interrupted_run_goes_on_with_the_same_bits(
     script: Script, own_dataset: list[str], tmp_path: Path
 ) -> None:
     def train(name: str, *more: str) -> Path:
         folder = tmp_path / name
         flags = [*own_dataset, "--max_steps", "3", "--save_every_n_steps", "1", "--seed", "3", *more]
-        script.main(*flags_without_data(script, folder, *flags))
+        script.main(*script.flags(folder, *flags, without=[script.data.flag]))
         return folder
 
     whole = train("whole", "--num_workers", "1")
@@ -643,8 +637,8 @@ def test_an_own_dataset_is_trained_on_and_an_interrupted_run_goes_on_with_the_sa
 @of("vae")
 @pytest.mark.usefixtures("own_dataset")
 def test_an_item_that_is_no_sample_is_one_line(script: Script, tmp_path: Path) -> None:
-    flags = flags_without_data(script, tmp_path, "--dataset", "own_items_of_a_script:texts", "--num_workers", "1")
-    line = script.refused_alone(*flags)
+    said = ["--dataset", "own_items_of_a_script:texts", "--num_workers", "1"]
+    line = script.refused_alone(*script.flags(tmp_path, *said, without=[script.data.flag]))
     assert "own_items_of_a_script:texts[" in line and "'a text'" in line
 
 
@@ -683,6 +677,6 @@ def test_the_example_of_the_documents_trains(tmp_path: Path, monkeypatch: pytest
         Image.open(path).save(tmp_path / "photos" / f"{path.stem}.jpg")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    flags = flags_without_data(script, tmp_path / "run", "--dataset", "photos_of_the_documents:Photos")
-    script.main(*flags, "--max_steps", "2", "--num_workers", "1")
+    said = ["--dataset", "photos_of_the_documents:Photos", "--max_steps", "2", "--num_workers", "1"]
+    script.main(*script.flags(tmp_path / "run", *said, without=[script.data.flag]))
     assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0

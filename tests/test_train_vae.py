@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -17,10 +16,6 @@ from reference.vae import Settings, schedule
 from tests.scripts import VAE, Script, assert_same_bits, final_weights, metrics, validation_images
 from training import schedules
 from training.run.clock import COSTS
-
-
-def from_model_folder(run: Path) -> DiscreteVAE:
-    return DiscreteVAE.from_pretrained(run / "model")
 
 
 def schedule_of(step: int, args: Namespace) -> tuple[float, float]:
@@ -47,17 +42,6 @@ def test_temperature_and_learning_rate_follow_the_recurrence(said: list[str]) ->
 def finished(run_of_eight: Callable[[Script], Path]) -> Path:
     """Eight updates with an average of the weights. Tests only look at it."""
     return run_of_eight(VAE)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Gives the run of two updates with some flags. Tests only look at it."""
-
-    @cache
-    def run(*flags: str) -> Path:
-        return VAE.train(tmp_path_factory.mktemp("vae"), *flags, "--max_steps", "2")
-
-    return run
 
 
 def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_itself(finished: Path) -> None:
@@ -88,14 +72,16 @@ def test_vae_final_is_dalle_pytorchs_file_to_the_key_and_starts_another_run(fini
 
 
 def test_the_model_that_is_left_has_the_loss_that_was_validated_also_with_transparency(
-    finished: Path, trained: Callable[..., Path]
+    finished: Path, tmp_path: Path
 ) -> None:
-    for run, name in ((finished, "valid/ema/loss"), (trained("--transparent"), "valid/loss")):
-        images, last, model = validation_images(VAE.arguments_of(run)), metrics(run)[-1], from_model_folder(run)
+    transparent = VAE.train(tmp_path, "--transparent", "--max_steps", "2")
+    for run, name in ((finished, "valid/ema/loss"), (transparent, "valid/loss")):
+        images, last = validation_images(VAE.arguments_of(run)), metrics(run)[-1]
+        model = DiscreteVAE.from_pretrained(run / "model")
         with torch.no_grad():
             loss = float(model(images, temperature=last["temperature"]).recon_loss)
         assert loss == pytest.approx(last[name], rel=1e-6)
-    content = torch.load(trained("--transparent") / "vae-final.pt", weights_only=True)
+    content = torch.load(transparent / "vae-final.pt", weights_only=True)
     assert content["hparams"]["channels"] == 4 and content["weights"]["decoder.4.weight"].shape == (4, 8, 1, 1)
 
 
@@ -119,6 +105,3 @@ def test_flags_that_contradict_each_other_are_refused_by_name_before_anything_st
     Path("hot.yaml").write_text("temp_min: 0.8")
     assert text in VAE.refused(tmp_path / "run", *said)
     assert not (tmp_path / "run").exists()
-
-
-# The flags of the loss, each against the formula written out on the first batch.
