@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from filling import IMAGES, SIZE, TOKENIZE, index, saved, vqgan
-from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
+from filling_fixtures import model, on_one_cpu, source  # noqa: F401
+from filling_fixtures import whole as codes  # noqa: F401
 from PIL import Image
 from safetensors.numpy import load_file
 from torch import Tensor
@@ -34,11 +35,6 @@ from training.measures.averages import code_statistics
 @pytest.fixture(scope="module")
 def script() -> filling.Script:
     return TOKENIZE
-
-
-@pytest.fixture
-def codes(whole) -> Path:
-    return whole
 
 
 def vae(seed: int = 0) -> DiscreteVAE:
