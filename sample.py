@@ -56,18 +56,6 @@ class Config(ClipFlags, Sampling):
     prompt_file: str | None = flag(None, "draw for each line of this text file", FILE)
     image_embeddings: str | None = flag(None, "draw for each row of this .npy, (n, d)", FILE)
     text_embeddings: str | None = flag(None, "draw for each text of this .npy of encodings, (n, tokens, d)", FILE)
-    clip: str | None = flag(
-        None,
-        "model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the size of "
-        "the last Unet, as in training",
-        NAME,
-    )
-    clip_weights: str | None = flag(
-        None,
-        "weights for --clip: a file, or the name that open_clip has for published ones (default: openai)",
-        FILE,
-        needs=given("clip", "NAME"),
-    )
     count: int = flag(1, "pictures for each condition; without conditions, pictures of a model that takes none", size)
     seed: int = flag(0, "seed of the noise", non_negative_int)
     start_at_unet: int = flag(1, "first Unet, from 1; a later one enlarges --images", positive_int)
@@ -95,6 +83,13 @@ class Config(ClipFlags, Sampling):
         "guide away from this weaker model, not from the model without condition (Karras et al. 2024)",
         FOLDER,
         needs=GUIDED,
+    )
+    clip: str | None = flag(
+        None,
+        "model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the size of "
+        "the last Unet, as in training",
+        NAME,
+        title="embeddings",
     )
 
     @classmethod

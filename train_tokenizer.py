@@ -80,6 +80,7 @@ class Config(
 ):
     """Every flag of this script."""
 
+    generator_width = "init_dim"
     output_dir: str = "runs/tokenizer"
     learning_rate: float = 1e-5
     lr_warmup_steps: int = 1000
@@ -88,10 +89,6 @@ class Config(
     penalty: str = "zero_centred"
     perceptual_loss_weight: float = 0.1
     split_seed: int | None = 42
-
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        args.discr_dim = args.discr_dim or args.init_dim
 
 
 def build_parser() -> ArgumentParser:

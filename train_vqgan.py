@@ -75,10 +75,6 @@ class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, TrainingFlags, RateFla
     ema_decay: float = 0.995
     save_every_n_steps: int = 1000
 
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        args.discr_dim = args.discr_dim or args.dim
-
 
 def build_parser() -> ArgumentParser:
     return training_parser("train_vqgan.py", "Train a VQGAN.", Config)
