@@ -122,8 +122,8 @@ class AdversaryFlags(PerceptualFlags):
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        """The defaults of --discr_dim and --gan_weight_scale. Published trainers take the whole adaptive weight beside a
-        perceptual loss; without one, an adversarial gradient as strong as that of the pixels undoes the
+        """The defaults of --discr_dim and --gan_weight_scale. Published trainers take the whole adaptive weight beside
+        a perceptual loss; without one, an adversarial gradient as strong as that of the pixels undoes the
         reconstruction."""
         args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)
         if args.gan_weight_scale is None:
