@@ -460,15 +460,6 @@ def test_a_run_killed_after_training_writes_its_model_at_the_next_start(
     assert {**files(copied), **{name: before[name] for name in of_this_start}} == before
 
 
-@of("vae")
-def test_fresh_moves_the_old_run_away_and_starts_over(script: Script, copied: Path) -> None:
-    before = files(copied)
-    said = script.output_of(copied, *script.eight, "--fresh")
-    moved = copied.with_name("copied.old-1")
-    assert files(moved) == before and moved.name in said
-    assert_same_run(copied, moved)
-
-
 def test_another_model_is_refused_on_resume_by_the_name_of_its_flag(script: Script, copied: Path) -> None:
     before = files(copied)
     for flag, (was, now) in script.other_models.items():
