@@ -31,7 +31,7 @@ from hub import fetch
 from tandem.converters import FOLDER, PATH, frame_rate, pixels, positive_int, size
 from tandem.fields import flag, given, without
 from training.flags.parser import ArgumentParser
-from training.flags.shared import add_computation_arguments, add_output_arguments, kernel_settings
+from training.flags.shared import add_computation_arguments, add_places, kernel_settings
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     import numpy as np
@@ -143,13 +143,11 @@ def build_parser() -> ArgumentParser:
     parser.usage = (
         "%(prog)s --model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR [flags]"
     )
-    group = parser.add_argument_group("from and to")
-    group.add_argument(
-        "--model", required=True, metavar="DIR",
-        help="run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint of it, "
+    add_places(
+        parser,
+        "run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint of it, "
         "its model/ folder, or USER/NAME of the Hugging Face Hub",
-    )  # fmt: skip
-    add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
+    )
     parser.add_config(Config)
     workers = "per process: loader processes (encoding images), or threads that read videos or write pictures"
     add_computation_arguments(parser, batch_size=32, unit="IMAGES", num_workers_help=workers)

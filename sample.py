@@ -27,7 +27,7 @@ from models.decoder_config import GUIDED, Sampling
 from tandem.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
 from tandem.fields import flag, given
 from training.flags.parser import ArgumentParser
-from training.flags.shared import ClipFlags, add_computation_arguments, add_output_arguments, kernel_settings
+from training.flags.shared import ClipFlags, add_computation_arguments, add_places, kernel_settings
 
 if TYPE_CHECKING:
     import torch
@@ -111,12 +111,9 @@ class Config(ClipFlags, Sampling):
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("sample.py", "Draw pictures with a trained decoder.", is_root=distributed.launched_as_root)
     parser.usage = "%(prog)s --model DIR --output DIR [conditions] [flags]"
-    group = parser.add_argument_group("from and to")
-    group.add_argument(
-        "--model", required=True, metavar="DIR",
-        help="run of train_decoder.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face Hub",
-    )  # fmt: skip
-    add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
+    add_places(
+        parser, "run of train_decoder.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face Hub"
+    )
     parser.add_config(Config)
     add_computation_arguments(parser, batch_size=16, unit="PICTURES", num_workers_help="threads that write pictures")
     distributed.add_arguments(parser, trains=False)

@@ -93,7 +93,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--script", choices=list(SMALL_MODELS), default="train_vae.py", help="what to train")
     parser.add_argument("--batch_parts", type=int, default=0, help="of the script: no difference is allowed then")
     parser.add_argument("--launchers", default="", help="only those whose names hold this text, such as zero3")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("script_flags", nargs=argparse.REMAINDER, help="after --: flags of the script")
     args = parser.parse_args(argv)
     flags = [flag for flag in args.script_flags if flag != "--"] or SMALL_MODELS[args.script].split()
@@ -108,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     failed = False
     print(f"{'run':38s} {'update 1':>10s} {'update 20':>10s} {'worst':>10s} {'grad norm':>10s}  (relative)")
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
-        for variant in args.variants:
-            of_run = [*SHARED, *VARIANTS[variant], *flags]
+        for variant, more in VARIANTS.items():
+            of_run = [*SHARED, *more, *flags]
             reference = run(ONE_PROCESS, args.script, of_run, Path(folder, variant.replace(" ", "_")))
             for launcher in chosen:
                 output = Path(folder, f"{variant}-{launcher}".replace(" ", "_"))
