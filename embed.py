@@ -76,11 +76,7 @@ class Config:
     )
 
     query: list[str] | None = flag(
-        None,
-        "a sentence, or the path of a sound file; may be repeated",
-        action="append",
-        metavar="TEXT",
-        title="search",
+        None, "a sentence, or the path of a sound file; repeatable", action="append", metavar="TEXT", title="search"
     )
     query_file: str | None = flag(None, "more queries, one per line", FILE)
     top_k: int = flag(10, "how many matches to show for each query", size, metavar="ROWS", needs=_QUERY)

@@ -78,25 +78,14 @@ class Config:
     )
 
     image_size: int | None = flag(
-        None,
-        "side of the centre crop; default: the model's, and a DiscreteVAE takes no other",
-        pixels,
-        needs=_ENCODING,
-        title="encoding",
+        None, "side of the centre crop (default: the model's)", pixels, needs=_ENCODING, title="encoding"
     )
     images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", needs=_OF_IMAGES)
     videos_per_shard: int = flag(
-        8,
-        "videos whose codes share a file, which one process makes; for long films 1",
-        size,
-        metavar="VIDEOS",
-        needs=_OF_VIDEOS,
+        8, "videos whose codes share a file; for long films 1", size, metavar="VIDEOS", needs=_OF_VIDEOS
     )
     fps: float | None = flag(
-        None,
-        "frames per second of videos, chosen by time stamps (default: all frames of the file)",
-        frame_rate,
-        needs=_OF_VIDEOS,
+        None, "frames per second, chosen by time stamps (default: all of the file)", frame_rate, needs=_OF_VIDEOS
     )
     frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=(_OF_VIDEOS, without("fps")))
     on_bad_sample: str = flag(

@@ -61,9 +61,7 @@ class Config(ClipFlags, Sampling):
     start_at_unet: int = flag(1, "first Unet, from 1; a later one enlarges --images", positive_int)
     stop_at_unet: int | None = flag(None, "last Unet (default: all)", positive_int)
     images: str | None = flag(
-        None,
-        "pictures to enlarge (--start_at_unet), to fill in (--masks), or to draw others like them (--clip)",
-        FOLDER,
+        None, "pictures to enlarge (--start_at_unet), to fill in (--masks), or to vary (--clip)", FOLDER
     )
     masks: str | None = flag(
         None,
@@ -73,16 +71,10 @@ class Config(ClipFlags, Sampling):
         needs=given("images", "DIR"),
     )
     resample_times: int = flag(
-        5,
-        "with --masks, how often each step is made, so that old and new parts fit (RePaint)",
-        positive_int,
-        needs=given("masks", "DIR"),
+        5, "repeats of each step, so that old and new parts fit (RePaint)", positive_int, needs=given("masks", "DIR")
     )
     guide_with: str | None = flag(
-        None,
-        "guide away from this weaker model, not from the model without condition (Karras et al. 2024)",
-        FOLDER,
-        needs=GUIDED,
+        None, "guide away from a weaker model, not the unconditional one (Karras et al. 2024)", FOLDER, needs=GUIDED
     )
     clip: str | None = flag(
         None,
