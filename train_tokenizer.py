@@ -44,7 +44,7 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfvd",
 
 
 @dataclass
-class TrainingFlags:
+class LossFlags:
     """Where the weights come from and which of them learn, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
@@ -70,13 +70,7 @@ class TrainingFlags:
 
 @dataclass
 class Config(
-    VideoFlags,
-    VideoTokenizerConfig,
-    QuantizerLossFlags,
-    TrainingFlags,
-    DecayingOptimizerFlags,
-    AdversaryFlags,
-    RunFlags,
+    VideoFlags, VideoTokenizerConfig, QuantizerLossFlags, LossFlags, DecayingOptimizerFlags, AdversaryFlags, RunFlags
 ):
     """Every flag of this script."""
 

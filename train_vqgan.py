@@ -42,7 +42,7 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfid",
 
 
 @dataclass
-class TrainingFlags:
+class LossFlags:
     """Where the weights and the learning rate come from, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
@@ -68,7 +68,7 @@ class TrainingFlags:
 
 
 @dataclass
-class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, TrainingFlags, RateFlags, AdversaryFlags, RunFlags):
+class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, LossFlags, RateFlags, AdversaryFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/vqgan"
