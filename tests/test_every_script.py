@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,20 +89,16 @@ def test_all_scripts_are_tested() -> None:
 # Arguments.
 
 
-def arguments_of(script: Script, *said: str) -> Any:
-    """The arguments with which `main` trains."""
-    return script.module.build_parser().parse(said, demonstration=script.module.DEMO_CONFIG)
-
-
 def test_without_data_the_demonstration_runs_and_is_announced(script: Script) -> None:
     flag, name, demonstration = script.data.flag, script.configs.name, os.path.relpath(script.configs / "demo.yaml")
-    args = arguments_of(script)
+    parse = partial(script.module.build_parser().parse, demonstration=script.module.DEMO_CONFIG)
+    args = parse([])
     assert getattr(args, flag).startswith(script.data.demonstration) and args.output_dir == f"runs/{name}-demo"
     assert demonstration in args.config_in_force
-    args = arguments_of(script, f"--{flag}", "data")
+    args = parse([f"--{flag}", "data"])
     assert (getattr(args, flag), args.output_dir, args.config_in_force) == ("data", f"runs/{name}", None)
     config = str(script.configs / "base.yaml")
-    assert config in arguments_of(script, "--config", config).config_in_force
+    assert config in parse(["--config", config]).config_in_force
 
 
 # Where a script has them, flags with numbers that no machine has room for, and with numbers that it has no room for
@@ -651,15 +648,14 @@ def test_tars_and_tables_are_trained_on(script: Script, write: Callable[..., Any
     assert "skipped in" not in said, "what stands beside a sample is expected"
 
 
-def test_the_example_of_the_documents_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_dataset")
+def test_the_example_of_the_documents_trains(tmp_path: Path) -> None:
     script = SCRIPTS["train_vae"]
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
     (tmp_path / "photos_of_the_documents.py").write_text(code)
     (tmp_path / "photos").mkdir()
     for path in script.data.write(tmp_path / "files", 24).iterdir():
         Image.open(path).save(tmp_path / "photos" / f"{path.stem}.jpg")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     said = ["--dataset", "photos_of_the_documents:Photos", "--max_steps", "2", "--num_workers", "1"]
     script.main(*script.flags(tmp_path / "run", *said, without=[script.data.flag]))
     assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0
