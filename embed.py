@@ -69,10 +69,7 @@ class Config:
     )
     files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", needs=_AUDIO)
     on_bad_sample: str = flag(
-        "skip",
-        "where a file cannot be read: leave it out and name it in the index, or stop",
-        choices=("skip", "error"),
-        needs=_AUDIO,
+        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_AUDIO
     )
 
     query: list[str] | None = flag(

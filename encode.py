@@ -89,10 +89,7 @@ class Config:
     )
     frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=(_OF_VIDEOS, without("fps")))
     on_bad_sample: str = flag(
-        "skip",
-        "where a file cannot be read: leave it out and name it in the index, or stop",
-        choices=("skip", "error"),
-        needs=_ENCODING,
+        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_ENCODING
     )
     report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
 
