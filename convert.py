@@ -207,7 +207,7 @@ def translate(args: argparse.Namespace) -> None:
     import yaml
 
     from models import Decoder
-    from models.files.building import build_on_meta, check_numbers
+    from models.files.building import build_on_meta, check_arguments
     from models.files.dalle2_config import decoder_config, decoder_part
     from models.files.dalle2_keys import flags_of_config, without_counterpart
     from models.files.errors import one_line
@@ -220,7 +220,7 @@ def translate(args: argparse.Namespace) -> None:
         config = read_json(args.path)
         lost = list(without_counterpart(config))
         model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
-        check_numbers(model)
+        check_arguments(model)
         build_on_meta(lambda: Decoder.made(model))
         nobody = argparse.Namespace(explicit=frozenset())  # has said a flag
         shape = parser.config.shape_of(model, nobody)

@@ -128,7 +128,7 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     from models.files.building import require_room
     from trained import open_model
 
-    model, about, file = open_model(path, "MuLaN", "MusicLMMuLaN")
+    model, about, file = open_model(path, "MuLaN")
     require_room(f"a batch of {batch_size} clips", batch_size, model.clip_numbers)
     model.to(backend.device)
     config = model.config

@@ -219,20 +219,18 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
     from data.stores.codes import FRAME_FOLDER, code_dtype, decode_videos
     from data.stores.encoding import PIECE_FRAMES, encode_streams
     from models.files.building import require_room
+    from models.video.causal import StreamState
     from models.video.layers import check_side
     from tandem.files.installed import missing_package
     from training.pictures.film import can_write_mp4, to_gif, write_mp4
 
-    if model.channels != 3 or model.is_conditional:
-        what = "needs a condition" if model.is_conditional else f"has {model.channels} channels"
-        raise ValueError(f"the model in {args.model} {what}; videos are coded by models of RGB without a condition")
     if args.format == "mp4" and not can_write_mp4():
         raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
     speed = {"fps": args.fps, "frame_stride": args.frame_stride}
     threads, dtype = max(1, args.num_workers), code_dtype(model.num_codes)
 
     def start_encoding() -> Callable[[Tensor], np.ndarray]:
-        state = model.start_encoding()
+        state = StreamState()
 
         def encode(frames: Tensor) -> np.ndarray:
             pixels = to_unit_range(frames.to(backend.device))[None]
@@ -241,7 +239,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         return encode
 
     def start_decoding() -> Callable[[Tensor], Tensor]:
-        state = model.start_decoding()
+        state = StreamState()
         return lambda codes: computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
 
     def open_set(side: int) -> tuple[list[int], Samples, Encode]:

@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,6 @@ from training.run.starts import last_start, script_of
 CARD = "README.md"
 
 _IMAGES, _VIDEOS = ("image_folder", "images"), ("video_folder", "videos")
-_MULAN = Kind(
-    "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
-    "train_mulan.py", ("audio_data", "sounds with captions"), "tandem-embed --model {} --audio DIR --output index/",
-    ("tandem", "audio-text", "contrastive", "mulan"),
-)  # fmt: skip
 KINDS = {
     "DiscreteVAE": Kind(
         "a discrete VAE like that of DALL-E (Ramesh et al. 2021), which turns an image into a grid of codes and back",
@@ -38,9 +32,10 @@ KINDS = {
         "train_vqgan.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output codes/",
         ("tandem", "image-tokenizer", "vqgan"),
     ),
-    "MuLaN": _MULAN,
-    "MusicLMMuLaN": replace(
-        _MULAN, what=f"{_MULAN.what}, with the layout of musiclm-pytorch", tags=(*_MULAN.tags, "musiclm")
+    "MuLaN": Kind(
+        "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
+        "train_mulan.py", ("audio_data", "sounds with captions"), "tandem-embed --model {} --audio DIR --output index/",
+        ("tandem", "audio-text", "contrastive", "mulan"),
     ),
     "VideoTokenizer": Kind(
         "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2023)",
@@ -127,7 +122,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             model, discriminator = load(where), load_discriminator(where, of_runs=False)
             READ.update({(where, "best"): model, (where, DISCRIMINATOR): discriminator})
             found, others = model.description(), {"discriminator": discriminator.config} if discriminator else {}
-            return {**found, **others, **({"assumed": assumed(found)} if found["model"] == "MusicLMMuLaN" else {})}
+            return {**found, **others, **({"assumed": assumed(found)} if "layout" in found else {})}
         if kind == "checkpoint":
             found = next(iter(models_in(read_parts(where, verify=False)[0], where).values()))
         else:
@@ -151,14 +146,12 @@ def fetch(name: str | None, backend: Any) -> str | None:
         return None
     from models.files import hub
 
-    def mark() -> None:
-        backend.mark("downloading the model")
-
     pinned, is_on_hub = name, False
     with backend.agreement():
         if backend.is_root and (is_on_hub := hub.is_on_hub(name)):
             model, _ = hub.split(name) or (name, None)
-            pinned = f"{model}@{hub.download(name, mark).name}"
+            backend.working("downloading the model")
+            pinned = f"{model}@{hub.download(name).name}"
     pinned, is_on_hub = backend.broadcast_object([pinned, is_on_hub])
     if not is_on_hub:
         hub.use(name, Path(name))
@@ -166,7 +159,8 @@ def fetch(name: str | None, backend: Any) -> str | None:
     for is_first in (True, False):
         with backend.agreement():
             if (backend.local_rank == 0) == is_first:
-                hub.use(name, hub.download(pinned, mark))
+                backend.working("downloading the model")
+                hub.use(name, hub.download(pinned))
     return pinned
 
 

@@ -99,7 +99,7 @@ def watch(readers: Sequence[Any], port: int) -> None:
     with server:
         try:
             say(f"reading {counted(len(readers), 'run')}")
-            server.newest.get()
+            server.newest()
             say(f"{server.url} shows the runs until Ctrl-C")
             server.serve_forever()
         except KeyboardInterrupt:

@@ -183,7 +183,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         quality = GenerationQuality(
             backend.device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
         )
-        with run.clock.validating(), kept_weights(cascade, ema) as model:
+        with kept_weights(cascade, ema) as model:
             values = generation.judge(model, args.n_evaluation_samples, quality, clip)
         return {kept_metric(ema, name): value for name, value in values.items()}
 

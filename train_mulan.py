@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from data.flags import SoundFlags, place_of
 from hub import start_training
-from models.mulan_config import LayoutFlags, MuLaNConfig, TowerFlags
+from models.mulan_config import UNSAID, MuLaNConfig, TowerFlags
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
 from training import schedules
@@ -87,7 +87,7 @@ class TrainingFlags:
 
 
 @dataclass
-class Config(SoundFlags, LayoutFlags, MuLaNConfig, TrainingFlags, TowerFlags, DecayingOptimizerFlags, RunFlags):
+class Config(SoundFlags, MuLaNConfig, TrainingFlags, TowerFlags, DecayingOptimizerFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/mulan"
@@ -116,15 +116,16 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     from models.files.towers import read_towers, take_towers
     from trained import load_from, tokenizer_file
 
-    kind = models.MuLaN if args.layout == "tandem" else models.MusicLMMuLaN
     towers = read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
     torch.manual_seed(args.seed)
     of_files = {"vocab_size": tokenizer.vocab_size, **{name: tower.config for name, tower in towers.items()}}
-    model: MuLaN = models.build_in_memory(kind, **{**kind.Config.of(args).plain(), **of_files})
+    model: MuLaN = models.build_in_memory(models.MuLaN, **{**MuLaNConfig.of(args).plain(), **of_files})
     take_towers(model, towers, tokenizer)
     if args.init_from:
-        source = load_from(args.init_from, kind.__name__)
-        if not Path(args.init_from).is_file():  # a public package's file does not say its tokenizer
+        source = load_from(args.init_from, "MuLaN")
+        if Path(args.init_from).is_file():  # a public package's, which does not say its tokenizer either
+            source.config |= {name: model.config[name] for name in UNSAID}
+        else:
             tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))
         model.load_weights_from(source, args.init_from)
     return model

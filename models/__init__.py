@@ -12,24 +12,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .decoder import Decoder
     from .discrete_vae import DiscreteVAE, VAEOutput
-    from .discriminator import Discriminator
+    from .discriminator import Discriminator, VideoDiscriminator
     from .files.building import build_in_memory
     from .mulan import MuLaN, MulanOutput
-    from .musiclm import MusicLMMuLaN
     from .unet import Unet
-    from .video_discriminator import VideoDiscriminator
+    from .video.causal import StreamState
     from .video_tokenizer import VideoTokenizer, VideoTokenizerOutput
     from .vqgan import VQGAN, VQGANOutput
 
 __all__ = [
-    "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "MusicLMMuLaN", "Unet",
+    "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "StreamState", "Unet",
     "VAEOutput", "VQGANOutput", "VideoDiscriminator", "VideoTokenizer", "VideoTokenizerOutput", "build_in_memory",
 ]  # fmt: skip
 
 _MODULES = {
     "VQGAN": "vqgan", "Decoder": "decoder", "DiscreteVAE": "discrete_vae", "Discriminator": "discriminator",
-    "MuLaN": "mulan", "MulanOutput": "mulan", "MusicLMMuLaN": "musiclm", "Unet": "unet",
-    "VAEOutput": "discrete_vae", "VQGANOutput": "vqgan", "VideoDiscriminator": "video_discriminator",
+    "MuLaN": "mulan", "MulanOutput": "mulan", "StreamState": "video.causal", "Unet": "unet",
+    "VAEOutput": "discrete_vae", "VQGANOutput": "vqgan", "VideoDiscriminator": "discriminator",
     "VideoTokenizer": "video_tokenizer", "VideoTokenizerOutput": "video_tokenizer",
     "build_in_memory": "files.building",
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange, repeat
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Transformer, layers_read
+
+if TYPE_CHECKING:
+    from .mulan_config import MuLaNConfig
 
 
 class PreciseLayerNorm(nn.LayerNorm):
@@ -27,31 +30,34 @@ class PatchEmbedding(nn.Module):
 
     The first norm removes the loudness of a patch, and with it whether a sound fades or swells. Mean and standard
     deviation of the patch are therefore added after the norm, through asinh, which is about the identity for small
-    values and a logarithm for large ones, such as powers.
+    values and a logarithm for large ones, such as powers; without ``has_levels`` they are lost.
     """
 
-    def __init__(self, patch_size: int, dim: int) -> None:
+    def __init__(self, patch_size: int, dim: int, has_levels: bool) -> None:
         super().__init__()
         self.norm_before = PreciseLayerNorm(patch_size**2)
         self.project = nn.Linear(patch_size**2, dim)
-        self.levels = nn.Linear(2, dim, bias=False)
+        self.levels = nn.Linear(2, dim, bias=False) if has_levels else None
         self.norm_after = nn.LayerNorm(dim)
 
     def forward(self, patches: Tensor) -> Tensor:
-        deviations, means = torch.std_mean(patches, dim=-1, correction=0)
-        levels = torch.stack([means, deviations], dim=-1).asinh().to(self.levels.weight.dtype)
-        return self.norm_after(self.project(self.norm_before(patches)) + self.levels(levels))
+        x = self.project(self.norm_before(patches))
+        if self.levels is not None:
+            deviations, means = torch.std_mean(patches, dim=-1, correction=0)
+            x = x + self.levels(torch.stack([means, deviations], dim=-1).asinh().to(self.levels.weight.dtype))
+        return self.norm_after(x)
 
 
 class RelativePositionBias(nn.Module):
     """A bias for each head and each displacement between two patches, computed by a small MLP.
 
     The MLP gets a displacement d as sign(d) ln(1 + |d|), so that the inputs for clips longer than those of training
-    stay near the range that it was trained on (Liu et al. 2022, "Swin transformer V2", section 3.3).
+    stay near the range that it was trained on (Liu et al. 2022, "Swin transformer V2", section 3.3); or as it is.
     """
 
-    def __init__(self, heads: int, hidden_dim: int) -> None:
+    def __init__(self, heads: int, hidden_dim: int, is_log: bool) -> None:
         super().__init__()
+        self.is_log = is_log
         self.mlp = nn.Sequential(
             nn.Linear(2, hidden_dim), nn.SiLU(), nn.Linear(hidden_dim, hidden_dim), nn.SiLU(),
             nn.Linear(hidden_dim, heads),
@@ -63,55 +69,45 @@ class RelativePositionBias(nn.Module):
         Entry (i, j) belongs to the displacement from patch j to patch i.
         """
         dtype: torch.dtype = self.mlp[0].weight.dtype  # type: ignore[assignment]
-        displacements = displacements_in(rows, columns, patches.device).to(torch.promote_types(dtype, torch.float32))
-        displacements = displacements.sign() * displacements.abs().log1p()
-        return between_patches(self.mlp(displacements.to(dtype)), patches, rows, columns)
-
-
-def displacements_in(rows: int, columns: int, device: torch.device) -> Tensor:
-    """All displacements (dy, dx) between two patches of a grid, int64 ((2 rows - 1) (2 columns - 1), 2)."""
-    dy = torch.arange(1 - rows, rows, device=device)
-    dx = torch.arange(1 - columns, columns, device=device)
-    return torch.cartesian_prod(dy, dx)
-
-
-def between_patches(table: Tensor, patches: Tensor, rows: int, columns: int) -> Tensor:
-    """Rows (heads,) of a table, one for each of `displacements_in` -> the bias (b, heads, n, n) of patches (b, n); see
-    `RelativePositionBias`."""
-    # Patch (y, x) gets the place y (2 columns - 1) + x, so that different displacements between patches are
-    # different differences between places.
-    places = patches // columns * (2 * columns - 1) + patches % columns
-    centre = (rows - 1) * (2 * columns - 1) + columns - 1
-    index = places[:, :, None] - places[:, None, :] + centre
-    bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
-    return bias.contiguous()  # copy once here; otherwise each layer would make a copy
+        dy, dx = (torch.arange(1 - size, size, device=patches.device) for size in (rows, columns))
+        displacements = torch.cartesian_prod(dy, dx).to(torch.promote_types(dtype, torch.float32))
+        if self.is_log:
+            table = self.mlp((displacements.sign() * displacements.abs().log1p()).to(dtype))
+        else:
+            with torch.autocast(patches.device.type, enabled=False):  # bf16 does not tell 257 from 256
+                table = self.mlp(displacements.to(dtype))
+        # Patch (y, x) gets the place y (2 columns - 1) + x, so that different displacements between patches are
+        # different differences between places.
+        places = patches // columns * (2 * columns - 1) + patches % columns
+        centre = (rows - 1) * (2 * columns - 1) + columns - 1
+        index = places[:, :, None] - places[:, None, :] + centre
+        bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
+        return bias.contiguous()  # copy once here; otherwise each layer would make a copy
 
 
 class AudioTransformer(nn.Module):
     """Spectrograms (b, bands, frames) to pooled features of the final output and of layers below it.
 
     Sides that are no multiples of the patch are cropped to the nearest one below: the highest bands and the last
-    frames are left out. Arguments: see `MuLaN`; the options are those of `Transformer`.
+    frames are left out.
 
     Raises:
         ValueError: one line that names the argument.
     """
 
-    def __init__(
-        self, dim: int, depth: int, heads: int, dim_head: int,
-        patch_size: int = 16, patch_dropout: float = 0.25, hierarchical_layers: int = 0,
-        recompute: bool = False, spacing: str = "last", **options: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: MuLaNConfig) -> None:
         super().__init__()
-        if dim % 4:
-            raise ValueError(f"audio_dim {dim} is no multiple of 4, which sine and cosine of two coordinates need")
-        if not 0 <= patch_dropout < 1:
-            raise ValueError(f"patch_dropout {patch_dropout} is not in [0, 1)")
-        self.dim, self.patch_size, self.patch_dropout = dim, patch_size, patch_dropout
-        self.layers = layers_read(depth, hierarchical_layers, spacing)
-        self.embed = PatchEmbedding(patch_size, dim)
-        self.relative_bias = RelativePositionBias(heads, max(32, dim // 4))
-        self.transformer = Transformer(dim, depth, heads, dim_head, recompute, **options)
+        dim, is_ours = config.audio_dim, config.layout == "tandem"
+        if dim % 4 or dim < 8:
+            problem = f"audio_dim {dim} is no multiple of 4 of at least 8"
+            raise ValueError(f"{problem}, which sine and cosine of two coordinates need")
+        self.dim, self.patch_size, self.patch_dropout = dim, config.patch_size, config.patch_dropout
+        self.layout = config.layout
+        self.layers = layers_read(config.audio_depth, config.hierarchical_layers, config.hierarchical_spacing)
+        self.embed = PatchEmbedding(config.patch_size, dim, has_levels=is_ours)
+        hidden = max(32, dim // 4) if is_ours else dim // 4
+        self.relative_bias = RelativePositionBias(config.transformer("audio")["heads"], hidden, is_log=is_ours)
+        self.transformer = Transformer(**config.transformer("audio"))
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
 
     def grid(self, bands: int, frames: int) -> tuple[int, int]:
@@ -137,7 +133,7 @@ class AudioTransformer(nn.Module):
         rows, columns = self.grid(*spectrograms.shape[1:])
         p, count = self.patch_size, rows * columns
         patches = rearrange(self.crop(spectrograms), "b (y i) (x j) -> b (y x) (i j)", i=p, j=p)
-        positions = self.positions(rows, columns, spectrograms.device)
+        positions = sincos_positions(rows, columns, self.dim, self.layout, spectrograms.device)
         chosen = torch.arange(count, device=spectrograms.device)[None]
         if noise is None or self.kept(count) == count:
             positions = positions[None]
@@ -150,16 +146,18 @@ class AudioTransformer(nn.Module):
         read = zip(self.layers, self.norms, strict=True)
         return torch.stack([norm(outputs[layer].mean(dim=1)) for layer, norm in read], dim=1)
 
-    def positions(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        """What is added to the patches of a grid: (rows x columns, dim), in fp32."""
-        return sincos_positions(rows, columns, self.dim, device)
 
-
-def sincos_positions(rows: int, columns: int, dim: int, device: torch.device) -> Tensor:
+def sincos_positions(rows: int, columns: int, dim: int, layout: str, device: torch.device) -> Tensor:
     """Fixed positions (rows x columns, dim) in fp32: half of the width encodes the row, half the column, each as sines
-    and cosines of dim / 4 wavelengths from 2 pi to almost 10000 x 2 pi (Vaswani et al. 2017, section 3.5)."""
-    quarter = dim // 4
-    frequencies = torch.exp(torch.arange(quarter, device=device) * (-math.log(10000) / quarter))
+    and cosines of dim / 4 wavelengths from 2 pi to almost 10000 x 2 pi (Vaswani et al. 2017, section 3.5). In the
+    layout "musiclm" the longest is 10000 x 2 pi, and the column comes first (Beyer et al. 2022, "Better plain ViT
+    baselines for ImageNet-1k")."""
+    places = torch.arange(dim // 4, device=device)
+    if layout == "musiclm":
+        frequencies = 1 / 10000 ** (places / (dim // 4 - 1))
+    else:
+        frequencies = torch.exp(places * (-math.log(10000) / (dim // 4)))
     y, x = (torch.arange(size, device=device)[:, None] * frequencies for size in (rows, columns))
     y, x = (torch.cat([angles.sin(), angles.cos()], dim=-1) for angles in (y, x))
-    return torch.cat([repeat(y, "y d -> (y x) d", x=columns), repeat(x, "x d -> (y x) d", y=rows)], dim=-1)
+    y, x = repeat(y, "y d -> (y x) d", x=columns), repeat(x, "x d -> (y x) d", y=rows)
+    return torch.cat([x, y] if layout == "musiclm" else [y, x], dim=-1)

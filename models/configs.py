@@ -19,7 +19,7 @@ from tandem.converters import (
     step_count_or_0,
     width,
 )
-from tandem.fields import ModelConfig, Needs, above_0, flag, when
+from tandem.fields import ModelConfig, Needs, above_0, flag, flags_of, when
 
 from .quantizers import QUANTIZERS
 
@@ -33,6 +33,14 @@ _LAYERS = (
     "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
     "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
 )
+
+
+def check_choices(config: ModelConfig) -> None:
+    """Raise a ValueError, in one line, if a field has a value that is none of its choices."""
+    for _, name, said, _ in flags_of(type(config)):
+        value, choices = getattr(config, name), said.options.get("choices")
+        if choices and value not in choices:
+            raise ValueError(f"{name} {value!r} is unknown; use {', '.join(choices)}")
 
 
 @dataclass
@@ -87,6 +95,8 @@ class QuantizerConfig(ModelConfig):
     diversity_gamma: float = flag(
         1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, needs=_ENTROPY
     )
+    # The public implementations of LFQ have 100: bits beyond +-0.01 then get no gradient of the entropies, and one that
+    # starts there stays as it is. 10 gave better images on photos, of more codes (docs/vqgan.md).
     inv_temperature: float = flag(
         10.0,
         "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1",
@@ -168,6 +178,33 @@ class VQGANConfig(QuantizerConfig, RecomputingConfig):
 
 
 @dataclass
+class DiscriminatorConfig(ModelConfig):
+    """Of a `Discriminator`.
+
+    Args:
+        dim: Channels after the first convolution and the first halving; they double with each further halving.
+        layers: Halvings of the side.
+    """
+
+    dim: int
+    layers: int = 4
+    channels: int = 3
+
+
+@dataclass
+class VideoDiscriminatorConfig(ModelConfig):
+    """Of a `VideoDiscriminator`.
+
+    Args:
+        dim: Channels of the first layer of each head.
+        layers: Halvings of the side in every head.
+    """
+
+    dim: int
+    layers: int = 4
+
+
+@dataclass
 class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     """Of a `VideoTokenizer`."""
 
@@ -228,9 +265,3 @@ class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
     )
     codebook_size: int = 1024
     diversity_gamma: float = 2.5
-    channels: int = 3
-    dim_cond: int | None = None
-    heads: int = 8
-    dim_head: int = 32
-    linear_heads: int = 16
-    linear_dim_head: int = 8

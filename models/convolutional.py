@@ -30,10 +30,15 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def leaky_relu(slope: float) -> nn.LeakyReLU:
+def leaky_relu() -> nn.LeakyReLU:
     """For behind a convolution or a GroupNorm, neither of which needs its result again: it is overwritten, so that one
     tensor is held for the backward pass and not two."""
-    return nn.LeakyReLU(slope, inplace=True)
+    return nn.LeakyReLU(0.1, inplace=True)
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """With as many groups as the greatest common divisor of 16 and the channels."""
+    return nn.GroupNorm(math.gcd(16, channels), channels)
 
 
 # Images may overshoot [0, 1] a little, as resized and reconstructed ones do; those in [-1, 1] or [0, 255] do not fit.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .attention import at_least_fp32
+
+if TYPE_CHECKING:
+    from .mulan_config import MuLaNConfig
 
 # Decibels are relative to a power of 1, and clamped at 80 below the loudest of the clip.
 _AMIN, _TOP_DB = 1e-10, 80.0
@@ -34,48 +38,38 @@ class Spectrogram:
     Always computed in fp32 (in fp64 for fp64 waveforms), whatever the precision of the model around it. This class is
     not a module and has no buffers, because some backends cast buffers.
 
-    Args:
-        sample_rate: Sample rate in Hz.
-        n_fft: Samples of a frame.
-        hop_length: Samples from one frame to the next.
-        n_mels: Number of mel bands.
-        fmin, fmax: Start of the lowest band and end of the highest, in Hz; None for half the sample rate.
-        kind: "log_mel": bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1]. "power": the
-            n_fft / 2 + 1 squared magnitudes as they are.
-        min_frames: Least number of frames; shorter clips are padded with silence.
-        win_length: Samples of the window, in the middle of a frame, around which a frame is 0; None for n_fft.
-        padding: What is beyond the ends of a clip: "silence", or "reflect" for the clip mirrored there.
+    A "log_mel" one has bands on the mel scale in dB, mapped so that loud music lies about in [-1, 1]; "power" has the
+    n_fft / 2 + 1 squared magnitudes as they are. A window of win_length samples is in the middle of a frame, which is 0
+    around it. Clips shorter than a patch are padded with silence.
 
     Raises:
-        ValueError: one line that names the argument.
+        ValueError: one line that names the field of the configuration.
     """
 
-    def __init__(
-        self, sample_rate: int = 16000, n_fft: int = 1024, hop_length: int = 160, n_mels: int = 64,
-        fmin: float = 0.0, fmax: float | None = None, kind: str = "log_mel", min_frames: int = 1,
-        win_length: int | None = None, padding: str = "silence",
-    ) -> None:  # fmt: skip
+    def __init__(self, config: MuLaNConfig) -> None:
+        sample_rate, n_fft, hop_length, n_mels = config.sample_rate, config.n_fft, config.hop_length, config.n_mels
+        win_length = config.win_length or n_fft
         if not 2 <= n_fft <= _LONGEST_FFT:
             raise ValueError(f"n_fft {n_fft} is not between 2 and {_LONGEST_FFT} samples")
-        if win_length is not None and not 1 <= win_length <= n_fft:
+        if not 1 <= win_length <= n_fft:
             raise ValueError(f"win_length {win_length} is not between 1 and n_fft {n_fft}")
-        self.win_length, self.padding = n_fft if win_length is None else win_length, padding
-        if not 1 <= hop_length <= self.win_length:
-            window = f"n_fft {n_fft}" if win_length is None else f"win_length {win_length}"
-            raise ValueError(f"hop_length {hop_length} is not between 1 and {window}: it would skip samples")
-        fmax = sample_rate / 2 if fmax is None else fmax
+        if not 1 <= hop_length <= win_length:
+            problem = f"hop_length {hop_length} is not between 1 and win_length {win_length}"
+            raise ValueError(f"{problem}: it would skip samples")
+        fmin, fmax = config.fmin, sample_rate / 2 if config.fmax is None else config.fmax
         if not 0 <= fmin < fmax <= sample_rate / 2:
             rule = f"they must be in order, and at most half of sample_rate {sample_rate}"
             raise ValueError(f"fmin {fmin} and fmax {fmax} Hz: {rule}")
-        if kind == "log_mel" and not 1 <= n_mels <= n_fft // 2 + 1:
+        self.kind, self.padding = config.spectrogram, config.spectrogram_padding
+        if self.kind == "log_mel" and not 1 <= n_mels <= n_fft // 2 + 1:
             raise ValueError(f"n_mels {n_mels} is not between 1 and the {n_fft // 2 + 1} frequencies of n_fft {n_fft}")
-        self.sample_rate, self.n_fft, self.hop_length, self.kind = sample_rate, n_fft, hop_length, kind
+        self.sample_rate, self.n_fft, self.hop_length, self.win_length = sample_rate, n_fft, hop_length, win_length
         self.fmin, self.fmax = float(fmin), float(fmax)
-        self.min_samples = (min_frames - 1) * hop_length + n_fft % 2
-        if padding == "reflect":
+        self.min_samples = (config.patch_size - 1) * hop_length + n_fft % 2
+        if self.padding == "reflect":
             self.min_samples = max(self.min_samples, n_fft // 2 + 1)  # as much is needed beside the mirror
-        self.bands = n_mels if kind == "log_mel" else n_fft // 2 + 1
-        if kind == "log_mel":
+        self.bands = n_mels if self.kind == "log_mel" else n_fft // 2 + 1
+        if self.kind == "log_mel":
             _check_bands(sample_rate, n_fft, mel_edges(n_mels, self.fmin, self.fmax))
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 

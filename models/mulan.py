@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from .audio_transformer import AudioTransformer
 from .dropout import derived
 from .files.pretrained import Pretrained
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
-from .mulan_config import MAX_SCALE, MuLaNConfig, TwoTowersConfig
+from .mulan_config import MAX_SCALE, MuLaNConfig
 from .pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower, patches_of
 from .text_transformer import TextTransformer
 
@@ -76,38 +76,44 @@ class MuLaN(Pretrained):
     The length of the clips to train on sets only `noise_size`: any length can be encoded. Each of `hierarchical_layers`
     below the final output has its own linear map, temperature and bias (Shukor et al. 2022, "ViCHA").
 
+    With the layout "musiclm" it computes what the MuLaN of musiclm-pytorch 0.2.8 does, on which its MusicLM can be
+    conditioned (`files.musiclm`): spectrograms are raw powers, and mirrored at the ends; the level of a patch is lost
+    when it is normalised; positions have other frequencies; displacements between patches are not compressed; the token
+    0 is padding wherever it stands; intermediate layers are spaced evenly from the first one on.
+
     Raises:
         ValueError: one line that names the field of the configuration.
     """
 
-    Config: ClassVar[type[TwoTowersConfig]] = MuLaNConfig
+    Config = MuLaNConfig
     not_in_the_weights = MuLaNConfig.not_in_the_weights()
     cut_before = ("text",)  # see distributed.engines.replicated.cut_graph
-    marks_texts = True  # CLIP's tokenizer puts marks of start and end around texts
 
     def __init__(self, config: MuLaNConfig) -> None:
         super().__init__()
         config.check()
         self.config = config.plain()
-        self._listen(config, Fbank(config.audio_tower) if config.audio_tower else Spectrogram(
-            config.sample_rate, config.n_fft, config.hop_length, config.n_mels, config.fmin, config.fmax,
-            config.spectrogram, config.patch_size, config.win_length, config.spectrogram_padding,
-        ))  # fmt: skip
-        options = {name: self.config[name] for name in ("ff_mult", "attn_dropout", "ff_dropout")}
+        # Of texts, by CLIP's tokenizer, at start and end; the public package makes none.
+        self.marks_texts = config.layout == "tandem"
+        self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)
+        self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
+        self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MOST_NUMBERS))
+        if not config.audio_tower and self.frontend.bands < config.patch_size:
+            patch = f"patch_size {config.patch_size} is larger than"
+            raise ValueError(f"{patch} the {self.frontend.bands} bands of a spectrogram")
+        self._check_clip()
+        self._check_caption()
         both = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
         self.audio: AudioTransformer | PretrainedAudioTower
         if config.audio_tower:
             self.audio = PretrainedAudioTower(config.audio_tower, *both, config.freeze_audio_tower)
         else:
-            self.audio = AudioTransformer(
-                *config.sizes("audio"), config.patch_size, config.patch_dropout, *both, **options
-            )
+            self.audio = AudioTransformer(config)
         text: TextTransformer | PretrainedTextTower
         if config.text_tower:
             text = PretrainedTextTower(config.text_tower, *both, config.freeze_text_tower)
         else:
-            sizes = *config.sizes("text"), config.vocab_size, config.max_text_tokens
-            text = TextTransformer(*sizes, *both, **options)
+            text = TextTransformer(config)
         outputs = config.hierarchical_layers + 1
         # Registered in the order of calls: gradients are sent in the reverse order of registration.
         self.audio_latents = Latents(outputs, config.audio_dim, config.dim_latent)
@@ -116,23 +122,11 @@ class MuLaN(Pretrained):
         self.tau = nn.Parameter(torch.full((outputs,), math.log(config.init_temperature)))
         self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
 
-    def _listen(self, config: TwoTowersConfig, frontend: Fbank | Spectrogram) -> None:
-        """Set what turns clips into spectrograms. Raise a ValueError if these or captions are too large, or too small
-        for a patch."""
-        self.frontend = frontend
-        self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
-        self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MOST_NUMBERS))
-        if not self.config.get("audio_tower") and frontend.bands < config.patch_size:
-            patch = f"patch_size {config.patch_size} is larger than"
-            raise ValueError(f"{patch} the {frontend.bands} bands of a spectrogram")
-        self._check_clip()
-        self._check_caption()
-
     def _check_clip(self) -> None:
         """Set `clip_numbers`, how many numbers a clip of clip_seconds has at once: its samples, its spectrum and the
         distances of its patches. Raise a ValueError if there are too many."""
         config, frames = self.config, self.frontend.frames(self.clip_samples)
-        tower = config.get("audio_tower")
+        tower = config["audio_tower"]
         if tower and frames > tower["max_length"]:
             longest = f"the audio tower takes up to {tower['max_length']} frames, {tower['max_length'] / 100:g} seconds"
             raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {longest}; use shorter clips")
@@ -151,7 +145,7 @@ class MuLaN(Pretrained):
         """Raise a ValueError if the dropout of attention would take too much memory for the longest caption."""
         config = self.config
         weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
-        if config["attn_dropout"] and not config.get("text_tower") and _NUMBERS_OF_DROPOUT * weights >= _MOST_NUMBERS:
+        if config["attn_dropout"] and not config["text_tower"] and _NUMBERS_OF_DROPOUT * weights >= _MOST_NUMBERS:
             caption = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
             raise ValueError(f"{caption} {4 * _MOST_NUMBERS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
 
@@ -159,7 +153,7 @@ class MuLaN(Pretrained):
     def drops(self) -> bool:
         """Whether training needs the `keys` of `forward`."""
         config = self.config
-        has_own = not (config.get("audio_tower") and config.get("text_tower"))
+        has_own = not (config["audio_tower"] and config["text_tower"])
         return has_own and max(config["attn_dropout"], config["ff_dropout"]) > 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

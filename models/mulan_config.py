@@ -1,5 +1,4 @@
-"""Configurations of the two models that train_mulan.py trains: their fields are flags of that script. Imports no
-PyTorch."""
+"""What a `MuLaN` is made from: the fields are flags of train_mulan.py. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -24,19 +23,35 @@ from tandem.converters import (
 )
 from tandem.fields import above_0, flag, flags_of, given, when, without
 
-from .configs import RecomputingConfig
+from .configs import RecomputingConfig, check_choices
 
 MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
-_TANDEM = when("layout", "tandem")
 _TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # a tower of one's own
+_BANDS = (when("spectrogram", "log_mel"), _AUDIO)
 _OF_MUSICLM = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
+_WINDOWS_OF_MUSICLM = {"n_fft": 128, "win_length": 24, "hop_length": 12}
+#: What a file of musiclm-pytorch does not say.
+UNSAID = ("sample_rate", "n_fft", "hop_length")
 
 
 @dataclass
-class TwoTowersConfig(RecomputingConfig):
-    """What a `MuLaN` and a `MusicLMMuLaN` have in common. Sizes that are None take the value of those of both towers,
-    and the window that of the Fourier transform."""
+class MuLaNConfig(RecomputingConfig):
+    """Of a `MuLaN`. Sizes that are None take the value of those of both towers, and the window that of the Fourier
+    transform. The towers are its own, unless there is the configuration of a `PretrainedTextTower` or a
+    `PretrainedAudioTower`, which then decides sizes, vocabulary and spectrogram.
 
+    Raises:
+        ValueError: one line, if a tower has no configuration that is possible.
+    """
+
+    layout: str = flag(
+        "tandem",
+        "tandem: this project's model; musiclm: that of musiclm-pytorch, which loads its weights",
+        choices=("tandem", "musiclm"),
+        in_weights=True,
+        title="model",
+    )
+    dim_latent: int = flag(128, "width of the common space", width, in_weights=True)
     sample_rate: int = flag(
         16000, "all sounds are resampled to this rate", size, metavar="HZ", title="sounds and texts", in_weights=True
     )
@@ -74,6 +89,33 @@ class TwoTowersConfig(RecomputingConfig):
         in_weights=True,
         also="spec_hop_length",
         needs=_AUDIO,
+    )
+    spectrogram: str = flag(
+        "log_mel",
+        "kind of spectrogram that the model is given",
+        choices=("log_mel", "power"),
+        in_weights=True,
+        needs=_AUDIO,
+    )
+    spectrogram_padding: str = flag(
+        "silence",
+        "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
+        choices=("silence", "reflect"),
+        in_weights=True,
+        needs=_AUDIO,
+        also="spec_pad_mode",
+    )
+    n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=_BANDS)
+    fmin: float = flag(
+        0.0, "where the mel bands begin", non_negative_float, metavar="HZ", in_weights=True, needs=_BANDS
+    )
+    fmax: float | None = flag(
+        None,
+        "highest frequency of the mel bands (default: half of --sample_rate)",
+        positive_float,
+        metavar="HZ",
+        in_weights=True,
+        needs=_BANDS,
     )
     time_mask_fraction: float = flag(0.2, "SpecAugment: mask up to this fraction of the time", fraction)
     frequency_mask_fraction: float = flag(0.25, "SpecAugment: mask up to this fraction of the frequencies", fraction)
@@ -115,7 +157,19 @@ class TwoTowersConfig(RecomputingConfig):
         in_weights=True,
         also="hierarchical_contrastive_loss_layers",
     )
-    dim_latent: int = flag(128, "width of the common space", width, title="model", in_weights=True)
+    hierarchical_spacing: str = flag(
+        "last",
+        "layers of --hierarchical_layers: those next to the last, or spaced evenly from the first one on",
+        choices=("last", "even"),
+        in_weights=True,
+        needs=above_0("hierarchical_layers"),
+    )
+    freeze_text_tower: bool = flag(
+        False, "do not train the weights of --text_tower", title="pretrained towers", needs=given("text_tower", "PATH")
+    )
+    freeze_audio_tower: bool = flag(
+        False, "do not train the weights of --audio_tower", needs=given("audio_tower", "PATH")
+    )
     init_temperature: float = flag(
         10.0,
         "temperature in the log, at the start: cosines are multiplied by it (1 / tau); it is learned, up to 100",
@@ -126,6 +180,8 @@ class TwoTowersConfig(RecomputingConfig):
         -10.0, "added to the scaled cosines at the start; learned (sigmoid)", any_float, needs=when("loss", "sigmoid")
     )
     vocab_size: int = 49408
+    text_tower: Any = None
+    audio_tower: Any = None
 
     def __post_init__(self) -> None:
         for tower in ("audio", "text"):
@@ -134,20 +190,48 @@ class TwoTowersConfig(RecomputingConfig):
                     setattr(self, f"{tower}_{name}", getattr(self, name))
         if self.win_length is None:
             self.win_length = self.n_fft
+        for name in ("audio", "text"):
+            if isinstance(tower := getattr(self, f"{name}_tower"), Mapping):
+                from .pretrained_towers import AUDIO_KINDS, TEXT_KINDS, check_tower
+
+                check_tower(tower, AUDIO_KINDS if name == "audio" else TEXT_KINDS)
+                dim, heads = tower["hidden_size"], tower["num_attention_heads"]
+                sizes = {"dim": dim, "depth": tower["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
+                for size, value in sizes.items():
+                    setattr(self, f"{name}_{size}", value)
+                if name == "text":
+                    self.vocab_size = tower["vocab_size"]
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        for name in ("text_tower", "audio_tower"):
+            if model.get(name) and not getattr(args, name):
+                raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
+        shape = super().shape_of(model, args)
+        shape |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
+        if "assumed" in model:  # a file of musiclm-pytorch does not say these: then the flags do
+            shape["clip_seconds"] = model["clip_seconds"]
+            return {name: value for name, value in shape.items() if name not in args.explicit.intersection(UNSAID)}
+        return shape
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        """Fill in the sizes that are not given."""
-        filled = TwoTowersConfig.of(args)
-        for _, name, _, _ in flags_of(TwoTowersConfig):
+        """Take what the layout "musiclm" has: its windows, unless one is given, and what it always has. Fill in the
+        sizes that are not given."""
+        if args.layout == "musiclm":
+            windows = {} if args.explicit & _WINDOWS_OF_MUSICLM.keys() else _WINDOWS_OF_MUSICLM
+            for name, value in {**_OF_MUSICLM, **windows}.items():
+                if name not in args.explicit:
+                    setattr(args, name, value)
+        filled = MuLaNConfig.of(args)
+        for _, name, _, _ in flags_of(MuLaNConfig):
             setattr(args, name, getattr(filled, name))
 
-    def sizes(self, tower: str) -> tuple[int, int, int, int]:
-        """Width, layers, heads and width of a head of the "audio" or the "text" tower."""
-        dim, depth, heads, dim_head = (
-            getattr(self, f"{tower}_{name}") for name in ("dim", "depth", "heads", "dim_head")
-        )
-        return dim, depth, heads, dim_head
+    def transformer(self, tower: str) -> dict[str, Any]:
+        """Arguments of the `Transformer` of the "audio" or the "text" tower."""
+        sizes = {name: getattr(self, f"{tower}_{name}") for name in ("dim", "depth", "heads", "dim_head")}
+        dropout = {"attn_dropout": self.attn_dropout, "ff_dropout": self.ff_dropout}
+        return {**sizes, "ff_mult": self.ff_mult, **dropout, "recompute": self.gradient_checkpointing}
 
     def check(self) -> None:
         """Raise a ValueError, in one line that names the field, if there is no such model."""
@@ -155,11 +239,9 @@ class TwoTowersConfig(RecomputingConfig):
             value, least = getattr(self, field.name), 0 if field.name == "hierarchical_layers" else 1
             if str(field.type).startswith("int") and (type(value) is not int or value < least):
                 raise ValueError(f"{field.name} {value!r} is not a whole number of at least {least}")
+        check_choices(self)
         for _, name, said, _ in flags_of(type(self)):
-            value, choices = getattr(self, name), said.options.get("choices")
-            if choices and value not in choices:
-                raise ValueError(f"{name} {value!r} is unknown; use {' or '.join(choices)}")
-            if said.convert is fraction and not 0 <= value < 1:
+            if said.convert is fraction and not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} {value} is not in [0, 1)")
         depth = min(self.audio_depth, self.text_depth)
         if self.hierarchical_layers >= depth:
@@ -178,115 +260,12 @@ class TwoTowersConfig(RecomputingConfig):
             raise ValueError(f"init_temperature {self.init_temperature} is not in (0, {MAX_SCALE:g}]")
         if not math.isfinite(self.init_bias):
             raise ValueError(f"init_bias {self.init_bias} is not finite")
-
-
-@dataclass
-class MuLaNConfig(TwoTowersConfig):
-    """Of a `MuLaN`. Its towers are its own, unless there is the configuration of a `PretrainedTextTower` or a
-    `PretrainedAudioTower`, which then decides sizes, vocabulary and spectrogram.
-
-    Raises:
-        ValueError: one line, if a tower has no configuration that is possible.
-    """
-
-    spectrogram: str = flag(
-        "log_mel",
-        "kind of spectrogram that the model is given",
-        choices=("log_mel", "power"),
-        title="spectrogram",
-        in_weights=True,
-        needs=(_TANDEM, _AUDIO),
-    )
-    spectrogram_padding: str = flag(
-        "silence",
-        "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
-        choices=("silence", "reflect"),
-        in_weights=True,
-        needs=(_TANDEM, _AUDIO),
-        also="spec_pad_mode",
-    )
-    n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=(_TANDEM, _AUDIO))
-    fmin: float = flag(
-        0.0, "where the mel bands begin", non_negative_float, metavar="HZ", in_weights=True, needs=(_TANDEM, _AUDIO)
-    )
-    fmax: float | None = flag(
-        None,
-        "highest frequency of the mel bands (default: half of --sample_rate)",
-        positive_float,
-        metavar="HZ",
-        in_weights=True,
-        needs=(_TANDEM, _AUDIO),
-    )
-    hierarchical_spacing: str = flag(
-        "last",
-        "layers of --hierarchical_layers: those next to the last, or spaced evenly from the first one on",
-        choices=("last", "even"),
-        in_weights=True,
-        needs=(_TANDEM, above_0("hierarchical_layers")),
-        title="towers",
-    )
-    freeze_text_tower: bool = flag(
-        False, "do not train the weights of --text_tower", title="pretrained towers", needs=given("text_tower", "PATH")
-    )
-    freeze_audio_tower: bool = flag(
-        False, "do not train the weights of --audio_tower", needs=given("audio_tower", "PATH")
-    )
-    text_tower: Any = None
-    audio_tower: Any = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("audio", "text"):
-            if isinstance(tower := getattr(self, f"{name}_tower"), Mapping):
-                from .pretrained_towers import AUDIO_KINDS, TEXT_KINDS, check_tower
-
-                check_tower(tower, AUDIO_KINDS if name == "audio" else TEXT_KINDS)
-                dim, heads = tower["hidden_size"], tower["num_attention_heads"]
-                sizes = {"dim": dim, "depth": tower["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
-                for size, value in sizes.items():
-                    setattr(self, f"{name}_{size}", value)
-                if name == "text":
-                    self.vocab_size = tower["vocab_size"]
-
-    @classmethod
-    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        for name in ("text_tower", "audio_tower"):
-            if model.get(name) and not getattr(args, name):
-                raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
-        of_layout: dict[str, Any] = {"layout": "musiclm" if model["model"] == "MusicLMMuLaN" else "tandem"}
-        if "layout" in args.explicit and args.layout != of_layout["layout"]:
-            return {}  # a model of another class, which is refused by its name
-        of_layout |= {"loss": "sigmoid"} if model.get("sigmoid_contrastive_loss") else {}
-        of_layout |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
-        of_layout |= {"clip_seconds": model["clip_seconds"]} if "assumed" in model else {}
-        # A file of musiclm-pytorch does not say these: then the flags do.
-        unsaid = {"sample_rate", "n_fft", "hop_length"} & args.explicit if of_layout["layout"] == "musiclm" else set()
-        shape = {**super().shape_of(model, args), **of_layout}
-        return {name: value for name, value in shape.items() if name not in unsaid}
-
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        """Take what the other layout's model has: its windows, unless one is given, and what it always has."""
-        if args.layout == "tandem":
-            return
-        args.lasting["loss"] = lambda loss: loss == "sigmoid"  # that model learns a bias for it alone
-        for name in ("text_tower", "audio_tower"):
-            if getattr(args, name):
-                parser.error(f"--{name} is for --layout tandem; the towers of musiclm-pytorch are its own")
-        windows = ("n_fft", "win_length", "hop_length")
-        if not args.explicit & set(windows):
-            for name in windows:
-                setattr(args, name, getattr(MusicLMMuLaNConfig, name))
-        for name, fixed in _OF_MUSICLM.items():
-            if name in args.on_command_line:  # which is refused as without effect
-                continue
-            if name in args.explicit and getattr(args, name) != fixed:
-                parser.error(f"--{name} {getattr(args, name)}: --layout musiclm has {fixed} alone; leave it out")
-            setattr(args, name, fixed)
-
-    def check(self) -> None:
-        super().check()
+        for name, fixed in _OF_MUSICLM.items() if self.layout == "musiclm" else ():
+            if (value := getattr(self, name)) != fixed:
+                raise ValueError(f"{name} {value}: layout musiclm has {fixed} alone; leave it out")
         text, audio = self.text_tower, self.audio_tower
+        if self.layout == "musiclm" and (text or audio):
+            raise ValueError(f"{'text' if text else 'audio'}_tower is for layout tandem; musiclm has its own towers")
         for name, tower in (("text_tower", text), ("audio_tower", audio)):
             if tower is not None and not isinstance(tower, Mapping):
                 raise ValueError(f"{name} {str(tower)[:40]!r} is no configuration of a tower")
@@ -333,31 +312,3 @@ class TowerFlags:
             elif folder.is_dir() and not (folder / "open_clip_config.json").is_file():
                 tower = f"--text_tower {args.text_tower}"
                 parser.error(f"{tower} has no tokenizer.json: give --tokenizer, or clip for CLIP's")
-
-
-@dataclass
-class LayoutFlags:
-    """Which model is trained, `MuLaNConfig` or `MusicLMMuLaNConfig`."""
-
-    layout: str = flag(
-        "tandem",
-        "tandem: this project's model; musiclm: that of musiclm-pytorch, which loads its weights",
-        choices=("tandem", "musiclm"),
-        lasting=True,
-        title="model",
-    )
-
-
-@dataclass
-class MusicLMMuLaNConfig(TwoTowersConfig):
-    """Of a `MusicLMMuLaN`. With `sigmoid_contrastive_loss` it learns the biases of the sigmoid loss; otherwise they
-    stay `init_bias`."""
-
-    n_fft: int = 128
-    win_length: int | None = 24
-    hop_length: int = 12
-    sigmoid_contrastive_loss: bool = False
-
-    @classmethod
-    def of(cls, args: Any) -> MusicLMMuLaNConfig:
-        return dataclasses.replace(super().of(args), sigmoid_contrastive_loss=args.loss == "sigmoid")

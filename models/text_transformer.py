@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .attention import Transformer, layers_read
 
+if TYPE_CHECKING:
+    from .mulan_config import MuLaNConfig
+
 _INIT_STD = 0.02
 
 
 class TextTransformer(nn.Module):
-    """Tokens (b, t) in [0, vocab_size), t <= max_tokens, to the features at the class token, of the final output and of
-    hierarchical_layers layers below it. The options are those of `Transformer`."""
+    """Tokens (b, t) in [0, vocab_size), t <= max_text_tokens, to the features at the class token, of the final output
+    and of hierarchical_layers layers below it. In the layout "musiclm" the token 0 is hidden from the others, wherever
+    it stands."""
 
-    pad: int | None = None  # tokens of this number are hidden from the others, wherever they stand
-
-    def __init__(
-        self,
-        dim: int,
-        depth: int,
-        heads: int,
-        dim_head: int,
-        vocab_size: int,
-        max_tokens: int,
-        hierarchical_layers: int,
-        recompute: bool = False,
-        spacing: str = "last",
-        **options: Any,
-    ) -> None:
+    def __init__(self, config: MuLaNConfig) -> None:
         super().__init__()
-        self.vocab_size, self.max_tokens = vocab_size, max_tokens
-        self.tokens = nn.Embedding(vocab_size, dim)
-        self.positions = nn.Embedding(max_tokens, dim)
+        dim = config.text_dim
+        self.vocab_size, self.max_tokens = config.vocab_size, config.max_text_tokens
+        self.pad = 0 if config.layout == "musiclm" else None
+        self.tokens = nn.Embedding(self.vocab_size, dim)
+        self.positions = nn.Embedding(self.max_tokens, dim)
         self.cls = nn.Parameter(torch.empty(dim))
-        self.transformer = Transformer(dim, depth, heads, dim_head, recompute, **options)
-        self.layers = layers_read(depth, hierarchical_layers, spacing)
+        self.transformer = Transformer(**config.transformer("text"))
+        self.layers = layers_read(config.text_depth, config.hierarchical_layers, config.hierarchical_spacing)
         self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
         for weight in (self.tokens.weight, self.positions.weight, self.cls):
             nn.init.normal_(weight, std=_INIT_STD)

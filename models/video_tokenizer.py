@@ -9,27 +9,23 @@ from typing import NamedTuple, TypeVar
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .configs import VideoTokenizerConfig
 from .convolutional import check_codes, check_range
 from .files.pretrained import Pretrained
-from .quantizers import tokenizer_quantizer
-from .video.causal import CausalConv3d, Context, TimeUp
-from .video.coders import COND_EXPANSION, Decoder, EdgeConv, Encoder, Stack
+from .quantizers import make_quantizer
+from .recompute import recomputed
+from .video.causal import CausalConv3d, Context, RMSNorm, StreamState, TimeUp
 from .video.layers import (
-    LayerOptions,
-    check_condition,
     check_frames,
     check_options,
     check_side,
     check_videos,
     frames_per_code,
     make_layers,
-    parse_layers,
     pixels_per_code,
 )
-from .video.residual import RMSNorm
-from .video.streams import StreamState
 
 Self = TypeVar("Self", bound="VideoTokenizer")
 
@@ -60,9 +56,7 @@ class VideoTokenizer(Pretrained):
     frames of the same bits, for the same batch size, device and weights.
 
     Gradient checkpointing computes each layer again in the backward pass of training instead of keeping what is inside
-    of it: less memory, the same bits, a third more time. Fields of the configuration that are no flags: `channels`, 3
-    for RGB or 4 for RGBA; `dim_cond`, the width of the condition of the layers ``cond_...``; heads and widths of
-    attention and of linear attention.
+    of it: less memory, the same bits, a third more time.
 
     Raises:
         ValueError: one line, if arguments do not fit one another.
@@ -70,41 +64,30 @@ class VideoTokenizer(Pretrained):
 
     Config = VideoTokenizerConfig
     not_in_the_weights = VideoTokenizerConfig.not_in_the_weights()
+    channels = 3  # RGB
     cut_before = ("decoder",)  # see distributed.engines.replicated.cut_graph
 
     def __init__(self, config: VideoTokenizerConfig) -> None:
         super().__init__()
         self._is_encoder_frozen = False
         self.config = config.plain()
-        channels, init_dim = config.channels, config.init_dim
-        patch_size, dim_cond = config.patch_size, config.dim_cond
-        check_options(self.config)
-        parsed = parse_layers(config.layers)
-        self.frames_per_code, self.pixels_per_code = (
-            frames_per_code(config.layers),
-            pixels_per_code(config.layers, patch_size),
-        )
+        check_options(config)
+        self.frames_per_code = frames_per_code(config.layers)
+        self.pixels_per_code = pixels_per_code(config.layers, config.patch_size)
         check_side("image_size", config.image_size, self.pixels_per_code)
-        self.image_size, self.channels = config.image_size, channels
+        self.image_size = config.image_size
         self.soft_clamp = config.soft_clamp if config.quantizer == "lfq" else 0.0
-        self.is_conditional = any(layer.name.startswith("cond_") for layer in parsed)
-        if dim_cond is not None and not self.is_conditional:
-            raise ValueError(f"dim_cond {dim_cond} has no effect without a layer that takes a condition: cond_...")
 
-        self.quantizer = tokenizer_quantizer(config)
-        dim_latent, wide_cond = self.quantizer.dim, None if dim_cond is None else COND_EXPANSION * dim_cond
-        encoder, decoder, dim = make_layers(parsed, init_dim, config.max_dim, LayerOptions(
-            config.residual_kernel, config.norm, wide_cond, dim_latent, config.heads, config.dim_head,
-            config.linear_heads, config.linear_dim_head, config.time_window,
-        ))  # fmt: skip
-        of_patch, edge = channels * patch_size**2, (config.pad_mode, config.separate_first_frame)
-        conv_in = EdgeConv(of_patch, init_dim, config.input_kernel, *edge)
-        conv_out = EdgeConv(init_dim, of_patch, config.output_kernel, *edge)
+        self.quantizer = make_quantizer(config)
+        encoder, decoder, dim = make_layers(config, self.quantizer.dim)
+        of_patch, edge = self.channels * config.patch_size**2, (config.pad_mode, config.separate_first_frame)
+        conv_in = EdgeConv(of_patch, config.init_dim, config.input_kernel, *edge)
+        conv_out = EdgeConv(config.init_dim, of_patch, config.output_kernel, *edge)
         layers_in, layers_out = (Stack(each, config.gradient_checkpointing) for each in (encoder, decoder))
-        norm_out = RMSNorm(init_dim) if config.norm == "rms" else None
-        patches = (patch_size, config.patch)
-        self.encoder = Encoder(conv_in, layers_in, dim, dim_latent, dim_cond, patches)
-        self.decoder = Decoder(dim_latent, dim, dim_cond, layers_out, norm_out, conv_out, patches)
+        norm_out = RMSNorm(config.init_dim) if config.norm == "rms" else None
+        patches = (config.patch_size, config.patch)
+        self.encoder = _Encoder(conv_in, layers_in, dim, self.quantizer.dim, patches)
+        self.decoder = _Decoder(self.quantizer.dim, dim, layers_out, norm_out, conv_out, patches)
         for name, module in self.named_modules():
             if hasattr(module, "stream_name"):
                 module.stream_name = name
@@ -119,20 +102,17 @@ class VideoTokenizer(Pretrained):
         """What the codebook is, in a few words, such as "fsq: 1000 codes, levels 8,5,5,5"."""
         return f"{self.config['quantizer']}: {self.quantizer.summary()}"
 
-    def forward(
-        self, videos: Tensor, cond: Tensor | None = None, *, observe: bool = False
-    ) -> VideoTokenizerOutput | None:
+    def forward(self, videos: Tensor, *, observe: bool = False) -> VideoTokenizerOutput | None:
         """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
 
         Args:
-            cond: (b, dim_cond), if there are layers that take a condition.
             observe: Only add the videos to the quantizer's statistics over several micro-batches
                 (``quantizer.observe``), and return None.
 
         Raises:
-            ValueError: one line that names the nearest sizes that fit; or a condition that is missing or superfluous.
+            ValueError: one line that names the nearest sizes that fit.
         """
-        parts = list(self._latents(videos, cond))
+        parts = list(self._latents(videos))
         z = torch.cat(parts, dim=2)
         if observe:
             self.quantizer.observe(z)
@@ -141,13 +121,13 @@ class VideoTokenizer(Pretrained):
         if len(parts) > 1:  # how many vectors are compared with a codebook at once may change the bits
             codes = torch.cat([self.quantizer.codes(part) for part in parts], dim=1)
             quantized = self.quantizer.decode_codes(codes).detach() + (quantized - quantized.detach())
-        reconstruction, features = self._decode(quantized, cond)
+        reconstruction, features = self._decode(quantized)
         if videos.dim() == 4:
             reconstruction, codes = reconstruction.squeeze(2), codes.squeeze(1)
         return VideoTokenizerOutput(reconstruction, codes, losses, features.detach())
 
     @torch.no_grad()
-    def encode(self, videos: Tensor, cond: Tensor | None = None) -> Tensor:
+    def encode(self, videos: Tensor) -> Tensor:
         """Videos (b, c, f, h, w) in [0, 1] -> codes, int64 (b, f', h', w'); images (b, c, h, w) -> (b, h', w').
 
         Raises:
@@ -155,38 +135,30 @@ class VideoTokenizer(Pretrained):
         """
         check_videos(videos, self.channels, self.pixels_per_code)
         check_range(videos)
-        codes = torch.cat([self.quantizer.codes(z) for z in self._latents(videos, cond)], dim=1)
+        codes = torch.cat([self.quantizer.codes(z) for z in self._latents(videos)], dim=1)
         return codes.squeeze(1) if videos.dim() == 4 else codes
 
-    def decode(self, codes: Tensor, cond: Tensor | None = None) -> Tensor:
+    def decode(self, codes: Tensor) -> Tensor:
         """Codes -> fp32 videos (b, c, f, h, w), about [0, 1] and not clamped.
 
         Codes are (b, f', h', w'), or (b, f' x h' x w') of videos of the trained size, frame by frame and row by row; or
         (b, h', w') of images, which become (b, c, h, w).
 
         Raises:
-            ValueError: codes (b, n) that fill no frames, or beyond the codebook; a condition that is missing or
-                superfluous.
+            ValueError: codes (b, n) that fill no frames, or beyond the codebook.
         """
         check_codes(codes, self.num_codes)
         if codes.dim() == 2:
             codes = self._as_grid(codes)
         quantized = self.quantizer.decode_codes(codes.unsqueeze(1) if codes.dim() == 3 else codes)
-        videos, _ = self._decode(quantized, cond)
+        videos, _ = self._decode(quantized)
         return videos.squeeze(2) if codes.dim() == 3 else videos
-
-    # The names in the public code.
-    tokenize = encode
-    decode_from_code_indices = decode
-
-    def start_encoding(self, cond: Tensor | None = None) -> StreamState:
-        """The state of a stream from which nothing was encoded yet."""
-        return StreamState(check_condition(cond, self.is_conditional))
 
     @torch.no_grad()
     def encode_next(self, frames: Tensor, state: StreamState) -> Tensor:
         """The next frames of a stream, any number of them, (b, c, f, h, w) in [0, 1] -> the frames of codes that they
-        complete, int64 (b, f', h', w'), f' possibly 0; the state keeps the other frames. Changes the state.
+        complete, int64 (b, f', h', w'), f' possibly 0; the state, at first `StreamState()`, keeps the other frames.
+        Changes the state.
 
         In eval mode, all calls together give exactly the codes of the whole clip.
 
@@ -198,16 +170,6 @@ class VideoTokenizer(Pretrained):
         codes = [self.quantizer.codes(z) for z in self._encode_chunks(frames, state)]
         height, width = (side // self.pixels_per_code for side in frames.shape[-2:])
         return torch.cat([frames.new_zeros(len(frames), 0, height, width, dtype=torch.int64), *codes], dim=1)
-
-    def finish_encoding(self, state: StreamState) -> None:
-        """Raise a ValueError of one line if frames are left that are not in any code, as from a clip that has not
-        1 + S_t n frames. Which ones are left, `StreamState.pending` says."""
-        left = 0 if state.pending is None else state.pending.shape[2]
-        check_frames(state.used + left, self.frames_per_code)
-
-    def start_decoding(self, cond: Tensor | None = None) -> StreamState:
-        """The state of a stream from which nothing was decoded yet."""
-        return StreamState(check_condition(cond, self.is_conditional))
 
     @torch.no_grad()
     def decode_next(self, codes: Tensor, state: StreamState) -> Tensor:
@@ -244,8 +206,7 @@ class VideoTokenizer(Pretrained):
         Images train only the last time slice of each kernel; the others, still random, become 0 here, and so do the
         gains of what ``attend_time`` and ``gateloop_time`` see of earlier frames. Where a frame becomes two, images
         train the second alone; the first gets its weights. So each frame is coded and decoded like an image at the
-        start, and the first frame stays so (not with ``cond_residual``, whose output is divided by a norm of all
-        slices); a group of frames that share a code starts as its last frame.
+        start, and the first frame stays so; a group of frames that share a code starts as its last frame.
 
         Raises:
             ValueError: one line, naming the arguments in which the two models differ.
@@ -276,23 +237,23 @@ class VideoTokenizer(Pretrained):
         self.quantizer.train(mode and not self._is_encoder_frozen)
         return self
 
-    def _latents(self, videos: Tensor, cond: Tensor | None) -> Iterable[Tensor]:
+    def _latents(self, videos: Tensor) -> Iterable[Tensor]:
         """Latents (b, d, f', h', w') before quantization, in chunks of frames; in train mode, in one."""
         check_videos(videos, self.channels, self.pixels_per_code)
         clip = videos if videos.dim() == 5 else videos.unsqueeze(2)
         check_frames(clip.shape[2], self.frames_per_code)
         if not self.training:
-            return self._encode_chunks(clip, self.start_encoding(cond))
-        return [self._clamped(self.encoder(clip, Context(check_condition(cond, self.is_conditional))))]
+            return self._encode_chunks(clip, StreamState())
+        return [self._clamped(self.encoder(clip, Context()))]
 
     def _encode_chunks(self, frames: Tensor, state: StreamState) -> Iterable[Tensor]:
         return (self._clamped(self.encoder(*chunk)) for chunk in state.chunks(frames, self.frames_per_code))
 
-    def _decode(self, quantized: Tensor, cond: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
         """Quantized (b, d, f', h', w') -> fp32 videos, and the input of the last convolution."""
         if self.training:
-            return self.decoder(quantized, Context(check_condition(cond, self.is_conditional)))
-        videos, features = zip(*self._decode_chunks(quantized, self.start_decoding(cond)), strict=True)
+            return self.decoder(quantized, Context())
+        videos, features = zip(*self._decode_chunks(quantized, StreamState()), strict=True)
         return torch.cat(videos, dim=2), torch.cat(features, dim=2)
 
     def _decode_chunks(self, quantized: Tensor, state: StreamState) -> Iterable[tuple[Tensor, Tensor]]:
@@ -307,3 +268,144 @@ class VideoTokenizer(Pretrained):
         if codes.shape[1] % side**2:
             raise ValueError(f"{codes.shape[1]} codes fill no frames of {side} x {side}; give (b, f', h', w') codes")
         return rearrange(codes, "b (f h w) -> b f h w", h=side, w=side)
+
+
+class EdgeConv(nn.Module):
+    """The encoder's first or the decoder's last convolution, k x k x k and causal.
+
+    Args:
+        separate_first_frame: The first frame has a convolution of its own, 1 x k x k. What the other frames become may
+            depend on the first one nevertheless.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int, kernel: int, pad_mode: str, separate_first_frame: bool) -> None:
+        super().__init__()
+        self.conv = CausalConv3d(fan_in, fan_out, (kernel, kernel, kernel), pad_mode=pad_mode)
+        self.first = (
+            CausalConv3d(fan_in, fan_out, (1, kernel, kernel), pad_mode=pad_mode) if separate_first_frame else None
+        )
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        out = self.conv(x, context)
+        if self.first is None or not context.is_start:
+            return out
+        # For an image this leaves nothing of `out`, so the convolution of the other frames has a gradient of zeros. It
+        # is not left out: then it would have none, and not every backend treats the two alike.
+        return torch.cat([self.first(x[:, :, :1], context), out[:, :, 1:]], dim=2)
+
+    def weight_gradient(self, x: Tensor, output_gradient: Tensor) -> Tensor:
+        """A loss's gradient (n,) with respect to the weights of both, from whole clips; see `CausalConv3d`."""
+        if self.first is None:
+            return self.conv.weight_gradient(x, output_gradient).flatten()
+        of_others = F.pad(output_gradient[:, :, 1:], (0, 0, 0, 0, 1, 0))
+        gradients = (
+            self.conv.weight_gradient(x, of_others),
+            self.first.weight_gradient(x[:, :, :1], output_gradient[:, :, :1]),
+        )
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+class Stack(nn.ModuleList):
+    """Layers one after the other.
+
+    Args:
+        recompute: In training, compute each layer again in the backward pass instead of keeping what is inside of it.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], recompute: bool) -> None:
+        super().__init__(layers)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        for layer in self:
+            x = recomputed(layer, x, context, when=self.recompute and self.training)
+        return x
+
+
+class _Encoder(nn.Module):
+    """Frames (b, c, f, h, w) -> latents (b, dim_latent, f', h', w').
+
+    Args:
+        conv_in: From the channels of a patch.
+        layers: As `make_layers` gives them.
+        dim: Channels after the layers.
+        patch: Side and kind of the patches.
+    """
+
+    def __init__(
+        self, conv_in: EdgeConv, layers: Stack, dim: int, dim_latent: int, patch: tuple[int, str]
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.patch, self.conv_in, self.layers = patch, conv_in, layers
+        self.norm = RMSNorm(dim)
+        self.to_latents = nn.Conv3d(dim, dim_latent, 1)
+
+    def forward(self, frames: Tensor, context: Context) -> Tensor:
+        # Inside, values are in [-1, 1]: from a mean of 0 it learns several times faster than from one of 1/2.
+        patches = to_patches(2 * frames.to(self.to_latents.weight.dtype) - 1, *self.patch)
+        x = self.layers(self.conv_in(patches, context), context)
+        return self.to_latents(self.norm(x))
+
+
+class _Decoder(nn.Module):
+    """Quantized latents (b, dim_latent, f', h', w') -> frames (b, c, f, h, w) in fp32, and the input of the last
+    convolution (b, d, f, h / patch, w / patch).
+
+    Args:
+        layers: As `make_layers` gives them.
+        dim: Channels before the layers.
+        norm: An RMSNorm and a SiLU precede the last convolution; None: nothing does.
+        conv_out: To the channels of a patch.
+        patch: Side and kind of the patches.
+    """
+
+    def __init__(
+        self, dim_latent: int, dim: int, layers: Stack, norm: RMSNorm | None, conv_out: EdgeConv,
+        patch: tuple[int, str],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.from_latents = nn.Conv3d(dim_latent, dim, 1)
+        self.layers, self.norm, self.conv_out, self.patch = layers, norm, conv_out, patch
+
+    def forward(self, quantized: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        latents = quantized.to(self.from_latents.weight.dtype)
+        context = context._replace(latents=latents)
+        x = self.layers(self.from_latents(latents), context)
+        features = x if self.norm is None else F.silu(self.norm(x))
+        return (from_patches(self.conv_out(features, context).float(), *self.patch) + 1) / 2, features
+
+    def last_layer_gradient(self, features: Tensor, frames_gradient: Tensor) -> Tensor:
+        """A loss's gradient (n,) with respect to the weights of ``conv_out``, from whole clips; uses no weights."""
+        return self.conv_out.weight_gradient(features, to_patches(frames_gradient.float() / 2, *self.patch))
+
+
+def to_patches(x: Tensor, size: int, kind: str) -> Tensor:
+    """(b, c, f, h, w) -> (b, c x size^2, f, h / size, w / size), orthonormal.
+
+    ``pixels`` moves pixels. ``haar`` is log2(size) levels of the 2 x 2 Haar transform of all channels: of the pixels
+    a b / c d, (a + b + c + d) / 2, (a - b + c - d) / 2, (a + b - c - d) / 2 and (a - b - c + d) / 2, in blocks of
+    channels in this order.
+    """
+    if kind == "pixels":
+        return rearrange(x, "b c f (h p) (w q) -> b (p q c) f h w", p=size, q=size)
+    while size > 1:
+        x, size = _hadamard(rearrange(x, "b c f (h p) (w q) -> (p q) b c f h w", p=2, q=2), dim=1), size // 2
+    return x
+
+
+def from_patches(x: Tensor, size: int, kind: str) -> Tensor:
+    """The inverse of `to_patches`, which is also its transpose."""
+    if kind == "pixels":
+        return rearrange(x, "b (p q c) f h w -> b c f (h p) (w q)", p=size, q=size)
+    while size > 1:
+        corners = _hadamard(rearrange(x, "b (k c) f h w -> k b c f h w", k=4), dim=0)
+        x, size = rearrange(corners, "(p q b) c f h w -> b c f (h p) (w q)", p=2, q=2), size // 2
+    return x
+
+
+def _hadamard(corners: Tensor, dim: int) -> Tensor:
+    """Four tensors (4, b, ...) -> their 2 x 2 Haar transform, which is its own inverse, concatenated along ``dim``."""
+    a, b, c, d = corners
+    top, top_slope, bottom, bottom_slope = a + b, a - b, c + d, c - d
+    parts = (top + bottom, top_slope + bottom_slope, top - bottom, top_slope - bottom_slope)
+    return torch.cat(parts, dim=dim) / 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -13,13 +12,10 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from .configs import VQGANConfig
-from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images, leaky_relu
+from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images, group_norm, leaky_relu
 from .files.pretrained import Pretrained
-from .quantizers import tokenizer_quantizer
+from .quantizers import make_quantizer
 from .recompute import recomputed
-
-_SLOPE = 0.1  # negative slope of every LeakyReLU
-_MOST_GROUPS = 16  # a GroupNorm has as many groups as the greatest common divisor of 16 and the channels
 
 Self = TypeVar("Self", bound="VQGAN")
 
@@ -72,12 +68,12 @@ class VQGAN(Pretrained):
         decoder: list[nn.Module] = [nn.Conv2d(dim, channels, 1)]  # in reverse order
         for (fan_in, fan_out), count in zip(itertools.pairwise(widths), blocks, strict=True):
             down = nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1)
-            encoder += [nn.Sequential(down, leaky_relu(_SLOPE))]
+            encoder += [nn.Sequential(down, leaky_relu())]
             encoder += [ResBlock(fan_out, _leaky_half) for _ in range(count)]
             up = nn.ConvTranspose2d(fan_out, fan_in, 4, stride=2, padding=1)
-            decoder += [nn.Sequential(up, leaky_relu(_SLOPE))]
+            decoder += [nn.Sequential(up, leaky_relu())]
             decoder += [ResBlock(fan_out, _gated_half) for _ in range(count)]
-        self.quantizer = tokenizer_quantizer(config)
+        self.quantizer = make_quantizer(config)
         self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.dim, 1))
         self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
         if not self.centred:
@@ -189,16 +185,12 @@ class VQGAN(Pretrained):
 
 def _leaky_half(channels: int) -> list[nn.Module]:
     """Half a block of the encoder: 3 x 3 convolution, GroupNorm, LeakyReLU."""
-    return [nn.Conv2d(channels, channels, 3, padding=1), _group_norm(channels), leaky_relu(_SLOPE)]
+    return [nn.Conv2d(channels, channels, 3, padding=1), group_norm(channels), leaky_relu()]
 
 
 def _gated_half(channels: int) -> list[nn.Module]:
     """Half a block of the decoder: 3 x 3 convolution to twice the width, GLU (Dauphin et al. 2017), GroupNorm."""
-    return [nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.GLU(dim=1), _group_norm(channels)]
-
-
-def _group_norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(math.gcd(_MOST_GROUPS, channels), channels)
+    return [nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.GLU(dim=1), group_norm(channels)]
 
 
 def _blocks_per_level(num_resnet_blocks: Sequence[int], num_layers: int) -> list[int]:

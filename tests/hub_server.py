@@ -66,6 +66,10 @@ class Hub:
         return [line for line in self.requests if line.startswith("GET") and line.endswith(ending)]
 
 
+def blob_id(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
@@ -115,6 +119,8 @@ class Handler(BaseHTTPRequestHandler):
             self.write(found[1], found[2], unquote(found[3]), body)
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/revision/([^/]+))?", path):
             self.info(found[1], unquote(found[2] or "main"))
+        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path):
+            self.tree(found[1], unquote(found[2]))
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self.resolve(found[1], unquote(found[2]), unquote(found[3]))
         else:
@@ -165,6 +171,12 @@ class Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": path} for path in repository.commits[sha]]
             self.answer(200, {"id": name, "sha": sha, "private": repository.private, "siblings": siblings})
 
+    def tree(self, name: str, revision: str) -> None:
+        repository = self.hub.repositories[name]
+        files = repository.commits[repository.resolve(revision) or ""]
+        self.answer(200, [{"type": "file", "path": path, "size": len(content), "oid": blob_id(content)}
+                          for path, content in files.items()])  # fmt: skip
+
     def resolve(self, name: str, revision: str, path: str) -> None:
         repository = self.hub.repositories.get(name)
         sha = repository.resolve(revision) if repository else None
@@ -175,8 +187,7 @@ class Handler(BaseHTTPRequestHandler):
             self.not_found("EntryNotFound")
             return
         content = repository.commits[sha][path]
-        digest = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        headers = {"ETag": f'"{digest}"', "X-Repo-Commit": sha}
+        headers = {"ETag": f'"{blob_id(content)}"', "X-Repo-Commit": sha}
         if len(content) > LARGE:
             headers |= {"X-Linked-ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Linked-Size": str(len(content))}
         if self.hub.failure == "cut body" and self.command == "GET":

@@ -35,7 +35,7 @@ import models
 from data.feed import to_unit_range
 from data.order import split_samples
 from data.sets import open_images
-from training.run.clock import without_costs
+from training.measures.directions import COSTS
 from training.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -365,7 +365,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def without_clocks(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the machine's speed and on the time of day."""
-    return [without_costs(line) for line in metrics(run)]
+    return [{name: value for name, value in line.items() if name not in COSTS} for line in metrics(run)]
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import convert
 from data.stores.output import sha256_of
-from models import VQGAN, Decoder, DiscreteVAE, MuLaN, VideoTokenizer
+from models import VQGAN, Decoder, DiscreteVAE, MuLaN
+from models.configs import VQGANConfig
 from tests.models.helpers import assert_same_bits
 from tests.models.reference import tokenizers
 from tests.scripts import DECODER, MULAN, VAE, VIDEO_TOKENIZER, words
@@ -187,12 +188,11 @@ def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_started_from(
     assert_same_bits(saved(new, "generator"), saved(run, "ema"))
     adopted = yaml.safe_load((new / "config.yaml").read_text())
     assert adopted.items() >= given.items()
-    VideoTokenizer.made({**VideoTokenizer.from_pretrained(run / "model").config, "heads": 4}).save_pretrained(
-        tmp_path / "odd"
-    )
-    odd = ("--init_from", str(tmp_path / "odd"))
-    assert " heads 4" in VIDEO_TOKENIZER.refused(tmp_path / "other", *odd, *words(given))
-    assert "--fsq_levels 8,5" in VIDEO_TOKENIZER.refused(tmp_path / "other", *odd, "--fsq_levels", "8,8")
+    said = VIDEO_TOKENIZER.refused(tmp_path / "other", "--init_from", str(run), "--fsq_levels", "8,8")
+    assert "--fsq_levels 8,5" in said
+    grey = {**VQGANConfig.of(VQGAN_SCRIPT.parsed(*words(VQGAN_SCRIPT.tiny))).plain(), "channels": 1}
+    VQGAN.made(grey).save_pretrained(tmp_path / "grey")
+    assert " channels 1" in VQGAN_SCRIPT.refused(tmp_path / "other", "--init_from", str(tmp_path / "grey"))
 
 
 def test_a_run_of_mulan_is_exported_from_mid_run_and_started_from_with_its_tokenizer(

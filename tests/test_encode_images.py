@@ -150,7 +150,9 @@ def a_file(tmp: Path) -> Path:
 MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no model": (lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
     "another kind of model": (
-        lambda tmp: {"--model": saved(tmp / "m", Discriminator(8))}, "a Discriminator, not a DiscreteVAE or a VQGAN"),
+        lambda tmp: {"--model": saved(tmp / "m", Discriminator.made({"dim": 8}))},
+        "a Discriminator, not a DiscreteVAE or a VQGAN",
+    ),
     "no images": (lambda tmp: {"--image_folder": tmp}, "no image in"),
     "output is a file": (lambda tmp: {"--output": a_file(tmp)}, "--output"),
     "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18"),

@@ -190,17 +190,11 @@ def test_a_film_is_written_whole_or_not_at_all(codes, model, tmp_path):
 # Mistakes.
 
 
-def conditional() -> VideoTokenizer:
-    return video_tokenizer(layers="residual,cond_residual,compress_space:8", dim_cond=4)
-
-
 MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no model": (lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
     "a model of images": (
         lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "holds a VQGAN, which codes images: give --image_folder"
     ),
-    "a conditional model": (lambda tmp: {"--model": saved(tmp / "m", conditional())}, "needs a condition"),
-    "a model of RGBA": (lambda tmp: {"--model": saved(tmp / "m", video_tokenizer(channels=4))}, "4 channels"),
     "no videos": (lambda tmp: {"--video_folder": tmp}, "no video in"),
     "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18"),
     "rate and stride": (lambda tmp: {"--fps": 5, "--frame_stride": 2}, "--frame_stride has no effect"),

@@ -15,7 +15,7 @@ from models import DiscreteVAE
 from reference.vae import Settings, schedule
 from tests.scripts import VAE, Script, assert_same_bits, final_weights, metrics, validation_images
 from training import schedules
-from training.run.clock import COSTS
+from training.measures.directions import COSTS
 
 
 def schedule_of(step: int, args: Namespace) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
 Gathered = Callable[[], AbstractContextManager[Any]]
 
+_OF_LENGTH = "ema_"  # before the length, in the name of an average
 _TENSORS_AT_ONCE = 32  # moved by the same launches on a GPU; their differences are the memory that an update takes
 
 
@@ -96,43 +96,35 @@ class AveragedModel:
             parameter.data = parameter.data.new_empty(0)
 
 
-class _Count:
-    """Number of updates that an average holds. Skipped ones change no weights and do not count. The number is on the
-    device, where it is known which updates are skipped, so that the host does not wait; `int` of it makes it wait."""
+class Average:
+    """Averages of the same weights by name, each of which starts from a copy of them; the run keeps the first. Without
+    any, the run keeps the trained model itself. Buffers are copied, not averaged.
 
-    def __init__(self, device: torch.device) -> None:
-        self._number = torch.zeros((), dtype=torch.float64, device=device)
+    Args:
+        weights: Those to average, of an engine or a cascade of engines.
+        shares: Of each average, how far update n = 1, 2, ... (float64, 0-d) moves it towards the weights.
+    """
 
-    def __int__(self) -> int:
-        return int(self._number)
-
-    def start_from(self, number: int) -> None:
-        self._number.fill_(number)
-
-    def next(self, skipped: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Count an update, unless one of these flags (0-d bool) is set. Returns whether it counts, and the number."""
-        is_made = torch.ones_like(self._number, dtype=torch.bool)
-        for flag in skipped:
-            is_made = is_made & ~flag.to(is_made.device)
-        self._number += is_made
-        return is_made, self._number
-
-
-class _Averages(ABC):
-    """Averages of the same weights by name, each of which starts from a copy of them; the run keeps the first."""
-
-    def __init__(self, weights: Engine | Cascade, names: Sequence[str]) -> None:
-        self._weights = weights
-        self._averages = {name: AveragedModel(weights) for name in names}
-        self._updates = _Count(self._averages[names[0]].device)
+    def __init__(self, weights: Engine | Cascade, shares: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        self._weights, self._shares = weights, shares
+        self._averages = {name: AveragedModel(weights) for name in shares}
+        device = next((average.device for average in self._averages.values()), None)
+        # Updates that the averages hold: on the device, where it is known which ones are skipped, so that the host does
+        # not wait.
+        self._updates = torch.zeros((), dtype=torch.float64, device=device)
 
     def update(self, *skipped: Tensor) -> None:
         """Add the weights after one update, unless one of these flags (0-d bool) says that it was skipped, as that of
-        an engine's `Update`. Collective."""
-        is_made, n = self._updates.next(skipped)
+        an engine's `Update`: then no weights have changed, and it does not count. Collective."""
+        if not self._averages:
+            return
+        is_made = torch.ones_like(self._updates, dtype=torch.bool)
+        for flag in skipped:
+            is_made = is_made & ~flag.to(is_made.device)
+        self._updates += is_made
         held = self._weights.held_weights()
         for name, average in self._averages.items():
-            average.move_towards(held, torch.where(is_made, self._share(name, n), 0.0))
+            average.move_towards(held, torch.where(is_made, self._shares[name](self._updates), 0.0))
 
     def averages(self) -> dict[str, Gathered]:
         """Models to evaluate beside the trained one, by name ("ema", or "ema_0.05" for each length): in the context of
@@ -143,119 +135,60 @@ class _Averages(ABC):
         """`live_state` with the tensors themselves. Collective."""
         return _fetched(self.live_state())
 
-    @abstractmethod
     def live_state(self) -> dict[str, Any]:
-        """The count of updates and the averaged weights; those that are sharded as functions that return them whole."""
-
-    @abstractmethod
-    def _share(self, name: str, n: Tensor) -> Tensor:
-        """How far update n moves an average towards the weights."""
-
-
-class ExponentialMovingAverage(_Averages):
-    """Average a <- d a + (1 - d) w after every update, with d = min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
-
-    The smaller d of the first updates removes the random initial weights from the average sooner; it is the rule of
-    TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`. Buffers are copied, not averaged.
-
-    Args:
-        weights: Those to average, of an engine or a cascade of engines; the average starts from a copy of them.
-        decay: Largest weight d of the old average, in (0, 1).
-    """
-
-    def __init__(self, weights: Engine | Cascade, decay: float) -> None:
-        assert 0 < decay < 1, decay
-        super().__init__(weights, ["ema"])
-        self.decay = decay
-
-    def _share(self, name: str, n: Tensor) -> Tensor:
-        return (9 / (10 + n)).clamp_min(1 - self.decay)
-
-    def live_state(self) -> dict[str, Any]:
-        return {"updates": int(self._updates), "weights": self._averages["ema"].state()}
+        """The count of updates and the averaged weights, by length if there are lengths; those that are sharded as
+        functions that return them whole. Empty without an average."""
+        if not self._averages:
+            return {}
+        states = {name: {"weights": average.state()} for name, average in self._averages.items()}
+        of_lengths = {"powers": {name.removeprefix(_OF_LENGTH): state for name, state in states.items()}}
+        return {"updates": int(self._updates), **states.get("ema", of_lengths)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore count and weights; missing or unexpected names are a ValueError."""
-        if not state:
-            raise ValueError("the checkpoint holds no average of the weights: continue with --ema_decay 0")
-        if "powers" in state:
-            raise ValueError(f"the checkpoint holds averages of another kind: continue with {_flag_of(state)}")
-        self._averages["ema"].restore(state["weights"])
-        self._updates.start_from(state["updates"])
-
-
-class PowerAverages(_Averages):
-    """Averages whose profile is a power of time: the weights of update k of n count in proportion to
-    k^(g+1) - (k-1)^(g+1), about k^g. So an average grows with the run, and forgets the initial weights at once.
-
-    a <- b a + (1 - b) w after update n = 1, 2, ..., with b = (1 - 1 / n)^(g + 1); Karras et al. 2024, section 3.1. The
-    exponent g follows from the length, see `training.profiles.exponent_of`. Buffers are copied, not averaged.
-
-    Args:
-        weights: Those to average, of an engine or a cascade of engines.
-        lengths: Relative lengths of the averages: the standard deviation of the profile, as a fraction of the run. The
-            run keeps the average of the first one.
-
-    Raises:
-        ValueError: a length is given twice.
-    """
-
-    def __init__(self, weights: Engine | Cascade, lengths: Sequence[float]) -> None:
-        names = [f"{length:g}" for length in lengths]
-        if len(set(names)) < len(names):
-            raise ValueError(f"--ema_power {' '.join(names)}: give each length once")
-        self._exponents = {f"ema_{name}": exponent_of(float(name)) for name in names}
-        super().__init__(weights, [*self._exponents])
-
-    def _share(self, name: str, n: Tensor) -> Tensor:
-        return 1 - (1 - 1 / n) ** (self._exponents[name] + 1)
-
-    def live_state(self) -> dict[str, Any]:
-        """The count of updates, and the averaged weights by length; those that are sharded as functions that return
-        them whole."""
-        powers = {name.removeprefix("ema_"): {"weights": of.state()} for name, of in self._averages.items()}
-        return {"updates": int(self._updates), "powers": powers}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore count and weights; other lengths than those of the state are a ValueError, as are missing or
-        unexpected names."""
-        if not state:
-            raise ValueError("the checkpoint holds no average of the weights: continue without --ema_power")
-        if {f"ema_{length}" for length in state.get("powers", ())} != set(self._averages):
-            raise ValueError(f"the checkpoint holds other averages: continue with {_flag_of(state)}")
+        """Restore count and weights; other averages, and missing or unexpected names, are a ValueError."""
+        weights = {f"{_OF_LENGTH}{length}": of["weights"] for length, of in state.get("powers", {}).items()}
+        if "weights" in state:
+            weights["ema"] = state["weights"]
+        if weights.keys() != self._averages.keys():
+            flag = f"--ema_power {' '.join(state['powers'])}" if "powers" in state else "--ema_decay"
+            what, flag = ("other averages", flag) if state else ("no average", "--ema_decay 0 and without --ema_power")
+            raise ValueError(f"the checkpoint holds {what} of the weights: continue with {flag}")
         for name, average in self._averages.items():
-            average.restore(state["powers"][name.removeprefix("ema_")]["weights"])
-        self._updates.start_from(state["updates"])
-
-
-class NoAverage:
-    """Takes the place of the average where none is asked for: the run keeps the trained model itself."""
-
-    def update(self, *skipped: Tensor) -> None:
-        pass
-
-    def averages(self) -> dict[str, Gathered]:
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            average.restore(weights[name])
         if state:
-            raise ValueError(
-                f"the checkpoint holds an average of the weights, which would be dropped: set {_flag_of(state)}"
-            )
-
-
-Average = ExponentialMovingAverage | PowerAverages | NoAverage
+            self._updates.fill_(state["updates"])
 
 
 def make_ema(weights: Engine | Cascade, decay: float, lengths: Sequence[float] | None = None) -> Average:
     """The averages of an engine's `weights` with these `lengths` (--ema_power), or the one with this `decay`
-    (--ema_decay), or none for no length and 0."""
-    if lengths:
-        return PowerAverages(weights, lengths)
-    return ExponentialMovingAverage(weights, decay) if decay > 0 else NoAverage()
+    (--ema_decay), or none for no length and 0. Raises ValueError if a length is given twice."""
+    names = [f"{length:g}" for length in lengths or ()]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--ema_power {' '.join(names)}: give each length once")
+    if names:
+        return Average(weights, {f"{_OF_LENGTH}{name}": power_of_time(float(name)) for name in names})
+    return Average(weights, {"ema": exponential(decay)} if decay > 0 else {})
+
+
+def exponential(decay: float) -> Callable[[Tensor], Tensor]:
+    """The shares of the average a <- d a + (1 - d) w, with d = min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
+
+    The smaller d of the first updates removes the random initial weights from the average sooner; it is the rule of
+    TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`. The decay lies in (0, 1).
+    """
+    return lambda n: (9 / (10 + n)).clamp_min(1 - decay)
+
+
+def power_of_time(length: float) -> Callable[[Tensor], Tensor]:
+    """The shares of an average whose profile is a power of time: the weights of update k of n count in proportion to
+    k^(g+1) - (k-1)^(g+1), about k^g. So the average grows with the run, and forgets the initial weights at once.
+
+    a <- b a + (1 - b) w after update n = 1, 2, ..., with b = (1 - 1 / n)^(g + 1); Karras et al. 2024, section 3.1. The
+    exponent g follows from the length, the standard deviation of the profile as a fraction of the run
+    (`training.profiles.exponent_of`).
+    """
+    exponent = exponent_of(length)
+    return lambda n: 1 - (1 - 1 / n) ** (exponent + 1)
 
 
 def kept_weights(engine: Engine | Cascade, average: Average) -> AbstractContextManager[Any]:
@@ -275,8 +208,3 @@ def _fetched(state: Mapping[str, Any]) -> dict[str, Any]:
         key: _fetched(value) if isinstance(value, Mapping) else value() if callable(value) else value
         for key, value in state.items()
     }
-
-
-def _flag_of(state: Mapping[str, Any]) -> str:
-    """The flag with which a run has made this state."""
-    return f"--ema_power {' '.join(state['powers'])}" if "powers" in state else "--ema_decay"

@@ -75,14 +75,9 @@ def coefficients(stored: Sequence[Profile], wanted: Profile) -> tuple[Tensor, fl
     # Of profiles scaled to norm 1, so that late and early ones count alike.
     products = inner_products(stored, stored) / (norms[:, None] * norms)
     with_wanted = inner_products(stored, [wanted])[:, 0] / (norms * norm)
-    values, vectors = torch.linalg.eigh(products)
-    inverse = torch.where(values > _ROUNDING * values[-1], 1 / values, 0.0)
-
-    def solve(right: Tensor) -> Tensor:
-        return vectors @ (inverse * (vectors.T @ right))
-
+    inverse = torch.linalg.pinv(products, rtol=_ROUNDING, hermitian=True)
     ones = norm / norms  # coefficients of scaled profiles -> their contribution to the sum
-    free, push = solve(with_wanted), solve(ones)
+    free, push = inverse @ with_wanted, inverse @ ones
     scaled = free - push * ((ones @ free - 1) / (ones @ push))
     found = scaled * ones
     found = torch.where(found.abs() > _NO_COEFFICIENT, found, 0.0)

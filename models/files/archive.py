@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickletools
+import struct
 import zipfile
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.files.reading import DAMAGES, check_regular
+from tandem.files.reading import check_regular
 
 # The only calls that plain tensors in dicts need. bytearray, sparse and meta tensors are not among them.
 _KINDS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
@@ -26,20 +27,22 @@ _CALLS = {
 # The oldest files, such as torchvision's VGG, need one call more.
 _OLD_CALLS = {*_CALLS, "torch._utils _rebuild_tensor"}
 
-# Sizes of the records that end a zip file: zip64's end of the table of contents, its locator, and the plain end.
-_ZIP64_END, _LOCATOR, _END = 56, 20, 22
+# The records that end a zip file: zip64's end of the table of contents (signature, ..., place of the table), its
+# locator (signature, ..., place of that end, ...), and the plain end (signature, ..., place of the table, length of a
+# comment).
+_ENDS = struct.Struct("<4s44xQ 4s4xQ4x 4s12xIH")
 
 # Far more than the names and shapes of a state dict need; in an old file the values of the tensors come after them.
 _LONGEST_PICKLES_BYTES = 1 << 22
 
+_STATE_DICT = 3  # place among the pickles of an old file
+
 # Of a file, to learn what it is.
 _LONGEST_BEGINNING = 1 << 20
-_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, StopIteration)
 
 # Values in a tuple, also in the tuples in it, each as often as it is named: PyTorch needs seven and the sizes.
 _LARGEST_TUPLE = 1 << 10
 
-_NUMBERS = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG"}
 _MEMOS, _RECALLS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
 
 
@@ -54,17 +57,10 @@ class Ignored:
 
 
 def mentions(path: Path, name: bytes) -> bool:
-    """Whether ``name`` stands among the names of the weights in a .pt, .pth or .safetensors file. Reads little of the
-    file, and runs none of its code. Raises ValueError, in one line, if it is no regular file."""
-    check_regular(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            pickled = next(member for member in archive.namelist() if member.endswith("data.pkl"))
-            with archive.open(pickled) as file:
-                return name in file.read(_LONGEST_BEGINNING)
-    except _DAMAGES:
-        with path.open("rb") as file:
-            return name in file.read(_LONGEST_BEGINNING)
+    """Whether ``name`` stands among the names of the weights in a .pt, .pth or .safetensors file, all of which begin
+    with the names. Runs no code of it. Raises ValueError, in one line, if it is no regular file."""
+    with check_regular(path).open("rb") as file:
+        return name in file.read(_LONGEST_BEGINNING)
 
 
 def check_archive(path: Path, ignored: Collection[str] = ()) -> None:
@@ -101,19 +97,15 @@ def check_old_file(path: Path) -> None:
     Raises:
         OSError, ValueError: the check fails, or the file is of another format.
     """
+    size = path.stat().st_size
     with path.open("rb") as file:
         pickles = io.BytesIO(file.read(_LONGEST_PICKLES_BYTES))
-    elements = 0
-    for _ in range(5):
-        before: list[tuple[str, Any]] = []
+    for number in range(5):
         for opcode, argument in _operations(pickles):
             _check_call(opcode, argument, _OLD_CALLS)
-            if opcode == "BINPERSID":
-                elements += _elements_of_storage(before)
-            if opcode not in _MEMOS:
-                before = [*before[-2:], (opcode, argument)]
-    if elements > path.stat().st_size:  # PyTorch allocates storages before it looks for their data
-        raise ValueError("its tensors are larger than the file")
+            # PyTorch allocates storages before it looks for their data; none has more numbers than the file bytes.
+            if number == _STATE_DICT and isinstance(argument, int) and argument > size:
+                raise ValueError("its tensors are larger than the file")
 
 
 def check_sizes(path: Path, tensors: Iterable[Tensor]) -> None:
@@ -159,28 +151,15 @@ def _check_call(opcode: str, argument: Any, allowed: set[str]) -> None:
         raise ValueError(f"it calls for {'.'.join(str(argument).split())}, and no plain tensor needs that")
 
 
-def _elements_of_storage(before: list[tuple[str, Any]]) -> int:
-    """The number of elements in the tuple (..., elements, None) that the last operations of a pickle have made."""
-    match before:
-        case [(kind, int(number)), ("NONE", _), ("TUPLE", _)] if kind in _NUMBERS and number >= 0:
-            return number
-    raise ValueError("it describes a tensor in a way that PyTorch does not")
-
-
 def _has_one_table_of_contents(path: Path, start: int) -> bool:
     """Whether every zip reader must find the table of contents at ``start``, where Python's zipfile found it."""
+    end_of_file = path.stat().st_size
     with path.open("rb") as file:
-        end_of_file = file.seek(0, 2)
-        file.seek(-min(end_of_file, _ZIP64_END + _LOCATOR + _END), 2)
-        tail = file.read()
-    zip64, locator, end = tail[: -_LOCATOR - _END], tail[-_LOCATOR - _END : -_END], tail[-_END:]
-    if not (end.startswith(b"PK\5\6") and end.endswith(b"\0\0")):  # no comment: it could hold another end record
+        file.seek(max(0, end_of_file - _ENDS.size))
+        tail = file.read().rjust(_ENDS.size)
+    zip64, zip64_start, locator, zip64_at, end, end_start, comment = _ENDS.unpack(tail)
+    if end != b"PK\5\6" or comment:  # which could hold another end
         return False
-    if not locator.startswith(b"PK\6\7"):
-        return start == int.from_bytes(end[16:20], "little")
-    zip64_at = end_of_file - _END - _LOCATOR - _ZIP64_END
-    return (
-        zip64.startswith(b"PK\6\6")
-        and zip64_at == int.from_bytes(locator[8:16], "little")
-        and start == int.from_bytes(zip64[48:56], "little")
-    )
+    if locator != b"PK\6\7":
+        return bool(start == end_start)
+    return bool(zip64 == b"PK\6\6" and zip64_at == end_of_file - _ENDS.size and start == zip64_start)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Saved = TypeVar("Saved", bound="Pretrained")
 
 
-def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor] = MappingProxyType({})) -> None:
     """Check that constructor arguments have JSON's types, at any depth of lists and mappings, and that no integer is
     larger than both 2^22 and the largest dimension of the weights.
 
@@ -48,7 +49,7 @@ def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor])
     for name, value in arguments.items():
         for number in plain_values(name, value):
             if isinstance(number, int) and abs(number) > largest:
-                raise ValueError(f"{name} {str(number)[:24]} is larger than any dimension of the weights")
+                raise ValueError(f"{name} {str(number)[:24]} is too large: {largest} is the most")
 
 
 def plain_values(name: str, value: Any) -> Iterator[Any]:
@@ -83,18 +84,9 @@ def build_in_memory(kind: type[Saved], /, **arguments: Any) -> Saved:
         ValueError: one line that names the argument that is too large, or says how large the model would be. Others:
             as ``kind``.
     """
-    check_numbers(arguments)
+    check_arguments(arguments)
     build_on_meta(lambda: kind.made(arguments))
     return kind.made(arguments)
-
-
-def check_numbers(arguments: Mapping[str, Any]) -> None:
-    """Check that constructor arguments have JSON's types, and no whole number beyond 2^22. Raises ValueError, in one
-    line, naming the argument."""
-    for name, value in arguments.items():
-        for number in plain_values(name, value):
-            if isinstance(number, int) and abs(number) > _HARMLESS_NUMBER:
-                raise ValueError(f"{name} {str(number)[:24]} is too large: {_HARMLESS_NUMBER} is the most")
 
 
 def build_on_meta(build: Callable[[], Model]) -> Model:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,11 @@ SECONDS = 60.0  # to wait for the next answer or bytes of the Hub
 LONGEST_NAME = 96  # of a model on the Hub, with its user
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Of what a model folder may hold, in the order of download. The weights come last, so that a folder with weights is
-# complete.
+# What a model folder may hold, besides a card and a picture.
 _FILES = (
-    re.compile(r"config\.json|tokenizer\.json|model\.safetensors\.index\.json|discriminator/config\.json"),
-    re.compile(r"discriminator/model\.safetensors"),
-    re.compile(r"model[\w.-]*\.safetensors", re.ASCII),
-)
+    CONFIG_FILE, "tokenizer.json", "model*.safetensors", "model.safetensors.index.json", "discriminator/config.json",
+    "discriminator/model.safetensors",
+)  # fmt: skip
 # A path that ends so is meant to be a file, and one that is missing is no reason to ask the Hub.
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".yaml")
 
@@ -67,31 +65,41 @@ def use(name: str, folder: Path) -> None:
     _folders[str(Path(name))] = folder
 
 
-def download(name: str, mark: Callable[[], None] = lambda: None) -> Path:
+def download(name: str) -> Path:
     """The folder in the cache of a model on the Hub, whose last part is its commit. What the cache holds of this commit
     is not downloaded again. If the Hub gives no answer, the cache's copy of the revision is taken, and a line says so.
 
     Args:
         name: USER/NAME or USER/NAME@REVISION: a branch, a tag or a commit.
-        mark: Called before each file.
 
     Raises:
         ValueError: one line, if there is no such model, no answer, or no package that could ask for it.
     """
     model, revision = split(name) or (name, None)
     library = _library(f"{name} does not exist here, and looking for it on the Hugging Face Hub")
+    silence: Exception | None = None  # why the Hub gave no answer
     try:
-        return _download(library, model, revision, mark)
-    except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
-        copy = _cached(library, model, revision) if _is_without_answer(error) else None
-        if copy is None:
-            where = library.constants.ENDPOINT
-            raise ValueError(
-                f"{name} does not exist here, and cannot be had from the Hub ({where}): {_reason(error, name)}"
-            ) from None
-        if not library.constants.HF_HUB_OFFLINE:
-            say(f"{_reason(error, name)}: taking {model} from the cache, commit {copy.name}")
-        return copy
+        if not (revision and _COMMIT.fullmatch(revision)):
+            try:
+                library.HfApi().model_info(model, revision=revision, timeout=SECONDS)
+            except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
+                if _has_answered(error):
+                    raise
+                silence = error
+        alone = {"local_files_only": silence is not None}
+        folder = Path(library.hf_hub_download(model, CONFIG_FILE, revision=revision, **alone)).parent
+        read_config(folder)  # before gigabytes of another kind of model are downloaded
+        library.snapshot_download(model, revision=folder.name, allow_patterns=_FILES, **alone)
+        if not holds_weights(folder):
+            raise ValueError("there is no answer, and the cache does not hold all of it")
+    except Exception as error:
+        where = library.constants.ENDPOINT
+        raise ValueError(
+            f"{name} does not exist here, and cannot be had from the Hub ({where}): {_reason(silence or error)}"
+        ) from None
+    if silence and not library.constants.HF_HUB_OFFLINE:
+        say(f"{_reason(silence)}: taking {model} from the cache, commit {folder.name}")
+    return folder
 
 
 def upload(folder: Path, model: str, message: str, *, is_private: bool = False, branch: str | None = None) -> str:
@@ -109,20 +117,20 @@ def upload(folder: Path, model: str, message: str, *, is_private: bool = False, 
     api = library.HfApi()
     try:
         api.create_repo(model, private=True if is_private else None, exist_ok=True)
-        info = api.model_info(model, timeout=SECONDS)
-        if is_private and not info.private:
+        if is_private and not api.model_info(model, timeout=SECONDS).private:
             raise ValueError("it exists already and is public, so --private is not possible; nothing was pushed")
         if branch:
             api.create_branch(model, branch=branch, exist_ok=True)
-            info = api.model_info(model, revision=branch, timeout=SECONDS)
         paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        left = [name for name in _names(info) if _rank(name) is not None and name not in paths]
+        there = api.list_repo_files(model, revision=branch)
+        left = [name for name in there if name not in paths and any(fnmatch(name, known) for known in _FILES)]
+        # Not upload_folder, which may need several commits.
         operations = [library.CommitOperationAdd(name, path) for name, path in sorted(paths.items())]
         operations += [library.CommitOperationDelete(name) for name in left]
         commit = api.create_commit(model, operations, commit_message=message, revision=branch)
     except Exception as error:
         where = library.constants.ENDPOINT
-        raise ValueError(f"cannot push {model} to the Hub ({where}): {_reason(error, model)}") from None
+        raise ValueError(f"cannot push {model} to the Hub ({where}): {_reason(error)}") from None
     return str(commit.commit_url)
 
 
@@ -142,40 +150,6 @@ def _library(purpose: str) -> Any:
     return huggingface_hub
 
 
-def _download(library: Any, model: str, revision: str | None, mark: Callable[[], None]) -> Path:
-    if revision and _COMMIT.fullmatch(revision) and (copy := _cached(library, model, revision)):
-        return copy
-    names = _names(library.HfApi().model_info(model, revision=revision, timeout=SECONDS))
-    if CONFIG_FILE not in names:
-        raise ValueError(f"it holds no {CONFIG_FILE}, so it is no model folder of these scripts")
-    # Asked for by the revision, this file makes the library remember the revision's commit, for when it is offline.
-    folder = Path(library.hf_hub_download(model, CONFIG_FILE, revision=revision)).parent
-    read_config(folder)  # before gigabytes of another kind of model are downloaded
-    for name in sorted((name for name in names if _rank(name) is not None), key=lambda name: (_rank(name), name)):
-        mark()
-        library.hf_hub_download(model, name, revision=folder.name)
-    return folder
-
-
-def _cached(library: Any, model: str, revision: str | None) -> Path | None:
-    """The folder of a model that is complete in the cache; None if there is none."""
-    try:
-        path = library.hf_hub_download(model, CONFIG_FILE, revision=revision, local_files_only=True)
-    except (OSError, ValueError):
-        return None
-    folder = Path(path).parent
-    return folder if holds_weights(folder) else None
-
-
-def _names(info: Any) -> list[str]:
-    return [file.rfilename for file in info.siblings or ()]
-
-
-def _rank(name: str) -> int | None:
-    """The place of a model's file in the order of download; None for any other file."""
-    return next((rank for rank, pattern in enumerate(_FILES) if pattern.fullmatch(name)), None)
-
-
 def _cause(error: Exception) -> tuple[Exception, int | None]:
     """The error for which the library gave up, and the HTTP status that the Hub answered, if it did."""
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -185,33 +159,19 @@ def _cause(error: Exception) -> tuple[Exception, int | None]:
     return error, getattr(getattr(error, "response", None), "status_code", None)
 
 
-def _is_without_answer(error: Exception) -> bool:
-    """Whether the Hub could not be asked, or is out of order: it has not said that there is no such model."""
+def _has_answered(error: Exception) -> bool:
+    """Whether the Hub has said that there is no such model, or that it is not for this user: it is not out of order."""
     error, status = _cause(error)
-    return status == 429 or status >= 500 if status is not None else not isinstance(error, ValueError)
+    return isinstance(error, ValueError) if status is None else status < 500 and status != 429
 
 
-def _reason(error: Exception, name: str) -> str:
+def _reason(error: Exception) -> str:
     """Why the Hub did not do what was asked, in one line."""
-    from huggingface_hub import errors
-
     error, status = _cause(error)
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"it has no revision {(split(name) or (name, None))[1] or 'main'}"
-    if isinstance(error, errors.GatedRepoError):
-        return "it is for those who accept its conditions; do so on its page, then log in with `hf auth login`"
-    if status in (401, 403, 404):
-        return (
-            f"it is unknown there, or you may not do this without another login (HTTP {status}); log in with "
-            "`hf auth login`, or set HF_TOKEN"
-        )
-    if status is not None:
-        said = getattr(error, "server_message", None)
-        return f"the Hub answers HTTP {status}" + (f": {one_line(ValueError(said))}" if said else "")
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and the cache does not hold all of it"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return "the cache does not hold all of it"
-    if isinstance(error, (ValueError, OSError)):
+    if type(error) is ValueError:
         return one_line(error)
-    return f"no answer ({type(error).__name__}: {one_line(error)})"
+    if status is None:
+        return f"no answer ({type(error).__name__}: {one_line(error)})"
+    login = "; for what is private or gated, log in with `hf auth login`, or set HF_TOKEN"
+    said = one_line(ValueError(" ".join(str(error).split())))
+    return f"the Hub answers HTTP {status}: {said}{login if status in (401, 403, 404) else ''}"

@@ -19,9 +19,7 @@ from tandem.files.reading import check_regular
 from ..discriminator import Discriminator
 from ..vqgan import VQGAN
 from .archive import mentions
-from .building import build_with_weights, check_arguments
 from .description import describe_weights
-from .errors import one_line
 from .published import read_state_dict
 from .writing import on_cpu, replacing
 
@@ -55,13 +53,13 @@ def load_public_vqgan(path: Path, *, weights: str = "best") -> VQGAN:
         ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `VQGAN` lacks.
     """
     found = _read(path, weights)
-    return _built(path, VQGAN, found.arguments, found.weights)
+    return VQGAN.with_weights(path, found.arguments, found.weights)
 
 
 def load_public_discriminator(path: Path) -> Discriminator | None:
     """The discriminator in such a file, in eval mode, if it holds one. Errors: see `load_public_vqgan`."""
     found = _read(path, "best").discriminator
-    return None if found is None else _built(path, Discriminator, *found)
+    return None if found is None else Discriminator.with_weights(path, *found)
 
 
 def describe_public_vqgan(path: Path) -> dict[str, Any]:
@@ -135,9 +133,9 @@ def _check_has_public_form(model: VQGAN) -> None:
 
 def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discriminator | None) -> str:
     """Why a VQGanVAE of this `VQGAN.config` has no such discriminator; empty if it may have."""
-    for name, needed in (("dim", config["dim"]), ("channels", config["channels"]), ("groups", _GROUPS)):
-        if discriminator is not None and discriminator.config[name] != needed:
-            said = f"its {name} is {discriminator.config[name]}, and that of a VQGanVAE would have {needed}"
+    for name in ("dim", "channels"):
+        if discriminator is not None and discriminator.config[name] != config[name]:
+            said = f"its {name} is {discriminator.config[name]}, and that of a VQGanVAE would have {config[name]}"
             return f"its discriminator is left out: {said}"
     return ""
 
@@ -232,11 +230,3 @@ def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     if name not in state or state[name].ndim != 4:
         raise ValueError(f"it lacks {name}, the weights of a convolution")
     return tuple(state[name].shape)
-
-
-def _built(path: Path, kind: Any, arguments: dict[str, Any], weights: dict[str, Tensor]) -> Any:
-    try:
-        check_arguments(arguments, weights)
-        return build_with_weights(lambda: kind.made(arguments), weights).eval()
-    except (TypeError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold a VQGanVAE of {PACKAGE}: {one_line(error)}") from None

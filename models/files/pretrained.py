@@ -39,17 +39,17 @@ Self = TypeVar("Self", bound="Pretrained")
 class Pretrained(nn.Module):
     """A model that can be saved to a folder and built from one."""
 
-    Config: ClassVar[type[ModelConfig] | None] = None
-    """The dataclass that the constructor takes; None: it takes arguments by name."""
+    Config: ClassVar[type[ModelConfig]]
+    """The dataclass that the constructor takes."""
     config: dict[str, Any]
-    """The fields of the configuration, or the arguments, by name, of JSON's types; set by the constructor."""
+    """The fields of the configuration by name, of JSON's types; set by the constructor."""
     not_in_the_weights: ClassVar[frozenset[str]] = frozenset()
     """Arguments that have no effect on the weights, so `load_weights_from` accepts a model that differs in them."""
 
     @classmethod
     def made(cls: type[Self], arguments: Mapping[str, Any]) -> Self:
         """The model of this `config`. Raises TypeError for a name that there is not; others as the constructor."""
-        return cls(**arguments) if cls.Config is None else cls(cls.Config(**arguments))
+        return cls(cls.Config(**arguments))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model.safetensors, then the config.json that makes the folder loadable; each file atomically."""
@@ -110,7 +110,7 @@ class Pretrained(nn.Module):
         Raises:
             ValueError: one line that names ``source``, if they do not fit.
         """
-        known = {field.name for field in dataclasses.fields(cls.Config)} if cls.Config else config.keys()
+        known = {field.name for field in dataclasses.fields(cls.Config)}
         if other := sorted(config.keys() - known):
             names = ", ".join(repr(name[:40]) for name in other[:3])
             raise ValueError(f"{source} was written by another version, whose {cls.__name__} has {names}")
@@ -119,11 +119,6 @@ class Pretrained(nn.Module):
             return build_with_weights(lambda: cls.made(config), weights).eval()
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
-
-
-def constructor_arguments(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """``locals()`` in the first line of a constructor -> its arguments, for `Pretrained.config`."""
-    return {name: value for name, value in variables.items() if name not in ("self", "__class__")}
 
 
 def class_of(name: str, source: Path) -> type[Pretrained]:

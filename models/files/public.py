@@ -51,7 +51,7 @@ FORMATS = {
         describe_public_vqgan, load_public_discriminator,
     ),
     "musiclm": PublicFormat(
-        "MusicLMMuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
+        "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
         save_public_mulan, describe_public_mulan,
     ),
     "dalle": PublicFormat("DiscreteVAE", lambda path: True, _load_dalle, DiscreteVAE.save_dalle, describe_dalle_file),

@@ -6,8 +6,7 @@ Importing this file alone imports no PyTorch, because --help reads the names.
 from __future__ import annotations
 
 import importlib
-import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ..configs import QuantizerConfig
@@ -33,49 +32,14 @@ _KINDS = {
 QUANTIZERS = {name: kind.words for name, kind in _KINDS.items()}
 
 
-def make_quantizer(name: str, *, codebook_size: int | None = None, dim: int | None = None, **options: Any) -> Quantizer:
-    """A quantizer by name.
-
-    Args:
-        name: One of `QUANTIZERS`.
-        codebook_size: Number of codes. For fsq it is approximate, and ignored if ``levels`` are given.
-        dim: Channels of vq and ibq; ignored by the others, whose channels follow from the codebook.
-        options: Other keyword arguments of the quantizer's class.
-
-    Raises:
-        ValueError: an unknown name or option, or a value out of range.
-    """
-    kind = _class_of(name)
-    parameters = inspect.signature(kind).parameters
-    sizes: dict[str, Any] = {"codebook_size": codebook_size, "dim": dim}
-    if name == "fsq" and codebook_size is not None and "levels" not in options:
-        from .finite_scalar import levels_of
-
-        sizes["levels"] = levels_of(codebook_size)
-    arguments = {key: size for key, size in sizes.items() if key in parameters and size is not None} | options
-    if unknown := [key for key in arguments if key not in parameters]:
-        raise ValueError(f"quantizer {name} has no option {', '.join(unknown)}; it has {', '.join(parameters)}")
-    if missing := [key for key, it in parameters.items() if it.default is it.empty and key not in arguments]:
-        raise ValueError(f"quantizer {name} needs {', '.join(missing)}")
-    return kind(**arguments)
-
-
-def tokenizer_quantizer(config: QuantizerConfig) -> Quantizer:
-    """The quantizer of a tokenizer, whose configuration has the options of all quantizers: a quantizer's parameter
-    x is the field x or, of a quantizer q alone, q_x; None for its default.
+def make_quantizer(config: QuantizerConfig) -> Quantizer:
+    """The quantizer of a tokenizer's configuration.
 
     Raises:
         ValueError: an unknown name or a value out of range.
     """
-    options: dict[str, Any] = {}
-    for parameter in inspect.signature(_class_of(config.quantizer)).parameters.keys() - {"codebook_size", "dim"}:
-        value = getattr(config, f"{config.quantizer}_{parameter}", getattr(config, parameter, None))
-        options |= {} if value is None else {parameter: value}
-    return make_quantizer(config.quantizer, codebook_size=config.codebook_size, dim=config.codebook_dim, **options)
-
-
-def _class_of(name: str) -> type[Quantizer]:
-    if name not in _KINDS:
-        raise ValueError(f"quantizer {name!r} is unknown; use one of {', '.join(QUANTIZERS)}")
-    found: type[Quantizer] = getattr(importlib.import_module(f".{_KINDS[name].module}", __name__), _KINDS[name].name)
-    return found
+    if config.quantizer not in _KINDS:
+        raise ValueError(f"quantizer {config.quantizer!r} is unknown; use one of {', '.join(QUANTIZERS)}")
+    _, module, name = _KINDS[config.quantizer]
+    made: Quantizer = getattr(importlib.import_module(f".{module}", __name__), name)(config)
+    return made

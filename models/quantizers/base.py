@@ -1,4 +1,5 @@
-"""The interface of every quantizer, and how a quantizer communicates with the other processes."""
+"""The interface of every quantizer, and how its statistics become those of the whole batch of an update, whose parts
+are spread over micro-batches and processes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from .statistics import AllReduce, GlobalMean
+AllReduce = Callable[[Tensor], Tensor]
+"""Sum over the processes, as a new tensor."""
 
 Self = TypeVar("Self", bound="Quantizer")
 
@@ -23,6 +25,49 @@ class Quantized(NamedTuple):
     """(b, ...) int64 in [0, num_codes)."""
     losses: dict[str, Tensor]
     """By name in `loss_names`, 0-d fp32, unweighted."""
+
+
+class GlobalMean:
+    """Mean of a vector statistic over every item of an update.
+
+    Sums are in fp64, so that the mean, rounded to fp32, hardly ever depends on how items are spread over processes.
+    """
+
+    def __init__(self) -> None:
+        self._observed: Tensor | None = None
+        self._pooled: Tensor | None = None
+
+    def observe(self, total: Tensor, count: int) -> None:
+        """Add the sum (k,) over `count` items."""
+        part = _pack(total, count)
+        self._observed = part if self._observed is None else self._observed + part
+
+    def pool(self, all_reduce: AllReduce) -> None:
+        """Fix the mean over what all processes observed, until `clear`. Collective."""
+        if self._observed is None:
+            raise RuntimeError("pool() before observe(): nothing was observed, so there is nothing to pool")
+        self._pooled, self._observed = all_reduce(self._observed), None
+
+    def clear(self) -> None:
+        """Forget the statistics of the update."""
+        self._observed = self._pooled = None
+
+    def __call__(self, total: Tensor, count: int, all_reduce: AllReduce | None) -> Tensor:
+        """Mean (k,) in fp64.
+
+        Args:
+            total: Sum (k,) over the `count` local items.
+            all_reduce: If given, the result is the pooled mean or, if nothing was pooled, the mean over all
+                processes (collective); if None, the mean of the local items.
+        """
+        if all_reduce is None:
+            return total.detach().double() / count
+        packed = self._pooled if self._pooled is not None else all_reduce(_pack(total, count))
+        return packed[:-1] / packed[-1]
+
+
+def _pack(total: Tensor, count: int) -> Tensor:
+    return torch.cat([total.detach().double(), total.new_full((1,), count, dtype=torch.float64)])
 
 
 def of_one_process(tensor: Tensor) -> Tensor:
@@ -53,13 +98,15 @@ class Quantizer(nn.Module, ABC):
         dim: Channels of an entry.
         mean: Collects the mean over the whole batch, if a loss needs one. A subclass adds to it in `_observe`; this
             class pools and clears it.
+
+    Raises:
+        ValueError: less than 2 entries, or less than 1 channel.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ()
     """Keys of `Quantized.losses`, in train and eval mode."""
 
-    all_reduce: Callable[[Tensor], Tensor]
-    """Sum over the processes, as a new tensor."""
+    all_reduce: AllReduce
     gather: Callable[[Tensor], Tensor]
     """Concatenation over the processes along dimension 0, by rank."""
     rank: int
@@ -68,6 +115,8 @@ class Quantizer(nn.Module, ABC):
 
     def __init__(self, num_codes: int, dim: int, mean: GlobalMean | None = None) -> None:
         super().__init__()
+        if num_codes < 2 or dim < 1:
+            raise ValueError(f"codebook_size {num_codes} and codebook_dim {dim}: at least 2 entries of 1 channel")
         self.num_codes, self.dim, self._mean = num_codes, dim, mean
         self.all_reduce = self.gather = of_one_process
         self.rank, self.world_size = 0, 1

@@ -9,12 +9,13 @@ averaging over the parts gives the gradient of H_batch. No gradient has to pass 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .signs import code_signs
-from .statistics import AllReduce, GlobalMean
+from .base import AllReduce, GlobalMean
 
 
 def bernoulli_entropy(logits: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class SoftmaxEntropy:
     """Entropy loss over K codes with p(c | x) = softmax_c logits / temperature.
 
     Args:
-        temperature: Above 0.
+        temperature: Of the softmax.
         gamma: Weight of H_batch.
     """
 
@@ -89,15 +90,13 @@ class SignEntropy:
         bits_per_group: The largest g, the number of bits of a group.
 
     Raises:
-        ValueError: a scale or size that is not positive.
+        ValueError: a scale that is not positive.
     """
 
-    def __init__(self, bits: int, scale: float, gamma: float, bits_per_group: int) -> None:
+    def __init__(self, bits: int, scale: float, gamma: float, bits_per_group: int = BITS_PER_GROUP) -> None:
         if not scale > 0:
             raise ValueError(f"inv_temperature gives bits the logits {scale:g} z: it has to be greater than 0")
-        if not 1 <= bits_per_group <= 24:
-            raise ValueError(f"bits_per_group {bits_per_group} is not in 1 to 24: 2^24 probabilities are 128 MiB")
-        groups = -(-bits // bits_per_group)
+        groups = math.ceil(bits / bits_per_group)
         self._sizes = [bits // groups + (index < bits % groups) for index in range(groups)]
         self._scale, self._gamma, self.mean = scale, gamma, GlobalMean()
 
@@ -134,3 +133,9 @@ def _sign_distribution(logits: Tensor) -> Tensor:
     """(n, g) -> softmax over the 2^g vectors of signs, (n, 2^g), in the order of their codes."""
     signs = code_signs(torch.arange(2 ** logits.shape[1], device=logits.device), logits.shape[1])
     return (logits / 2 @ signs.T).softmax(dim=1)
+
+
+def code_signs(codes: Tensor, bits: int) -> Tensor:
+    """Codes (...) -> their signs (..., bits), -1 or 1 in fp32, the most significant bit first."""
+    shifts = torch.arange(bits - 1, -1, -1, device=codes.device)
+    return ((codes[..., None] >> shifts) & 1).float() * 2 - 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .base import Quantizer, straight_through
+
+if TYPE_CHECKING:
+    from ..configs import QuantizerConfig
 
 # Mentzer et al. 2023, table 1: codebook size -> levels.
 _LEVELS = {
@@ -25,19 +28,21 @@ class FiniteScalarQuantizer(Quantizer):
     The code has the first channel as its least significant digit, as in the paper's appendix A.1. There are no losses
     and no statistics. The bound is shifted by artanh, so that z = 0 is level L // 2 for even L too.
 
-    Args:
-        levels: Number of levels of each channel, 3 or more.
+    `fsq_levels` are the numbers of levels of each channel; without them, the published ones for `codebook_size`.
 
     Raises:
-        ValueError: no channels, or a channel with less than 3 levels.
+        ValueError: no channels, a channel with less than 3 levels, or a size for which none are published.
     """
 
     _levels: Tensor
     _place_values: Tensor
 
-    def __init__(self, levels: Sequence[int]) -> None:
+    def __init__(self, config: QuantizerConfig) -> None:
+        levels = _levels_of(config.codebook_size) if config.fsq_levels is None else config.fsq_levels
         if not levels or min(levels) < 3:
-            raise ValueError(f"levels {list(levels)}: give 3 or more for each channel (Mentzer et al. 2023 advise 5)")
+            raise ValueError(
+                f"fsq_levels {list(levels)}: give 3 or more for each channel (Mentzer et al. 2023 advise 5)"
+            )
         super().__init__(math.prod(levels), len(levels))
         place_values = [math.prod(levels[:channel]) for channel in range(len(levels))]
         self.register_buffer("_levels", torch.tensor(levels), persistent=False)
@@ -75,7 +80,7 @@ class FiniteScalarQuantizer(Quantizer):
         return (digits - half_width).float() / half_width
 
 
-def levels_of(codebook_size: int) -> tuple[int, ...]:
+def _levels_of(codebook_size: int) -> tuple[int, ...]:
     """The published levels for a codebook of about this size.
 
     Raises:

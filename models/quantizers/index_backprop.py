@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,12 @@ from torch.nn import functional as F
 
 from .base import Quantizer
 from .entropy import SoftmaxEntropy
+
+if TYPE_CHECKING:
+    from ..configs import QuantizerConfig
+
+_BETA = 0.25  # weight of the term that moves entries to vectors
+_TEMPERATURE = 0.01  # of the entropy loss; the choice has temperature 1
 
 
 class TrainedCodebook(nn.Module):
@@ -41,31 +47,14 @@ class IndexBackpropQuantizer(Quantizer):
     softmax_c <z, c> / temperature.
 
     The backward pass needs the memory of several n x K matrices.
-
-    Args:
-        codebook_size, dim: K and d.
-        beta: Weight of the term that moves entries to vectors.
-        temperature: Temperature of the entropy loss; the choice has temperature 1.
-        diversity_gamma: Weight of H_batch.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
 
-    def __init__(
-        self, codebook_size: int, dim: int, *,
-        beta: float = 0.25, temperature: float = 0.01, diversity_gamma: float = 1.0,
-    ) -> None:  # fmt: skip
-        if codebook_size < 2 or dim < 1:
-            raise ValueError(f"codebook_size {codebook_size} and dim {dim}: at least 2 entries of 1 channel")
-        if temperature <= 0:
-            raise ValueError(f"temperature {temperature} has to be greater than 0")
-        entropy = SoftmaxEntropy(temperature, diversity_gamma)
-        super().__init__(codebook_size, dim, entropy.mean)
-        self.codebook = TrainedCodebook(codebook_size, dim)
-        self.beta, self._entropy = beta, entropy
+    def __init__(self, config: QuantizerConfig) -> None:
+        entropy = SoftmaxEntropy(_TEMPERATURE, config.diversity_gamma)
+        super().__init__(config.codebook_size, config.codebook_dim, entropy.mean)
+        self.codebook, self._entropy = TrainedCodebook(self.num_codes, self.dim), entropy
 
     def _observe(self, rows: Tensor) -> None:
         self._entropy.observe(self.codebook(rows))
@@ -78,7 +67,7 @@ class IndexBackpropQuantizer(Quantizer):
         chosen = entries + (mixture - mixture.detach())
         # Keep this order: the gradients of rows are added in it, so another order would round differently.
         commitment = F.mse_loss(chosen, rows) + F.mse_loss(rows, entries.detach())
-        commitment = commitment + self.beta * F.mse_loss(entries, rows.detach())
+        commitment = commitment + _BETA * F.mse_loss(entries, rows.detach())
         return chosen, codes, {"commitment": commitment, "entropy": self._entropy(logits, self._all_reduce_of_forward)}
 
     def _choose(self, rows: Tensor) -> Tensor:

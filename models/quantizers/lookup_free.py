@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .base import Quantizer, straight_through
-from .entropy import BITS_PER_GROUP, SignEntropy
-from .signs import code_signs, exact_log2, sign_codes
+from .entropy import SignEntropy, code_signs
+
+if TYPE_CHECKING:
+    from ..configs import QuantizerConfig
 
 
 class LookupFreeQuantizer(Quantizer):
@@ -20,30 +23,19 @@ class LookupFreeQuantizer(Quantizer):
     in nats, with p(c | z) = softmax_c 2 inv_temperature <z, c>, a product over the bits of
     sigmoid(4 inv_temperature z_b c_b).
 
-    Args:
-        codebook_size: 2^d.
-        inv_temperature: Inverse temperature of the soft assignment; None for `usual_inv_temperature`.
-        diversity_gamma: Weight of H_batch.
-        bits_per_group: H_batch is computed for groups of at most this many bits; exact if d is no larger.
+    H_batch is exact for up to 2^18 codes, and an upper bound for more; see `SignEntropy`.
 
     Raises:
-        ValueError: a codebook size that is no power of two, or another value out of range.
+        ValueError: a codebook size that is no power of two, or an inv_temperature that is not positive.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
-    # The public implementations have 100: bits beyond +-0.01 then get no gradient of the entropies, and one that starts
-    # there stays as it is. 10 gave better images on photos, of more codes (docs/vqgan.md).
-    usual_inv_temperature: ClassVar[float] = 10.0
 
-    def __init__(
-        self, codebook_size: int, *,
-        inv_temperature: float | None = None, diversity_gamma: float = 1.0, bits_per_group: int = BITS_PER_GROUP,
-    ) -> None:  # fmt: skip
-        bits = exact_log2(codebook_size)
+    def __init__(self, config: QuantizerConfig) -> None:
+        bits = exact_log2(config.codebook_size)
         size = self._channel_size(bits)
-        inv_temperature = self.usual_inv_temperature if inv_temperature is None else inv_temperature
-        entropy = SignEntropy(bits, 4 * inv_temperature * size, diversity_gamma, bits_per_group)
-        super().__init__(codebook_size, bits, entropy.mean)
+        entropy = SignEntropy(bits, 4 * config.inv_temperature * size, config.diversity_gamma)
+        super().__init__(config.codebook_size, bits, entropy.mean)
         self._size, self._entropy = size, entropy
 
     @staticmethod
@@ -76,11 +68,28 @@ class BinarySphericalQuantizer(LookupFreeQuantizer):
     H_sample - diversity_gamma H_batch, in nats. The gradient reaches z through v. The authors leave `commitment` out.
     """
 
-    usual_inv_temperature: ClassVar[float] = 1.0  # the authors'
-
     @staticmethod
     def _channel_size(bits: int) -> float:
         return 1 / math.sqrt(bits)
 
     def _project(self, rows: Tensor) -> Tensor:
         return F.normalize(rows, dim=1)
+
+
+def sign_codes(rows: Tensor) -> Tensor:
+    """Vectors (..., bits) -> int64 codes (...) of their signs; only what is greater than 0 counts as positive."""
+    shifts = torch.arange(rows.shape[-1] - 1, -1, -1, device=rows.device)
+    return ((rows > 0).long() << shifts).sum(-1)
+
+
+def exact_log2(codebook_size: int) -> int:
+    """The exponent d of a codebook of 2^d codes.
+
+    Raises:
+        ValueError: the size is no power of two, or less than 2.
+    """
+    if codebook_size < 2 or codebook_size & (codebook_size - 1):
+        use = 1 << max(codebook_size, 2).bit_length() - 1
+        problem = f"codebook_size {codebook_size} is no power of two, and d signs make 2^d codes"
+        raise ValueError(f"{problem}; use {use} or {2 * use}")
+    return codebook_size.bit_length() - 1

@@ -1,20 +1,25 @@
-"""Vector quantization (VQ) with a codebook that follows moving averages."""
+"""Vector quantization (VQ) with a codebook that follows moving averages: nearest entries, k-means, and draws that are
+a function of seed, step and index, computed on the device without a generator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .base import Quantizer, straight_through
-from .clustering import kmeans, nearest
-from .hashing import random_indices
-from .statistics import sums_by_code
+
+if TYPE_CHECKING:
+    from ..configs import QuantizerConfig
 
 _SMOOTHING = 1e-5  # Laplace smoothing of the counts
+# Pairs of a vector and an entry that are compared at a time: 256 MiB of distances.
+_PAIRS_AT_ONCE = 2**26
+_MASK = 0xFFFFFFFF
+_MULTIPLIER = 0x45D9F3B  # odd and below 2^31: its product with 32 bits fits an int64
 
 Self = TypeVar("Self", bound="VectorQuantizer")
 
@@ -27,16 +32,11 @@ class VectorQuantizer(Quantizer):
     Loss: ``commitment`` is mean (z - sg e)^2 (sg: stop-gradient). Codebook and averages are buffers and stay fp32 when
     the model is cast.
 
-    Args:
-        codebook_size, dim: K and d.
-        decay: Decay of the moving averages, in [0, 1).
-        cosine: Choose the nearest entry by angle: vectors and entries are scaled to length 1.
-        kmeans_init: Start from k-means of the first batch instead of random entries.
-        revive_below: An entry with a smaller N_k is dead and becomes a vector of the batch, drawn by (seed, step, k).
-            In units of the mean N_k, so it is in [0, 1]; 0 for never.
+    The codebook starts from k-means of the first batch. A dead entry becomes a vector that is drawn by (seed, step, k).
+    With `vq_cosine` the nearest entry is that of the smallest angle: vectors and entries are scaled to length 1.
 
     Raises:
-        ValueError: a value outside these ranges.
+        ValueError: vq_decay is not in [0, 1).
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("commitment",)
@@ -44,22 +44,19 @@ class VectorQuantizer(Quantizer):
     code_counts: Tensor
     code_sums: Tensor
     initialized: Tensor
+    revive_below = 0.01
+    """An entry with a smaller N_k, in units of the mean N_k, is dead and becomes a vector of the batch."""
 
-    def __init__(
-        self, codebook_size: int, dim: int, *,
-        decay: float = 0.8, cosine: bool = False, kmeans_init: bool = True, revive_below: float = 0.01,
-    ) -> None:  # fmt: skip
-        if codebook_size < 2 or dim < 1:
-            raise ValueError(f"codebook_size {codebook_size} and dim {dim}: at least 2 entries of 1 channel")
-        if not (0 <= decay < 1 and 0 <= revive_below <= 1):
-            raise ValueError(f"decay {decay} and revive_below {revive_below}: decay is in [0, 1), the other in [0, 1]")
-        super().__init__(codebook_size, dim)
-        self.decay, self.cosine, self.revive_below = decay, cosine, revive_below
-        codebook = self._project(torch.randn(codebook_size, dim))
+    def __init__(self, config: QuantizerConfig) -> None:
+        if not 0 <= config.vq_decay < 1:
+            raise ValueError(f"vq_decay {config.vq_decay} is not in [0, 1)")
+        super().__init__(config.codebook_size, config.codebook_dim)
+        self.decay, self.cosine = config.vq_decay, config.vq_cosine
+        codebook = self._project(torch.randn(self.num_codes, self.dim))
         self.register_buffer("codebook", codebook)
-        self.register_buffer("code_counts", torch.ones(codebook_size))
+        self.register_buffer("code_counts", torch.ones(self.num_codes))
         self.register_buffer("code_sums", codebook.clone())
-        self.register_buffer("initialized", torch.tensor(not kmeans_init))
+        self.register_buffer("initialized", torch.tensor(False))
         self._known_initialized = False
         self._observed: list[Tensor] = []
         self._vectors: list[Tensor] = []
@@ -105,26 +102,23 @@ class VectorQuantizer(Quantizer):
         counts, sums = sums_by_code(vectors, codes, self.num_codes)
         candidates = self._candidates(vectors, step, seed)
         packed = self.all_reduce(torch.cat([counts[:, None], sums, candidates], dim=1))
-        counts, sums, candidates = packed.float().split([1, self.dim, candidates.shape[1]], dim=1)
+        counts, sums, candidates = packed.float().split([1, self.dim, self.dim], dim=1)
 
         counts = self.code_counts.lerp(counts[:, 0], 1 - self.decay)
         sums = self.code_sums.lerp(sums, 1 - self.decay)
         total = counts.sum()
         smoothed = (counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
         codebook = self._project(sums / smoothed[:, None])
-        if self.revive_below:  # dead entries are replaced by candidates, with the mean count
-            usual = counts.mean()
-            is_dead = counts < self.revive_below * usual
-            codebook = torch.where(is_dead[:, None], candidates, codebook)
-            counts = torch.where(is_dead, usual, counts)
-            sums = torch.where(is_dead[:, None], candidates * usual, sums)
+        usual = counts.mean()  # dead entries are replaced by candidates, with the mean count
+        is_dead = counts < self.revive_below * usual
+        codebook = torch.where(is_dead[:, None], candidates, codebook)
+        counts = torch.where(is_dead, usual, counts)
+        sums = torch.where(is_dead[:, None], candidates * usual, sums)
         for old, new in ((self.codebook, codebook), (self.code_counts, counts), (self.code_sums, sums)):
             old.copy_(new if skipped is None else torch.where(skipped, old, new))
 
     def _candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
         """For each entry a vector drawn from the whole batch, (K, d) fp64; zeros where another process holds it."""
-        if self.revive_below == 0:
-            return vectors.new_zeros(self.num_codes, 0, dtype=torch.float64)
         drawn = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
         local = drawn - self.rank * len(vectors)
         is_here = (local >= 0) & (local < len(vectors))
@@ -165,3 +159,61 @@ class VectorQuantizer(Quantizer):
 
     def _project(self, rows: Tensor) -> Tensor:
         return F.normalize(rows, dim=-1) if self.cosine else rows
+
+
+def nearest(vectors: Tensor, entries: Tensor) -> Tensor:
+    """Vectors (n, d) and entries (K, d) -> codes (n,) int64: the entry with the smallest Euclidean distance."""
+    half_squares = entries.square().sum(1) / 2
+    rows = max(_PAIRS_AT_ONCE // len(entries), 1)
+    # |v - e|^2 / 2 = |e|^2 / 2 - <v, e> + a term without e
+    return torch.cat([(half_squares - part @ entries.T).argmin(1) for part in vectors.split(rows)])
+
+
+def kmeans(
+    vectors: Tensor, num_clusters: int, normalize: Callable[[Tensor], Tensor], iterations: int = 10
+) -> tuple[Tensor, Tensor]:
+    """k-means: Lloyd's iterations from randomly chosen vectors. The seed of the choice is the same in every call.
+
+    Args:
+        vectors: (n, d) fp32. With fewer vectors than clusters, some centres start equal; vectors go to the first.
+        normalize: Applied to the means: scaling to length 1 for spherical k-means, else the identity.
+
+    Returns:
+        Centres (num_clusters, d) fp32, and how many vectors are nearest to each (num_clusters,) fp32. A centre without
+        vectors stays where it is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(len(vectors), generator=generator).to(vectors.device)
+    centres = vectors[chosen[torch.arange(num_clusters, device=vectors.device) % len(vectors)]]
+    for _ in range(iterations):
+        counts, sums = sums_by_code(vectors, nearest(vectors, centres), num_clusters)
+        means = normalize((sums / counts.clamp_min(1)[:, None]).float())
+        centres = torch.where(counts[:, None] > 0, means, centres)
+    counts, _ = sums_by_code(vectors, nearest(vectors, centres), num_clusters)
+    return centres, counts.float()
+
+
+def sums_by_code(vectors: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
+    """Vectors (n, d) and their codes (n,) -> the number of vectors with each code (K,) and their sums (K, d), fp64.
+
+    Vectors are sorted by code, then those of each code are added in order: `index_add_` on a GPU adds in any order.
+    The host does not wait for the device.
+    """
+    order = codes.argsort(stable=True)
+    counts = torch.zeros(num_codes, dtype=torch.int64, device=codes.device)
+    counts.scatter_add_(0, codes, torch.ones_like(codes))
+    starts = counts.cumsum(0) - counts
+    return counts.double(), F.embedding_bag(order, vectors.double(), starts, mode="sum")
+
+
+def _mix(x: Any) -> Any:
+    """A one-to-one scrambling of 32-bit integers, by xor-shifts and multiplications."""
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * _MULTIPLIER & _MASK
+    return (x >> 16) ^ x
+
+
+def random_indices(count: int, bound: int, seed: int, step: int, device: torch.device) -> Tensor:
+    """int64 (count,) in [0, bound), bound < 2^32; the k-th depends on (seed, step, k) only."""
+    key = _mix(_mix(seed & _MASK) ^ (step & _MASK))
+    return _mix(_mix(torch.arange(count, device=device)) ^ key) % bound

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from ..attention import SDPA_KERNELS, at_least_fp32
-from .causal import Context
-from .residual import RMSNorm
+from .causal import Context, RMSNorm
 
 _MEMORIES = 4  # learned keys and values of each head, visible to every query
 
@@ -23,15 +22,15 @@ _MEMORIES = 4  # learned keys and values of each head, visible to every query
 class FeedForward(nn.Module):
     """Pre-norm GEGLU (Shazeer 2020) of inner width int(4 dim 2/3), without the residual."""
 
-    def __init__(self, dim: int, dim_cond: int | None = None) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
         inner = 8 * dim // 3
-        self.norm = RMSNorm(dim, dim_cond)
+        self.norm = RMSNorm(dim)
         self.expand = nn.Conv3d(dim, 2 * inner, 1)
         self.contract = nn.Conv3d(inner, dim, 1)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        values, gates = self.expand(self.norm(x, context)).chunk(2, dim=1)
+    def forward(self, x: Tensor) -> Tensor:
+        values, gates = self.expand(self.norm(x)).chunk(2, dim=1)
         return self.contract(values * F.gelu(gates))
 
 
@@ -154,23 +153,22 @@ class Attend(nn.Module):
         attention: Tokens (n, t, dim) and the context -> tokens.
         along: ``space``: the tokens are the positions of a frame. ``time``: they are the frames of a position, and both
             parts are token-shifted.
-        dim_cond: The norms' gains are functions of a condition of this width.
     """
 
-    def __init__(self, dim: int, attention: nn.Module, along: str, dim_cond: int | None = None) -> None:
+    def __init__(self, dim: int, attention: nn.Module, along: str) -> None:
         super().__init__()
         self.tokens = "(b f) (h w) c" if along == "space" else "(b h w) f c"
-        self.norm, self.attention = RMSNorm(dim, dim_cond), attention
-        self.feed_forward = FeedForward(dim, dim_cond)
+        self.norm, self.attention = RMSNorm(dim), attention
+        self.feed_forward = FeedForward(dim)
         self.shifts = nn.ModuleList(TokenShift(dim) for _ in range(2 if along == "time" else 0))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         y = self.shifts[0](x, context) if self.shifts else x
-        tokens = rearrange(self.norm(y, context), f"b c f h w -> {self.tokens}")
+        tokens = rearrange(self.norm(y), f"b c f h w -> {self.tokens}")
         sizes = dict(zip("bfhw", (len(x), *x.shape[2:]), strict=True))
         x = x + rearrange(self.attention(tokens, context), f"{self.tokens} -> b c f h w", **sizes)
         y = self.shifts[1](x, context) if self.shifts else x
-        return x + self.feed_forward(y, context)
+        return x + self.feed_forward(y)
 
 
 class GateLoop(nn.Module):
@@ -187,7 +185,7 @@ class GateLoop(nn.Module):
         self.past_gain = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, v, a = self.to_qva(self.norm(x, context)).chunk(3, dim=1)
+        q, v, a = self.to_qva(self.norm(x)).chunk(3, dim=1)
         values, decays = at_least_fp32(v), torch.sigmoid(at_least_fp32(a))
         past, left = context.past(self.stream_name), []
         state = torch.zeros_like(values[:, :, 0]) if past is None else past
@@ -221,7 +219,7 @@ class AdaptiveNorm(nn.Module):
         sizes = {"s": self.frames, "p": self.pixels, "q": self.pixels}
         parts = repeat(self.modulate(context.latents), "b c f h w -> b c (f s) (h p) (w q)", **sizes)
         gain, shift = parts[:, :, -x.shape[2] :].chunk(2, dim=1)  # the first latent stands for one frame
-        return self.norm(x, context) * (1 + gain) + shift
+        return self.norm(x) * (1 + gain) + shift
 
 
 def _taylor(x: Tensor) -> Tensor:

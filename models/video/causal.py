@@ -1,11 +1,13 @@
-"""Causal convolutions and resampling of videos (b, c, f, h, w), for whole clips and for streams.
+"""Causal convolutions, resampling and residual units of videos (b, c, f, h, w), for whole clips and for streams.
 
-Every layer is called as ``layer(x, context)``. A clip is given at once, or as chunks in order; then the context carries
-what a layer has to remember of earlier chunks, and the results are those of the whole clip.
+What looks at other frames is called as ``layer(x, context)``. A clip is given at once, or as chunks in order; then the
+context carries what a layer has to remember of earlier chunks, and the results are those of the whole clip.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv3d_weight
 
-PAD_MODES = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"}  # our name: nn.Conv3d's
+from ..attention import at_least_fp32
+
+_EPSILON = 1e-6  # added to a mean square
 
 
 class Context(NamedTuple):
     """What a layer is given beside its input. A tuple, because DeepSpeed's hooks look for tensors only in tuples, lists
     and dicts."""
 
-    cond: Tensor | None = None
-    """(b, d), the condition."""
     latents: Tensor | None = None
     """(b, d, f', h', w'), the quantized latents from which the decoder reconstructs this chunk."""
     is_start: bool = True
@@ -41,6 +43,44 @@ class Context(NamedTuple):
         """Keep x for the next chunk, if there is one: a copy, because a view holds the memory of the whole."""
         if self.kept is not None:
             self.kept[name] = x.clone()
+
+
+@dataclass
+class StreamState:
+    """What a stream of frames or codes carries from one call to the next, empty at its start: tensors and numbers,
+    so it can be pickled and continued elsewhere, and several streams can go through one model in turn.
+
+    Its size does not depend on how many frames went through, with one exception: layers that attend to all earlier
+    frames keep their keys and values.
+    """
+
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """What each layer keeps, by its name."""
+    pending: Tensor | None = None
+    """(b, c, f, h, w), given but not yet used: fewer frames than a chunk has."""
+    used: int = 0
+    """Number of frames used."""
+
+    def chunks(self, x: Tensor, frames: int) -> Iterator[tuple[Tensor, Context]]:
+        """(b, c, f, h, w) -> every chunk that is complete: the first has one frame, all others have ``frames``.
+
+        Raises:
+            ValueError: a batch, a height or a width other than those of the frames before.
+        """
+        if self.pending is not None:
+            if (old := _shape_of_a_frame(self.pending)) != (new := _shape_of_a_frame(x)):
+                raise ValueError(f"a stream of frames {old} (b, c, h, w) cannot go on with frames {new}")
+            x = torch.cat([self.pending, x], dim=2)
+        while x.shape[2] >= (length := frames if self.used else 1):
+            context = Context(is_start=self.used == 0, kept=self.kept)
+            self.used += length
+            chunk, x = x[:, :, :length].contiguous(), x[:, :, length:]
+            yield chunk, context
+        self.pending = x.clone()  # not a view, which would hold the memory of all frames
+
+
+def _shape_of_a_frame(x: Tensor) -> tuple[int, ...]:
+    return (*x.shape[:2], *x.shape[3:])
 
 
 class CausalConv3d(nn.Conv3d):
@@ -64,7 +104,7 @@ class CausalConv3d(nn.Conv3d):
         stride: tuple[int, int, int] = (1, 1, 1), pad_mode: str = "constant", bias: bool = True,
     ) -> None:  # fmt: skip
         padding = (0, kernel[1] // 2, kernel[2] // 2)
-        mode: Any = PAD_MODES[pad_mode]
+        mode: Any = "zeros" if pad_mode == "constant" else pad_mode
         super().__init__(fan_in, fan_out, kernel, stride, padding, bias=bias, padding_mode=mode)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # type: ignore[override]
@@ -139,3 +179,62 @@ def _equal_parts(fan_in: int, fan_out: int, parts: int) -> nn.Conv3d:
         conv.weight.copy_(first.repeat_interleave(parts, dim=0))
     nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
     return conv
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean of x^2 over the channels) x gain, for each position by itself (Zhang & Sennrich 2019). The gain is
+    learned."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c, ...) -> the same shape and dtype; the mean is computed in fp32 or fp64."""
+        gain = self.gain.view(-1, *[1] * (x.dim() - 2))
+        # The view adds the two gradients of y before x gets them. Otherwise a third one, of what else uses x, would be
+        # added before, between or after them, depending on whether hooks at this module's border (ZeRO 3) part them.
+        y = at_least_fp32(x).view_as(x)
+        return (y * (y.square().mean(dim=1, keepdim=True) + _EPSILON).rsqrt() * gain).to(x.dtype)
+
+
+class SqueezeExcite(nn.Module):
+    """Channels of each frame times a gate in (0, 2), computed from an attention-weighted mean over the frame (global
+    context, Cao et al. 2020). The gate starts as 1: at the sigmoid's far end it would take far too long to open."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        hidden = max(16, dim // 2)
+        self.to_weights = nn.Conv3d(dim, 1, 1)
+        self.squeeze = nn.Linear(dim, hidden)
+        self.excite = nn.Linear(hidden, dim)
+        nn.init.zeros_(self.excite.weight)
+        nn.init.zeros_(self.excite.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.to_weights(x).flatten(3).softmax(dim=-1).to(x.dtype)
+        mean = torch.einsum("bcfn,bfn->bfc", x.flatten(3), weights.squeeze(1))
+        gate = 2 * torch.sigmoid(self.excite(F.leaky_relu(self.squeeze(mean), 0.1)))
+        return x * gate.transpose(1, 2)[..., None, None]
+
+
+class ResidualUnit(nn.Module):
+    """x + gate(1 x 1 convolution(causal convolution(x))).
+
+    Args:
+        kernel: Of the causal convolution: (frames, height, width).
+        norm: ``none``: an ELU follows each convolution. ``rms``: an RMSNorm and a SiLU precede each.
+    """
+
+    def __init__(self, dim: int, kernel: tuple[int, int, int], norm: str) -> None:
+        super().__init__()
+        conv, gate = CausalConv3d(dim, dim, kernel), SqueezeExcite(dim)
+        self.conv, self.mix, self.gate = conv, nn.Conv3d(dim, dim, 1), gate
+        self.norms = nn.ModuleList(RMSNorm(dim) for _ in range(2 if norm == "rms" else 0))
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if not self.norms:
+            return x + self.gate(F.elu(self.mix(F.elu(self.conv(x, context)))))
+        before, between = self.norms
+        y = self.conv(F.silu(before(x)), context)
+        return x + self.gate(self.mix(F.silu(between(y))))

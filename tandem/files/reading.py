@@ -167,6 +167,12 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
     return _with_yaml(path, lambda made, node: node)
 
 
+def words_of(error: BaseException) -> str:
+    """What an error says, in one line; of the system, why it could not do what was asked."""
+    said = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return printable(said) or type(error).__name__
+
+
 def printable(text: str) -> str:
     """Text that may quote a file, with ? for every control character, so that no file can control the terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
@@ -189,7 +195,7 @@ def _with_yaml(path: str | Path, use: Any) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except damages as error:
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+        raise ValueError(words_of(error)) from None
 
 
 def _check_aliases(root: Any) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from distributed import Backend, Engine, UserMistake
 from distributed.collectives import sum_scalars
 from training.checkpoints.snapshot import Snapshot
-from training.ema import ExponentialMovingAverage
+from training.ema import make_ema
 
 BATCH = 24  # divides by 1, 2, 3 and 4 processes with 1 or 2 accumulation steps
 FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "4"]
@@ -287,7 +287,7 @@ def average(backend: Backend) -> dict[str, Any]:
     model = nn.Sequential(mlp([7, 13, 5], seed=1), nn.BatchNorm1d(5), mlp([5, 3], seed=2))
     model[2].requires_grad_(False)
     engine = backend.wrap(model, adam(model[:2]), name="averaged")
-    ema, other = ExponentialMovingAverage(engine, 0.9), ExponentialMovingAverage(engine, 0.9)
+    ema, other = make_ema(engine, 0.9), make_ema(engine, 0.9)
     expected = engine.state_dict()["weights"]
     for update in range(1, UPDATES + 1):
         engine.backward(engine(local(global_batch(update), backend)).square().mean())

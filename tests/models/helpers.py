@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.configs import QuantizerConfig
 from models.perceptual import PerceptualLoss
 from models.quantizers import make_quantizer
 from models.quantizers.base import Quantizer
@@ -31,7 +32,8 @@ MULAN: dict[str, Any] = {**_TOWERS, "clip_seconds": 0.5}
 # 65 bins x 51 frames: 4 x 3 patches.
 MUSICLM: dict[str, Any] = {
     **_TOWERS, "audio_depth": 3, "clip_seconds": 0.15, "n_fft": 128, "win_length": 60, "hop_length": 48,
-    "hierarchical_layers": 1, "sigmoid_contrastive_loss": True,
+    "hierarchical_layers": 1, "layout": "musiclm", "spectrogram": "power", "spectrogram_padding": "reflect",
+    "hierarchical_spacing": "even",
 }  # fmt: skip
 UNET: dict[str, Any] = {
     "dim": 8, "dim_mults": [1, 2], "cond_dim": 12, "num_resnet_blocks": [1, 1], "attn_heads": 2, "attn_dim_head": 4,
@@ -100,7 +102,7 @@ def in_rows(z: Tensor) -> Tensor:
 
 def quantizer_of(name: str, **options: Any) -> Quantizer:
     torch.manual_seed(0)
-    return make_quantizer(name, **options)
+    return make_quantizer(QuantizerConfig(quantizer=name, **options))
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.log_mel import Spectrogram, spec_augment
+from models.mulan_config import MuLaNConfig
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -20,6 +21,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"sample_rate": 48000, "n_fft": 1024, "hop_length": 480, "n_mels": 64, "fmin": 50.0, "fmax": 14000.0},
     {"sample_rate": 8000, "n_fft": 255, "hop_length": 101, "n_mels": 16, "fmin": 1200.0},
 ]
+
+
+def spectrogram_of(**settings: Any) -> Spectrogram:
+    """Whose clips may be as short as a frame."""
+    return Spectrogram(MuLaNConfig(patch_size=1, **settings))
 
 
 def music(sample_rate: int, seconds: float = 0.5) -> np.ndarray:
@@ -43,7 +49,7 @@ def test_log_mel_is_that_of_librosa(settings: dict[str, Any]) -> None:
     """In fp32, noise is within a ten thousandth of a decibel."""
     waveforms = music(settings.get("sample_rate", 16000))
     for clips, tolerance in ((waveforms, 1e-7), (waveforms[1:].astype(np.float32), 1e-4)):
-        log_mel = Spectrogram(**settings)(torch.from_numpy(clips))
+        log_mel = spectrogram_of(**settings)(torch.from_numpy(clips))
         assert log_mel.numpy().dtype == clips.dtype
         decibels = (40 * log_mel - 20).numpy()  # back from the range in which a model sees them
         expected = librosa_decibels(clips.astype(np.float64), settings)
@@ -54,7 +60,7 @@ def test_log_mel_is_that_of_librosa(settings: dict[str, Any]) -> None:
 def test_a_window_shorter_than_a_frame_and_mirrored_ends_are_those_of_librosa(samples: int) -> None:
     """The spectrogram of the public model: n_fft 128, win_length 24, hop_length 12, power, reflect."""
     waveforms = np.random.default_rng(0).normal(size=(2, samples))
-    ours = Spectrogram(16000, 128, 12, kind="power", win_length=24, padding="reflect")
+    ours = spectrogram_of(n_fft=128, hop_length=12, win_length=24, spectrogram="power", spectrogram_padding="reflect")
     padded = np.pad(waveforms, ((0, 0), (0, max(0, 65 - samples))))
     theirs = [
         librosa.stft(clip, n_fft=128, hop_length=12, win_length=24, pad_mode="reflect", dtype=np.complex128)
@@ -68,7 +74,7 @@ def test_a_window_shorter_than_a_frame_and_mirrored_ends_are_those_of_librosa(sa
 @pytest.mark.parametrize("kind", ["log_mel", "power"])
 @pytest.mark.parametrize("samples", [0, 1, 159, 160, 511, 1023, 4000, 4800, 16000])
 def test_silence_and_short_clips_give_numbers_in_as_many_frames_as_said(kind: str, samples: int) -> None:
-    spectrogram = Spectrogram(kind=kind)
+    spectrogram = spectrogram_of(spectrogram=kind)
     out = spectrogram(torch.stack([torch.zeros(samples), torch.ones(samples)]))
     assert out.shape == (2, spectrogram.bands, 1 + samples // 160) and out.isfinite().all()
     assert spectrogram.frames(samples) == out.shape[2]
@@ -77,7 +83,7 @@ def test_silence_and_short_clips_give_numbers_in_as_many_frames_as_said(kind: st
 
 
 def test_what_inference_has_cached_serves_in_training() -> None:
-    spectrogram, waveforms = Spectrogram(), torch.rand(1, 1000, requires_grad=True)
+    spectrogram, waveforms = spectrogram_of(), torch.rand(1, 1000, requires_grad=True)
     with torch.inference_mode():
         spectrogram(torch.rand(1, 1000))
     spectrogram(waveforms).sum().backward()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import VideoTokenizer
+from models import StreamState, VideoTokenizer
 from tests.models.helpers import TOKENIZER, lively, refused, some, some_videos
 
 # Layers that divide time by S_t: one that keeps the number of frames comes before and after each that does not.
@@ -24,7 +24,6 @@ EVERY = (
     "attend_time,attend_space,residual,linear_attend_space,residual_space,compress_time:6,adaptive,compress_time,"
     "consecutive_residual:2"
 )
-SMALL: dict[str, Any] = {**TOKENIZER, "heads": 2, "dim_head": 3, "linear_heads": 2, "linear_dim_head": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"layers": COMPRESSING[4], "norm": "none"},
     "haar": {"layers": COMPRESSING[4], "patch_size": 2},
@@ -38,18 +37,18 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 def tokenizer(variant: str = "haar", **changes: Any) -> VideoTokenizer:
     """In eval mode. Gates and modulations that start as constants depend on their input here."""
     torch.manual_seed(0)
-    return lively(VideoTokenizer.made({**SMALL, **VARIANTS[variant], **changes})).eval()
+    return lively(VideoTokenizer.made({**TOKENIZER, **VARIANTS[variant], **changes})).eval()
 
 
 # The vectors between encoder and decoder have no public way in or out: codes would hide what they depend on.
 
 
 def latents(model: VideoTokenizer, videos: Tensor) -> Tensor:
-    return torch.cat(list(model._latents(videos, None)), dim=2)
+    return torch.cat(list(model._latents(videos)), dim=2)
 
 
 def frames_of(model: VideoTokenizer, quantized: Tensor) -> Tensor:
-    return model._decode(quantized, None)[0]
+    return model._decode(quantized)[0]
 
 
 def depends_on(outputs: Tensor, inputs: Tensor) -> Tensor:
@@ -109,14 +108,12 @@ def test_an_image_has_the_codes_and_the_picture_of_the_first_frame(variant: str)
 
 
 def encoded(model: VideoTokenizer, videos: Tensor, plan: list[int]) -> Tensor:
-    state = model.start_encoding()
-    codes = torch.cat([model.encode_next(part, state) for part in videos.split(plan, dim=2)], dim=1)
-    model.finish_encoding(state)
-    return codes
+    state = StreamState()
+    return torch.cat([model.encode_next(part, state) for part in videos.split(plan, dim=2)], dim=1)
 
 
 def decoded(model: VideoTokenizer, codes: Tensor, plan: list[int]) -> Tensor:
-    state = model.start_decoding()
+    state = StreamState()
     return torch.cat([model.decode_next(part, state) for part in codes.split(plan, dim=1)], dim=2)
 
 
@@ -138,10 +135,9 @@ def test_frames_that_do_not_fit_are_refused_with_the_nearest_that_do_in_a_stream
     for frames, use in ((0, "1 or 5"), (4, "1 or 5"), (16, "13 or 17"), (18, "17 or 21")):
         said = refused(model, some_videos(1, frames))
         assert f"{frames} frames" in said and f"use {use}" in said
-    state = model.start_encoding()
+    state = StreamState()
     model.encode_next(some_videos(2, 3), state)
-    said = refused(model.finish_encoding, state)
-    assert "3 frames" in said and "use 1 or 5" in said
+    assert state.pending is not None and state.used + state.pending.shape[2] == 3  # no code has them all
     assert "(1, 3, 8, 8)" in refused(model.encode_next, some_videos(1, 3), state)
     assert "width 10" in refused(model.encode_next, some_videos(2, 3, 8, 10), state)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.training.whole import Whole
-from training.ema import ExponentialMovingAverage, PowerAverages, make_ema
+from training.ema import make_ema
 
 
 class Model(nn.Module):
@@ -23,7 +23,7 @@ class Model(nn.Module):
 
 def test_average_follows_the_warmed_up_recurrence():
     model = Model(0.0)
-    ema = ExponentialMovingAverage(Whole(model), decay=0.3)
+    ema = make_ema(Whole(model), 0.3)
     expected = 0.0
     for n, decay in enumerate([2 / 11, 3 / 12, 0.3, 0.3], start=1):
         for parameter in model.parameters():
@@ -37,7 +37,7 @@ def test_average_follows_the_warmed_up_recurrence():
 
 def test_buffers_are_copied_and_the_online_model_is_left_alone():
     model = Model(1.0)
-    ema = ExponentialMovingAverage(Whole(model), decay=0.9)
+    ema = make_ema(Whole(model), 0.9)
     model.train()(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)) + 5)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert ema.state_dict()["weights"]["norm.num_batches_tracked"] == 0
@@ -50,7 +50,7 @@ def test_buffers_are_copied_and_the_online_model_is_left_alone():
 
 def test_average_is_a_frozen_fp32_model_in_eval_mode():
     model = Model().bfloat16().train()
-    ema = ExponentialMovingAverage(Whole(model), decay=0.9)
+    ema = make_ema(Whole(model), 0.9)
     ema.update()
     with ema.averages()["ema"]() as averaged:
         assert not averaged.training and model.training
@@ -75,7 +75,7 @@ def test_power_averages_of_weights_that_grow_by_one_per_update_are_their_closed_
     """Shares k^(g+1) - (k-1)^(g+1) of the values k = 1 ... 1000; the initial value, 5000, is forgotten at once. In the
     limit of many updates the average is (g + 1) / (g + 2) of the last value."""
     weights = Whole(Model(5000.0))
-    averages = trained(PowerAverages(weights, [0.05, 0.10]), weights, map(float, range(1, 1001)))
+    averages = trained(make_ema(weights, 0.0, [0.05, 0.10]), weights, map(float, range(1, 1001)))
     powers = averages.state_dict()["powers"]
     found = {f"ema_{length}": state["weights"]["layer.bias"][0].item() for length, state in powers.items()}
     # fp32: 1000 roundings of up to 3e-5.
@@ -112,7 +112,7 @@ def test_skipped_updates_leave_the_average_and_its_count_as_they_are(kind):
 
 
 def test_state_that_does_not_fit_is_an_error_of_one_line():
-    ema = ExponentialMovingAverage(Whole(Model()), 0.9)
+    ema = make_ema(Whole(Model()), 0.9)
     ours = ema.state_dict()["weights"]
     for weights, reason in (
         ({}, "layer.bias is missing"),
@@ -127,9 +127,9 @@ def test_state_that_does_not_fit_is_an_error_of_one_line():
 def test_another_average_at_a_resume_is_an_error_that_names_the_flag():
     none, decay, power = ((0.0, None), (0.9, None), (0.0, [0.05, 0.1]))
     for before, now, complaint in (
-        (none, decay, "--ema_decay 0"), (none, power, "continue without --ema_power"),
-        (decay, none, "set --ema_decay"), (decay, power, "continue with --ema_decay"),
-        (power, none, "set --ema_power 0.05 0.1"), (power, decay, "continue with --ema_power 0.05 0.1"),
+        (none, decay, "--ema_decay 0"), (none, power, "and without --ema_power"),
+        (decay, none, "continue with --ema_decay"), (decay, power, "continue with --ema_decay"),
+        (power, none, "continue with --ema_power 0.05 0.1"), (power, decay, "continue with --ema_power 0.05 0.1"),
         (power, (0.0, [0.05]), "continue with --ema_power 0.05 0.1"),
     ):  # fmt: skip
         state = make_ema(Whole(Model()), *before).state_dict()

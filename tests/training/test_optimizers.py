@@ -32,7 +32,7 @@ def test_only_matrices_decay(lion: bool) -> None:
 # Of the scripts whose weights decay.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mulan": ("MuLaN", helpers.MULAN),
-    "musiclm": ("MusicLMMuLaN", {"hierarchical_layers": 2, "audio_depth": 3, "text_depth": 3, "vocab_size": 40}),
+    "musiclm": ("MuLaN", helpers.MUSICLM),
     "tokenizer": ("VideoTokenizer", {**helpers.TOKENIZER, "layers": "attend_space,gateloop_time,attend_time"}),
     "unet": ("Unet", helpers.UNET),
 }

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.files.reading import DAMAGES, parse_json
+from tandem.files.reading import DAMAGES, parse_json, words_of
 from tandem.files.writing import delete, replacing, sync
 
 from ..profiles import Profile, coefficients, exponent_of
@@ -22,11 +22,6 @@ _NAME = re.compile(r"step_([0-9]{8,})_(\w[\w.-]*)_([0-9][0-9.e-]*)\.safetensors"
 _UNFINISHED = ".tmp"
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
 _HEADER = "average"
-
-
-class _Stored(NamedTuple):
-    path: Path
-    profile: Profile
 
 
 class AverageFiles:
@@ -46,14 +41,19 @@ class AverageFiles:
 
         Args:
             tensors: All tensors of the checkpoint by part and name, on the CPU, of which the averages are taken.
-            states: JSON values of the parts; those whose averages are wanted are states of `PowerAverages`.
+            states: JSON values of the parts; those whose averages are wanted are states of `training.ema.Average` with
+                "powers".
         """
         for part, state in states.items():
             for length in state.get("powers", ()) if state.get("updates") else ():  # 0 if all were skipped so far
                 prefix = f"powers/{length}/weights/"
                 weights = {name.removeprefix(prefix): w for name, w in tensors[part].items() if name.startswith(prefix)}
-                name = f"step_{step:08d}_{part}_{length}.safetensors"
-                self._write(name, weights, {"updates": state["updates"], "length": float(length)})
+                self.folder.mkdir(exist_ok=True)
+                with replacing(self.folder / f"step_{step:08d}_{part}_{length}.safetensors") as unfinished:
+                    # One entry, because the library writes several in any order, and the same run should give the same
+                    # bytes.
+                    profile = json.dumps({"updates": state["updates"], "length": float(length)})
+                    save_file(weights, unfinished, metadata={_HEADER: profile})
         if self.folder.exists():
             sync(self.folder)
 
@@ -74,7 +74,7 @@ class AverageFiles:
         Raises:
             ValueError: one line, if there is none or it is damaged.
         """
-        return _read(self._stored(part)[-1].path)
+        return _read(self._stored(part)[-1][0])
 
     def of_length(self, part: str, length: float, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int, float]:
         """The average of another length, up to the update of the last save.
@@ -92,7 +92,7 @@ class AverageFiles:
             ValueError: one line, if the length is none, or a file is missing, damaged or of another model.
         """
         stored = self._stored(part)
-        updates = int(stored[-1].profile.updates)
+        updates = int(stored[-1][1].updates)
         shares, distance = coefficients([of for _, of in stored], Profile(updates, exponent_of(length)))
         sums: dict[str, Tensor] = {}
         for (path, _), share in zip(stored, shares.tolist(), strict=True):
@@ -106,38 +106,36 @@ class AverageFiles:
                 sums[name] = sums[name] + term if name in sums else term
         return {name: total.float() for name, total in sums.items()}, updates, distance
 
-    def _write(self, name: str, weights: dict[str, Tensor], profile: dict[str, float]) -> None:
-        self.folder.mkdir(exist_ok=True)
-        with replacing(self.folder / name) as unfinished:
-            # One entry, because the library writes several in any order, and the same run should give the same bytes.
-            save_file(weights, unfinished, metadata={_HEADER: json.dumps(profile)})
-
-    def _stored(self, part: str) -> list[_Stored]:
-        """The averages of a part, oldest first."""
+    def _stored(self, part: str) -> list[tuple[Path, Profile]]:
+        """The averages of a part and their profiles, oldest first."""
         stored = [
-            _Stored(path, _profile(path))
+            (path, _profile(path))
             for path in self.folder.glob("*.safetensors")
             if (found := _NAME.fullmatch(path.name)) and found[2] == part and path.is_file()
         ]
         if not stored:
             raise ValueError(f"{self.folder} holds no averages: only a run with --ema_power writes them, at each save")
-        return sorted(stored, key=lambda of: (of.profile.updates, of.path.name))
+        return sorted(stored, key=lambda of: (of[1].updates, of[0].name))
 
 
 def _profile(path: Path) -> Profile:
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = parse_json(file.metadata()[_HEADER].encode())
+    with _errors_of(path), safe_open(path, framework="pt") as file:
+        header = parse_json(file.metadata()[_HEADER].encode())
         updates, exponent = int(header["updates"]), exponent_of(float(header["length"]))
-    except _DAMAGES as error:
-        raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from None
-    if not 1 <= updates < 1 << 53:
-        raise ValueError(f"cannot read {path}: it averages {updates} updates")
-    return Profile(updates, exponent)
+        if not 1 <= updates < 1 << 53:
+            raise ValueError(f"it averages {updates} updates")
+        return Profile(updates, exponent)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    try:
+    with _errors_of(path):
         return load_file(path)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turn every error of reading a file into a ValueError of one line."""
+    try:
+        yield
+    except _DAMAGES as error:
+        raise ValueError(f"cannot read {path}: {words_of(error)}") from None

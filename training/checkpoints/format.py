@@ -13,7 +13,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.files.reading import DAMAGES, check_inside, check_regular, open_regular, parse_json, read_bytes, read_json
+from tandem.files.reading import (
+    DAMAGES,
+    check_inside,
+    check_regular,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+    words_of,
+)
 from tandem.files.writing import NEW_FILE_MODE, sync
 
 STATE, SUMS = "state.json", "SHA256SUMS"
@@ -77,7 +86,7 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
                 tree[leaf] = tensor
         return parts, dict(state["meta"])
     except OSError as error:
-        raise damaged(Path(error.filename or folder), error.strerror or str(error)) from None
+        raise damaged(Path(error.filename or folder), words_of(error)) from None
     except _DAMAGES as error:
         raise damaged(folder, f"{type(error).__name__}: {error}") from None
 
@@ -96,10 +105,8 @@ def check_sums(folder: Path, mark: Callable[[str], None] = lambda phase: None) -
         try:
             path = inside(folder, name)
             found = _sha256(path, mark) if _is_whole(path) else ""
-        except OSError as error:
-            raise damaged(folder / name, error.strerror or str(error)) from None
-        except ValueError as error:
-            raise damaged(folder, str(error)) from None
+        except (OSError, ValueError) as error:
+            raise damaged(folder / name, words_of(error)) from None
         if sums.get(name) != found:
             raise damaged(folder / name, f"its content is not what was written: its checksum differs from {SUMS}")
 
@@ -108,10 +115,8 @@ def _read_sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     try:
         lines = read_bytes(inside(folder, SUMS), _LONGEST_SUMS_BYTES).decode(errors="replace").splitlines()
-    except OSError as error:
-        raise damaged(path, error.strerror or str(error)) from None
-    except ValueError as error:
-        raise damaged(folder, str(error)) from None
+    except (OSError, ValueError) as error:
+        raise damaged(path, words_of(error)) from None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if strange := [name for name in sums if Path(name).name != name or name in ("", ".", "..")]:
         raise damaged(path, f"{strange[0]!r} is no file of this folder")

@@ -40,35 +40,27 @@ class Snapshot:
         values = {name: self._split(name, part, ()) for name, part in parts.items()}
         # The conversion to JSON and back copies the values, and raises now if a value could not be written later.
         self.values: dict[str, Tree] = json.loads(json.dumps(values)) if keep else {}
-        self._start_transfers()
+        if self._memory.is_pinned:
+            self._event = torch.cuda.Event()
+            self._event.record()
 
     def _split(self, part: str, tree: Mapping[str, Any], path: tuple[str, ...]) -> Tree:
-        """The JSON values of `tree`; its tensors are collected under their path, joined with '/'."""
+        """The JSON values of `tree`; its tensors are copied, or wait for it, under their path, joined with '/'."""
         values: Tree = {}
         for key, value in tree.items():
             assert isinstance(key, str) and "/" not in key, f"{key!r} in {path} must be a string without '/'"
             name = "/".join((*path, key))
-            if callable(value):
-                fetched = value()
-                if self._keep:
-                    self._copy(part, name, fetched.detach())
-            elif isinstance(value, Tensor):
-                if self._keep:
-                    self._to_copy.append((part, name, value.detach()))
-            elif isinstance(value, Mapping):
-                values[key] = self._split(part, value, (*path, key))
-            else:
-                values[key] = value
+            is_fetched = callable(value)
+            found = value() if is_fetched else value
+            if isinstance(found, Mapping):
+                values[key] = self._split(part, found, (*path, key))
+            elif not isinstance(found, Tensor):
+                values[key] = found
+            elif self._keep and (is_fetched or found.device.type == "cuda"):
+                self._copy(part, name, found.detach())
+            elif self._keep:
+                self._to_copy.append((part, name, found.detach()))
         return values
-
-    def _start_transfers(self) -> None:
-        for part, name, tensor in self._to_copy:
-            if tensor.device.type == "cuda":
-                self._copy(part, name, tensor)
-        self._to_copy = [entry for entry in self._to_copy if entry[2].device.type != "cuda"]
-        if self._memory.is_pinned:
-            self._event = torch.cuda.Event()
-            self._event.record()
 
     def _copy(self, part: str, name: str, tensor: Tensor) -> None:
         """Copy a tensor, or start its transfer from an accelerator: the accelerator's memory may be used for something

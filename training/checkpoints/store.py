@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from tandem.files.reading import words_of
 from tandem.files.writing import WRITER, delete, free_name, processor_time, sync, write_atomically
 
 from .format import Tree, check_sums, damaged, explained, read_checkpoint, write_folder
@@ -254,9 +255,8 @@ class Checkpoints:
             write_folder(unfinished, snapshot.tensors, state)
             self._commit(unfinished, path)
         except Exception as error:  # training goes on after any error, because the next save may succeed
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
             if not path.exists():  # if it exists, only what follows the rename failed: the next save repeats it
-                self.failure = f"cannot write the checkpoint {path}: {' '.join(reason.split()) or type(error).__name__}"
+                self.failure = f"cannot write the checkpoint {path}: {words_of(error)}"
             if unfinished is not None:
                 delete(unfinished)  # make room: the disk may be full
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
@@ -290,7 +290,7 @@ class Checkpoints:
         try:
             os.rename(path, unwanted)
         except OSError as error:
-            self._leave(path, error.strerror or str(error))
+            self._leave(path, words_of(error))
             return
         files = sorted(os.listdir(unwanted))
         if reason := delete(unwanted):

@@ -8,7 +8,7 @@ import yaml
 
 from tandem.converters import config_value
 from tandem.files.installed import shipped
-from tandem.files.reading import compose_yaml
+from tandem.files.reading import compose_yaml, words_of
 
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 _TRUE = {"yes", "true", "on"}
@@ -69,7 +69,7 @@ def converted(value: Any, action: argparse.Action) -> Any:
     try:
         node = yaml.compose(yaml.safe_dump(config_value(action, value)), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(words_of(error)) from None
     assert node is not None
     return _value(node, action)
 

@@ -1,8 +1,14 @@
-"""Whether more or less of a metric is better: the one table for best values on cards and pages."""
+"""What names of metrics say: whether more or less is better, for best values on cards and pages, and what are costs."""
 
 from __future__ import annotations
 
 import re
+
+TIMES = ("samples_per_second", "seconds", "time")
+COSTS = (
+    *TIMES, "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb", "peak_device_memory_gb"
+)  # fmt: skip
+"""The metrics that differ between two runs with the same numbers."""
 
 # Patterns of the last part of a metric's name.
 _MORE = re.compile(

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..measures.directions import better
+from ..measures.directions import COSTS, better
 
-COSTS = (
-    "samples_per_second", "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb",
-    "peak_device_memory_gb",
-)  # fmt: skip
 _OF_OPTIMISATION = ("lr", "learning_rate", "grad_norm", "weight", "temperature", "scale", "skipped_updates", "bias",
                     "bad_samples")  # fmt: skip
 NAMES = ("Validation", "Validation of the whole split", "Losses", "Other values", "Optimisation", "Costs")

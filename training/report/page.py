@@ -23,6 +23,7 @@ _PARTS = Path(__file__).parent / "page"
 # Signs of the Unicode bidirectional algorithm, which work beyond the name that holds them:
 # https://www.unicode.org/reports/tr9/, section 2.
 _TURNS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_ESCAPED_TURNS = re.compile(r"\\u(061c|200[ef]|202[a-e]|206[6-9])")  # in JSON
 _SCRIPTS = ("tools.js", "charts.js", "sections.js", "main.js")
 
 
@@ -52,21 +53,10 @@ def data_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def as_text(data: Any) -> str:
-    """JSON that may stand in a <script> of an HTML page, in ASCII: no part of it ends the script or begins a comment.
-    What is not finite becomes null, and a sign that turns the text after it around a replacement character."""
-    text = json.dumps(_shown(data), allow_nan=False, separators=(",", ":"))
+    """JSON that may stand in a <script> of an HTML page, in ASCII: no part of it ends the script or begins a comment. A
+    sign that turns the text after it around becomes a replacement character."""
+    text = _ESCAPED_TURNS.sub(r"\\ufffd", json.dumps(data, allow_nan=False, separators=(",", ":")))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _shown(value: Any) -> Any:
-    """The value as a browser can show it."""
-    if isinstance(value, str):
-        return _TURNS.sub("\ufffd", value)
-    if isinstance(value, float):
-        return value if abs(value) != float("inf") and value == value else None
-    if isinstance(value, Mapping):
-        return {_shown(name): _shown(each) for name, each in value.items()}
-    return [_shown(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
@@ -85,7 +75,7 @@ def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
     parts = {
         "generator": _MARK,
         "policy": _policy(scripts, is_watched=bool(watched)),
-        "title": html.escape(f"{_shown(names[:200])} - training report"),
+        "title": html.escape(_TURNS.sub("\ufffd", names[:200]) + " - training report"),
         "css": drawing["css"] + (_PARTS / "page.css").read_text(),
         "watched": html.escape(watched),
         "data": as_text(data),

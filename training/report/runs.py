@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import read_json_or_empty, read_yaml
+from tandem.files.reading import read_json_or_empty, read_yaml, words_of
 from tandem.files.writing import is_left_behind
 
 from ..run.starts import script_of, starts
-from .curves import MetricsFile
+from .curves import COUNTS, MetricsFile
 from .faults import marks
-from .pictures import Pictures
+from .pictures import pictures_in
 
 _PARTS = ("config.yaml", "metrics.jsonl", "starts.jsonl", "samples", "checkpoints")  # any of a run
 _MOST_STARTS = 200
 _LONGEST_VALUE = 2000  # characters of a setting
+_LABELS = {
+    "time": "time", "step": "went on from update", "backend": "backend", "launcher": "launcher",
+    "world_size": "processes", "device": "device", "precision": "precision", "batch_size": "batch size", "host": "host",
+    "platform": "platform", "cpus": "CPUs", "python": "Python", "packages": "packages", "git_commit": "commit",
+    "command": "command", "changed": "changed flags", "ended": "ended",
+}  # fmt: skip
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 _WAITS = {"data_seconds": "data", "communication_seconds": "other processes", "save_seconds": "checkpoints"}
 
 
@@ -42,7 +48,7 @@ class RunReader:
         if not any((self.path / part).exists() for part in _PARTS):
             raise ValueError(f"{path} is no run folder: it holds none of {', '.join(_PARTS)}")
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
-        self._pictures = Pictures(self.path / "samples", pictures)
+        self._pictures = pictures
 
     def read(self) -> dict[str, Any]:
         """What the page says of the run now. What cannot be read is named in "notes"."""
@@ -55,7 +61,7 @@ class RunReader:
             notes.append("starts.jsonl is missing or cannot be read: machine, versions and resumes are not known")
         if len(begun) > _MOST_STARTS:
             notes.append(f"starts.jsonl: the newest {_MOST_STARTS} of {len(begun)} starts are shown")
-        pictures, more = self._pictures.as_json()
+        pictures, more = pictures_in(self.path / "samples", self._pictures)
         metrics = self._metrics
         curves = {name: curve.as_json() for name, curve in metrics.curves.items()}
         return {
@@ -66,8 +72,8 @@ class RunReader:
             "step": metrics.last_step,
             "notes": [*notes, *more],
             "curves": curves,
-            "clock": {name: curve.as_json() for name, curve in metrics.clock.items()},
-            "marks": marks(begun, config, {name: rises.found for name, rises in metrics.rises.items()}),
+            "clock": {name: metrics.clock[name].as_json() for name in ("samples", "seconds")},
+            "marks": marks(begun, {name: metrics.curves[name].rises() for name in COUNTS if name in metrics.curves}),
             "config": {name: text_of(value) for name, value in config.items()},
             "starts": [_start(facts) for facts in begun[-_MOST_STARTS:]],
             "costs": dict(_costs(metrics, curves)),
@@ -93,7 +99,7 @@ def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
     except FileNotFoundError:
         return {}, ["config.yaml is missing"]
     except (OSError, ValueError) as error:
-        return {}, [f"config.yaml cannot be read: {str(getattr(error, 'strerror', None) or error)[:300]}"]
+        return {}, [f"config.yaml cannot be read: {words_of(error)[:300]}"]
     if not isinstance(found, dict):
         return {}, ["config.yaml holds no settings"]
     return {str(name)[:_LONGEST_VALUE]: value for name, value in found.items()}, []
@@ -101,70 +107,39 @@ def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def text_of(value: Any) -> str:
     """A value of YAML or JSON as people write it."""
-    if isinstance(value, str):
-        text = value
-    elif isinstance(value, float) and not math.isfinite(value):
-        text = str(value)
-    else:
-        try:
-            text = json.dumps(value, ensure_ascii=False, default=str)
-        except (TypeError, ValueError, RecursionError):
-            text = repr(value)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def _start(facts: Mapping[str, Any]) -> dict[str, str]:
     """A line of starts.jsonl as words by label, in the order in which the page shows them."""
-    command, packages = facts.get("command"), facts.get("packages")
-    changed = facts.get("changed")
-    told = {
-        "time": facts.get("time"),
-        "went on from update": facts.get("step"),
-        "backend": facts.get("backend"),
-        "launcher": facts.get("launcher"),
-        "processes": facts.get("world_size"),
-        "device": facts.get("device"),
-        "precision": facts.get("precision"),
-        "batch size": facts.get("batch_size"),
-        "host": facts.get("host"),
-        "platform": facts.get("platform"),
-        "CPUs": facts.get("cpus"),
-        "Python": facts.get("python"),
-        "packages": _pairs(packages) if isinstance(packages, dict) else packages,
-        "commit": facts.get("git_commit"),
-        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
-        "changed flags": _changes(changed) if isinstance(changed, dict) else changed,
-        "ended": facts.get("ended"),
-    }
-    known = {"step", "world_size", "batch_size", "cpus", "python", "git_commit", "changed", *told}
-    others = {name: value for name, value in facts.items() if name not in known and value not in (None, [], {})}
-    told["other facts"] = others or None
-    return {label: text_of(value) for label, value in told.items() if value not in (None, "", [], {})}
-
-
-def _pairs(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {text_of(value)}" for name, value in facts.items())
-
-
-def _changes(changed: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"--{name} {text_of(pair[0])} -> {text_of(pair[1])}" if isinstance(pair, list) and len(pair) == 2
-        else f"--{name}: {text_of(pair)}"
-        for name, pair in changed.items()
-    )  # fmt: skip
+    told = {label: facts.get(name) for name, label in _LABELS.items()}
+    others = {name: value for name, value in facts.items() if name not in _LABELS and value not in _NOTHING}
+    if isinstance(command := facts.get("command"), list):
+        told["command"] = " ".join(map(str, command))
+    if isinstance(packages := facts.get("packages"), dict):
+        told["packages"] = ", ".join(f"{name} {text_of(value)}" for name, value in packages.items())
+    if isinstance(changed := facts.get("changed"), dict):
+        told["changed flags"] = ", ".join(
+            f"--{name} {' -> '.join(map(text_of, pair)) if isinstance(pair, list) else text_of(pair)}"
+            for name, pair in changed.items()
+        )
+    told["other facts"] = others
+    return {label: text_of(value) for label, value in told.items() if value not in _NOTHING}
 
 
 def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """What the run has cost, by label."""
-    seconds = metrics.clock["seconds"].as_json()
-    total = seconds["high"][0] if seconds["high"] else None
-    samples = metrics.clock["samples"].as_json()
+    samples, seconds = (metrics.clock[name].as_json()["high"] for name in ("samples", "seconds"))
     if metrics.last_step >= 0:
         yield "updates", f"{metrics.last_step:,}"
-    if samples["high"]:
-        yield "samples", f"{samples['high'][0]:,}"
-    if total is not None:
-        yield "seconds of all starts", f"{total:,.0f}" if total >= 100 else f"{total:.3g}"
+    if samples:
+        yield "samples", f"{samples[0]:,}"
+    if seconds:
+        yield "seconds of all starts", _rounded(seconds[0], 100)
     rate = curves.get("samples_per_second")
     if rate and rate["count"]:
         yield "samples per second, mean of the lines", f"{rate['sum'] / rate['count']:,.4g}"
@@ -172,11 +147,15 @@ def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Ite
     for name, what in _WAITS.items():
         if name in curves and curves[name]["count"]:
             waited = curves[name]["sum"]
-            share = f" ({waited / total:.1%} of all)" if total else ""
-            yield f"seconds waited for {what}", f"{waited:,.3g}{share}" if waited < 1000 else f"{waited:,.0f}{share}"
+            share = f" ({waited / seconds[0]:.1%} of all)" if seconds and seconds[0] else ""
+            yield f"seconds waited for {what}", f"{_rounded(waited, 1000)}{share}"
     for name, curve in curves.items():
         if name.startswith("peak_") and curve["high"]:
             yield f"peak {name[5:].replace('_gb', '').replace('_', ' ')}, GB", f"{curve['high'][0]:,.4g}"
+
+
+def _rounded(seconds: float, whole_from: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= whole_from else f"{seconds:.3g}"
 
 
 def _best(path: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import read_json_or_empty
+from tandem.files.reading import read_json_or_empty, words_of
 from tandem.files.writing import delete, free_name, sync
 
 FACTS = "best.json"
@@ -164,5 +164,4 @@ class BestModel:
 
 
 def _reason(path: Path, error: OSError) -> str:
-    reason = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error)
-    return f"cannot write {path}: {' '.join(reason.split())}"
+    return f"cannot write {path}: {words_of(error)}" + (f": {error.filename}" if error.filename else "")

@@ -8,25 +8,24 @@ https://huggingface.co/docs/hub/model-cards.
 from __future__ import annotations
 
 import argparse
-import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.files.installed import installed_command
-from tandem.files.reading import parse_json, read_lines
 
-from ..measures.directions import better
-from .starts import last_start
+from ..measures.directions import COSTS, better
+from ..report.curves import MetricsFile
+from .starts import last_start, place
 
 PICTURE = "sample.png"  # beside the card
 
 _NUMBERS = re.compile(r"[0-9][0-9eE.,+-]*")
 _DEMONSTRATION = re.compile(r"demo:[a-z]+(:[0-9]+)?")
 _PATH_SIGNS = re.compile(r"[/\\~$]")
-_NOT_SHOWN = {"step", "samples", "epoch", "bad_samples", "skipped_updates", "grad_norm"}
+_NOT_SHOWN = {"bad_samples", "skipped_updates", "grad_norm"}
 
 
 @dataclass(frozen=True)
@@ -62,19 +61,19 @@ def model_card(
         has_picture: Whether PICTURE lies beside the card.
         version: Of the package that writes the model.
     """
-    metrics = read_metrics(run) if run else []
-    picture = [f"![A sample of the training run]({PICTURE})"] if has_picture else []
+    tags = "".join(f"- {tag}\n" for tag in (*kind.tags, "safetensors"))
     sections = [
-        _front_matter(kind.tags),
+        f"---\n# license: to be chosen by the author, such as mit or cc-by-4.0\nlibrary_name: tandem\ntags:\n{tags}---",
         f"# {name.split('/')[-1]}\n\nThis is {kind.what}. Its weights are {weights}.",
-        *picture,
+        f"![A sample of the training run]({PICTURE})" if has_picture else "",
         _use(name, model, kind, version),
-        *([_training(kind, settings, metrics[-1] if metrics else {})] if run else []),
-        *([_metrics(metrics)] if _shown_metrics(metrics) else []),
-        *([_environment(last_start(run))] if run and last_start(run) else []),
-        "## License\n\nThe author has not said yet under which license this model may be used.",
     ]
-    return "\n\n".join(sections) + "\n"
+    if run:
+        metrics = MetricsFile(run / "metrics.jsonl")
+        metrics.read()
+        sections += [_training(kind, settings, metrics), _metrics(metrics), _environment(last_start(run))]
+    sections.append("## License\n\nThe author has not said yet under which license this model may be used.")
+    return "\n\n".join(filter(None, sections)) + "\n"
 
 
 def public_settings(
@@ -96,29 +95,9 @@ def public_settings(
     return {name: value for name, value in settings.items() if is_public(name, value)}
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, without those that are damaged; empty if there is no such file."""
-    found: list[dict[str, Any]] = []
-    try:
-        for text in read_lines(run / "metrics.jsonl"):
-            try:
-                line = parse_json(text)
-            except ValueError:
-                continue
-            found += [line] if isinstance(line, dict) else []
-    except (OSError, ValueError):
-        pass
-    return found
-
-
 def newest_picture(run: Path) -> Path | None:
     """The picture that a run drew last; None if it drew none."""
     return max((run / "samples").glob("step_*.png"), default=None)
-
-
-def _front_matter(tags: Collection[str]) -> str:
-    lines = ["---", "# license: to be chosen by the author, such as mit or cc-by-4.0", "library_name: tandem", "tags:"]
-    return "\n".join([*lines, *(f"- {tag}" for tag in tags), "- safetensors", "---"])
 
 
 def _use(name: str, model: str, kind: Kind, version: str) -> str:
@@ -141,7 +120,7 @@ model = {model}.from_pretrained(snapshot_download("{name}"))
 ```"""
 
 
-def _training(kind: Kind, settings: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> str:
     import yaml
 
     flag, data = kind.data
@@ -152,8 +131,8 @@ def _training(kind: Kind, settings: Mapping[str, Any], last: Mapping[str, Any]) 
         else f"It was trained on {data} (`--{flag}`). Which they are, and what is known about their rights and biases, "
         "is for the author to add here."
     )
-    if all(type(last.get(name)) in (int, float) for name in ("step", "samples", "epoch")):
-        text += f" The run saw {last['samples']:,} samples in {last['step']:,} updates ({last['epoch']:.3g} epochs)."
+    if (samples := metrics.clock["samples"].as_json()["last"]) and (epoch := metrics.clock["epoch"].as_json()["last"]):
+        text += f" The run saw {samples[0]:,} samples in {samples[1]:,} updates ({epoch[0]:.3g} epochs)."
     where = "" if demonstration else f" --{flag} DIR"
     block = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=1000).rstrip()
     return f"""## Training
@@ -171,48 +150,29 @@ def _training(kind: Kind, settings: Mapping[str, Any], last: Mapping[str, Any]) 
 </details>"""
 
 
-def _shown_metrics(metrics: list[dict[str, Any]]) -> list[str]:
-    """Names of the metrics of the validation; those of the training where there was none."""
-    from .clock import COSTS  # imports PyTorch
-
-    names = dict.fromkeys(
-        name for line in metrics for name, value in line.items() if type(value) in (int, float)
-        and name not in {*_NOT_SHOWN, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)
-    )  # fmt: skip
-    of_validation = [name for name in names if name.startswith(("valid/", "valid_whole/"))]
-    return of_validation or list(names)
-
-
-def _metrics(metrics: list[dict[str, Any]]) -> str:
-    rows = ["| metric | last | best | update of the best |", "|---|---|---|---|"]
-    for name in _shown_metrics(metrics):
-        values = [(line[name], line.get("step")) for line in metrics if type(line.get(name)) in (int, float)]
-        last = values[-1][0]
-        best, step = _best(name, values)
-        of_best = "| | |" if best is None else f"| {best:.5g} | {step} |"
-        rows.append(f"| {name} | {last:.5g} {of_best}")
-    return "## Metrics\n\n" + "\n".join(rows)
-
-
-def _best(name: str, values: list[tuple[float, Any]]) -> tuple[float | None, Any]:
-    """The best value of a metric and its update; None for a metric of which neither more nor less is better."""
-    finite = [(value, step) for value, step in values if math.isfinite(value)]
-    if not finite or not (end := better(name)):
-        return None, None
-    return (max if end == "high" else min)(finite, key=lambda pair: pair[0])
+def _metrics(metrics: MetricsFile) -> str:
+    """A table of the metrics of the validation, of those of the training where there was none; "" without any."""
+    curves = {
+        name: curve.as_json() for name, curve in metrics.curves.items()
+        if name not in {*_NOT_SHOWN, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)
+    }  # fmt: skip
+    shown = [name for name in curves if name.startswith(("valid/", "valid_whole/"))] or list(curves)
+    rows = []
+    for name in shown:
+        if last := curves[name]["last"]:
+            best = curves[name][better(name)] if better(name) else None
+            rows.append(f"| {name} | {last[0]:.5g} " + (f"| {best[0]:.5g} | {best[1]} |" if best else "| | |"))
+    head = "## Metrics\n\n| metric | last | best | update of the best |\n|---|---|---|---|\n"
+    return head + "\n".join(rows) if rows else ""
 
 
 def _environment(start: Mapping[str, Any]) -> str:
-    return "## Environment\n\n" + "\n".join(f"- {name}: {value}" for name, value in _facts(start))
-
-
-def _facts(start: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is told about the last start of the run: no host, no path and no command."""
-    if (count := start.get("world_size")) and (device := str(start.get("device", "")).split(":")[0]):
-        yield "processes", f"{count} x {device}, {start.get('backend')}, {start.get('precision')}"
-    yield "Python", str(start.get("python"))
+    """What is told about the last start of the run, if it is known: no host, no path and no command."""
+    facts: dict[str, Any] = {}
+    if where := place(start):
+        facts["processes"] = f"{where}, {start.get('precision')}"
     packages = start.get("packages")
-    for package, version in packages.items() if isinstance(packages, dict) else ():
-        yield str(package), str(version)
+    facts |= {"Python": start.get("python"), **(packages if isinstance(packages, dict) else {})}
     if isinstance(commit := start.get("git_commit"), str):
-        yield "commit of the scripts", commit
+        facts["commit of the scripts"] = commit
+    return "\n".join(["## Environment\n", *(f"- {name}: {value}" for name, value in facts.items())]) if start else ""

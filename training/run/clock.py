@@ -7,33 +7,21 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..measures.directions import TIMES
 from .starts import now
 
 if TYPE_CHECKING:
     from distributed import Backend
 
-TIMES = ("samples_per_second", "seconds", "time")
-COSTS = (
-    *TIMES, "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb", "peak_device_memory_gb"
-)  # fmt: skip
-"""The metrics that differ between two runs with the same numbers."""
-
 _IMPORTED = time.monotonic()
-_MUCH = 0.1  # share of the time that validation should not exceed
-_NOTICED_SECONDS = 10.0  # less validation than that is not worth a warning
 _UNKNOWN_SAVE_SECONDS = 10.0  # assumed before the first save
-
-
-def without_costs(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of metrics without what differs between two runs with the same numbers."""
-    return {name: value for name, value in line.items() if name not in COSTS}
 
 
 def process_seconds() -> float:
@@ -68,9 +56,7 @@ class Clock:
         self._asked_at: float | None = None
         self._longest_step = 0.0
         self._paused_since: float | None = None
-        self._validation_seconds = self._saving_seconds = 0.0
-        self._first_validated: float | None = None
-        self._is_warned = False
+        self._saving_seconds = 0.0
         self.begin(0.0, 0)
 
     def begin(self, seconds: float, samples: int) -> None:
@@ -109,26 +95,6 @@ class Clock:
         began = time.monotonic()
         yield
         self._saving_seconds += time.monotonic() - began
-
-    @contextmanager
-    def validating(self) -> Iterator[None]:
-        """Context for a validation."""
-        began = time.monotonic()
-        yield
-        ended = time.monotonic()
-        if self._first_validated is None:  # it starts loaders and may compile, so it says little about the others
-            self._first_validated = ended
-        else:
-            self._validation_seconds += ended - began
-
-    def costly_validation(self) -> float | None:
-        """The share of validation in the time since the first validation of this start; None if it is small, or was
-        returned before."""
-        if self._first_validated is None or self._is_warned or self._validation_seconds < _NOTICED_SECONDS:
-            return None
-        share = self._validation_seconds / (time.monotonic() - self._first_validated)
-        self._is_warned = share > _MUCH
-        return share if self._is_warned else None
 
     def waits(self) -> dict[str, float]:
         """Seconds that this process waited since the last call, by metric."""

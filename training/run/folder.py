@@ -6,12 +6,12 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.fields import itself
-from tandem.files.reading import read_json_or_empty, read_yaml
+from tandem.files.reading import read_json_or_empty, read_yaml, words_of
 from tandem.files.writing import hold, move_aside, other_holder, write_atomically
 
 from .starts import add_start, script_of, starts
@@ -31,7 +31,7 @@ _OF_EVERY_CONFIG = {"output_dir", "keep_n_checkpoints", "on_bad_sample"}
 class RunFolder:
     """The folder `output_dir` and its files.
 
-    The root reads and writes; its results and errors are broadcast, so that they are the same on every process.
+    The root reads and writes, in an agreement of all processes if that may fail.
 
     Args:
         fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over. Without effect if a
@@ -59,7 +59,8 @@ class RunFolder:
         opened = None
         with processes.agreement():  # in which the root may wait for a lock
             if processes.is_root:
-                opened = self._explained(lambda: self._open(fresh))
+                with self._explained():
+                    opened = self._open(fresh)
         self.moved_to, self.finished, self.finished_step = processes.broadcast_object(opened)
         #: Whether this process sees the folder of the root, from which each process resumes.
         self.is_seen = os.path.exists(self._lock_file)  # False on any error, which then is this process's alone
@@ -72,27 +73,11 @@ class RunFolder:
         file_name = "_".join(filter(None, [f"step_{step:08d}", name]))
         write_atomically(self.samples_dir / f"{file_name}.{ending}", content)
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write config.yaml: every resolved argument, as `--config` reads it."""
-        import yaml  # not at the top: the scripts import this file before they answer --help
-
-        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        self._on_root(lambda: write_atomically(self.path / "config.yaml", text.encode()))
-
-    def add_start(self, facts: Mapping[str, Any]) -> None:
-        """Add a line to starts.jsonl: time, command, versions, commit and host, and `facts` (JSON), such as script,
-        backend and processes."""
-        self._on_root(lambda: add_start(self.path, {"torchruns": self._torchruns, **facts}))
-
     def check_script(self, script: str) -> None:
-        """Refuse to go on in the folder of another script's run. Raises ValueError, in one line."""
-
-        def check() -> None:
-            found = script_of(self.path)
-            if found and found != script:
-                raise ValueError(f"{self.path} is a run of {found}, not of {script}: give another --output_dir")
-
-        self._on_root(check)
+        """Refuse to go on in the folder of another script's run. On the root. Raises ValueError, in one line."""
+        found = script_of(self.path)
+        if found and found != script:
+            raise ValueError(f"{self.path} is a run of {found}, not of {script}: give another --output_dir")
 
     def check_config(
         self,
@@ -100,7 +85,7 @@ class RunFolder:
         lasting: Mapping[str, Callable[[Any], Any]],
         said: Collection[str],
     ) -> None:
-        """Refuse to resume with arguments that would change the model, or with another seed.
+        """Refuse to resume with arguments that would change the model, or with another seed. On the root.
 
         Args:
             lasting: Names of settings that may not change, each with what of its value is compared.
@@ -109,76 +94,70 @@ class RunFolder:
         Raises:
             ValueError: one line naming each of them that differs, with both values.
         """
-
-        def check() -> None:
-            path = self.path / "config.yaml"
-            try:
-                saved = read_yaml(path)
-            except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-                raise ValueError(f"cannot resume: {path}: {reason}; restore it, or start over with --fresh") from None
-            saved = saved if isinstance(saved, dict) else {}
-            was, now = _with_split_seed(saved), _with_split_seed(config)
-            differing = [
-                name
-                for name, compared in {**lasting, **dict.fromkeys(_OF_THE_RUN, itself)}.items()
-                if name in config and compared(was.get(name)) != compared(now[name])
-            ]
-            if differing:
-                named = [name for name in differing if name in said or name in _OF_THE_RUN] or differing
-                differences = [f"--{name} was {saved.get(name)} and is now {config[name]}" for name in named]
-                raise ValueError(
-                    f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
-                    "--output_dir, or --fresh to start over"
-                )
-
-        self._on_root(check)
-
-    def changed(self, config: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Settings that differ from those of the start before: by name, the old and the new value. Empty if config.yaml
-        is missing or damaged."""
-        import yaml
-
-        def find() -> dict[str, list[Any]]:
-            saved: Any = None
-            with contextlib.suppress(OSError, ValueError):
-                saved = read_yaml(self.path / "config.yaml")
-            before = saved if isinstance(saved, dict) else {}
-            now = yaml.safe_load(yaml.safe_dump(dict(config)))  # as it is read back: tuples become lists
-            differing = {name: [before[name], now[name]] for name in now if before.get(name, now[name]) != now[name]}
-            return json.loads(json.dumps(differing, default=str))
-
-        return dict(self._on_root(find))
-
-    def _on_root(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on the root; every process returns its result, or raises its error as a one-line ValueError."""
-        result, message = None, None
-        if self._processes.is_root:
-            try:
-                result = self._explained(action)
-            except ValueError as error:
-                message = str(error)
-        result, message = self._processes.broadcast_object((result, message))
-        if message is not None:
-            raise ValueError(message)
-        return result
-
-    def _explained(self, action: Callable[[], Any]) -> Any:
-        """Run `action`; an OSError becomes a one-line ValueError."""
         try:
-            return action()
+            saved = self._saved_config()
+        except (OSError, ValueError) as error:
+            where = self.path / "config.yaml"
+            raise ValueError(
+                f"cannot resume: {where}: {words_of(error)}; restore it, or start over with --fresh"
+            ) from None
+        was, now = _with_split_seed(saved), _with_split_seed(config)
+        differing = [
+            name
+            for name, compared in {**lasting, **dict.fromkeys(_OF_THE_RUN, itself)}.items()
+            if name in config and compared(was.get(name)) != compared(now[name])
+        ]
+        if differing:
+            named = [name for name in differing if name in said or name in _OF_THE_RUN] or differing
+            differences = [f"--{name} was {saved.get(name)} and is now {config[name]}" for name in named]
+            raise ValueError(
+                f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
+                "--output_dir, or --fresh to start over"
+            )
+
+    def begin(self, config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Write config.yaml, every resolved argument as `--config` reads it, and add a line to starts.jsonl: time,
+        command, versions, commit and host, and `facts` (JSON), such as script, backend and processes. On the root.
+
+        Returns:
+            The settings that differ from those of the start before: by name, the old and the new value. Empty if
+            config.yaml was missing or damaged.
+        """
+        import yaml  # not at the top: the scripts import this file before they answer --help
+
+        before: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            before = self._saved_config()
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        now = yaml.safe_load(text)  # as it is read back: tuples become lists
+        differing = {name: [before[name], now[name]] for name in now if before.get(name, now[name]) != now[name]}
+        changed: dict[str, list[Any]] = json.loads(json.dumps(differing, default=str))
+        with self._explained():
+            write_atomically(self.path / "config.yaml", text.encode())
+            add_start(self.path, {"torchruns": self._torchruns, **facts, "changed": changed})
+        return changed
+
+    def _saved_config(self) -> dict[str, Any]:
+        saved = read_yaml(self.path / "config.yaml")
+        return saved if isinstance(saved, dict) else {}
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn an OSError into a ValueError of one line."""
+        try:
+            yield
         except OSError as error:
             where = f" (at {error.filename})" if error.filename not in (None, str(self.path)) else ""
             room = "make room there or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             raise ValueError(
-                f"cannot write the run folder {self.path}: {error.strerror or error}{where}; "
-                f"{room}give another --output_dir"
+                f"cannot write the run folder {self.path}: {words_of(error)}{where}; {room}give another --output_dir"
             ) from None
 
     def mark_finished(self, step: int) -> None:
-        """Write model/training.json, which says that model/ is complete and holds the weights of this update."""
-        path = self.model_dir / "training.json"
-        self._on_root(lambda: write_atomically(path, json.dumps({"step": step}).encode()))
+        """Write model/training.json, which says that model/ is complete and holds the weights of this update. On the
+        root."""
+        with self._explained():
+            write_atomically(self.model_dir / "training.json", json.dumps({"step": step}).encode())
 
     def check_is_here(self) -> None:
         """Raise OSError if the folder is no longer that in which this run began: it was renamed or deleted meanwhile,
@@ -221,8 +200,7 @@ class RunFolder:
     def _holds_run(self) -> bool:
         """Whether a run left something here that nothing else writes; names such as config.yaml are common."""
         with contextlib.suppress(OSError, ValueError):
-            config = read_yaml(self.path / "config.yaml")
-            if isinstance(config, dict) and config.keys() >= _OF_EVERY_CONFIG:
+            if self._saved_config().keys() >= _OF_EVERY_CONFIG:
                 return True
         is_told = any(start.keys() >= {"command", "packages"} for start in starts(self.path))
         return is_told or any(self.checkpoints_dir.glob("*step_*/state.json"))

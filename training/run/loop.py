@@ -30,14 +30,14 @@ class Action:
     Args:
         name: What a dry run calls it.
         every: The number n of updates; 0: only at the end.
-        do: Returns values for the line of metrics.
+        do: May return values for the line of metrics.
         measures: The line of metrics waits for it, which may take long: a checkpoint of the same update, which stands
             before it in the list, says that it is still to be made.
     """
 
     name: str
     every: int
-    do: Callable[[], Mapping[str, Any]]
+    do: Callable[[], Mapping[str, Any] | None]
     measures: bool = False
 
 
@@ -161,35 +161,14 @@ def updates(
 def actions(run: Run, evaluations: Sequence[Evaluation], shown: Any, also: Sequence[Action]) -> list[Action]:
     """What happens every n updates, in this order. The save comes first, because a validation may take longer than a
     scheduler waits."""
-
-    feed, args = run.feed, run.args
-
-    def save() -> Mapping[str, Any]:
-        run.save()
-        return {}
-
-    def validate() -> Mapping[str, Any]:
-        with run.clock.validating():
-            values = {name: value for each in evaluations for name, value in _validate(run, each).items()}
-        if not run.progress.finished and (share := run.clock.costly_validation()):
-            run.say(
-                f"warning: validation takes {share:.0%} of the time; lower --valid_samples (it sees "
-                f"{len(feed.validated)} of {len(feed.valid_set)}) or raise --validate_every_n_steps"
-            )
-        return values
-
-    def draw() -> Mapping[str, Any]:
-        _draw(run, evaluations, shown)
-        return {}
-
+    args = run.args
+    validation = Action(
+        "validation", args.validate_every_n_steps, partial(_validate_all, run, evaluations), measures=True
+    )
     return [
-        Action("checkpoint", args.save_every_n_steps, save),
-        *(
-            [Action("validation", args.validate_every_n_steps, validate, measures=True), *also]
-            if len(feed.valid_set)
-            else []
-        ),
-        Action("pictures", args.sample_every_n_steps, draw, measures=True),
+        Action("checkpoint", args.save_every_n_steps, run.save),
+        *([validation, *also] if len(run.feed.valid_set) else []),
+        Action("pictures", args.sample_every_n_steps, partial(_draw, run, evaluations, shown), measures=True),
     ]
 
 
@@ -202,7 +181,7 @@ def _do(run: Run, evaluations: Sequence[Evaluation], due: Sequence[Action]) -> N
     left to do."""
     line = dict(run.progress.unfinished_line or {})
     for action in due:
-        line |= action.do()
+        line |= action.do() or {}
     if run.progress.unfinished_line is not None:
         run.feed.report_bad_samples(run.say)
         _write_line(run, evaluations, line)
@@ -227,6 +206,10 @@ def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
                 picture = evaluation.draw(models, shown, run.progress.step - 1)
                 if run.is_root:
                     run.log_sample(evaluation.picture_name, picture, evaluation.name)
+
+
+def _validate_all(run: Run, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    return {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
 
 
 def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:

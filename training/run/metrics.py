@@ -9,8 +9,9 @@ from PIL import Image
 from torch import Tensor
 
 from ..measures.averages import code_statistics, counts_of_codes
+from ..measures.directions import COSTS
 from ..pictures.images import code_histogram
-from .clock import COSTS, Clock, peak_memory
+from .clock import Clock, peak_memory
 
 if TYPE_CHECKING:
     from distributed import Backend

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from tqdm import tqdm
+
 from tandem.files.installed import command_of
 from tandem.files.reading import printable
 
+from .starts import place
 from .table import MetricsTable
 
 _WIDTH = 100  # characters of a line of metrics, where the terminal has as many
@@ -121,31 +124,27 @@ class ProgressDisplay:
     ) -> None:
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
         self._first_step, self._start_seconds = progress.step, time.monotonic()
-        self._bar: Any = None
         # tqdm draws no bar if the terminal does not report its width; get_terminal_size returns 80 then.
         self._columns = shutil.get_terminal_size().columns
-        if is_root and self._stream.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=progress.total_steps,
-                initial=progress.step,
-                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed, {remaining} left",
-                smoothing=0,  # the time left is that of the table
-                leave=False,  # the last words of a run are its last lines
-                ncols=self._columns,
-                file=self._stream,
-            )
-        width = _WIDTH if self._bar is None else min(_WIDTH, self._columns)
+        self._bar = tqdm(
+            total=progress.total_steps,
+            initial=progress.step,
+            bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed, {remaining} left",
+            smoothing=0,  # the time left is that of the table
+            leave=False,  # the last words of a run are its last lines
+            ncols=self._columns,
+            file=self._stream,
+            disable=None if is_root else True,  # None: where there is no terminal
+        )
+        width = _WIDTH if self._bar.disable else min(_WIDTH, self._columns)
         self._table = MetricsTable(progress.total_steps, columns, width)
         #: Take the values of a validation of an earlier start as those that the next one is compared with.
         self.remember = self._table.remember
 
     def update(self) -> None:
         """Show that an update was counted."""
-        if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.update(self._progress.step - self._bar.n)
+        with contextlib.suppress(OSError):
+            self._bar.update(self._progress.step - self._bar.n)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Print these metrics of the newest update, as far as people need them."""
@@ -160,7 +159,7 @@ class ProgressDisplay:
         """Print a message, which may quote a file; on a terminal in lines that end between words, unless it is to be
         copied `whole`."""
         text = printable(text)
-        if self._bar is not None and not whole:
+        if not (self._bar.disable or whole):
             text = textwrap.fill(
                 text, self._columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
             )
@@ -168,16 +167,15 @@ class ProgressDisplay:
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            if self._bar is not None:
+            if not self._bar.disable:
                 self._bar.write(text, file=self._stream)
             elif self._is_root:
                 print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Take the bar away."""
-        if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.close()
+        with contextlib.suppress(OSError):
+            self._bar.close()
 
 
 def duration(seconds: float) -> str:
@@ -219,7 +217,7 @@ def last_words(folder: Path, models: Sequence[str], picture: Path | None, use: S
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Differences from the processes that wrote a checkpoint, and what they mean for the run; one line for each."""
     lines = []
-    writer, reader = _place(before), _place(now)
+    writer, reader = place(before), place(now)
     if writer != reader:
         sums = "sums in another order, a difference that begins in the seventh digit and grows"
         if now.get("batch_parts") and all(before.get(key) == now[key] for key in ("batch_parts", "device")):
@@ -233,9 +231,3 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             "are fp32 in both, the losses will differ by the precision's rounding"
         )
     return lines
-
-
-def _place(description: Mapping[str, Any]) -> str:
-    stage = f", ZeRO {description['zero_stage']}" if "zero_stage" in description else ""
-    device = str(description.get("device")).split(":")[0]
-    return f"{description.get('backend')} on {description.get('world_size')} x {device}{stage}"

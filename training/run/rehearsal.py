@@ -111,16 +111,11 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
         shutil.rmtree(run.folder.path, ignore_errors=True)
 
 
-class _timed:
+@contextlib.contextmanager
+def _timed(seconds: list[float], device: torch.device) -> Iterator[None]:
     """Context that appends its seconds, those of the device included, to a list."""
-
-    def __init__(self, seconds: list[float], device: torch.device) -> None:
-        self._seconds, self._device = seconds, device
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._seconds.append(time.monotonic() - self._began)
+    began = time.monotonic()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds.append(time.monotonic() - began)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from PIL import Image
 
 from tandem.files.exits import AskedToStop, Failed
+from tandem.files.reading import words_of
 
 from ..checkpoints.averages import AverageFiles
 from ..checkpoints.format import damaged
@@ -19,8 +20,9 @@ from ..checkpoints.models import MODELS, Models
 from ..checkpoints.store import Checkpoints, Stateful, step_of
 from ..ema import kept_weights
 from ..flags.public_names import batch_arithmetic
+from ..measures.directions import TIMES
 from ..pictures.images import Sample, to_png
-from .clock import TIMES, Clock
+from .clock import Clock
 from .folder import RunFolder, check_apart
 from .loop import Action, Evaluation, updates
 from .metrics import Metrics
@@ -72,7 +74,8 @@ class Run:
         # A launcher that restarts the processes passes the same arguments, but the run must then go on.
         self.folder = RunFolder(args.output_dir, processes, fresh=args.fresh and not processes.is_restart)
         with processes.agreement():
-            self.folder.check_script(args.script)
+            if processes.is_root:
+                self.folder.check_script(args.script)
             self.tracker = make_trackers(
                 args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here,
                 {name: getattr(args, f"wandb_{name}") for name in ("project", "name", "entity", "tags")},
@@ -155,10 +158,10 @@ class Run:
         news: list[str] = []
         changed: dict[str, list[Any]] = {}
         latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, news.append)
-        # Collectives are allowed in an agreement in which all processes raise the same errors.
         with here.agreement():
-            if latest:
+            if latest and here.is_root:
                 self.folder.check_config(self._settings, self.args.lasting, self.args.explicit)
+        # Collectives are allowed in an agreement in which all processes raise the same errors.
         with here.agreement():
             if latest:
                 self.checkpoints.restore(latest, states, self._parts)
@@ -172,16 +175,12 @@ class Run:
                 self.progress.unfinished_line = None
         self._resumed_step = self.progress.step
         with here.agreement():
-            if not self.is_complete:  # a finished run keeps the record of how it was trained
-                changed = self.folder.changed(self._settings)
-                self.folder.write_config(self._settings)
-                start = {"script": self.args.script, "step": self.progress.step, "changed": changed}
-                self.folder.add_start({**start, **here.describe()})
-        with here.agreement():
+            if here.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
+                start = {"script": self.args.script, "step": self.progress.step, **here.describe()}
+                changed = self.folder.begin(self._settings, start)
+                self.checkpoints.left += self._averages.cut_back(self.progress.step)
             is_line_written = self.progress.unfinished_line is None
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
-            if here.is_root and not self.is_complete:
-                self.checkpoints.left += self._averages.cut_back(self.progress.step)
         self.display = ProgressDisplay(self.progress, here.is_root, columns=self._columns)
         self.display.remember(self.tracker.last_validation)
         for line in news:
@@ -281,7 +280,7 @@ class Run:
             for ending, content in {"png": to_png(sample.picture), **sample.files}.items():
                 self.folder.write_sample(self.progress.step, content, model, ending)
         except OSError as error:
-            self.say(f"cannot write the picture of update {self.progress.step}: {error.strerror or error}")
+            self.say(f"cannot write the picture of update {self.progress.step}: {words_of(error)}")
         self.log_image("/".join(filter(None, [model, name])), sample.picture)
 
     def save(self) -> None:
@@ -372,7 +371,8 @@ class Run:
             self.say(f"{failure}; the newest checkpoint is {newest.name if newest else 'none'}")
         elif self._models:
             with self.processes.agreement():
-                self.folder.mark_finished(self.progress.step)
+                if self.is_root:
+                    self.folder.mark_finished(self.progress.step)
             self._say_how_it_ended("finished")
             self.say(f"finished: {self.progress.total_steps} updates in {duration(self.clock.seconds)}")
             picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)

@@ -64,6 +64,15 @@ def script_of(output_dir: str | Path) -> str | None:
     return name if isinstance(name, str) and re.fullmatch(r"train_\w+\.py", name) else None
 
 
+def place(start: Mapping[str, Any]) -> str:
+    """Backend, processes and device of a start, such as "ddp on 2 x cpu"; empty if it does not say."""
+    if not start.get("backend"):
+        return ""
+    stage = f", ZeRO {start['zero_stage']}" if "zero_stage" in start else ""
+    device = str(start.get("device")).split(":")[0]
+    return f"{start['backend']} on {start.get('world_size')} x {device}{stage}"[:200]
+
+
 def now() -> str:
     """The time of day in UTC, such as 2026-01-31T12:00:00+00:00."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -50,26 +50,18 @@ class MetricsTable:
         last = {"samples/s": number(metrics.get("samples_per_second")), "left": left}
         last |= {name: str(metrics[name]) for name in _FAULTS if metrics.get(name)}
         cells = {name: number(metrics.get(name)) for name in self._of_update}
-        start, n_faults = f"update {clock}", len(last) - 2
-        lengths = [
-            *((n, len(last)) for n in range(len(cells), 0, -1)),
-            *((1, 2 + n) for n in range(n_faults - 1, -1, -1)),
-        ]
-        for n_shown, n_last in lengths:  # the loss, the rate and the time stay; of the faults, the first ones
-            shown = [*list(cells.items())[:n_shown], *list(last.items())[:n_last]]
-            widths = [max(len(name), 6 if name in last else _CELL) for name, _ in shown]
-            if len(start) + sum(widths) + 2 * len(widths) <= self._width:
-                break
-        aligned = [
-            "".join(f"  {text:>{width}}" for text, width in zip(texts, widths, strict=True))
-            for texts in zip(*shown, strict=True)
-        ]
-        heading = " " * len(start) + aligned[0]
+        shown, start = {**cells, **last}, f"update {clock}"
+        widths = {name: max(len(name), 6 if name in last else _CELL) for name in shown}
+        # The loss, the rate and the time stay; of the faults, the first ones.
+        for name in [*reversed(list(cells)[1:]), *reversed(list(last)[2:])]:
+            if len(start) + sum(widths.values()) + 2 * len(widths) > self._width:
+                del shown[name], widths[name]
+        heading = " " * len(start) + "".join(f"  {name:>{widths[name]}}" for name in shown)
         if heading != self._heading or self._rows % _ROWS == 0:
             self._heading, self._rows = heading, 0
             yield heading
         self._rows += 1
-        yield start + aligned[1]
+        yield start + "".join(f"  {text:>{widths[name]}}" for name, text in shown.items())
 
     def _validated(self, metrics: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """What is shown of a validation: of the most important metric the values of the trained weights and of their

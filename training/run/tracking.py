@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from tandem.files.reading import parse_json, read_bytes, read_lines
+from tandem.files.reading import parse_json, read_bytes, read_lines, words_of
 from tandem.files.writing import create, open_appending, replacing, say, write_atomically
 
 # wandb's own limits are 90 seconds at the start and none at the end, where the models are uploaded.
@@ -22,19 +22,29 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MOST_BINS = 512  # wandb's own limit for a histogram
 
 
-class JsonlTracker:
-    """metrics.jsonl: one object per line, `{"step": ..., ...}`, readable while the run goes on.
+class Trackers:
+    """metrics.jsonl, which must be written, and trackers that are switched off at their first error, with a message.
 
-    NaN and infinities, which JSON does not have, are written as null, and numbers with 12 digits, because further
-    digits of a mean depend on the number of processes whose parts of it were added. Lines that cannot be written are
-    kept and written with the next one.
+    metrics.jsonl has one object per line, `{"step": ..., ...}`, readable while the run goes on. NaN and infinities,
+    which JSON does not have, are written as null, and numbers with 12 digits, because further digits of a mean depend
+    on the number of processes whose parts of it were added. Lines that cannot be written are kept and written with the
+    next one.
 
     Args:
         check: Raises OSError if `folder` is no longer that of the run.
-        is_root: Whether this process reads and writes the file; the others have no lines.
+        optional: Constructors of the other trackers by name, which have the methods `cut_back`, `log`, `log_image` and
+            `close`; called on the root.
+        is_root: Whether this process reads and writes; the others have no lines and no trackers.
     """
 
-    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None, *, is_root: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        check: Callable[[], None] = lambda: None,
+        optional: Mapping[str, Callable[[], Any]] = NOTHING,
+        *,
+        is_root: bool = True,
+    ) -> None:
         self.path, self._check, self._is_root = folder / "metrics.jsonl", check, is_root
         #: Why lines are waiting, in one line; None if none are.
         self.failure: str | None = None
@@ -43,6 +53,12 @@ class JsonlTracker:
         self._last_step: float = -1
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._waiting: list[bytes] = []
+        self._optional: dict[str, Any] = {}
+        for name, make in optional.items() if is_root else ():
+            try:
+                self._optional[name] = make()
+            except Exception as error:
+                self._switch_off(name, error)
 
     def cut_back(self, step: int) -> None:
         """Delete the lines after `step`, at which the run continues (0: a new run), and a last line that is incomplete.
@@ -62,6 +78,7 @@ class JsonlTracker:
         if is_changed:
             with replacing(self.path) as temporary, create(temporary) as file:
                 file.writelines(line for line in _lines_of(self.path) if _step_of(line) <= step)
+        self._each("cut_back", step)
 
     def line(self, step: int) -> dict[str, Any] | None:
         """The line of a step as it is on the disk; None if there is none."""
@@ -78,6 +95,11 @@ class JsonlTracker:
         values = {name: _plain(value) for name, value in {"step": step, **metrics}.items()}
         self._waiting.append(json.dumps(values, allow_nan=False).encode() + b"\n")
         self.write_lines()
+        self._each("log", step, metrics)
+
+    def log_image(self, step: int, name: str, image: Image.Image) -> None:
+        """Log a picture; metrics.jsonl holds none."""
+        self._each("log_image", step, name, image)
 
     def write_lines(self) -> None:
         """Write the lines that are waiting."""
@@ -97,13 +119,35 @@ class JsonlTracker:
                 file.truncate(self._size)  # remove what the last failed write left
                 file.write(content)
         except OSError as error:
-            failure = f"cannot write {self.path}: {error.strerror or error}"
+            failure = f"cannot write {self.path}: {words_of(error)}"
             if self.failure is None:
                 say(f"{failure}; its lines are kept for later")
             self.failure = failure
             return
         self._size += len(content)
         self._waiting, self.failure = [], None
+
+    def close(self, models: Mapping[str, Path] = NOTHING) -> None:
+        """Log trained models, folders or files by alias, such as "final", and finish writing. May wait for a server for
+        long; Ctrl-C ends that."""
+        self.write_lines()
+        try:
+            if "wandb" in self._optional:
+                say("wandb ends its run, which may take long; everything is in the run folder already")
+            self._each("close", {alias: path for alias, path in models.items() if path.exists()})
+        except KeyboardInterrupt:
+            say("wandb was interrupted: its part of the run may be incomplete, the run folder is not")
+
+    def _each(self, method: str, *args: Any) -> None:
+        for name, tracker in list(self._optional.items()):
+            try:
+                getattr(tracker, method)(*args)
+            except Exception as error:
+                self._switch_off(name, error)
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        self._optional.pop(name, None)
+        say(f"{name} is switched off, the run goes on: {type(error).__name__}: {words_of(error)}")
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
@@ -199,7 +243,7 @@ class WandbTracker:
         try:
             self._run = wandb.init(**options, mode=None if has_key else "offline")
         except wandb.errors.Error as error:
-            say(f"wandb writes offline: {_one_line(error)}")
+            say(f"wandb writes offline: {words_of(error)}")
             # End wandb's service process, which still holds the run that could not start.
             wandb.teardown()
             self._run = wandb.init(**options, mode="offline")
@@ -241,64 +285,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not isinstance(value, str)}
 
 
-class Trackers(JsonlTracker):
-    """metrics.jsonl, which must be written, and trackers that are switched off at their first error, with a message.
-
-    Args:
-        folder, check, is_root: Of `JsonlTracker`.
-        optional: Constructors of the other trackers by name, which have the same methods.
-    """
-
-    def __init__(
-        self, folder: Path, check: Callable[[], None], optional: Mapping[str, Callable[[], Any]], *, is_root: bool
-    ) -> None:
-        super().__init__(folder, check, is_root=is_root)
-        self._optional: dict[str, Any] = {}
-        for name, make in optional.items():
-            try:
-                self._optional[name] = make()
-            except Exception as error:
-                self._switch_off(name, error)
-
-    def cut_back(self, step: int) -> None:
-        super().cut_back(step)
-        self._each("cut_back", step)
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        super().log(step, metrics)
-        self._each("log", step, metrics)
-
-    def log_image(self, step: int, name: str, image: Image.Image) -> None:
-        """Log a picture; metrics.jsonl holds none."""
-        self._each("log_image", step, name, image)
-
-    def close(self, models: Mapping[str, Path] = NOTHING) -> None:
-        """Log trained models, folders or files by alias, such as "final", and finish writing. May wait for a server for
-        long; Ctrl-C ends that."""
-        self.write_lines()
-        try:
-            if "wandb" in self._optional:
-                say("wandb ends its run, which may take long; everything is in the run folder already")
-            self._each("close", {alias: path for alias, path in models.items() if path.exists()})
-        except KeyboardInterrupt:
-            say("wandb was interrupted: its part of the run may be incomplete, the run folder is not")
-
-    def _each(self, method: str, *args: Any) -> None:
-        for name, tracker in list(self._optional.items()):
-            try:
-                getattr(tracker, method)(*args)
-            except Exception as error:
-                self._switch_off(name, error)
-
-    def _switch_off(self, name: str, error: Exception) -> None:
-        self._optional.pop(name, None)
-        say(f"{name} is switched off, the run goes on: {type(error).__name__}: {_one_line(error)}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def make_trackers(
     report_to: Collection[str],
     folder: Path,
@@ -312,7 +298,7 @@ def make_trackers(
     Args:
         report_to: "tensorboard", "wandb", or both; empty: metrics.jsonl alone.
         config: The run's arguments, shown beside the curves.
-        check: Of `JsonlTracker`.
+        check: Of `Trackers`.
         wandb_names: Of `WandbTracker`.
 
     Raises:
@@ -326,4 +312,4 @@ def make_trackers(
         "tensorboard": lambda: TensorBoardTracker(folder),
         "wandb": lambda: WandbTracker(folder, config, wandb_names),
     }
-    return Trackers(folder, check, {name: optional[name] for name in report_to if is_root}, is_root=is_root)
+    return Trackers(folder, check, {name: optional[name] for name in report_to}, is_root=is_root)

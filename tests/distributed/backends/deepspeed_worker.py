@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import distributed
 from distributed import Backend, Engine, UserMistake
 from tests.processes import parsed
-from training.ema import PowerAverages
+from training.ema import make_ema
 
 UPDATES = 6
 SCRIPT_RATE = 0.125  # which no JSON here has
@@ -95,7 +95,7 @@ def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) 
     train(first, range(UPDATES // 2), config)
     second.load_state_dict(first.state_dict())
     continued = train(second, range(UPDATES // 2, UPDATES), config)
-    averages = PowerAverages(whole, [0.1])
+    averages = make_ema(whole, 0.0, [0.1])
     averages.update()
     average, weights = averages.state_dict()["powers"]["0.1"]["weights"], whole.state_dict()["weights"]
     return {

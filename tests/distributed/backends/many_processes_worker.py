@@ -28,7 +28,7 @@ from distributed import torch_comm, watchdog
 from distributed.backends.deepspeed import config
 from distributed.collectives import Alone
 from tests.processes import Root, parsed
-from training.ema import PowerAverages
+from training.ema import make_ema
 
 KINDS = {"all_reduce": "sums", "all_gather_into_tensor": "gathers", "reduce_scatter_tensor": "scattered sums"}
 UNEXPECTED = (
@@ -78,7 +78,7 @@ def measure(processes: int, stage: int, bucket: int) -> dict[str, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 64))
         engine = backend.wrap(model, torch.optim.Adam(model.parameters()))
-        averages = PowerAverages(engine, [0.05, 0.1])
+        averages = make_ema(engine, 0.0, [0.05, 0.1])
         for _ in range(3):  # in the first two, ZeRO 3 looks at the order of the modules
             counts.clear()
             engine.backward(engine(torch.ones(1, 64)).square().mean())

@@ -68,7 +68,7 @@ def test_without_its_discriminator_a_model_is_loaded_without_one(public: Path, t
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert_same_bits(back, {name: tensor for name, tensor in STATE.items() if not name.startswith("discr.")})
     assert load_public_discriminator(tmp_path / "back.pt") is None
-    other = Discriminator(dim=32, layers=2)
+    other = Discriminator.made({"dim": 32, "layers": 2})
     said = save_public_vqgan(load_public_vqgan(public), tmp_path / "back.pt", other)
     assert "32" in said and "16" in said
     assert load_public_discriminator(tmp_path / "back.pt") is None

@@ -13,16 +13,16 @@ import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers import QUANTIZERS, make_quantizer
+from models.quantizers import QUANTIZERS
 from models.quantizers.base import Quantizer
 from tests.models.helpers import assert_same_bits, in_rows, quantizer_of, some, state_of
 
 SMALL: dict[str, dict[str, Any]] = {
     "lfq": {"codebook_size": 64},
-    "vq": {"codebook_size": 11, "dim": 5},
-    "fsq": {"levels": [8, 5, 4]},
+    "vq": {"codebook_size": 11, "codebook_dim": 5},
+    "fsq": {"fsq_levels": [8, 5, 4]},
     "bsq": {"codebook_size": 64},
-    "ibq": {"codebook_size": 11, "dim": 5},
+    "ibq": {"codebook_size": 11, "codebook_dim": 5},
 }
 all_quantizers = pytest.mark.parametrize("name", QUANTIZERS)
 
@@ -108,7 +108,7 @@ def test_what_is_not_finite_shows_in_the_output_and_leaves_codes_in_range(name: 
 
 def test_fsq_has_the_published_number_of_codes_and_channels() -> None:
     for bits, expected in {8: (240, 3), 10: (1000, 4), 12: (4375, 5), 14: (15360, 5), 16: (64000, 6)}.items():
-        quantizer = make_quantizer("fsq", codebook_size=2**bits)
+        quantizer = quantizer_of("fsq", codebook_size=2**bits)
         assert (quantizer.num_codes, quantizer.dim) == expected
 
 
@@ -142,7 +142,7 @@ def test_the_gradient_of_the_entry_is_that_of_the_vector(name: str) -> None:
     assert torch.equal(gradient_of_quantized(quantizer, z, weights), weights)
 
 
-@pytest.mark.parametrize(("name", "options"), [("bsq", {}), ("vq", {"cosine": True})])
+@pytest.mark.parametrize(("name", "options"), [("bsq", {}), ("vq", {"vq_cosine": True})])
 def test_on_the_sphere_the_gradient_goes_through_the_direction(name: str, options: dict[str, Any]) -> None:
     quantizer = small(name, **options)
     z = some_z(quantizer)
@@ -184,6 +184,6 @@ def test_signs_agree_with_the_library(name: str, inv_temperature: float) -> None
 
 def test_lfq_codes_have_the_first_channel_as_highest_bit_and_count_zero_as_negative() -> None:
     z = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0], [-0.1, -0.2, 0.0]]).view(3, 3, 1, 1)
-    out = make_quantizer("lfq", codebook_size=8)(z)
+    out = quantizer_of("lfq", codebook_size=8)(z)
     assert out.codes.flatten().tolist() == [0b101, 0b010, 0b000]
     assert out.quantized[1].flatten().tolist() == [-1, 1, -1]

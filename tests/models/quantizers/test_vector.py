@@ -12,10 +12,7 @@ import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers import clustering
-from models.quantizers.hashing import random_indices
-from models.quantizers.statistics import sums_by_code
-from models.quantizers.vector import VectorQuantizer
+from models.quantizers.vector import VectorQuantizer, kmeans, random_indices, sums_by_code
 from tests.models.helpers import assert_same_bits, in_rows, quantizer_of, some, state_of
 from tests.processes import on_processes
 
@@ -24,11 +21,15 @@ def some_vectors(batch: int = 12, seed: int = 1) -> Tensor:
     return some(batch, 5, 2, 2, seed=seed)
 
 
-def started(codebook_size: int = 7, **options: Any) -> VectorQuantizer:
+def started(
+    codebook_size: int = 7, decay: float = 0.8, cosine: bool = False, kmeans_init: bool = False,
+    revive_below: float = 0.0,
+) -> VectorQuantizer:  # fmt: skip
     """With random entries and no revival, unless asked for."""
-    options = {"kmeans_init": False, "revive_below": 0.0, **options}
-    quantizer = quantizer_of("vq", codebook_size=codebook_size, dim=5, **options)
+    quantizer = quantizer_of("vq", codebook_size=codebook_size, codebook_dim=5, vq_decay=decay, vq_cosine=cosine)
     assert isinstance(quantizer, VectorQuantizer)
+    quantizer.revive_below = revive_below
+    quantizer.initialized.fill_(not kmeans_init)
     return quantizer
 
 
@@ -117,7 +118,7 @@ def test_training_goes_on_from_a_state_dict_to_the_bit() -> None:
 
 def test_k_means_ends_where_every_centre_is_the_mean_of_what_is_nearest_to_it() -> None:
     vectors = in_rows(some_vectors())
-    centres, counts = clustering.kmeans(vectors, 4, normalize=lambda means: means, iterations=50)
+    centres, counts = kmeans(vectors, 4, normalize=lambda means: means, iterations=50)
     codes = torch.cdist(vectors, centres).argmin(1)
     assert counts.tolist() == torch.bincount(codes, minlength=4).tolist()
     for code in range(4):
@@ -131,7 +132,7 @@ def test_the_first_batch_in_train_mode_makes_the_first_entries() -> None:
     assert not quantizer.is_initialized
     before = quantizer.train()(some_vectors()).losses["commitment"]
     assert quantizer.is_initialized and not quantizer.needs_observation
-    expected, counts = clustering.kmeans(in_rows(some_vectors()), 7, normalize=lambda means: means)
+    expected, counts = kmeans(in_rows(some_vectors()), 7, normalize=lambda means: means)
     assert torch.equal(quantizer.codebook, expected) and torch.equal(quantizer.code_counts, counts)
     assert before < started()(some_vectors()).losses["commitment"]
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from models import MuLaN as Ours
 from models.files.musiclm import load_public_mulan, save_public_mulan
-from models.musiclm import MusicLMMuLaN
 from tests.models.reference.absent import unused
 from tests.models.reference.musiclm import CASES, CONSTANTS, FILE, sounds, state_of, tokens
 
@@ -101,7 +101,7 @@ def main() -> None:
             torch.save(mulan.state_dict(), public)
             read = load_public_mulan(public)
             spectrogram = {"n_fft": audio.get("spec_n_fft", 128), "hop_length": audio.get("spec_hop_length", 12)}
-            model = MusicLMMuLaN.made({**read.config, **spectrogram})
+            model = Ours.made({**read.config, **spectrogram})
             model.load_state_dict(read.state_dict())
             call = save_public_mulan(model, ours).partition("load it into ")[2].partition(";")[0]
             back = eval(call, vars(musiclm_pytorch)).eval()

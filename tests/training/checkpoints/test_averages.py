@@ -15,10 +15,10 @@ from tests.training.disk import busy, failing, left_by_kills
 from tests.training.whole import Whole
 from training.checkpoints.averages import AverageFiles
 from training.checkpoints.store import Checkpoints
-from training.ema import PowerAverages, make_ema
+from training.ema import Average, make_ema
 
 
-def trained(averages: PowerAverages, first: int, last: int) -> None:
+def trained(averages: Average, first: int, last: int) -> None:
     """Updates first ... last, after which the weights are their number, and a buffer is, too."""
     for update in range(first, last + 1):
         for tensor in WEIGHTS.module.state_dict().values():
@@ -35,9 +35,9 @@ def made() -> nn.Module:
 WEIGHTS = Whole(made())
 
 
-def saved(checkpoints: Checkpoints, files: AverageFiles, steps: range) -> PowerAverages:
+def saved(checkpoints: Checkpoints, files: AverageFiles, steps: range) -> Average:
     """Training with a save every so many updates; the averages have the name that a script gives them."""
-    averages = PowerAverages(WEIGHTS, [0.05, 0.10])
+    averages = make_ema(WEIGHTS, 0.0, [0.05, 0.10])
     at = 0
     for step in steps:
         trained(averages, at + 1, step)
@@ -55,7 +55,7 @@ def names(folder: Path) -> list[str]:
 def test_an_average_of_another_length_is_the_one_that_training_would_have_made(checkpoints, tmp_path):
     files = AverageFiles(tmp_path / "snapshots")
     saved(checkpoints, files, range(20, 401, 20))
-    expected = PowerAverages(WEIGHTS, [0.07])
+    expected = make_ema(WEIGHTS, 0.0, [0.07])
     trained(expected, 1, 400)
     bias = expected.state_dict()["powers"]["0.07"]["weights"]["bias"].item()
     found, _, distance = files.of_length("ema_of.two", 0.07, dict(made().named_parameters()))
@@ -87,7 +87,7 @@ def test_an_average_that_cannot_be_deleted_is_told_and_ends_no_start(checkpoints
 
 
 def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_killed(tmp_path):
-    run, averages = tmp_path / "run", PowerAverages(WEIGHTS, [0.1])
+    run, averages = tmp_path / "run", make_ema(WEIGHTS, 0.0, [0.1])
     run.mkdir()
     trained(averages, 1, 3)
     bias = averages.state_dict()["powers"]["0.1"]["weights"]["bias"].item()
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_never_there_without_its_averages_whenever_the_run_is_ki
 
 
 def test_a_full_disk_fails_the_save_and_leaves_no_part_of_a_file(tmp_path, checkpoints, monkeypatch):
-    files, averages = AverageFiles(tmp_path / "snapshots"), PowerAverages(WEIGHTS, [0.1])
+    files, averages = AverageFiles(tmp_path / "snapshots"), make_ema(WEIGHTS, 0.0, [0.1])
     trained(averages, 1, 3)
     with monkeypatch.context() as disk:
         failing(disk, 2, ("fsync",), any_thread=True)  # the first one is of the folder of checkpoints

@@ -103,7 +103,7 @@ def test_penalty_takes_a_norm_per_image_of_the_sum_of_its_logits() -> None:
 
 def test_penalty_trains_the_weights_as_finite_differences_say() -> None:
     torch.manual_seed(0)
-    model, images = Discriminator(4, layers=1, groups=2).double(), torch.rand(2, 3, 8, 8)
+    model, images = Discriminator.made({"dim": 4, "layers": 1}).double(), torch.rand(2, 3, 8, 8)
     weight = model.get_parameter("layers.1.0.weight")
     direction = some(*weight.shape).double()
     gradient_penalty(model, images).backward()
@@ -176,7 +176,7 @@ def test_zero_centred_penalty_has_its_closed_forms() -> None:
 @pytest.mark.parametrize("penalty", ["one_centred", "zero_centred"])
 def test_penalties_are_means_in_fp32_that_do_not_depend_on_how_the_batch_is_cut(penalty: str) -> None:
     torch.manual_seed(0)
-    model, real, fake = Discriminator(4, layers=1, groups=2), torch.rand(6, 3, 8, 8), torch.rand(6, 3, 8, 8)
+    model, real, fake = Discriminator.made({"dim": 4, "layers": 1}), torch.rand(6, 3, 8, 8), torch.rand(6, 3, 8, 8)
 
     def heads(x: Tensor) -> list[Tensor]:
         return [model(x), model(x.flip(1)) * 2]

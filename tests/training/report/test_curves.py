@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from training.report import curves
-from training.report.curves import Curve, MetricsFile, Rises
+from training.report.curves import Curve, MetricsFile
 
 
 def written(path: Path, lines: list[object]) -> MetricsFile:
@@ -22,10 +22,10 @@ def written(path: Path, lines: list[object]) -> MetricsFile:
 @pytest.mark.parametrize("count", [1, 3, 19, 20, 1000, 12345])
 def test_a_curve_has_a_bounded_number_of_points_whose_means_weigh_up_to_the_mean_of_all(count: int) -> None:
     values = [random.Random(count).uniform(-1, 1) for _ in range(count)]
-    curve = Curve(points=10)
+    curve = Curve()
     for step, value in enumerate(values, start=1):
         curve.add(step, value)
-    found = curve.as_json()
+    found = curve.as_json(points=10)
     assert len(found["x"]) == len(found["y"]) <= 20
     whole = found["y"][: count // found["size"]]  # the last point may stand for fewer values
     rest = values[len(whole) * found["size"] :]
@@ -39,20 +39,20 @@ def test_a_curve_has_a_bounded_number_of_points_whose_means_weigh_up_to_the_mean
 
 @pytest.mark.parametrize("place", [0, 1, 499, 7776, 9999])
 def test_no_spike_is_lost_and_none_moves_further_than_its_point_reaches(place: int) -> None:
-    curve = Curve(points=10)
+    curve = Curve()
     for step in range(10_000):
         curve.add(step, 1e6 if step == place else 0.0)
-    found = curve.as_json()
+    found = curve.as_json(points=10)
     (at,) = [index for index, high in enumerate(found["hi"]) if high == 1e6]
     assert abs(found["x"][at] - place) < found["size"] and found["high"] == [1_000_000, place]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_is_a_gap_and_spoils_no_mean(value: float) -> None:
-    curve = Curve(points=3)
+    curve = Curve()
     for step, each in enumerate([1.0, value, 3.0, value, value, value, value, value]):
         curve.add(step, each)
-    found = curve.as_json()
+    found = curve.as_json(points=3)
     assert found["size"] == 2 and found["y"] == [1, 3, None, None] and found["nan"] == found["x"]
     assert (found["missing"], found["count"], found["last"]) == (6, 2, [3, 2])
     assert (found["lo"], found["hi"]) == ([1, 3, None, None], [1, 3, None, None])
@@ -90,10 +90,11 @@ def test_a_file_that_a_resumed_run_cut_back_is_read_anew(tmp_path: Path, how: st
 
 
 def test_counts_of_faults_are_told_where_they_rose_and_put_together_if_they_are_many() -> None:
-    few, many = Rises(), Rises()
+    few, many = Curve(), Curve()
     for step, count in ((1, 0), (2, 3), (3, math.nan), (4, 3), (5, 4)):
         few.add(step, count)
     for step in range(5000):
         many.add(step, step)
-    assert few.found == [[2, 2, 3], [5, 5, 1]]
-    assert len(many.found) <= 101 and sum(rise[2] for rise in many.found) == 4999
+    assert few.rises() == [[2, 2, 3], [5, 5, 1]]
+    found = many.rises()
+    assert len(found) <= 100 and sum(rise[2] for rise in found) == 4999

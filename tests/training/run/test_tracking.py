@@ -17,7 +17,7 @@ import pytest
 
 from tests.scripts import DECODER, VAE, metrics
 from tests.training.disk import left_by_kills
-from training.run.tracking import JsonlTracker
+from training.run.tracking import Trackers
 
 
 def steps(folder: Path) -> list[int]:
@@ -25,7 +25,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_each_log_is_one_line_that_can_be_read_at_once_has_twelve_digits_and_null_for_what_json_lacks(tmp_path):
-    tracker = JsonlTracker(tmp_path)
+    tracker = Trackers(tmp_path)
     tracker.cut_back(0)
     tracker.log(1, {"loss": 0.1 + 0.2, "lr": 1e-3})
     tracker.log(2, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1})
@@ -43,12 +43,12 @@ NO_LINES = ["[" * 100_000, '{"step": "a"}', '{"step": 1e400}', '{"step": true}',
 @pytest.mark.parametrize("torn", ["", '{"step": 8, "lo', '{"step": 8, "loss": 1.0}', *(f"{no}\n" for no in NO_LINES)])
 @pytest.mark.parametrize("step", [4, 10])
 def test_a_resumed_file_holds_each_step_once_and_no_line_that_is_torn_or_of_no_run(tmp_path, torn, step):
-    first = JsonlTracker(tmp_path)
+    first = Trackers(tmp_path)
     for number in range(1, 8):
         first.log(number, {"loss": float(number)})
     content = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text((torn if torn.endswith("\n") else "") + content + torn)
-    second = JsonlTracker(tmp_path)
+    second = Trackers(tmp_path)
     second.cut_back(step)
     second.log(step + 1, {"loss": -1.0})
     assert steps(tmp_path) == [*range(1, min(step, 7) + 1), step + 1]
@@ -56,7 +56,7 @@ def test_a_resumed_file_holds_each_step_once_and_no_line_that_is_torn_or_of_no_r
 
 @pytest.mark.parametrize("left", [None, 5, 13])
 def test_a_file_that_was_cut_while_the_run_goes_on_is_said_and_not_filled_with_zeros(tmp_path, capsys, left):
-    tracker, path = JsonlTracker(tmp_path), tmp_path / "metrics.jsonl"
+    tracker, path = Trackers(tmp_path), tmp_path / "metrics.jsonl"
     tracker.log(1, {})
     tracker.log(2, {})
     path.unlink() if left is None else os.truncate(path, left)  # a line has 12 bytes
@@ -68,7 +68,7 @@ def test_a_file_that_was_cut_while_the_run_goes_on_is_said_and_not_filled_with_z
 
 
 def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path, capsys):
-    tracker = JsonlTracker(tmp_path)
+    tracker = Trackers(tmp_path)
     tracker.log(1, {})
     os.rename(tmp_path / "metrics.jsonl", tmp_path / "kept")
     (tmp_path / "metrics.jsonl").mkdir()  # cannot be opened for writing
@@ -85,7 +85,7 @@ def test_lines_that_the_disk_did_not_take_are_written_later(tmp_path, capsys):
 
 def test_cutting_back_is_atomic(tmp_path):
     (tmp_path / "run").mkdir()
-    tracker = JsonlTracker(tmp_path / "run")
+    tracker = Trackers(tmp_path / "run")
     for step in (1, 2, 3):
         tracker.log(step, {})
     left = [steps(folder) for folder in left_by_kills(tmp_path / "run", lambda: tracker.cut_back(1))]
