@@ -69,18 +69,11 @@ class Config:
     )
     files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", needs=_AUDIO)
     on_bad_sample: str = flag(
-        "skip",
-        "where a file cannot be read: leave it out and name it in the index, or stop",
-        choices=("skip", "error"),
-        needs=_AUDIO,
+        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_AUDIO
     )
 
     query: list[str] | None = flag(
-        None,
-        "a sentence, or the path of a sound file; may be repeated",
-        action="append",
-        metavar="TEXT",
-        title="search",
+        None, "a sentence, or the path of a sound file; repeatable", action="append", metavar="TEXT", title="search"
     )
     query_file: str | None = flag(None, "more queries, one per line", FILE)
     top_k: int = flag(10, "how many matches to show for each query", size, metavar="ROWS", needs=_QUERY)

@@ -31,7 +31,7 @@ from hub import fetch
 from tandem.converters import FOLDER, PATH, frame_rate, pixels, positive_int, size
 from tandem.fields import flag, given, without
 from training.flags.parser import ArgumentParser
-from training.flags.shared import add_computation_arguments, add_output_arguments, kernel_settings
+from training.flags.shared import add_computation_arguments, add_places, kernel_settings
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     import numpy as np
@@ -78,32 +78,18 @@ class Config:
     )
 
     image_size: int | None = flag(
-        None,
-        "side of the centre crop; default: the model's, and a DiscreteVAE takes no other",
-        pixels,
-        needs=_ENCODING,
-        title="encoding",
+        None, "side of the centre crop (default: the model's)", pixels, needs=_ENCODING, title="encoding"
     )
     images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", needs=_OF_IMAGES)
     videos_per_shard: int = flag(
-        8,
-        "videos whose codes share a file, which one process makes; for long films 1",
-        size,
-        metavar="VIDEOS",
-        needs=_OF_VIDEOS,
+        8, "videos whose codes share a file; for long films 1", size, metavar="VIDEOS", needs=_OF_VIDEOS
     )
     fps: float | None = flag(
-        None,
-        "frames per second of videos, chosen by time stamps (default: all frames of the file)",
-        frame_rate,
-        needs=_OF_VIDEOS,
+        None, "frames per second, chosen by time stamps (default: all of the file)", frame_rate, needs=_OF_VIDEOS
     )
     frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=(_OF_VIDEOS, without("fps")))
     on_bad_sample: str = flag(
-        "skip",
-        "where a file cannot be read: leave it out and name it in the index, or stop",
-        choices=("skip", "error"),
-        needs=_ENCODING,
+        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_ENCODING
     )
     report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
 
@@ -143,13 +129,11 @@ def build_parser() -> ArgumentParser:
     parser.usage = (
         "%(prog)s --model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR [flags]"
     )
-    group = parser.add_argument_group("from and to")
-    group.add_argument(
-        "--model", required=True, metavar="DIR",
-        help="run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint of it, "
+    add_places(
+        parser,
+        "run of train_vae.py, train_vqgan.py (for images) or train_tokenizer.py (for videos), a checkpoint of it, "
         "its model/ folder, or USER/NAME of the Hugging Face Hub",
-    )  # fmt: skip
-    add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
+    )
     parser.add_config(Config)
     workers = "per process: loader processes (encoding images), or threads that read videos or write pictures"
     add_computation_arguments(parser, batch_size=32, unit="IMAGES", num_workers_help=workers)

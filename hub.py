@@ -50,6 +50,14 @@ KINDS = {
 }  # fmt: skip
 
 
+def training_parser(script: str, text: str, config: type) -> ArgumentParser:
+    """The parser of a training script, with the flags of its configuration and of all backends."""
+    parser = ArgumentParser(script, text, is_root=distributed.launched_as_root)
+    parser.add_config(config)
+    distributed.add_arguments(parser)
+    return parser
+
+
 def start_training(
     train: Callable[..., None], parser: ArgumentParser, argv: Sequence[str] | None, demonstration: Path
 ) -> None:

@@ -27,7 +27,7 @@ from models.decoder_config import GUIDED, Sampling
 from tandem.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
 from tandem.fields import flag, given
 from training.flags.parser import ArgumentParser
-from training.flags.shared import ClipFlags, add_computation_arguments, add_output_arguments, kernel_settings
+from training.flags.shared import ClipFlags, add_computation_arguments, add_places, kernel_settings
 
 if TYPE_CHECKING:
     import torch
@@ -56,26 +56,12 @@ class Config(ClipFlags, Sampling):
     prompt_file: str | None = flag(None, "draw for each line of this text file", FILE)
     image_embeddings: str | None = flag(None, "draw for each row of this .npy, (n, d)", FILE)
     text_embeddings: str | None = flag(None, "draw for each text of this .npy of encodings, (n, tokens, d)", FILE)
-    clip: str | None = flag(
-        None,
-        "model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the size of "
-        "the last Unet, as in training",
-        NAME,
-    )
-    clip_weights: str | None = flag(
-        None,
-        "weights for --clip: a file, or the name that open_clip has for published ones (default: openai)",
-        FILE,
-        needs=given("clip", "NAME"),
-    )
     count: int = flag(1, "pictures for each condition; without conditions, pictures of a model that takes none", size)
     seed: int = flag(0, "seed of the noise", non_negative_int)
     start_at_unet: int = flag(1, "first Unet, from 1; a later one enlarges --images", positive_int)
     stop_at_unet: int | None = flag(None, "last Unet (default: all)", positive_int)
     images: str | None = flag(
-        None,
-        "pictures to enlarge (--start_at_unet), to fill in (--masks), or to draw others like them (--clip)",
-        FOLDER,
+        None, "pictures to enlarge (--start_at_unet), to fill in (--masks), or to vary (--clip)", FOLDER
     )
     masks: str | None = flag(
         None,
@@ -85,16 +71,17 @@ class Config(ClipFlags, Sampling):
         needs=given("images", "DIR"),
     )
     resample_times: int = flag(
-        5,
-        "with --masks, how often each step is made, so that old and new parts fit (RePaint)",
-        positive_int,
-        needs=given("masks", "DIR"),
+        5, "repeats of each step, so that old and new parts fit (RePaint)", positive_int, needs=given("masks", "DIR")
     )
     guide_with: str | None = flag(
+        None, "guide away from a weaker model, not the unconditional one (Karras et al. 2024)", FOLDER, needs=GUIDED
+    )
+    clip: str | None = flag(
         None,
-        "guide away from this weaker model, not from the model without condition (Karras et al. 2024)",
-        FOLDER,
-        needs=GUIDED,
+        "model of open_clip that encodes --prompts; also --images without --masks and --start_at_unet, at the size of "
+        "the last Unet, as in training",
+        NAME,
+        title="embeddings",
     )
 
     @classmethod
@@ -116,12 +103,9 @@ class Config(ClipFlags, Sampling):
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("sample.py", "Draw pictures with a trained decoder.", is_root=distributed.launched_as_root)
     parser.usage = "%(prog)s --model DIR --output DIR [conditions] [flags]"
-    group = parser.add_argument_group("from and to")
-    group.add_argument(
-        "--model", required=True, metavar="DIR",
-        help="run of train_decoder.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face Hub",
-    )  # fmt: skip
-    add_output_arguments(group, output_help="folder to write; an incomplete one is continued", required=True)
+    add_places(
+        parser, "run of train_decoder.py, a checkpoint of it, its model/ folder, or USER/NAME of the Hugging Face Hub"
+    )
     parser.add_config(Config)
     add_computation_arguments(parser, batch_size=16, unit="PICTURES", num_workers_help="threads that write pictures")
     distributed.add_arguments(parser, trains=False)

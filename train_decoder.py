@@ -13,7 +13,7 @@ All give the same numbers. Run the same command again to resume; see docs/runnin
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import ConditionedImageFlags
-from hub import start_training
+from hub import start_training, training_parser
 from models.decoder_config import DecoderConfig, Sampling
 from trained import built
 from training import schedules
@@ -33,11 +33,8 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     import torch
     from torch import Tensor
 
-    from data.feed import Feed
     from models import Decoder
-    from models.clip import Clip
     from models.diffusion import Losses
-    from training.measures.generation import GenerationQuality
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "decoder" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl, beside the error of each Unet.
@@ -58,10 +55,7 @@ class Config(
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("train_decoder.py", "Train a cascade of Unets.", is_root=distributed.launched_as_root)
-    parser.add_config(Config)
-    distributed.add_arguments(parser)
-    return parser
+    return training_parser("train_decoder.py", "Train a cascade of Unets.", Config)
 
 
 def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
@@ -95,13 +89,10 @@ class UnetTraining:
         self.optimizer = make_optimizer(
             self.module, self.learning_rate, args.betas, said("weight_decay"), lion=args.use_lion
         )
-        of_error: dict[str, Any] = {
-            "learned_variance": bool(said("learned_variance")), "lowres_schedule": decoder.lowres_schedule()
-        }  # fmt: skip
-        self.unweighted = DiffusionLoss(schedule, said("objective"), **of_error)
         self.loss = DiffusionLoss(
-            schedule, said("objective"), weight=said("loss_weight"), min_snr_gamma=args.min_snr_gamma,
-            p2_k=args.p2_loss_weight_k, p2_gamma=args.p2_loss_weight_gamma, **of_error,
+            schedule, said("objective"), weight=said("loss_weight"), learned_variance=bool(said("learned_variance")),
+            lowres_schedule=decoder.lowres_schedule(), min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
+            p2_gamma=args.p2_loss_weight_gamma,
         )  # fmt: skip
         levels = args.timesteps if args.lowres_condition == "noise" else 0
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
@@ -125,55 +116,21 @@ class UnetTraining:
         """Errors (b,) of a part of the validation split and their noise levels, which are the same at every step."""
         draws = self.draws.fixed(batch["positions"], total, self.whole, self.whole)
         x0, given = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
-        return self.unweighted(network, x0, given, **draws).error, draws["times"]
-
-
-def evaluate(
-    decoder: Decoder,
-    feed: Feed,
-    unets: Mapping[int, UnetTraining],
-    embed: Callable[[Any], dict[str, Any]],
-    backend: distributed.Backend,
-) -> dict[str, float]:
-    """Errors of the trained Unets over the validation split and all processes: means, and by quarter of the noise."""
-    from training.measures.unets import UnetErrors
-
-    measured = UnetErrors({n: unet.draws.losses_by_noise() for n, unet in unets.items()}, backend.device)
-    was_training = decoder.training
-    decoder.eval()
-    for batch in feed.validation():
-        whole = embed(batch)
-        for number, unet in unets.items():
-            network = backend.autocast()(decoder.unets[number - 1])  # as an engine: the loss stays outside
-            measured.add(number, *unet.validation_errors(network, whole, len(feed.validated)))
-    decoder.train(was_training)
-    return measured.result(backend.sum)
-
-
-def load_quality(
-    args: argparse.Namespace, clip: Clip | None, backend: distributed.Backend
-) -> Callable[[], GenerationQuality]:
-    """What makes empty measures of drawn pictures, by the weights that are given."""
-    from models.files.published import INCEPTION, weights_of
-    from models.perceptual import load_lpips
-    from training.measures.fid import Inception
-    from training.measures.generation import GenerationQuality
-
-    device, mark = backend.device, partial(backend.mark, "fetching weights")
-    lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], device, mark)
-    inception = Inception(weights_of(INCEPTION, args.fid_weights, mark), device) if args.fid_weights else None
-    names = clip.cosines if clip else ()
-    return partial(GenerationQuality, device, inception=inception, lpips=lpips and lpips.distances, cosines=names)
+        return self.loss(network, x0, given, **draws).error, draws["times"]
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     from data.sets import decoder_feed, widths_of
     from models import Decoder
     from models.clip import Clip, with_embeddings
+    from models.files.published import INCEPTION, weights_of
+    from models.perceptual import load_lpips
     from training.cascade import Cascade
     from training.ema import kept_metric, kept_weights, make_ema
     from training.generation import Generation, sampling_example
-    from training.measures.generation import left_out
+    from training.measures.fid import Inception
+    from training.measures.generation import GenerationQuality, left_out
+    from training.measures.unets import UnetErrors
     from training.run.best import BestModel
     from training.run.loop import Action, Evaluation, kept_model
     from training.run.run import Run
@@ -190,7 +147,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
     with backend.agreement():
         decoder = build_model(args, widths).to(backend.device)
-        quality = load_quality(args, clip, backend)
+        lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, mark)
+        inception = (
+            Inception(weights_of(INCEPTION, args.fid_weights, mark), backend.device) if args.fid_weights else None
+        )
         trained = args.train_unets or range(1, len(decoder.unets) + 1)
         unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
     columns = [*(f"unet{number}/error" for number in trained), *COLUMNS]
@@ -205,16 +165,32 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     metric = kept_metric(ema, "loss")
     best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
+    def validate(model: Decoder, step: int) -> dict[str, float]:
+        """Errors of the trained Unets over the validation split, and by quarter of the noise."""
+        measured = UnetErrors({n: unet.draws.losses_by_noise() for n, unet in unets.items()}, backend.device)
+        was_training = model.training
+        model.eval()
+        for batch in feed.validation():
+            whole = embed(batch)
+            for number, unet in unets.items():
+                network = backend.autocast()(model.unets[number - 1])  # as an engine: the loss stays outside
+                measured.add(number, *unet.validation_errors(network, whole, len(feed.validated)))
+        model.train(was_training)
+        return measured.result(backend.sum)
+
     def judge() -> dict[str, float]:
+        """How good the pictures are that the kept weights draw."""
+        quality = GenerationQuality(
+            backend.device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
+        )
         with kept_weights(cascade, ema) as model:
-            values = generation.judge(model, args.n_evaluation_samples, quality(), clip)
+            values = generation.judge(model, args.n_evaluation_samples, quality, clip)
         return {kept_metric(ema, name): value for name, value in values.items()}
 
     evaluation = Evaluation(
         cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures",
-        validate=lambda model, step: evaluate(model, feed, unets, embed, backend),
-        draw=lambda models, shown, step: generation.draw(kept_model(models), shown), drawn_together=True,
-        use=("sample.py", *sampling_example(args)),
+        validate=validate, draw=lambda models, shown, step: generation.draw(kept_model(models), shown),
+        drawn_together=True, use=("sample.py", *sampling_example(args)),
     )  # fmt: skip
     judging = [Action("judged pictures", args.evaluate_every_n_steps, judge, measures=True)]
     is_judged = args.n_evaluation_samples and (args.fid_weights or args.lpips_weights or clip)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import SoundFlags, place_of
-from hub import start_training
+from hub import start_training, training_parser
 from models.mulan_config import UNSAID, MuLaNConfig, TowerFlags
 from tandem.converters import FOLDER, templates
 from tandem.fields import flag
@@ -102,10 +102,7 @@ class Config(SoundFlags, MuLaNConfig, TrainingFlags, TowerFlags, DecayingOptimiz
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("train_mulan.py", "Train MuLan.", is_root=distributed.launched_as_root)
-    parser.add_config(Config)
-    distributed.add_arguments(parser)
-    return parser
+    return training_parser("train_mulan.py", "Train MuLan.", Config)
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:

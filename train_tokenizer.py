@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import VideoFlags, place_of
-from hub import start_training
+from hub import start_training, training_parser
 from models.configs import QuantizerLossFlags, VideoTokenizerConfig
 from tandem.converters import FILE, FOLDER
 from tandem.fields import flag, given
-from trained import built
+from trained import built, built_discriminator
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
@@ -44,7 +44,7 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfvd",
 
 
 @dataclass
-class TrainingFlags:
+class LossFlags:
     """Where the weights come from and which of them learn, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
@@ -70,16 +70,11 @@ class TrainingFlags:
 
 @dataclass
 class Config(
-    VideoFlags,
-    VideoTokenizerConfig,
-    QuantizerLossFlags,
-    TrainingFlags,
-    DecayingOptimizerFlags,
-    AdversaryFlags,
-    RunFlags,
+    VideoFlags, VideoTokenizerConfig, QuantizerLossFlags, LossFlags, DecayingOptimizerFlags, AdversaryFlags, RunFlags
 ):
     """Every flag of this script."""
 
+    generator_width = "init_dim"
     output_dir: str = "runs/tokenizer"
     learning_rate: float = 1e-5
     lr_warmup_steps: int = 1000
@@ -89,17 +84,9 @@ class Config(
     perceptual_loss_weight: float = 0.1
     split_seed: int | None = 42
 
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        args.discr_dim = args.discr_dim or args.init_dim
-
 
 def build_parser() -> ArgumentParser:
-    text = "Train a causal tokenizer of videos and images."
-    parser = ArgumentParser("train_tokenizer.py", text, is_root=distributed.launched_as_root)
-    parser.add_config(Config)
-    distributed.add_arguments(parser)
-    return parser
+    return training_parser("train_tokenizer.py", "Train a causal tokenizer of videos and images.", Config)
 
 
 def build_model(args: argparse.Namespace) -> VideoTokenizer:
@@ -117,14 +104,9 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
 
 def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
     """The discriminator with seeded weights, the same on every process."""
-    import torch
+    from models import VideoDiscriminator
 
-    from models import VideoDiscriminator, build_in_memory
-
-    torch.manual_seed(args.seed)
-    discriminator = build_in_memory(VideoDiscriminator, dim=args.discr_dim, layers=args.discr_layers)
-    discriminator.check_side(args.image_size)
-    return discriminator
+    return built_discriminator(VideoDiscriminator, args)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -158,10 +140,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         adam = [make_optimizer(model, args.learning_rate, betas, args.weight_decay, lion=args.use_lion)
                 for model, betas in both]  # fmt: skip
     feed = video_feed(args, backend)
-    run = Run(
-        args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
-        columns=COLUMNS,
-    )  # fmt: skip
+    models = {"generator": generator, "discriminator": discriminator}
+    run = Run(args, settings, backend, feed, models=models, columns=COLUMNS)
     generator.quantizer.connect(backend)
     in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
     tokenizer = backend.wrap(generator, adam[0], name="generator")
@@ -203,8 +183,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("encode.py", "--video_folder", place_of(args, "video_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=critic, lecam=judge.lecam, ema=ema)
-    if (line := without_perceptual_loss(args)) and not run.is_complete:
-        run.say(line)
+    run.warn(None if run.is_complete else without_perceptual_loss(args))
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)

@@ -12,7 +12,7 @@ All give the same numbers. Run the same command again to resume; see docs/runnin
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import ImageFlags, place_of
-from hub import start_training
+from hub import start_training, training_parser
 from models.configs import DiscreteVAEConfig
 from tandem.converters import FILE, non_negative_float, positive_float
 from tandem.fields import flag
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
     from PIL import Image
     from torch import Tensor
 
-    from data.feed import Batch, Feed
+    from data.feed import Batch
     from models import DiscreteVAE, VAEOutput
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vae" / "demo.yaml"
@@ -86,10 +86,7 @@ class Config(ImageFlags, DiscreteVAEConfig, LossFlags, RunFlags):
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("train_vae.py", "Train the discrete VAE of DALL-E.", is_root=distributed.launched_as_root)
-    parser.add_config(Config)
-    distributed.add_arguments(parser)
-    return parser
+    return training_parser("train_vae.py", "Train the discrete VAE of DALL-E.", Config)
 
 
 def build_model(args: argparse.Namespace) -> DiscreteVAE:
@@ -97,40 +94,6 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
     from models import DiscreteVAE
 
     return built(DiscreteVAE, args)
-
-
-def evaluate(
-    model: DiscreteVAE,
-    feed: Feed,
-    objective: Callable[[VAEOutput], Tensor],
-    temperature: float,
-    backend: distributed.Backend,
-) -> dict[str, float | Image.Image]:
-    """Noise-free loss and quality of hard reconstructions over the validation split and all processes, and a picture of
-    how often each code was chosen."""
-    from data.feed import to_unit_range
-    from training.measures.reconstruction import ReconstructionQuality
-    from training.pictures.images import code_histogram
-
-    quality = ReconstructionQuality(model.num_tokens, backend.device)
-    for batch in feed.validation():
-        images = to_unit_range(batch["images"])
-        codes = model.get_codebook_indices(images)
-        quality.add(images, model.decode(codes), codes, loss=objective(model(images, temperature=temperature)))
-    values, counts = quality.result(backend.sum)
-    return {**values, "codes": code_histogram(counts)}
-
-
-def reconstructions(models: Mapping[str, DiscreteVAE], shown: Batch, temperature: float) -> Image.Image:
-    """Originals, soft and hard reconstructions by the model that is kept: the average if there is one."""
-    from data.feed import to_unit_range
-    from training.pictures.images import grid
-    from training.run.loop import kept_model
-
-    model = kept_model(models)
-    images = to_unit_range(shown["images"])
-    soft = model(images, temperature=temperature).reconstruction
-    return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -141,8 +104,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models import DiscreteVAE
     from training.ema import make_ema
     from training.measures.collapse import ReconstructionAlarm
+    from training.measures.reconstruction import ReconstructionQuality
     from training.noise import Noise
-    from training.run.loop import Evaluation
+    from training.pictures.images import code_histogram, grid
+    from training.run.loop import Evaluation, kept_model
     from training.run.run import Run
 
     with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
@@ -158,17 +123,30 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     def objective(out: VAEOutput) -> Tensor:
         return out.recon_loss + args.kl_loss_weight * out.kl
 
+    def validate(model: DiscreteVAE, step: int) -> dict[str, float | Image.Image]:
+        """Noise-free loss, quality of hard reconstructions, and a picture of how often each code was chosen."""
+        quality = ReconstructionQuality(model.num_tokens, backend.device)
+        for batch in feed.validation():
+            images = to_unit_range(batch["images"])
+            codes = model.get_codebook_indices(images)
+            loss = objective(model(images, temperature=temperature_of(step)))
+            quality.add(images, model.decode(codes), codes, loss=loss)
+        values, counts = quality.result(backend.sum)
+        return {**values, "codes": code_histogram(counts)}
+
+    def draw(models: Mapping[str, DiscreteVAE], shown: Batch, step: int) -> Image.Image:
+        """Originals, soft and hard reconstructions by the model that is kept: the average if there is one."""
+        model, images = kept_model(models), to_unit_range(shown["images"])
+        soft = model(images, temperature=temperature_of(step)).reconstruction
+        return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})
+
     alarm = ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
     in_precision = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
     evaluation = Evaluation(
-        vae,
-        ema,
-        validate=in_precision(lambda model, step: evaluate(model, feed, objective, temperature_of(step), backend)),
-        draw=in_precision(lambda models, shown, step: reconstructions(models, shown, temperature_of(step))),
-        write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
+        vae, ema, write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
+        validate=in_precision(validate), draw=in_precision(draw), watch=alarm.check,
         use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
-        watch=alarm.check,
-    )
+    )  # fmt: skip
     run.resume(engine=vae, ema=ema)
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):

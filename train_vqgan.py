@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from data.flags import ImageFlags, place_of
-from hub import start_training
+from hub import start_training, training_parser
 from models.configs import QuantizerLossFlags, VQGANConfig
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
-from trained import built
+from trained import built, built_discriminator
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
 from training.flags.parser import ArgumentParser
@@ -38,13 +38,11 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after 
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vqgan" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl.
-COLUMNS = (
-    "recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfid", "valid/lpips", "valid/codes_used"
-)  # fmt: skip
+COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfid", "valid/lpips", "valid/codes_used")
 
 
 @dataclass
-class TrainingFlags:
+class LossFlags:
     """Where the weights and the learning rate come from, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
@@ -70,23 +68,16 @@ class TrainingFlags:
 
 
 @dataclass
-class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, TrainingFlags, RateFlags, AdversaryFlags, RunFlags):
+class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, LossFlags, RateFlags, AdversaryFlags, RunFlags):
     """Every flag of this script."""
 
     output_dir: str = "runs/vqgan"
     ema_decay: float = 0.995
     save_every_n_steps: int = 1000
 
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        args.discr_dim = args.discr_dim or args.dim
-
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser("train_vqgan.py", "Train a VQGAN.", is_root=distributed.launched_as_root)
-    parser.add_config(Config)
-    distributed.add_arguments(parser)
-    return parser
+    return training_parser("train_vqgan.py", "Train a VQGAN.", Config)
 
 
 def build_model(args: argparse.Namespace) -> VQGAN:
@@ -98,20 +89,9 @@ def build_model(args: argparse.Namespace) -> VQGAN:
 
 def build_discriminator(args: argparse.Namespace) -> Discriminator:
     """The discriminator with seeded weights, the same on every process, or with those in a file of ``--init_from``."""
-    import torch
+    from models import Discriminator
 
-    from models import Discriminator, build_in_memory
-    from trained import load_discriminator
-
-    torch.manual_seed(args.seed)
-    discriminator = build_in_memory(Discriminator, dim=args.discr_dim, layers=args.discr_layers)
-    if args.init_from and (given := load_discriminator(Path(args.init_from), of_runs=False)):
-        if given.config != discriminator.config:
-            needed = " and ".join(f"--discr_{name} {given.config[name]}" for name in ("dim", "layers"))
-            raise ValueError(f"the discriminator in {args.init_from} needs {needed}")
-        discriminator.load_state_dict(given.state_dict())
-    discriminator.check_side(args.image_size)
-    return discriminator
+    return built_discriminator(Discriminator, args)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -139,14 +119,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         perceptual = load_perceptual(
             args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, mark=mark
         )
-        lpips, inception = load_lpips(args.lpips_weights, args.image_size, backend.device, mark), None
-        if args.fid_weights:
-            inception = Inception(weights_of(INCEPTION, args.fid_weights, mark), backend.device)
+        lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, mark)
+        inception = (
+            Inception(weights_of(INCEPTION, args.fid_weights, mark), backend.device) if args.fid_weights else None
+        )
     feed = image_feed(args, backend)
-    run = Run(
-        args, settings, backend, feed, models={"generator": generator, "discriminator": discriminator},
-        columns=COLUMNS,
-    )  # fmt: skip
+    models = {"generator": generator, "discriminator": discriminator}
+    run = Run(args, settings, backend, feed, models=models, columns=COLUMNS)
 
     generator.quantizer.connect(backend)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
@@ -174,9 +153,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         images = images_of(shown)
         return grid({"original": images, **reconstructions(models, images)})
 
-    judge = Judge(
-        args, vqgan, critic, backend, images=images_of, reconstruction_loss=reconstruction_loss, log=run.add
-    )  # fmt: skip
+    judge = Judge(args, vqgan, critic, backend, images=images_of, reconstruction_loss=reconstruction_loss, log=run.add)
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
@@ -184,8 +161,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
-    if (line := without_perceptual_loss(args)) and not run.is_complete:
-        run.say(line)
+    run.warn(None if run.is_complete else without_perceptual_loss(args))
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     warmed_up = partial(schedules.warmed_up, args.lr_schedule, lowest=0.1)

@@ -213,3 +213,21 @@ def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
         read = format_of(where).load_discriminator
         return read(where) if read else None
     return build(*model_in(where, name=DISCRIMINATOR), where) if of_runs and kind == "checkpoint" else None
+
+
+def built_discriminator(kind: Any, args: argparse.Namespace) -> Any:
+    """The discriminator of this class that the arguments of a run describe, with seeded weights, the same on every
+    process, or with those in a public file of --init_from that holds one."""
+    import torch
+
+    from models import build_in_memory
+
+    torch.manual_seed(args.seed)
+    discriminator = build_in_memory(kind, dim=args.discr_dim, layers=args.discr_layers)
+    if args.init_from and (given := load_discriminator(Path(args.init_from), of_runs=False)):
+        if given.config != discriminator.config:
+            needed = " and ".join(f"--discr_{name} {given.config[name]}" for name in ("dim", "layers"))
+            raise ValueError(f"the discriminator in {args.init_from} needs {needed}")
+        discriminator.load_state_dict(given.state_dict())
+    discriminator.check_side(args.image_size)
+    return discriminator

@@ -1,7 +1,6 @@
 """Converters from the text of a flag to its value: argparse types whose errors say what was expected."""
 
 import argparse
-import contextlib
 import decimal
 import difflib
 import math
@@ -92,40 +91,36 @@ fraction = _that(lambda number: 0 <= number < 1, "a number from 0 to below 1", "
 average_length = _that(lambda number: 0 < number <= 0.2886, "a number above 0 and at most 0.2886", "LENGTH")
 
 
+@dataclass(frozen=True)
 class Joined(Generic[T]):
     """Converter of values with a separator between them, such as "1,2", to a tuple.
 
     Args:
         metavar: What --help shows.
+        convert: Makes each of them.
         count: How many values there must be; None: any number, at least one.
+        is_ascending: No value may be smaller than the one before it.
     """
 
-    def __init__(self, metavar: str, separator: str, convert: Callable[[str], T], count: int | None = None) -> None:
-        self.metavar, self._separator, self._convert, self._count = metavar, separator, convert, count
+    metavar: str
+    separator: str
+    convert: Callable[[str], T]
+    count: int | None = None
+    is_ascending: bool = False
 
     def __call__(self, text: str) -> tuple[T, ...]:
-        parts = text.split(self._separator)
-        if self._count is not None and len(parts) != self._count:
-            expected = f"{self._count} values with {self._separator!r} between them"
+        parts = text.split(self.separator)
+        if self.count is not None and len(parts) != self.count:
+            expected = f"{self.count} values with {self.separator!r} between them"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return tuple(self._convert(part) for part in parts)
+        values: tuple[Any, ...] = tuple(self.convert(part) for part in parts)
+        if self.is_ascending and list(values) != sorted(values):
+            raise argparse.ArgumentTypeError(f"expected the smaller number first, got {quoted(text)}")
+        return values
 
     def text(self, values: Iterable[T]) -> str:
         """What a config file says for these values."""
-        return self._separator.join(map(str, values))
-
-
-class Ascending(Joined[float]):
-    """Converter of two numbers with a comma between them, the smaller first, to a tuple."""
-
-    def __init__(self, convert: Callable[[str], float]) -> None:
-        super().__init__("MIN,MAX", ",", convert, count=2)
-
-    def __call__(self, text: str) -> tuple[float, ...]:
-        low, high = super().__call__(text)
-        if low > high:
-            raise argparse.ArgumentTypeError(f"expected the smaller number first, got {quoted(text)}")
-        return low, high
+        return self.separator.join(map(str, values))
 
 
 class Names:
@@ -158,21 +153,12 @@ sizes = Joined("N,...", ",", size_or_0)
 epoch_counts = Joined("EPOCHS,...", ",", epoch_count)
 two_fractions = Joined("B1,B2", ",", fraction, count=2)
 # A smaller share would be a few pixels, and the frames of which it is cut far larger than those that are read.
-area_range = Ascending(_that(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1"))
+_area = _that(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1")
+area_range = Joined("MIN,MAX", ",", _area, count=2, is_ascending=True)
 templates = Joined("TEXT|...", "|", _template)
 words = Joined("WORD,...", ",", str)
-
-
-def _step_range(text: str) -> tuple[int, int]:
-    first, colon, last = text.partition(":")
-    with contextlib.suppress(ValueError):
-        if colon and 1 <= int(first) <= int(last) <= _LARGEST_NUMBER:
-            return int(first), int(last)
-    raise argparse.ArgumentTypeError(f"expected two numbers of updates from 1 on, such as 10:12, got {quoted(text)}")
-
-
-step_range = Kind("FIRST:LAST", _step_range)
-"""`10:12` -> (10, 12): updates, counted from 1, the last one included."""
+# Updates, counted from 1, the last one included.
+step_range = Joined("FIRST:LAST", ":", _from_1, count=2, is_ascending=True)
 
 
 def number_or(word: str) -> Kind:
@@ -232,21 +218,12 @@ def config_names(action: argparse.Action) -> list[str]:
 
 
 def config_value(action: argparse.Action, value: Any) -> Any:
-    """How a config file writes `value`: true for a switch that is on; joined text for values that are split from text
-    on the command line."""
-    if isinstance(action, argparse._StoreConstAction):
-        return value == action.const
-    if value is not None and isinstance(action.type, (Joined, Names)):
-        return [action.type.text(each) for each in value] if action.nargs else action.type.text(value)
-    return value
-
-
-def as_config(action: argparse.Action, value: Any) -> Any:
-    """How a config file says a value of JSON's types: joined text for the lists of a flag that splits text."""
-    if not isinstance(action.type, (Joined, Names)) or not isinstance(value, list):
+    """How a config file says a value of a flag, which may be of JSON's types: joined text for the values of a flag that
+    splits text."""
+    if not isinstance(action.type, (Joined, Names)) or not isinstance(value, (list, tuple)):
         return value
     if action.nargs:
-        return [action.type.text(each) if isinstance(each, list) else each for each in value]
+        return [action.type.text(each) if isinstance(each, (list, tuple)) else each for each in value]
     return action.type.text(value)
 
 

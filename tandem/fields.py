@@ -112,28 +112,19 @@ def flag(
 
 def flags_of(config: type) -> Iterator[tuple[str, str, Flag, Any]]:
     """(heading, name, flag, default) of each flag of a dataclass, in the order of its base classes."""
-    fields = {field.name: field for field in dataclasses.fields(config)}
+    fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(config)}
     seen: set[str] = set()
     title = ""
     for kind in config.__mro__:
         for name in vars(kind).get("__annotations__", ()):
-            said = _declared(kind, name)
-            title = said.title or title if said else title
-            if said is None or name in seen:
+            said = vars(kind)["__dataclass_fields__"][name].metadata.get("flag")
+            if said is None:  # the class only changes the default of a base class
                 continue
-            seen.add(name)
-            default = fields[name].default
-            if default is dataclasses.MISSING:
-                factory = fields[name].default_factory
-                assert factory is not dataclasses.MISSING, name
-                default = factory()
-            yield title, name, said, default
-
-
-def _declared(kind: type, name: str) -> Flag | None:
-    """What a class itself says of a field; None if it only changes the default of a base class."""
-    field = vars(kind).get("__dataclass_fields__", {}).get(name)
-    return field.metadata.get("flag") if field is not None else None
+            title = said.title or title
+            if name not in seen:
+                seen.add(name)
+                default = fields[name].default
+                yield title, name, said, fields[name].default_factory() if default is dataclasses.MISSING else default
 
 
 def add_flag(group: argparse._ArgumentGroup, name: str, said: Flag, default: Any) -> argparse.Action:

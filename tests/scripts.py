@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = Path(__file__).with_name("words_tokenizer.json")  # a few words, between marks of start and end
 VOCABULARY: dict[str, int] = json.loads(TOKENIZER.read_text())["model"]["vocab"]
 WORDS = list(VOCABULARY)[3:]  # the first 24 of them name a sound each
-N_TRAIN = 51  # of the 64 samples of a demonstration; 13 are for validation
 
 # Every update is logged; validation, pictures and checkpoints come after the last update alone.
 RUN = {
@@ -122,10 +121,6 @@ def kill(*_: Any) -> None:
     raise KilledError
 
 
-def ask_to_stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def at(event: str, step: int, do: Callable[[], object], call: int = 1) -> AbstractContextManager[None]:
     """Call a function where a run has made ``step`` updates and tells an event (`Run.watched`) the first time, or at
     call number ``call``."""
@@ -136,6 +131,16 @@ def at(event: str, step: int, do: Callable[[], object], call: int = 1) -> Abstra
             do()
 
     return Run.watched(watch)
+
+
+@contextlib.contextmanager
+def killed(death: AbstractContextManager[None]) -> Iterator[None]:
+    """The process is killed in here, see `kill`."""
+    with death, pytest.raises(KilledError):
+        yield
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":  # would die with its process, and must not write beside the next start
+            thread.join()
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +164,7 @@ class Script:
     tiny: Mapping[str, Any]
     other_models: Mapping[str, tuple[Any, Any]]
     all_parts: Mapping[str, Any] = field(default_factory=dict)
-    samples_per_epoch: int = N_TRAIN
+    samples_per_epoch: int = 51  # 13 of the 64 samples of a demonstration are for validation
     weight: Callable[[str], str] = lambda key: key.partition(": weights/")[2]
 
     def __str__(self) -> str:
@@ -179,9 +184,10 @@ class Script:
         """Flags of the run of eight updates."""
         return words({**EIGHT, **self.all_parts})
 
-    def flags(self, folder: Path, *more: str) -> list[str]:
+    def flags(self, folder: Path, *more: str, without: Sequence[str] = ()) -> list[str]:
         data = {self.data.flag: f"{self.data.demonstration}:64", "output_dir": folder}
-        return [*words({**RUN, **data, **self.tiny}), *more]
+        said = {**RUN, **data, **self.tiny}
+        return [*words({flag: said[flag] for flag in said if flag not in without}), *more]
 
     def start_from(self, source: Path, folder: Path, *more: str) -> Path:
         """Make an update that changes hardly anything, starting from another model; no flag says its shape."""
@@ -246,32 +252,27 @@ class Script:
 
     def train_killed(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is killed in update ``step`` (from 0)."""
-        self._train_to_its_death(self.in_update(step, kill), folder, *more)
+        with killed(self.in_update(step, kill)):
+            self.train(folder, *more)
 
     def train_killed_in_validation(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is killed in a validation; see `in_validation`."""
-        self._train_to_its_death(self.in_validation(step, kill), folder, *more)
-
-    def _train_to_its_death(self, death: AbstractContextManager[None], folder: Path, *more: str) -> None:
-        with death, pytest.raises(KilledError):
+        with killed(self.in_validation(step, kill)):
             self.train(folder, *more)
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint":  # would die with its process, and must not write beside the next start
-                thread.join()
 
     def train_stopped(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is asked to stop in update ``step`` (from 0), which it completes and saves."""
-        self._train_to_a_stop(self.in_update(step, ask_to_stop), step, folder, *more)
+        self._train_to_a_stop(self.in_update, step, folder, *more)
 
     def train_stopped_in_validation(self, step: int, folder: Path, *more: str) -> None:
         """Train until the process is asked to stop in a validation; see `in_validation`."""
         rest = at("evaluation", step + 1, lambda: pytest.fail("the rest is left to the next start"), call=5)
         with rest:
-            self._train_to_a_stop(self.in_validation(step, ask_to_stop), step, folder, *more)
+            self._train_to_a_stop(self.in_validation, step, folder, *more)
         assert len(metrics(folder)) == step
 
-    def _train_to_a_stop(self, request: AbstractContextManager[None], step: int, folder: Path, *more: str) -> None:
-        with request, pytest.raises(SystemExit) as raised:
+    def _train_to_a_stop(self, when: Callable[..., Any], step: int, folder: Path, *more: str) -> None:
+        with when(step, lambda: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(SystemExit) as raised:
             self.train(folder, *more)
         assert raised.value.code == 75
         assert (folder / "checkpoints" / f"step_{step + 1:08d}").is_dir()

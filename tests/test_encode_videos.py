@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from filling import SIZE, TOKENIZE_VIDEOS, VIDEOS, index, saved, stamps, video_tokenizer, vqgan
-from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
+from filling_fixtures import model, on_one_cpu, source  # noqa: F401
+from filling_fixtures import whole as codes  # noqa: F401
 from PIL import Image
 from torch import Tensor
 
@@ -36,11 +37,6 @@ FILMS = [name for name, frames in VIDEOS.items() if frames > 1]
 @pytest.fixture(scope="module")
 def script() -> filling.Script:
     return TOKENIZE_VIDEOS
-
-
-@pytest.fixture
-def codes(whole) -> Path:
-    return whole
 
 
 def clip(path: Path, frames: int, **speed: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
 import itertools
 import json
 import math
@@ -12,13 +13,14 @@ import re
 import shlex
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -38,6 +40,7 @@ from tests.scripts import (
     checkpoint,
     files,
     kill,
+    killed,
     metrics,
 )
 from training.run import clock
@@ -86,20 +89,16 @@ def test_all_scripts_are_tested() -> None:
 # Arguments.
 
 
-def arguments_of(script: Script, *said: str) -> Any:
-    """The arguments with which `main` trains."""
-    return script.module.build_parser().parse(said, demonstration=script.module.DEMO_CONFIG)
-
-
 def test_without_data_the_demonstration_runs_and_is_announced(script: Script) -> None:
     flag, name, demonstration = script.data.flag, script.configs.name, os.path.relpath(script.configs / "demo.yaml")
-    args = arguments_of(script)
+    parse = partial(script.module.build_parser().parse, demonstration=script.module.DEMO_CONFIG)
+    args = parse([])
     assert getattr(args, flag).startswith(script.data.demonstration) and args.output_dir == f"runs/{name}-demo"
     assert demonstration in args.config_in_force
-    args = arguments_of(script, f"--{flag}", "data")
+    args = parse([f"--{flag}", "data"])
     assert (getattr(args, flag), args.output_dir, args.config_in_force) == ("data", f"runs/{name}", None)
     config = str(script.configs / "base.yaml")
-    assert config in arguments_of(script, "--config", config).config_in_force
+    assert config in parse(["--config", config]).config_in_force
 
 
 # Where a script has them, flags with numbers that no machine has room for, and with numbers that it has no room for
@@ -197,14 +196,9 @@ def test_a_validation_of_few_samples_ends_with_the_values_of_the_whole_split(scr
     assert not [name for name in first if name.startswith("valid_whole/")]
 
 
-def test_another_scripts_run_is_named_as_such(script: Script, copied: Path) -> None:
-    other = next(other for other in SCRIPTS.values() if other is not script)
-    before = files(copied)
-    line = other.refused(copied)
-    assert f"{script.name}.py" in line.removeprefix(other.name) and files(copied) == before
-
-
-def test_lines_pictures_and_checkpoints_are_written_where_asked(script: Script, finished: Path) -> None:
+def test_lines_validations_pictures_and_checkpoints_are_where_they_are_asked_for(
+    script: Script, finished: Path
+) -> None:
     lines = metrics(finished)
     assert [line["step"] for line in lines] == list(range(1, 9))
     for line in lines:
@@ -213,6 +207,11 @@ def test_lines_pictures_and_checkpoints_are_written_where_asked(script: Script, 
         assert line.keys() >= {"loss", "lr", "grad_norm", "samples_per_second", "seconds"}
         assert line["skipped_updates"] == line["bad_samples"] == 0
         assert datetime.fromisoformat(line["time"]).tzinfo is not None
+        measured = {key for key in line if key.startswith("valid/")}
+        online = {key for key in measured if not key.startswith("valid/ema/")}
+        assert bool(online) == (line["step"] % 2 == 0)
+        assert measured - online == {key.replace("valid/", "valid/ema/") for key in online}
+        assert not online or any(line[key] != line[key.replace("valid/", "valid/ema/")] for key in online)
     assert pictures(finished) == ["step_00000004.png", "step_00000008.png"]
     assert names(finished / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in (2, 4, 6, 8))]
 
@@ -242,7 +241,7 @@ def test_a_collapsed_run_is_told_so_once_with_what_to_try_and_one_that_learns_is
         kill()
 
     for _ in range(2):
-        with Run.watched(watch), pytest.raises(KilledError):
+        with killed(Run.watched(watch)):
             SCRIPTS[name].train(tmp_path)
     learns = {"lr": 1.0, "valid/psnr": 9.0, "valid/variance_kept": 0.7, "valid/explained_variance": 0.5}
     if name != "train_vae":
@@ -251,15 +250,6 @@ def test_a_collapsed_run_is_told_so_once_with_what_to_try_and_one_that_learns_is
     told = [[text for step in range(100, 1000, 100) for text in evaluation.watch(step, line)]
             for evaluation, line in zip(of_run, (learns, collapsed), strict=True)]  # fmt: skip
     assert told[0] == [] and len(told[1]) == 1 and remedy in told[1][0]
-
-
-def test_the_weights_and_their_average_are_validated_where_asked(finished: Path) -> None:
-    for line in metrics(finished):
-        measured = {key for key in line if key.startswith("valid/")}
-        online = {key for key in measured if not key.startswith("valid/ema/")}
-        assert bool(online) == (line["step"] % 2 == 0)
-        assert measured - online == {key.replace("valid/", "valid/ema/") for key in online}
-        assert not online or any(line[key] != line[key.replace("valid/", "valid/ema/")] for key in online)
 
 
 @of("vae", "vqgan", "decoder")
@@ -374,8 +364,8 @@ def test_broken_files_are_named_counted_and_replaced_and_an_epoch_is_the_rest_of
 
 def test_another_folder_is_the_validation_split_and_a_resumed_run_keeps_it(script: Script, tmp_path: Path) -> None:
     train, valid = script.data.write(tmp_path / "train", 16), script.data.write(tmp_path / "valid", 9)
-    said = [*(f"--{script.data.flag}", str(train), "--valid_folder", str(valid)), *EVERY_UPDATE]
-    words = [word for word in script.flags(tmp_path / "run", *said) if word not in ("--valid_fraction", "0.2")]
+    said = [f"--{script.data.flag}", str(train), "--valid_folder", str(valid), *EVERY_UPDATE]
+    words = script.flags(tmp_path / "run", *said, without=["valid_fraction"])
     output = script.main(*words, "--max_steps", "2")
     assert re.search(rf"\b16 .*\b9 .* in {valid};", output)
     assert all(any(key.startswith("valid/") for key in line) for line in metrics(tmp_path / "run"))
@@ -467,15 +457,6 @@ def test_a_run_killed_after_training_writes_its_model_at_the_next_start(
     assert {**files(copied), **{name: before[name] for name in of_this_start}} == before
 
 
-@of("vae")
-def test_fresh_moves_the_old_run_away_and_starts_over(script: Script, copied: Path) -> None:
-    before = files(copied)
-    said = script.output_of(copied, *script.eight, "--fresh")
-    moved = copied.with_name("copied.old-1")
-    assert files(moved) == before and moved.name in said
-    assert_same_run(copied, moved)
-
-
 def test_another_model_is_refused_on_resume_by_the_name_of_its_flag(script: Script, copied: Path) -> None:
     before = files(copied)
     for flag, (was, now) in script.other_models.items():
@@ -497,9 +478,12 @@ def test_training_starts_from_the_weights_of_another_run(script: Script, finishe
     torch.testing.assert_close(ours, theirs)
 
 
-def test_weights_of_another_script_are_refused_by_its_name(script: Script, finished: Path, tmp_path: Path) -> None:
-    other = next(other for other in SCRIPTS.values() if other is not script)
-    line = other.refused(tmp_path, "--init_from", str(finished))
+def test_runs_and_weights_of_another_script_are_refused_by_its_name(
+    script: Script, finished: Path, copied: Path, tmp_path: Path
+) -> None:
+    other, before = next(other for other in SCRIPTS.values() if other is not script), files(copied)
+    assert f"{script.name}.py" in other.refused(copied).removeprefix(other.name) and files(copied) == before
+    line = other.refused(tmp_path / "run", "--init_from", str(finished))
     kind, expected = script.model.__name__, other.model.__name__
     assert str(finished) in line and f" {kind} of {script.name}.py" in line and expected in line
 
@@ -565,22 +549,14 @@ def test_a_run_of_an_earlier_version_is_not_gone_on_with_and_one_line_says_so(sc
 # Mistakes.
 
 
-@pytest.mark.parametrize(
-    ("said", "text"),
-    [
-        (["--DATA", "nowhere"], "nowhere"),
-        (["--DATA", "DEMONSTRATION:10"], "too few"),
-        (["--init_from", "nowhere.pt"], "nowhere.pt"),
-        (["--batch_size", "7", "--grad_accum_steps", "2"], "7 /"),
-        (["--lerning_rate", "1"], "did you mean --learning_rate?"),
-    ],
-    ids=str,
-)
-def test_a_mistake_gives_one_line(said: list[str], text: str, script: Script, tmp_path: Path) -> None:
-    of_data = ("DATA", script.data.flag), ("DEMONSTRATION", script.data.demonstration)
-    for name, value in of_data:
-        said = [word.replace(name, value) for word in said]
-    assert text in script.refused(tmp_path, *said)
+def test_a_mistake_gives_one_line(script: Script, tmp_path: Path) -> None:
+    data, demonstration = f"--{script.data.flag}", script.data.demonstration
+    for said, text in (
+        (f"{data} nowhere", "nowhere"), (f"{data} {demonstration}:10", "too few"),
+        ("--init_from nowhere.pt", "nowhere.pt"), ("--batch_size 7 --grad_accum_steps 2", "7 /"),
+        ("--lerning_rate 1", "did you mean --learning_rate?"),
+    ):  # fmt: skip
+        assert text in script.refused(tmp_path, *said.split()), said
 
 
 # Kinds of data that every script takes.
@@ -619,27 +595,18 @@ def own_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--dataset", "own_items_of_a_script:Items"]
 
 
-def flags_without_data(script: Script, folder: Path, *more: str) -> list[str]:
-    flags = script.flags(folder, *more)
-    place = flags.index(f"--{script.data.flag}")
-    return flags[:place] + flags[place + 2 :]
-
-
 def test_an_own_dataset_is_trained_on_and_an_interrupted_run_goes_on_with_the_same_bits(
     script: Script, own_dataset: list[str], tmp_path: Path
 ) -> None:
     def train(name: str, *more: str) -> Path:
         folder = tmp_path / name
         flags = [*own_dataset, "--max_steps", "3", "--save_every_n_steps", "1", "--seed", "3", *more]
-        script.main(*flags_without_data(script, folder, *flags))
+        script.main(*script.flags(folder, *flags, without=[script.data.flag]))
         return folder
 
     whole = train("whole", "--num_workers", "1")
-    with script.in_update(2, kill), pytest.raises(KilledError):
+    with killed(script.in_update(2, kill)):
         train("cut")
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint":
-            thread.join()
     train("cut")
     assert_same_run(tmp_path / "cut", whole)
     assert script.arguments_of(whole).dataset == own_dataset[1]
@@ -650,53 +617,45 @@ def test_an_own_dataset_is_trained_on_and_an_interrupted_run_goes_on_with_the_sa
 @of("vae")
 @pytest.mark.usefixtures("own_dataset")
 def test_an_item_that_is_no_sample_is_one_line(script: Script, tmp_path: Path) -> None:
-    flags = flags_without_data(script, tmp_path, "--dataset", "own_items_of_a_script:texts", "--num_workers", "1")
-    line = script.refused_alone(*flags)
+    said = ["--dataset", "own_items_of_a_script:texts", "--num_workers", "1"]
+    line = script.refused_alone(*script.flags(tmp_path, *said, without=[script.data.flag]))
     assert "own_items_of_a_script:texts[" in line and "'a text'" in line
 
 
-def in_tars(files: Path, folder: Path) -> Path:
-    """The files of a folder as the samples of two webdataset tars; a .json beside each."""
-    members: dict[str, dict[str, bytes]] = {}
-    for path in sorted(files.iterdir()):
-        members.setdefault(path.stem, {"json": b'{"caption": "a text"}'})[path.suffix[1:]] = path.read_bytes()
-    keys = sorted(members)
+def write_tars(folder: Path, samples: dict[str, dict[str, bytes]]) -> None:
     for number in range(2):
-        chosen = {key: members[key] for key in keys[number::2]}
+        chosen = {key: {**samples[key], "json": b'{"caption": "a text"}'} for key in sorted(samples)[number::2]}
         write_tar(folder / f"{number:05d}.tar", chosen)
-    return folder
 
 
-def test_webdataset_tars_are_trained_on(script: Script, tmp_path: Path) -> None:
-    files_of = script.data.write(tmp_path / "files", 24)
-    tars = in_tars(files_of, tmp_path / "tars")
-    said = script.output_of(tmp_path / "run", f"--{script.data.flag}", str(tars), "--max_steps", "2")
-    assert f"{tars}: " in said and metrics(tmp_path / "run")[-1]["bad_samples"] == 0
-    assert "skipped in" not in said, "what stands beside a sample in a tar is expected"
+def as_table(samples: dict[str, dict[str, bytes]]) -> Any:
+    rows: dict[str, list[Any]] = {"text": ["a text"] * len(samples)}
+    for ending, column in (("png", "image"), ("wav", "audio"), ("gif", "video")):
+        cells = [{"bytes": members[ending], "path": key} for key, members in samples.items() if ending in members]
+        rows.update({column: cells} if cells else {})
+    embeddings = [np.load(io.BytesIO(each["npy"])).tolist() for each in samples.values() if "npy" in each]
+    return table({**rows, **({"image_embed": embeddings} if embeddings else {})})
 
 
-@pytest.mark.parametrize("write", [save_to_disk, write_parquet])
-@pytest.mark.parametrize("script", [s for s in SCRIPTS.values() if s.name != "train_tokenizer"], ids=str, indirect=True)
-def test_tables_are_trained_on(script: Script, write: Callable[..., Path], tmp_path: Path) -> None:
-    files_of = script.data.write(tmp_path / "files", 24)
-    media = sorted(path for path in files_of.iterdir() if path.suffix in (".png", ".wav"))
-    column = "audio" if script.data.flag == "audio_data" else "image"
-    rows = table({column: [{"bytes": p.read_bytes(), "path": p.name} for p in media], "text": ["a text"] * len(media)})
-    folder = write(tmp_path / "table", rows)
-    more = ["--max_steps", "2", *(["--condition_on", "none"] if script.name == "train_decoder" else [])]
-    script.train(tmp_path / "run", f"--{script.data.flag}", str(folder), *more)
-    assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0
+@pytest.mark.parametrize("write", [write_tars, save_to_disk, write_parquet])
+def test_tars_and_tables_are_trained_on(script: Script, write: Callable[..., Any], tmp_path: Path) -> None:
+    samples: dict[str, dict[str, bytes]] = {}
+    for path in sorted(script.data.write(tmp_path / "files", 24).iterdir()):
+        samples.setdefault(path.stem, {})[path.suffix[1:]] = path.read_bytes()
+    write(tmp_path / "store", samples if write is write_tars else as_table(samples))
+    said = script.output_of(tmp_path / "run", f"--{script.data.flag}", str(tmp_path / "store"), "--max_steps", "2")
+    assert f"{tmp_path / 'store'}: " in said and metrics(tmp_path / "run")[-1]["bad_samples"] == 0
+    assert "skipped in" not in said, "what stands beside a sample is expected"
 
 
-def test_the_example_of_the_documents_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_dataset")
+def test_the_example_of_the_documents_trains(tmp_path: Path) -> None:
     script = SCRIPTS["train_vae"]
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
     (tmp_path / "photos_of_the_documents.py").write_text(code)
     (tmp_path / "photos").mkdir()
     for path in script.data.write(tmp_path / "files", 24).iterdir():
         Image.open(path).save(tmp_path / "photos" / f"{path.stem}.jpg")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    flags = flags_without_data(script, tmp_path / "run", "--dataset", "photos_of_the_documents:Photos")
-    script.main(*flags, "--max_steps", "2", "--num_workers", "1")
+    said = ["--dataset", "photos_of_the_documents:Photos", "--max_steps", "2", "--num_workers", "1"]
+    script.main(*script.flags(tmp_path / "run", *said, without=[script.data.flag]))
     assert metrics(tmp_path / "run")[-1]["bad_samples"] == 0

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import train_tokenizer
 from data.feed import to_unit_range
 from data.order import split_samples
 from data.sets import open_videos
@@ -36,15 +35,11 @@ ALTERNATING = ["--image_folder", "demo:shapes:64", "--image_every", "3"]
 # Schedules and names.
 
 
-@pytest.mark.parametrize(
-    ("quantizer", "expected"),
-    [("lfq", (1.0, 0.1, 2.5)), ("bsq", (0.0, 0.1, 1.0)), ("ibq", (1.0, 0.05, 1.0))],
-)
-def test_the_recipe_leaves_the_weights_of_the_codes_losses_to_the_quantizer(quantizer: str, expected: tuple) -> None:
-    args = train_tokenizer.build_parser().parse(
-        ["--config", "configs/tokenizer/base.yaml", "--perceptual", "none", "--quantizer", quantizer]
-    )
-    assert (args.commitment_loss_weight, args.entropy_loss_weight, args.diversity_gamma) == expected
+def test_the_recipe_leaves_the_weights_of_the_codes_losses_to_the_quantizer() -> None:
+    said = ["--config", str(VIDEO_TOKENIZER.configs / "base.yaml"), "--perceptual", "none", "--quantizer"]
+    for quantizer, expected in (("lfq", (1.0, 0.1, 2.5)), ("bsq", (0.0, 0.1, 1.0)), ("ibq", (1.0, 0.05, 1.0))):
+        args = VIDEO_TOKENIZER.parsed(*said, quantizer)
+        assert (args.commitment_loss_weight, args.entropy_loss_weight, args.diversity_gamma) == expected, quantizer
 
 
 # A run and what it leaves.

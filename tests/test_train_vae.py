@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -14,20 +13,9 @@ import torch
 
 from models import DiscreteVAE
 from reference.vae import Settings, schedule
-from tests.scripts import (
-    VAE,
-    Script,
-    assert_same_bits,
-    final_weights,
-    metrics,
-    validation_images,
-)
+from tests.scripts import VAE, Script, assert_same_bits, final_weights, metrics, validation_images
 from training import schedules
 from training.measures.directions import COSTS
-
-
-def from_model_folder(run: Path) -> DiscreteVAE:
-    return DiscreteVAE.from_pretrained(run / "model")
 
 
 def schedule_of(step: int, args: Namespace) -> tuple[float, float]:
@@ -37,9 +25,7 @@ def schedule_of(step: int, args: Namespace) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "said",
-    [[], ["--starting_temp", "2", "--temp_min", "1.9", "--learning_rate", "0.3"]],
-    ids=["defaults", "hot"],
+    "said", [[], ["--starting_temp", "2", "--temp_min", "1.9", "--learning_rate", "0.3"]], ids=["defaults", "hot"]
 )
 def test_temperature_and_learning_rate_follow_the_recurrence(said: list[str]) -> None:
     args = VAE.parsed(*said)
@@ -56,17 +42,6 @@ def test_temperature_and_learning_rate_follow_the_recurrence(said: list[str]) ->
 def finished(run_of_eight: Callable[[Script], Path]) -> Path:
     """Eight updates with an average of the weights. Tests only look at it."""
     return run_of_eight(VAE)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Gives the run of two updates with some flags. Tests only look at it."""
-
-    @cache
-    def run(*flags: str) -> Path:
-        return VAE.train(tmp_path_factory.mktemp("vae"), *flags, "--max_steps", "2")
-
-    return run
 
 
 def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_itself(finished: Path) -> None:
@@ -97,37 +72,30 @@ def test_vae_final_is_dalle_pytorchs_file_to_the_key_and_starts_another_run(fini
 
 
 def test_the_model_that_is_left_has_the_loss_that_was_validated_also_with_transparency(
-    finished: Path, trained: Callable[..., Path]
+    finished: Path, tmp_path: Path
 ) -> None:
-    for run, name in ((finished, "valid/ema/loss"), (trained("--transparent"), "valid/loss")):
-        images, last, model = validation_images(VAE.arguments_of(run)), metrics(run)[-1], from_model_folder(run)
+    transparent = VAE.train(tmp_path, "--transparent", "--max_steps", "2")
+    for run, name in ((finished, "valid/ema/loss"), (transparent, "valid/loss")):
+        images, last = validation_images(VAE.arguments_of(run)), metrics(run)[-1]
+        model = DiscreteVAE.from_pretrained(run / "model")
         with torch.no_grad():
             loss = float(model(images, temperature=last["temperature"]).recon_loss)
         assert loss == pytest.approx(last[name], rel=1e-6)
-    content = torch.load(trained("--transparent") / "vae-final.pt", weights_only=True)
+    content = torch.load(transparent / "vae-final.pt", weights_only=True)
     assert content["hparams"]["channels"] == 4 and content["weights"]["decoder.4.weight"].shape == (4, 8, 1, 1)
 
 
 # Flags that do not go together.
 
 
-@pytest.mark.parametrize(
-    ("said", "text"),
-    [
-        (["--image_size", "100"], "64 or 128"),
-        (["--reinmax"], "--straight_through"),
-        (["--num_resnet_blocks", "-1"], "--num_resnet_blocks: "),
-        (["--config", "hot.yaml", "--starting_temp", "0.7"], "--starting_temp 0.7 is below --temp_min 0.8"),
-    ],
-    ids=str,
-)
 def test_flags_that_contradict_each_other_are_refused_by_name_before_anything_starts(
-    said: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("hot.yaml").write_text("temp_min: 0.8")
-    assert text in VAE.refused(tmp_path / "run", *said)
-    assert not (tmp_path / "run").exists()
-
-
-# The flags of the loss, each against the formula written out on the first batch.
+    for said, text in (
+        ("--image_size 100", "64 or 128"), ("--reinmax", "--straight_through"),
+        ("--num_resnet_blocks -1", "--num_resnet_blocks: "),
+        ("--config hot.yaml --starting_temp 0.7", "--starting_temp 0.7 is below --temp_min 0.8"),
+    ):  # fmt: skip
+        assert text in VAE.refused(tmp_path / "run", *said.split()) and not (tmp_path / "run").exists(), said

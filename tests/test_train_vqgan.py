@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,8 @@ import torch
 
 import train_vqgan
 from models import VQGAN as Generator
-from tests.scripts import (
-    VQGAN,
-    Script,
-    assert_same_bits,
-    checkpoint,
-    metrics,
-    validation_images,
-    without_clocks,
-)
+from tests.launch.filling import saved
+from tests.scripts import VQGAN, Script, assert_same_bits, checkpoint, metrics, validation_images
 from training.measures.reconstruction import psnr
 
 # A run and what it leaves.
@@ -85,8 +77,6 @@ def test_the_model_that_is_left_has_the_quality_that_was_validated(finished: Pat
     with torch.no_grad():
         quality = psnr(images, model.decode(model.encode(images))).mean().item()
     assert quality == pytest.approx(metrics(finished)[-1]["valid/ema/psnr"], rel=1e-5)
-    trained = checkpoint(finished, 8)["generator: weights/encoder.0.weight"]
-    assert not torch.equal(model.encoder[0].weight, trained), "it is the average, and not what was trained"
 
 
 def test_an_adaptive_weight_is_a_tenth_without_a_perceptual_loss_and_whole_beside_one() -> None:
@@ -129,31 +119,24 @@ def test_the_same_model_in_another_spelling_is_resumed(tmp_path: Path) -> None:
 # Flags.
 
 
-@pytest.mark.parametrize(
-    ("said", "text"),
-    [
-        (["--image_size", "18"], "multiple of 2^num_layers = 4; use 16 or 20"),
-        (["--image_size", "8"], "discriminator of 2 layers"),
-        (["--codebook_size", "100"], "100"),
-        (["--quantizer", "fsq", "--codebook_size", "100"], "levels"),
-        (["--num_resnet_blocks", "1,2,3"], "2 of them"),
-        (["--gan_weight", "strong"], "--gan_weight"),
-        (["--perceptual", "lpips", "--perceptual_weights", "nowhere.pth"], "nowhere.pth"),
-        (["--image_size", "8", "--discr_layers", "1", "--perceptual", "vgg"], "16 x 16"),
-        (["--vq_decay", "0.8"], "--vq_decay has no effect with --quantizer lfq"),
-        (["--fsq_levels", "5,5"], "--fsq_levels has no effect with --quantizer lfq"),
-        (["--quantizer", "ibq", "--inv_temperature", "3"], "--inv_temperature has no effect with --quantizer ibq"),
-        (["--codebook_dim", "8"], "--codebook_dim has no effect with --quantizer lfq"),
-        (["--quantizer", "fsq", "--commitment_loss_weight", "1"], "--commitment_loss_weight has no effect with"),
-        (["--quantizer", "vq", "--diversity_gamma", "2"], "--diversity_gamma has no effect with --quantizer vq"),
-        (["--entropy_anneal_factor", "2"], "--entropy_anneal_factor has no effect with --entropy_anneal_steps 0"),
-        (["--perceptual_loss_weight", "2"], "--perceptual_loss_weight has no effect with --perceptual none"),
-        (["--lpips_weights", "x.pth", "--valid_fraction", "0"], "--lpips_weights"),
-    ],
-    ids=str,
-)
-def test_a_mistake_gives_one_line(said: list[str], text: str, tmp_path: Path) -> None:
-    assert text in VQGAN.refused(tmp_path / "run", *said)
+def test_a_mistake_gives_one_line(tmp_path: Path) -> None:
+    for said, text in (
+        ("--image_size 18", "multiple of 2^num_layers = 4; use 16 or 20"),
+        ("--image_size 8", "discriminator of 2 layers"), ("--codebook_size 100", "100"),
+        ("--quantizer fsq --codebook_size 100", "levels"), ("--num_resnet_blocks 1,2,3", "2 of them"),
+        ("--gan_weight strong", "--gan_weight"), ("--lpips_weights x.pth --valid_fraction 0", "--lpips_weights"),
+        ("--perceptual lpips --perceptual_weights nowhere.pth", "nowhere.pth"),
+        ("--image_size 8 --discr_layers 1 --perceptual vgg", "16 x 16"),
+        ("--vq_decay 0.8", "--vq_decay has no effect with --quantizer lfq"),
+        ("--fsq_levels 5,5", "--fsq_levels has no effect with --quantizer lfq"),
+        ("--quantizer ibq --inv_temperature 3", "--inv_temperature has no effect with --quantizer ibq"),
+        ("--codebook_dim 8", "--codebook_dim has no effect with --quantizer lfq"),
+        ("--quantizer fsq --commitment_loss_weight 1", "--commitment_loss_weight has no effect with"),
+        ("--quantizer vq --diversity_gamma 2", "--diversity_gamma has no effect with --quantizer vq"),
+        ("--entropy_anneal_factor 2", "--entropy_anneal_factor has no effect with --entropy_anneal_steps 0"),
+        ("--perceptual_loss_weight 2", "--perceptual_loss_weight has no effect with --perceptual none"),
+    ):  # fmt: skip
+        assert text in VQGAN.refused(tmp_path / "run", *said.split()), said
 
 
 @pytest.mark.parametrize(("said", "file"), [
@@ -172,11 +155,7 @@ def test_weights_that_are_asked_for_are_those_published(
 @pytest.mark.parametrize("in_file", ["vq_decay: 0.5\nvq_cosine: true", "quantizer: fsq\nfsq_levels: '4,4,4'"])
 def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: str, tmp_path: Path) -> None:
     (tmp_path / "vq.yaml").write_text(in_file)
-    config = ("--config", str(tmp_path / "vq.yaml"))
-    run = VQGAN.train(tmp_path / "run", *config, "--quantizer", "bsq", "--max_steps", "1")
-    # What a run leaves names every flag, and is a config as well.
-    again = VQGAN.train(tmp_path / "again", "--config", str(run / "config.yaml"), "--max_steps", "1")
-    assert without_clocks(again) == without_clocks(run)
+    VQGAN.train(tmp_path / "run", "--config", str(tmp_path / "vq.yaml"), "--quantizer", "bsq", "--max_steps", "1")
 
 
 @pytest.mark.parametrize(("name", "value"), [
@@ -186,12 +165,8 @@ def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: 
 def test_a_stranger_s_model_whose_configuration_is_no_shape_is_refused_in_one_line(
     name: str, value: Any, tmp_path: Path
 ) -> None:
-    Generator.made({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 64}).save_pretrained(
-        tmp_path / "model"
-    )
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, name: value}))
-    line = VQGAN.refused(tmp_path / "run", "--init_from", str(tmp_path / "model"))
+    model = Generator.made({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 64})
+    line = VQGAN.refused(tmp_path / "run", "--init_from", str(saved(tmp_path / "model", model, **{name: value})))
     assert (name in line or str(tmp_path / "model") in line) and "\x1b" not in line
 
 
@@ -200,5 +175,3 @@ def test_a_flag_is_judged_beside_those_that_a_run_adopts(tmp_path: Path) -> None
     said = "--image_size", "16", "--discr_layers", "2"
     VQGAN.start_from(tmp_path / "vq", tmp_path / "decay", *said, "--vq_decay", "0.9")
     assert "vq_decay: 0.9" in (tmp_path / "decay" / "config.yaml").read_text()
-    line = VQGAN.refused(tmp_path / "x", "--quantizer", "lfq", "--vq_decay", "0.9")
-    assert "--vq_decay has no effect with --quantizer lfq" in line

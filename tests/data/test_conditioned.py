@@ -146,10 +146,16 @@ def test_a_row_beyond_the_file_is_named(tmp_path):
     assert found.load(5)["captions"] == "image 5"
 
 
-# What spoils the tars or the rows, and what is said then; test_train_decoder.py has more of them.
+# What spoils the tars or the rows, and what is said then.
 MISTAKES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "rows of text for images": (
         lambda tars, rows: np.save(rows / "img_emb_0000.npy", np.ones((4, 2, 7), np.float32)), "has the shape (2, 7)"
+    ),
+    "rows of another width": (
+        lambda tars, rows: np.save(rows / "img_emb_0001.npy", np.ones((4, 7), np.float32)), "have the shape (7,) in"
+    ),
+    "a tar without rows": (
+        lambda tars, rows: (rows / "img_emb_0001.npy").unlink(), "has no file for 1 of 3 tars, the first is"
     ),
     "rows without a number": (
         lambda tars, rows: (rows / "img_emb_0001.npy").rename(rows / "img_emb_b.npy"), "does not end with the number"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tandem.converters import (
     FILE,
@@ -58,7 +58,10 @@ class PerceptualFlags:
 
 @dataclass
 class AdversaryFlags(PerceptualFlags):
-    """Of every script that trains against a discriminator (`training.objectives.adversaries`)."""
+    """Of every script that trains against a discriminator (`training.objectives.adversaries`). `generator_width` is the
+    flag of the generator's first channels."""
+
+    generator_width: ClassVar[str] = "dim"
 
     discr_dim: int | None = flag(
         None, "first channels of the discriminator (default: the generator's)", width, title="adversary", lasting=True
@@ -119,8 +122,10 @@ class AdversaryFlags(PerceptualFlags):
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        """The default of --gan_weight_scale. Published trainers take the whole adaptive weight beside a perceptual
-        loss; without one, an adversarial gradient as strong as that of the pixels undoes the reconstruction."""
+        """The defaults of --discr_dim and --gan_weight_scale. Published trainers take the whole adaptive weight beside
+        a perceptual loss; without one, an adversarial gradient as strong as that of the pixels undoes the
+        reconstruction."""
+        args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)
         if args.gan_weight_scale is None:
             is_alone = args.gan_weight == "adaptive" and args.perceptual == "none"
             args.gan_weight_scale = 0.1 if is_alone else 1.0

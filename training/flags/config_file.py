@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from tandem.converters import as_config
+from tandem.converters import config_value
 from tandem.files.installed import shipped
 from tandem.files.reading import compose_yaml, words_of
 
@@ -67,7 +67,7 @@ def converted(value: Any, action: argparse.Action) -> Any:
         ValueError: one line, if the value does not fit the flag.
     """
     try:
-        node = yaml.compose(yaml.safe_dump(as_config(action, value)), Loader=yaml.SafeLoader)
+        node = yaml.compose(yaml.safe_dump(config_value(action, value)), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(words_of(error)) from None
     assert node is not None

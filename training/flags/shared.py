@@ -253,10 +253,15 @@ class RunFlags:
         parser.choose(args, valid_folder=None, valid_fraction=0.0)
 
 
-def add_output_arguments(group: argparse._ArgumentGroup, *, output_help: str, required: bool = False) -> None:
-    """Add --output and --fresh to a group of flags."""
-    group.add_argument("--output", "--output_dir", required=required, metavar="DIR", help=output_help)
-    group.add_argument("--fresh", action="store_true", help="start over; the old content is moved to DIR.old-N")
+def add_places(parser: argparse.ArgumentParser, model_help: str) -> None:
+    """Add the flags of the model that is used and of the folder that is filled."""
+    # fmt: off
+    add = parser.add_argument_group("from and to").add_argument
+    add("--model", required=True, metavar="DIR", help=model_help)
+    add("--output", "--output_dir", required=True, metavar="DIR",
+        help="folder to write; an incomplete one is continued")
+    add("--fresh", action="store_true", help="start over; the old content is moved to DIR.old-N")
+    # fmt: on
 
 
 def add_computation_arguments(

@@ -41,15 +41,16 @@ def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_written(tm
     assert "UTF-8" in VAE.refused(path, *ONE) and not path.exists()
 
 
-def test_fresh_moves_a_second_run_away_too_though_the_terminal_stands_in_its_folder(
+def test_fresh_moves_the_old_run_away_each_time_though_the_terminal_stands_in_its_folder(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(copied)
     for number in (1, 2):
         monkeypatch.chdir(copied)
-        VAE.train(Path("../copied/"), *ONE, "--fresh")
+        said = VAE.output_of(Path("../copied/"), *ONE, "--fresh")
         moved = tmp_path / f"copied.old-{number}"
-        assert files(moved) == before
+        assert files(moved) == before and moved.name in said
+        assert [line["step"] for line in metrics(copied)] == [1]
         before = files(copied)
 
 
