@@ -35,7 +35,6 @@ class Processes:
     device: torch.device
     comm: Communicator
     watchdog: Watchdog
-    _collectives: Any  # the module, which imports PyTorch
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.is_restart = launch, launch.is_restart
@@ -63,8 +62,8 @@ class Processes:
         tensors (one transfer for all; returns floats)."""
         with self._in_collective("sum over the processes"):
             if isinstance(value, Mapping):
-                return self._collectives.sum_scalars(value, self.comm, self.device)
-            return self._collectives.sum_tensor(value, self.comm)
+                return self.comm.sum_scalars(value, self.device)
+            return self.comm.sum_tensor(value)
 
     def mean(self, value: Any) -> Any:
         """``sum`` divided by the number of processes."""
@@ -77,7 +76,7 @@ class Processes:
         the one that a single process with all rows would compute. Where all processes know the ``sizes`` by rank, the
         host need not wait for the device to exchange them."""
         with self._in_collective("gathering over the processes"):
-            return self._collectives.gather(tensor, self.comm, sizes)
+            return self.comm.gather(tensor, sizes)
 
     def shift(self, tensor: Tensor, rows: int) -> Tensor:
         """Passes tensors around the ring of ranks: sends ``tensor`` to the next rank and returns the previous rank's,
@@ -88,12 +87,12 @@ class Processes:
     def gather_objects(self, value: Any) -> list[Any]:
         """JSON-able values of all processes, by rank, on every process."""
         with self._in_collective("exchanging objects"):
-            return self._collectives.gather_objects(value, self.comm, self.device)
+            return self.comm.gather_objects(value, self.device)
 
     def broadcast_object(self, value: Any) -> Any:
         """The root's JSON-able value, on every process."""
         with self._in_collective("exchanging objects"):
-            return self._collectives.broadcast_object(value, self.comm, self.device)
+            return self.comm.broadcast_object(value, self.device)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any process."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Handle
+from .collectives import Communicator, Handle
 from .devices import gpu_id, gpus_are_shared, shared_gpu
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
@@ -205,7 +205,7 @@ def _is_loopback(address: str | None) -> bool:
     return address is None or ipaddress.ip_address(address).is_loopback
 
 
-class TorchCommunicator:
+class TorchCommunicator(Communicator):
     """Collectives of the default process group."""
 
     def __init__(self) -> None:

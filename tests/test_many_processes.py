@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from distributed.collectives import Alone
+from distributed.collectives import Communicator
 from tests.processes import Process, Root
 from tests.scripts import ROOT, RUN, SCRIPTS, KilledError, Script, kill, words
 from training.run.run import Run
@@ -30,10 +30,10 @@ class CountingRoot(Root):
         super().__init__(world_size)
         self.counts: list[Counts] = [Counter()]
 
-    def all_reduce_(self, tensor: Tensor, name: str) -> Alone:
+    def all_reduce_(self, tensor: Tensor, name: str) -> Communicator:
         kind = "gradients" if ".gradients." in name else "sums"
         self.count(kind, tensor.numel() * tensor.element_size())
-        return Alone()
+        return Communicator()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self.count("gathers", self.world_size * tensor.numel() * tensor.element_size())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distributed import Backend, Engine, UserMistake
-from distributed.collectives import sum_scalars
+from distributed.collectives import Communicator
 from training.checkpoints.snapshot import Snapshot
 from training.ema import ExponentialMovingAverage
 
@@ -164,13 +164,13 @@ def by_items(backend: Backend) -> dict[str, Any]:
 def patience(backend: Backend) -> float:
     """The last process works in an agreement while the others have nothing to do. Returns by how many seconds one of
     them began to wait in a collective, which has a time limit, before that work was done."""
-    entered = []
+    entered, sum_scalars = [], Communicator.sum_scalars
 
     def noted(*args: Any) -> Any:
         entered.append(time.monotonic())
         return sum_scalars(*args)
 
-    with patch("distributed.collectives.sum_scalars", noted), backend.agreement():
+    with patch.object(Communicator, "sum_scalars", noted), backend.agreement():
         if backend.rank == backend.world_size - 1:
             time.sleep(0.5)
         worked_until = time.monotonic()
