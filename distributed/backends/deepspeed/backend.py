@@ -10,15 +10,15 @@ from typing import Any
 
 from tandem.files.installed import how_to_install
 
-from ...base import Backend
 from ...engines.base import Engine
 from ...errors import UserMistake
 from ...launchers import Launch
 from ...options import Options
+from ..ddp import DDPBackend
 from .config import check_for_parts, merge, read_config
 
 
-class DeepSpeedBackend(Backend):
+class DeepSpeedBackend(DDPBackend):
     name = "deepspeed"
     launch_order = 20
     sockets_per_process = 4  # Gloo, once more for a group of DeepSpeed, the rendezvous and the watchdog
@@ -80,38 +80,24 @@ class DeepSpeedBackend(Backend):
         import deepspeed
         from deepspeed.utils import logger
 
-        from ...devices import local_device
-        from ...torch_comm import TorchCommunicator, init_process_group
         from . import engine  # noqa: F401  (now, so that a version without one of its names fails before anything else)
 
         logger.setLevel("WARNING")
         # Not needed: this extension for inference on CPUs would compile for minutes at the first start on a machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.device = local_device(self.local_rank, self.launch.launcher)
-        if self.device.type == "cpu" and self.options.precision == "fp16":
+        if self.options.precision == "fp16" and not torch.cuda.is_available():
             raise UserMistake(
                 "fp16 is DeepSpeed's own mode, which needs a GPU; on the CPU use --precision bf16 or fp32, or another "
                 "backend such as torchrun"
             )
-        self.is_restart = init_process_group(self.launch, self.device, self.options.timeout_minutes)
+        super().connect()
         deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo")
-        self.comm = TorchCommunicator()
 
     def _launcher_processes(self) -> Any:
         # A signal ends the `deepspeed` command, which does not pass the signal on to the launcher that it started. So
         # watch both: the launcher (this process's parent) and the command (the parent's parent).
         parent = os.getppid()
         return (parent, _parent_of(parent)) if self.launch.launcher == "deepspeed" else parent
-
-    def wait_without_limit(self) -> None:
-        from ...torch_comm import wait_without_limit
-
-        wait_without_limit()
-
-    def disconnect(self, gracefully: bool) -> None:
-        from ...torch_comm import leave_process_group
-
-        leave_process_group(gracefully)
 
     def engine_class(self) -> type[Engine]:
         from .engine import ZeroEngine
