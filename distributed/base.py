@@ -238,7 +238,7 @@ class Backend(Processes, ABC):
         """Inside a compiled forward pass the watchdog's counters would be constants, so each update would recompile."""
         import torch
 
-        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.broadcast_object, self.shift):
+        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.broadcast_object):
             setattr(self, collective.__name__, torch.compiler.disable(collective))
 
     def wrap(

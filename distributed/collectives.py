@@ -1,4 +1,4 @@
-"""Collective operations, built on the three primitives that each backend implements."""
+"""Collective operations, built on the two primitives that each backend implements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Handle(Protocol):
 
 
 class Communicator:
-    """What processes exchange, built on three primitives, which a backend defines. Every process calls them, in the
+    """What processes exchange, built on two primitives, which a backend defines. Every process calls them, in the
     same order and with the same ``name``. Those here are of one process, which is also the handle of its sums."""
 
     rank = 0
@@ -34,11 +34,6 @@ class Communicator:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all processes, by rank; equal shapes."""
         return [tensor]
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        """Passes tensors around the ring of ranks: sends ``tensor`` to the next rank and returns the previous rank's,
-        which has ``rows`` rows. Shapes may differ in dimension 0."""
-        return tensor
 
     def sum_scalars(self, values: Mapping[str, Any], device: torch.device) -> dict[str, float]:
         """Sums of a dict of numbers or 0-d tensors over the processes: one transfer, in fp64, and one wait of the

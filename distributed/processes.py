@@ -78,12 +78,6 @@ class Processes:
         with self._in_collective("gathering over the processes"):
             return self.comm.gather(tensor, sizes)
 
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        """Passes tensors around the ring of ranks: sends ``tensor`` to the next rank and returns the previous rank's,
-        which has ``rows`` rows (shapes may differ in dimension 0). No gradient."""
-        with self._in_collective("passing on around the ring"):
-            return self.comm.shift(tensor.detach(), rows)
-
     def gather_objects(self, value: Any) -> list[Any]:
         """JSON-able values of all processes, by rank, on every process."""
         with self._in_collective("exchanging objects"):

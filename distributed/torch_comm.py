@@ -221,20 +221,6 @@ class TorchCommunicator(Communicator):
         dist.all_gather_into_tensor(gathered, own)
         return list(gathered.view(self.world_size, *tensor.shape).unbind(0))
 
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        if self.world_size == 1:
-            return tensor
-        arriving = tensor.new_empty((rows, *tensor.shape[1:]))
-        transfers = []
-        # Both ends know the size: an empty tensor is neither sent nor waited for.
-        if tensor.numel():
-            transfers.append(dist.P2POp(dist.isend, tensor.contiguous(), (self.rank + 1) % self.world_size))
-        if arriving.numel():
-            transfers.append(dist.P2POp(dist.irecv, arriving, (self.rank - 1) % self.world_size))
-        for transfer in dist.batch_isend_irecv(transfers) if transfers else []:
-            transfer.wait()
-        return arriving
-
 
 def leave_process_group(gracefully: bool) -> None:
     """Destroy the process group, but not after an error, because the other processes may be gone."""

@@ -2,7 +2,7 @@
 
     assert on_processes(3, lambda process: process.sum({"one": 1})) == [{"one": 3.0}] * 3
 
-A `Process` is the product's own backend; only the three primitives through which it meets the others are a test's.
+A `Process` is the product's own backend; only the two primitives through which it meets the others are a test's.
 """
 
 from __future__ import annotations
@@ -147,11 +147,6 @@ class Threads(Communicator):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [part.clone() for part in self._meeting.wait_for(self._hand_in(tensor, "all_gather"))]
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        arrived = self._meeting.wait_for(self._hand_in(tensor, "shift"))[self.rank - 1]
-        assert len(arrived) == rows, f"{len(arrived)} rows came to rank {self.rank} instead of {rows}"
-        return arrived.clone()
 
     def _hand_in(self, tensor: Tensor, name: str) -> int:
         self.calls.append(name)

@@ -39,10 +39,6 @@ class CountingRoot(Root):
         self.count("gathers", self.world_size * tensor.numel() * tensor.element_size())
         return super().all_gather(tensor)
 
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        self.count("shifts", tensor.numel() * tensor.element_size())
-        return tensor
-
     def count(self, kind: str, received: int = 0) -> None:
         self.counts[-1].update({kind: 1, f"bytes of {kind}": received})
 
@@ -97,12 +93,12 @@ def growth(few: int, many: int, unit: str = "") -> str:
 def cell(few: Counts, many: Counts) -> str:
     """A cell of the table in docs/clusters.md."""
     said = []
-    for kind in ("sums", "gathers", "shifts", "meetings"):
+    for kind in ("sums", "gathers", "meetings"):
         if many[kind]:
             number = growth(few[kind], many[kind])
             noun = kind.removesuffix("s") if number == "1" else kind
             received = growth(few[f"bytes of {kind}"], many[f"bytes of {kind}"], " B")
-            said.append(f"{number} {noun}" + (f": {received}" if kind != "shifts" else ""))
+            said.append(f"{number} {noun}: {received}")
     return "; ".join(said) or "nothing"
 
 
