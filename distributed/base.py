@@ -289,11 +289,6 @@ class Backend(Processes, ABC):
 
         return autocast(self.options.precision, self.device)
 
-    @property
-    def is_asked_here(self) -> bool:
-        """Whether a signal has asked this process to stop, which the others may not know yet."""
-        return self.stop.is_asked_here
-
     def stop_requested(self, here: bool = False, now: bool = False) -> bool:
         """Whether a process got a signal of ``signals.SIGNALS``, lost its launcher, or passed ``here``. Collective; the
         answer is the same on all processes. With several processes a request is reported one call late, on GPUs up to

@@ -131,15 +131,10 @@ class Processes:
         """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too."""
         self.watchdog.mark(phase)
 
-    def writing(self, what: str) -> None:
-        """The main thread begins to write. It may take as long as it likes while it gets on; a disk that hangs ends the
-        job after the timeout."""
-        self.working(f"writing {what}")
-
     def working(self, phase: str) -> None:
-        """The main thread begins a ``phase`` in which it cannot call ``mark``, such as a function of the user's. It may
-        take as long as it likes while it gets on, using the processor now and then; if it hangs, the job ends after the
-        timeout."""
+        """The main thread begins a ``phase`` in which it cannot call ``mark``, such as a function of the user's, or a
+        write. It may take as long as it likes while it gets on, using the processor now and then; if it hangs, as on a
+        disk that does, the job ends after the timeout."""
         self.watchdog.mark(phase, writes=True)
 
     @property

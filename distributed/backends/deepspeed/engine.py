@@ -18,7 +18,7 @@ from ...devices import cpu_threads, own_threads
 from ...engines.micro import clip_divisor, gradient_norm
 from ...engines.optimizer_state import unfuse
 from ...engines.parts import GradientParts
-from .backend import DeepSpeedBackend
+from . import DeepSpeedBackend
 from .config import refusals, resolve
 from .state import OF_CLASSES, OF_ENGINE, OF_ZERO, ZeroState, check_inside
 

@@ -30,7 +30,7 @@ from ...engines.precision import DTYPES, LossScaler
 from ...engines.reducer import GradientReducer
 from ...engines.replicated import ReplicatedEngine
 from ...errors import UserMistake
-from .backend import FSDPBackend
+from . import FSDPBackend
 
 _PART_OF_A_MODEL = 100  # smaller blocks are gathered with what surrounds them ...
 _ALWAYS_WORTH_IT = 2**20  # ... unless they have as many weights as this
