@@ -97,7 +97,7 @@ class Communicator:
 
     def _sum_of_bytes(self, own: Tensor, start: int, total: int) -> Tensor:
         """uint8 (total,), of which each process gives the bytes from its ``start`` on, and no byte is given twice."""
-        words = torch.zeros(-(-total // 8), dtype=torch.int64, device=own.device)  # Horovod adds no uint8
+        words = torch.zeros(math.ceil(total / 8), dtype=torch.int64, device=own.device)  # Horovod adds no uint8
         found = words.view(torch.uint8)[:total]
         found[start : start + len(own)] = own
         if total:

@@ -116,10 +116,9 @@ class Watchdog:
     def verdict_within(self, seconds: float) -> bool:
         """Whether it is known, now or in so many seconds, why the job ends, or this process leaves anyway."""
         with self._news:
-            return bool(self._news.wait_for(self._is_over, seconds if self._thread else 0))
-
-    def _is_over(self) -> bool:
-        return bool(self._verdict) or self._stopping.is_set()
+            return self._news.wait_for(
+                lambda: bool(self._verdict) or self._stopping.is_set(), seconds if self._thread else 0
+            )
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
         """Why the run ends: ``error`` itself if its type is TrainingStopped, an error that names the lost process

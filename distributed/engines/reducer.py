@@ -7,6 +7,7 @@ DistributedDataParallel reorders its buckets after the first update; Horovod fus
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,7 +174,7 @@ def padded_size(parameter: Tensor) -> int:
     """Numbers in the part of a bucket that belongs to a parameter. Each part begins at a multiple of 16 bytes, which
     kernels load at once; a bias of 3 numbers would shift all parts after it. The padding stays 0."""
     unit = max(ALIGNMENT_BYTES // parameter.element_size(), 1)
-    return -(-parameter.numel() // unit) * unit
+    return math.ceil(parameter.numel() / unit) * unit
 
 
 def view_like(parameter: nn.Parameter, part: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
-"""The engine for DeepSpeed. DeepSpeed shards and updates; Tandem accumulates gradients, skips non-finite updates and
-saves the state."""
+"""The engine for DeepSpeed. DeepSpeed shards and updates; Tandem accumulates gradients and skips non-finite
+updates; `state.py` reads and writes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,10 +73,9 @@ class ZeroEngine(ZeroState):
         if self._is_unsharded_fp32 or self._parts is not None:
             self._ds._config.gradient_clipping = self._zero.clip_grad = 0.0  # this engine clips
         offload = self._ds._config.zero_config.offload_optimizer
-        self._optimizer_threads: Callable[[], AbstractContextManager[None]] = nullcontext
-        if offload is not None and offload.device != "none":
-            # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
-            self._optimizer_threads = partial(cpu_threads, own_threads(backend.gather_objects))
+        is_offloaded = offload is not None and offload.device != "none"
+        # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
+        self._optimizer_threads = own_threads(backend.gather_objects) if is_offloaded else None
         self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
 
     # The forward pass calls the module, not DeepSpeed's engine. Hooks on the module are enough for sharding, and
@@ -118,7 +116,7 @@ class ZeroEngine(ZeroState):
         elif self._is_unsharded_fp32:
             norm, finite = self._step_unsharded()
         else:
-            with self._optimizer_threads():
+            with cpu_threads(self._optimizer_threads):
                 self._ds.step()
             norm = self._ds.get_global_grad_norm()
             if self._stage:

@@ -8,9 +8,10 @@ dimensions whole.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -69,10 +70,9 @@ class FSDPEngine(ReplicatedEngine):
             unfuse(optimizer)
         else:
             self._whole = GradientReducer(whole, backend.comm, self.name)
-        self._optimizer_threads: Callable[[], AbstractContextManager[None]] = nullcontext
+        # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
+        self._optimizer_threads = own_threads(backend.gather_objects) if backend.offload else None
         if backend.offload:
-            # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
-            self._optimizer_threads = partial(cpu_threads, own_threads(backend.gather_objects))
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # its scale is on the GPU
 
     def _shard(self, model: nn.Module) -> None:
@@ -153,7 +153,7 @@ class FSDPEngine(ReplicatedEngine):
 
     def _update(self) -> tuple[Tensor, Tensor]:
         self._let_go()
-        with self._optimizer_threads():
+        with cpu_threads(self._optimizer_threads):
             return super()._update()
 
     @torch.no_grad()
@@ -270,7 +270,7 @@ class FSDPEngine(ReplicatedEngine):
 
     def _rows(self, name: str) -> int:
         """Rows of a weight that the first process holds: no process holds more."""
-        return -(-self._shapes[name][0] // self._backend.world_size)
+        return math.ceil(self._shapes[name][0] / self._backend.world_size)
 
     def _read_state(self) -> dict[str, Any]:
         optimizer = read_optimizer(self._optimizer, self._names)
