@@ -9,12 +9,13 @@ with exit_codes(parser.error, UserMistake), distributed.from_args(args) as backe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from tandem.converters import non_negative_int, step_count_or_0, timeout
 from tandem.files.exits import exit_codes
 
 from .backends import all_backends
@@ -32,39 +33,18 @@ def available() -> dict[str, bool]:
     return {name: backend.is_available() for name, backend in all_backends().items()}
 
 
+def _launched() -> Launch:
+    """The launch of this process, before it is connected. Of a wrong one, that of a single process: `from_args` says
+    what is wrong."""
+    try:
+        return detect()
+    except UserMistake:
+        return Launch("python")
+
+
 def launched_as_root() -> bool:
     """Whether this process prints for all processes, according to its launcher; works before they are connected."""
-    with contextlib.suppress(UserMistake):
-        return detect().is_root
-    return True
-
-
-def launched_processes() -> int:
-    """How many processes train together, according to their launcher; works before they are connected."""
-    with contextlib.suppress(UserMistake):
-        return detect().world_size
-    return 1
-
-
-def launched_again() -> bool:
-    """Whether the launcher started this run before, and now starts it again with the same arguments."""
-    with contextlib.suppress(UserMistake):
-        return detect().is_restart
-    return False
-
-
-def _minutes(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) <= 1e6:  # about two years; PyTorch cannot count much longer times
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1e6, got {text!r}")
-
-
-def _steps(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if int(text) >= 0:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {text!r}")
+    return _launched().is_root
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> None:
@@ -74,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> No
     # fmt: off
     group.add_argument("--distributed_backend", "--distr_backend", type=str.lower, choices=["auto", *all_backends()],
         default="auto", help="what the processes communicate through; auto: chosen by the launcher that started them")
-    group.add_argument("--timeout_minutes", type=_minutes, default=30.0, metavar="MINUTES",
+    group.add_argument("--timeout_minutes", type=timeout, default=30.0, metavar="MINUTES",
         help="end the job when a process makes no progress for this long")
-    group.add_argument("--check_replicas_every_n_steps", type=_steps, default=1000, metavar="UPDATES",
+    group.add_argument("--check_replicas_every_n_steps", type=step_count_or_0, default=1000, metavar="UPDATES",
         help="how often to check that all processes hold bit-identical weights; 0: only at the start")
     group.add_argument("--deterministic", action="store_true",
         help="use deterministic kernels only: a repeated run gives the same bits, but is slower")
-    group.add_argument("--batch_parts", type=_steps, default=0, metavar="N",
+    group.add_argument("--batch_parts", type=non_negative_int, default=0, metavar="N",
         help="compute each update's gradient in N equal parts and add them in a fixed order: the same bits on every "
         "backend and every number of processes that divides N, but slower and with one CPU thread per process; 0: off")
     group.add_argument("--reduce_precision", type=str.lower, choices=["fp32", "bf16"], default="fp32",
@@ -119,7 +99,7 @@ def launch(
         previous_batch_plan: Takes an output folder and returns what ``Backend.describe`` returned when
             the run in that folder was last started.
     """
-    is_new = args.fresh and not launched_again()
+    is_new = args.fresh and not _launched().is_restart
     with exit_codes(parser.error, UserMistake):
         backend = from_args(args, {} if is_new else previous_batch_plan(args.output_dir))
     with exit_codes(partial(parser.error, is_agreed=True), UserMistake), backend:
@@ -173,17 +153,7 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
     plan = plan_batches(
         args.batch_size, args.grad_accum_steps, launch.world_size, previous_batch_plan, args.batch_parts
     )
-    options = Options(
-        plan=plan,
-        precision=args.precision,
-        max_grad_norm=args.max_grad_norm,
-        max_skipped_updates=args.max_skipped_updates,
-        compile=args.compile,
-        timeout_minutes=args.timeout_minutes,
-        check_replicas_every_n_steps=args.check_replicas_every_n_steps,
-        deterministic=args.deterministic,
-        reduce_precision=args.reduce_precision,
-    )
+    options = Options(plan, **{each.name: getattr(args, each.name) for each in fields(Options) if each.name != "plan"})
     return backend(launch, options, args)
 
 
@@ -193,7 +163,7 @@ def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse
     the launcher starts a job again."""
     if idle := sorted(_flags_of_training() & args.on_command_line):
         parser.error(f"--{idle[0]} is for training, and this script trains nothing: leave it out")
-    args.fresh = args.fresh and not launched_again()
+    args.fresh = args.fresh and not _launched().is_restart
     without_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
     explicit = args.explicit - {"batch_size"}
     with exit_codes(parser.error, UserMistake):

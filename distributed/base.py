@@ -123,13 +123,11 @@ class Backend(Processes, ABC):
     # Connecting.
 
     def __enter__(self) -> Backend:
-        from . import collectives
         from .devices import allow_open_files, use_deterministic_kernels, use_one_thread, use_tf32
         from .signals import Signals
         from .stop import StopRequest
         from .watchdog import Watchdog
 
-        self._collectives = collectives
         use_tf32(self.options.precision == "tf32")
         if self.options.deterministic or self.options.plan.batch_parts:
             use_deterministic_kernels(compiled=self.options.compile)
@@ -221,7 +219,7 @@ class Backend(Processes, ABC):
             plan.global_batch_size, asked, plan.world_size, plan.batch_parts, options.precision,
             options.reduce_precision, options.compile, *self._own_flags,
         ]  # fmt: skip
-        found = self._collectives.gather_objects([*mine, plan.grad_accum_steps], self.comm, self.device)
+        found = self.comm.gather_objects([*mine, plan.grad_accum_steps], self.device)
         # A machine that joins a run with --fresh does not know that the run accumulates more than was asked.
         if (steps := max(each[-1] for each in found)) > plan.grad_accum_steps:
             self.options = replace(
@@ -240,7 +238,7 @@ class Backend(Processes, ABC):
         """Inside a compiled forward pass the watchdog's counters would be constants, so each update would recompile."""
         import torch
 
-        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.broadcast_object, self.shift):
+        for collective in (self.sum, self.mean, self.gather, self.gather_objects, self.broadcast_object):
             setattr(self, collective.__name__, torch.compiler.disable(collective))
 
     def wrap(
@@ -290,11 +288,6 @@ class Backend(Processes, ABC):
         from .engines.precision import autocast
 
         return autocast(self.options.precision, self.device)
-
-    @property
-    def is_asked_here(self) -> bool:
-        """Whether a signal has asked this process to stop, which the others may not know yet."""
-        return self.stop.is_asked_here
 
     def stop_requested(self, here: bool = False, now: bool = False) -> bool:
         """Whether a process got a signal of ``signals.SIGNALS``, lost its launcher, or passed ``here``. Collective; the

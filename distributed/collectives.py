@@ -1,4 +1,4 @@
-"""Collective operations, built on the three primitives that each backend implements."""
+"""Collective operations, built on the two primitives that each backend implements."""
 
 from __future__ import annotations
 
@@ -17,25 +17,9 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-class Communicator(Protocol):
-    """The primitives. Every process calls them, in the same order and with the same ``name``."""
-
-    rank: int
-    world_size: int
-
-    def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
-        """Start summing ``tensor`` over the processes, in place; done when the handle's ``wait`` returns."""
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all processes, by rank; equal shapes."""
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        """Passes tensors around the ring of ranks: sends ``tensor`` to the next rank and returns the previous rank's,
-        which has ``rows`` rows. Shapes may differ in dimension 0."""
-
-
-class Alone:
-    """The communicator of one process, which is also the handle of its sums."""
+class Communicator:
+    """What processes exchange, built on two primitives, which a backend defines. Every process calls them, in the
+    same order and with the same ``name``. Those here are of one process, which is also the handle of its sums."""
 
     rank = 0
     world_size = 1
@@ -44,74 +28,95 @@ class Alone:
         """A sum over one process is done at once."""
 
     def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
+        """Start summing ``tensor`` over the processes, in place; done when the handle's ``wait`` returns."""
         return self
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all processes, by rank; equal shapes."""
         return [tensor]
 
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        return tensor
+    def sum_scalars(self, values: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+        """Sums of a dict of numbers or 0-d tensors over the processes: one transfer, in fp64, and one wait of the
+        host."""
+        if not values:
+            return {}
+        # Python's floats have 64 bits; without a dtype, torch would round them to fp32.
+        packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values.values()])
+        self.all_reduce_(packed, "sum_scalars").wait()
+        return dict(zip(values, packed.tolist(), strict=True))
 
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """A new tensor with the sum over the processes: of integers as they are, of booleans in int64, of floating
+        numbers in fp64 and then rounded once, so that the order of the processes hardly ever changes the result."""
+        is_floating = tensor.is_floating_point()
+        dtype = torch.float64 if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
+        work = tensor.detach().to(dtype, copy=True).contiguous()
+        self.all_reduce_(work, "sum_tensor").wait()
+        return work.to(tensor.dtype) if is_floating else work
 
-def sum_scalars(values: Mapping[str, Any], comm: Communicator, device: torch.device) -> dict[str, float]:
-    """Sums of a dict of numbers or 0-d tensors over the processes: one transfer, in fp64, and one wait of the host."""
-    if not values:
-        return {}
-    # Python's floats have 64 bits; without a dtype, torch would round them to fp32.
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values.values()])
-    comm.all_reduce_(packed, "sum_scalars").wait()
-    return dict(zip(values, packed.tolist(), strict=True))
+    def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Concatenate along dimension 0, by rank; the sizes of dimension 0 may differ. Differentiable.
 
+        Without ``sizes``, those of dimension 0 by rank, the processes exchange them, and the host waits for the device.
 
-def sum_tensor(tensor: Tensor, comm: Communicator) -> Tensor:
-    """A new tensor with the sum over the processes: of integers as they are, of booleans in int64, of floating numbers
-    in fp64 and then rounded once, so that the order of the processes hardly ever changes the result."""
-    is_floating = tensor.is_floating_point()
-    dtype = torch.float64 if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
-    work = tensor.detach().to(dtype, copy=True).contiguous()
-    comm.all_reduce_(work, "sum_tensor").wait()
-    return work.to(tensor.dtype) if is_floating else work
+        The gradient is that of a single process which holds the whole batch, once gradients are averaged over the
+        processes (as every engine does): each process's part of the gradient summed over all processes.
+        """
+        if self.world_size == 1:
+            return tensor
+        return _Gather.apply(tensor, self, sizes)
 
+    def gather_objects(self, value: Any, device: torch.device) -> list[Any]:
+        """JSON-able values of all processes, by rank. The values are sent as JSON, not pickled."""
+        parts = self._all_gather_ragged(_to_bytes(value, device))
+        texts = torch.cat(parts).cpu().split([len(part) for part in parts])  # one transfer, however many processes
+        return [_from_bytes(text) for text in texts]
 
-def gather(tensor: Tensor, comm: Communicator, sizes: Sequence[int] | None = None) -> Tensor:
-    """Concatenate along dimension 0, by rank; the sizes of dimension 0 may differ. Differentiable.
+    def broadcast_object(self, value: Any, device: torch.device) -> Any:
+        """The root's JSON-able value. Each process receives this value alone, however many processes there are."""
+        own = _to_bytes(value, device) if self.rank == 0 else torch.empty(0, dtype=torch.uint8, device=device)
+        size = int(self.sum_scalars({"size": len(own)}, device)["size"])
+        return _from_bytes(self._sum_of_bytes(own, 0, size).cpu())
 
-    Without ``sizes``, those of dimension 0 by rank, the processes exchange them, and the host waits for the device.
+    def _all_gather_ragged(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """The tensors of all processes, by rank; the sizes of dimension 0 may differ. See `gather`."""
+        if sizes is None:
+            own_size = torch.full((1,), len(tensor), device=tensor.device)
+            sizes = torch.cat(self.all_gather(own_size)).tolist()
+        largest, total = max(sizes), sum(sizes)
+        if not total:
+            return [tensor] * self.world_size
+        if 2 * total < self.world_size * largest:  # few processes have most of it; a sum sends every byte twice
+            row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+            own = tensor.contiguous().view(-1).view(torch.uint8)
+            rows = self._sum_of_bytes(own, sum(sizes[: self.rank]) * row_bytes, total * row_bytes)
+            return list(rows.view(tensor.dtype).view(total, *tensor.shape[1:]).split(list(sizes)))
+        padded = tensor.new_zeros((largest, *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
+        return [part[:size] for part, size in zip(self.all_gather(padded), sizes, strict=True)]
 
-    The gradient is that of a single process which holds the whole batch, once gradients are averaged over the
-    processes (as every engine does): each process's part of the gradient summed over all processes.
-    """
-    if comm.world_size == 1:
-        return tensor
-    return _Gather.apply(tensor, comm, sizes)
+    def _sum_of_bytes(self, own: Tensor, start: int, total: int) -> Tensor:
+        """uint8 (total,), of which each process gives the bytes from its ``start`` on, and no byte is given twice."""
+        words = torch.zeros(math.ceil(total / 8), dtype=torch.int64, device=own.device)  # Horovod adds no uint8
+        found = words.view(torch.uint8)[:total]
+        found[start : start + len(own)] = own
+        if total:
+            self.all_reduce_(words, "sum_of_bytes").wait()  # bits that nobody else has set are added without a carry
+        return found
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Communicator, sizes: Sequence[int] | None) -> Tensor:
-        parts = _all_gather_ragged(tensor.detach(), comm, sizes)
+        parts = comm._all_gather_ragged(tensor.detach(), sizes)
         ctx.comm, ctx.sizes = comm, [len(part) for part in parts]
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total = sum_tensor(grads[0], ctx.comm)
+        total = ctx.comm.sum_tensor(grads[0])
         start = sum(ctx.sizes[: ctx.comm.rank])
         return total[start : start + ctx.sizes[ctx.comm.rank]], None, None
-
-
-def gather_objects(value: Any, comm: Communicator, device: torch.device) -> list[Any]:
-    """JSON-able values of all processes, by rank. The values are sent as JSON, not pickled."""
-    parts = _all_gather_ragged(_to_bytes(value, device), comm)
-    texts = torch.cat(parts).cpu().split([len(part) for part in parts])  # one transfer, however many processes
-    return [_from_bytes(text) for text in texts]
-
-
-def broadcast_object(value: Any, comm: Communicator, device: torch.device) -> Any:
-    """The root's JSON-able value. Each process receives this value alone, however many processes there are."""
-    own = _to_bytes(value, device) if comm.rank == 0 else torch.empty(0, dtype=torch.uint8, device=device)
-    size = int(sum_scalars({"size": len(own)}, comm, device)["size"])
-    return _from_bytes(_sum_of_bytes(own, 0, size, comm).cpu())
 
 
 def _to_bytes(value: Any, device: torch.device) -> Tensor:
@@ -120,31 +125,3 @@ def _to_bytes(value: Any, device: torch.device) -> Tensor:
 
 def _from_bytes(text: Tensor) -> Any:
     return json.loads(text.numpy().tobytes())
-
-
-def _all_gather_ragged(tensor: Tensor, comm: Communicator, sizes: Sequence[int] | None = None) -> list[Tensor]:
-    """The tensors of all processes, by rank; the sizes of dimension 0 may differ. See `gather`."""
-    if sizes is None:
-        own_size = torch.full((1,), len(tensor), device=tensor.device)
-        sizes = torch.cat(comm.all_gather(own_size)).tolist()
-    largest, total = max(sizes), sum(sizes)
-    if not total:
-        return [tensor] * comm.world_size
-    if 2 * total < comm.world_size * largest:  # few processes have most of it; a sum sends every byte twice
-        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-        own = tensor.contiguous().view(-1).view(torch.uint8)
-        rows = _sum_of_bytes(own, sum(sizes[: comm.rank]) * row_bytes, total * row_bytes, comm)
-        return list(rows.view(tensor.dtype).view(total, *tensor.shape[1:]).split(list(sizes)))
-    padded = tensor.new_zeros((largest, *tensor.shape[1:]))
-    padded[: len(tensor)] = tensor
-    return [part[:size] for part, size in zip(comm.all_gather(padded), sizes, strict=True)]
-
-
-def _sum_of_bytes(own: Tensor, start: int, total: int, comm: Communicator) -> Tensor:
-    """uint8 (total,), of which each process gives the bytes from its ``start`` on, and no byte is given twice."""
-    words = torch.zeros(-(-total // 8), dtype=torch.int64, device=own.device)  # Horovod adds no uint8
-    found = words.view(torch.uint8)[:total]
-    found[start : start + len(own)] = own
-    if total:
-        comm.all_reduce_(words, "sum_of_bytes").wait()  # bits that nobody else has set are added without a carry
-    return found

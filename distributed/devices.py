@@ -105,8 +105,11 @@ def own_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
 
 
 @contextmanager
-def cpu_threads(count: int) -> Iterator[None]:
-    """PyTorch, and extensions that use OpenMP, compute in this many CPU threads inside."""
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """PyTorch, and extensions that use OpenMP, compute in this many CPU threads inside; None: in as many as before."""
+    if count is None:
+        yield
+        return
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -179,7 +179,6 @@ class Liveness:
         self._members: list[_Member] = []
         self._arrived, self._verdict = 0, ""
         self._is_asked_to_end = self._is_stopping = False
-        self._is_listening = self._are_all_in = False
         self._bell, self._rings = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for each in (self._listener, self._rings, self._bell):
@@ -256,14 +255,12 @@ class Liveness:
         self._is_asked_to_end |= any(number in _ASK_TO_END for number in self._rings.recv(4096))
 
     def _listen_again(self) -> None:
-        if not self._is_listening and not self._are_all_in:
+        with contextlib.suppress(KeyError, ValueError):  # it listens; it is closed, because all are in
             self._selector.register(self._listener, selectors.EVENT_READ, self._welcome)
-            self._is_listening = True
 
     def _listen_no_more(self) -> None:
-        if self._is_listening:
+        with contextlib.suppress(KeyError):  # it does not listen
             self._selector.unregister(self._listener)
-            self._is_listening = False
 
     def _welcome(self) -> None:
         try:
@@ -307,7 +304,6 @@ class Liveness:
                 raise ValueError(kind)
             member.rank = int(rank)
             if {each.rank for each in self._members} >= set(range(self._world_size)):
-                self._are_all_in = True
                 self._listen_no_more()
                 self._listener.close()
         elif kind == "beat":

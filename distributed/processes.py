@@ -35,7 +35,6 @@ class Processes:
     device: torch.device
     comm: Communicator
     watchdog: Watchdog
-    _collectives: Any  # the module, which imports PyTorch
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.is_restart = launch, launch.is_restart
@@ -63,8 +62,8 @@ class Processes:
         tensors (one transfer for all; returns floats)."""
         with self._in_collective("sum over the processes"):
             if isinstance(value, Mapping):
-                return self._collectives.sum_scalars(value, self.comm, self.device)
-            return self._collectives.sum_tensor(value, self.comm)
+                return self.comm.sum_scalars(value, self.device)
+            return self.comm.sum_tensor(value)
 
     def mean(self, value: Any) -> Any:
         """``sum`` divided by the number of processes."""
@@ -77,23 +76,17 @@ class Processes:
         the one that a single process with all rows would compute. Where all processes know the ``sizes`` by rank, the
         host need not wait for the device to exchange them."""
         with self._in_collective("gathering over the processes"):
-            return self._collectives.gather(tensor, self.comm, sizes)
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        """Passes tensors around the ring of ranks: sends ``tensor`` to the next rank and returns the previous rank's,
-        which has ``rows`` rows (shapes may differ in dimension 0). No gradient."""
-        with self._in_collective("passing on around the ring"):
-            return self.comm.shift(tensor.detach(), rows)
+            return self.comm.gather(tensor, sizes)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """JSON-able values of all processes, by rank, on every process."""
         with self._in_collective("exchanging objects"):
-            return self._collectives.gather_objects(value, self.comm, self.device)
+            return self.comm.gather_objects(value, self.device)
 
     def broadcast_object(self, value: Any) -> Any:
         """The root's JSON-able value, on every process."""
         with self._in_collective("exchanging objects"):
-            return self._collectives.broadcast_object(value, self.comm, self.device)
+            return self.comm.broadcast_object(value, self.device)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any process."""
@@ -138,15 +131,10 @@ class Processes:
         """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too."""
         self.watchdog.mark(phase)
 
-    def writing(self, what: str) -> None:
-        """The main thread begins to write. It may take as long as it likes while it gets on; a disk that hangs ends the
-        job after the timeout."""
-        self.working(f"writing {what}")
-
     def working(self, phase: str) -> None:
-        """The main thread begins a ``phase`` in which it cannot call ``mark``, such as a function of the user's. It may
-        take as long as it likes while it gets on, using the processor now and then; if it hangs, the job ends after the
-        timeout."""
+        """The main thread begins a ``phase`` in which it cannot call ``mark``, such as a function of the user's, or a
+        write. It may take as long as it likes while it gets on, using the processor now and then; if it hangs, as on a
+        disk that does, the job ends after the timeout."""
         self.watchdog.mark(phase, writes=True)
 
     @property

@@ -54,7 +54,7 @@ class StopRequest:
         return (self.drain() or answer) if now else answer
 
     def depart(self) -> bool:
-        """The flag of this process, for a sum of gradients; see ``reducer.Passenger``."""
+        """The flag of this process, for a sum of gradients; see ``GradientReducer``."""
         self._is_carried = True
         return self._is_asked or self.is_asked_here
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Handle
+from .collectives import Communicator, Handle
 from .devices import gpu_id, gpus_are_shared, shared_gpu
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
@@ -205,7 +205,7 @@ def _is_loopback(address: str | None) -> bool:
     return address is None or ipaddress.ip_address(address).is_loopback
 
 
-class TorchCommunicator:
+class TorchCommunicator(Communicator):
     """Collectives of the default process group."""
 
     def __init__(self) -> None:
@@ -220,20 +220,6 @@ class TorchCommunicator:
         gathered = own.new_empty(self.world_size * own.numel())
         dist.all_gather_into_tensor(gathered, own)
         return list(gathered.view(self.world_size, *tensor.shape).unbind(0))
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        if self.world_size == 1:
-            return tensor
-        arriving = tensor.new_empty((rows, *tensor.shape[1:]))
-        transfers = []
-        # Both ends know the size: an empty tensor is neither sent nor waited for.
-        if tensor.numel():
-            transfers.append(dist.P2POp(dist.isend, tensor.contiguous(), (self.rank + 1) % self.world_size))
-        if arriving.numel():
-            transfers.append(dist.P2POp(dist.irecv, arriving, (self.rank - 1) % self.world_size))
-        for transfer in dist.batch_isend_irecv(transfers) if transfers else []:
-            transfer.wait()
-        return arriving
 
 
 def leave_process_group(gracefully: bool) -> None:

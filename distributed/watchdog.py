@@ -116,10 +116,9 @@ class Watchdog:
     def verdict_within(self, seconds: float) -> bool:
         """Whether it is known, now or in so many seconds, why the job ends, or this process leaves anyway."""
         with self._news:
-            return bool(self._news.wait_for(self._is_over, seconds if self._thread else 0))
-
-    def _is_over(self) -> bool:
-        return bool(self._verdict) or self._stopping.is_set()
+            return self._news.wait_for(
+                lambda: bool(self._verdict) or self._stopping.is_set(), seconds if self._thread else 0
+            )
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
         """Why the run ends: ``error`` itself if its type is TrainingStopped, an error that names the lost process
@@ -152,10 +151,8 @@ class Watchdog:
         self._thread.join(timeout=2 * TICK_SECONDS)
 
     def _connect(self, comm: Communicator, device: torch.device, launch: Launch) -> socket.socket:
-        from .collectives import broadcast_object, gather_objects
-
         own_host = socket.gethostname()
-        machines = gather_objects(_machine(), comm, device)
+        machines = comm.gather_objects(_machine(), device)
         place, connection, problem = None, None, None
         try:
             if self._rank == 0:
@@ -165,7 +162,7 @@ class Watchdog:
                 place = ["127.0.0.1" if is_one_machine else host, self._liveness.port, self._liveness.token]
         except OSError as error:
             problem = f"rank 0 cannot listen: {first_line(error)}"
-        if place := broadcast_object(place, comm, device):
+        if place := comm.broadcast_object(place, device):
             host, port, token = place
             try:
                 connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
@@ -175,7 +172,7 @@ class Watchdog:
             except OSError as error:
                 problem = f"rank {self._rank} cannot reach rank 0 at {host}, port {port}: {first_line(error)}"
         # Nobody may go on without one of them: a collective would wait for it without an end.
-        problems = [found for found in gather_objects(problem, comm, device) if found]
+        problems = [found for found in comm.gather_objects(problem, device) if found]
         if connection is None or problems:
             if connection is not None:
                 connection.close()

@@ -85,6 +85,8 @@ any_float = _that(lambda number: True, "a number")
 positive_float = _that(lambda number: number > 0, "a number above 0")
 non_negative_float = _that(lambda number: number >= 0, "a number, 0 or more")
 frame_rate = _that(lambda number: 0 < number <= 1000, "a number above 0 and at most 1000", "HZ")
+# PyTorch cannot count much longer than two years.
+timeout = _that(lambda number: 0 < number <= 1e6, "a number above 0 and at most 1e6", "MINUTES")
 epoch_count = _that(lambda number: 0 < number <= 1e9, "a number above 0 and at most 1e9", "EPOCHS")
 fraction = _that(lambda number: 0 <= number < 1, "a number from 0 to below 1", "FRACTION")
 # 0.2886 is the length of the plain mean, see `training.profiles`.

@@ -2,7 +2,7 @@
 
     assert on_processes(3, lambda process: process.sum({"one": 1})) == [{"one": 3.0}] * 3
 
-A `Process` is the product's own backend; only the three primitives through which it meets the others are a test's.
+A `Process` is the product's own backend; only the two primitives through which it meets the others are a test's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import distributed
-from distributed import Backend, Launch, collectives, plan_batches
-from distributed.collectives import Alone, Communicator, Handle
+from distributed import Backend, Launch, plan_batches
+from distributed.collectives import Communicator, Handle
 from distributed.options import Options
 from distributed.stop import StopRequest
 from distributed.watchdog import Watchdog
@@ -55,7 +55,7 @@ class Process(Backend):
     name, launch_order = "threads", 0
 
     def __init__(self, comm: Communicator | None = None, **values: Any) -> None:
-        self.comm, self.device = comm or Alone(), torch.device("cpu")
+        self.comm, self.device = comm or Communicator(), torch.device("cpu")
         world_size = self.comm.world_size
         batch_size = values.get("batch_size", world_size)
         plan = plan_batches(
@@ -65,8 +65,8 @@ class Process(Backend):
         options = Options(plan, **{name: value for name, value in values.items() if name in known})
         super().__init__(Launch("python", self.comm.rank, 0, world_size), options, argparse.Namespace())
         # What it means to enter a backend, but for handlers of signals, which the main thread alone may set.
-        self._collectives, self._signals = collectives, Mock()
-        self.watchdog = Watchdog(Alone(), self.device, self.launch, 1.0)
+        self._signals = Mock()
+        self.watchdog = Watchdog(Communicator(), self.device, self.launch, 1.0)
         self.received: set[int] = set()
         self.stop = StopRequest(self.comm, self.received)
 
@@ -126,7 +126,7 @@ class InVainError(AssertionError):
     """A process waits for one that has ended, or that calls another collective: real ones would hang."""
 
 
-class Threads:
+class Threads(Communicator):
     """The primitives between threads. A sum adds the tensors as they were at the call, in the order of ranks; it
     appears when its handle is waited for, and until then the tensor holds NaN or -77. The n-th calls of all ranks must
     have the same name.
@@ -147,11 +147,6 @@ class Threads:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [part.clone() for part in self._meeting.wait_for(self._hand_in(tensor, "all_gather"))]
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        arrived = self._meeting.wait_for(self._hand_in(tensor, "shift"))[self.rank - 1]
-        assert len(arrived) == rows, f"{len(arrived)} rows came to rank {self.rank} instead of {rows}"
-        return arrived.clone()
 
     def _hand_in(self, tensor: Tensor, name: str) -> int:
         self.calls.append(name)
@@ -204,7 +199,7 @@ class _Meeting:
             return [calls[number][1] for calls in self._calls]
 
 
-class Root(Alone):
+class Root(Communicator):
     """The communicator of the root of so many processes, of which the others are not there: they have nothing to add to
     a sum, and hold what the root holds. `calls` gets the names of its collectives."""
 

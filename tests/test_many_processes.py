@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from distributed.collectives import Alone
+from distributed.collectives import Communicator
 from tests.processes import Process, Root
 from tests.scripts import ROOT, RUN, SCRIPTS, KilledError, Script, kill, words
 from training.run.run import Run
@@ -30,18 +30,14 @@ class CountingRoot(Root):
         super().__init__(world_size)
         self.counts: list[Counts] = [Counter()]
 
-    def all_reduce_(self, tensor: Tensor, name: str) -> Alone:
+    def all_reduce_(self, tensor: Tensor, name: str) -> Communicator:
         kind = "gradients" if ".gradients." in name else "sums"
         self.count(kind, tensor.numel() * tensor.element_size())
-        return Alone()
+        return Communicator()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self.count("gathers", self.world_size * tensor.numel() * tensor.element_size())
         return super().all_gather(tensor)
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        self.count("shifts", tensor.numel() * tensor.element_size())
-        return tensor
 
     def count(self, kind: str, received: int = 0) -> None:
         self.counts[-1].update({kind: 1, f"bytes of {kind}": received})
@@ -97,12 +93,12 @@ def growth(few: int, many: int, unit: str = "") -> str:
 def cell(few: Counts, many: Counts) -> str:
     """A cell of the table in docs/clusters.md."""
     said = []
-    for kind in ("sums", "gathers", "shifts", "meetings"):
+    for kind in ("sums", "gathers", "meetings"):
         if many[kind]:
             number = growth(few[kind], many[kind])
             noun = kind.removesuffix("s") if number == "1" else kind
             received = growth(few[f"bytes of {kind}"], many[f"bytes of {kind}"], " B")
-            said.append(f"{number} {noun}" + (f": {received}" if kind != "shifts" else ""))
+            said.append(f"{number} {noun}: {received}")
     return "; ".join(said) or "nothing"
 
 

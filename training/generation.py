@@ -116,7 +116,7 @@ class Generation:
 
         def mark(done: int, total: int) -> None:
             self._processes.mark("drawing pictures")
-            if self._processes.is_asked_here:
+            if self._processes.stop.is_asked_here:
                 raise _Abandoned
 
         mark(0, 0)

@@ -11,17 +11,12 @@ import argparse
 import importlib.util
 import os
 import socket
-import time
-from typing import TYPE_CHECKING, Any
 
 from tandem.files.installed import HOME, IS_INSTALLED
 
 from ..base import Backend
 from ..errors import UserMistake
 from ..launchers import Launch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _INSTALLER = "scripts/install_horovod.sh"
 
@@ -67,8 +62,8 @@ class HorovodBackend(Backend):
         import horovod.torch as hvd
         import torch
 
-        from ..collectives import gather_objects
         from ..devices import gpu_id, local_device, shared_gpu
+        from ..horovod_comm import HorovodCommunicator
 
         hvd.init()
         if hvd.size() != self.launch.world_size:
@@ -80,9 +75,9 @@ class HorovodBackend(Backend):
         self.device = local_device(self.local_rank, self.launch.launcher)
         if self.device.type == "cuda" and not hvd.nccl_built():
             raise ValueError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
-        self.comm = HorovodCommunicator(hvd)
+        self.comm = HorovodCommunicator()
         # Exchanged between the CPUs, because NCCL would fail where two processes share a GPU.
-        if mistake := shared_gpu(gather_objects(gpu_id(self.device), self.comm, torch.device("cpu"))):
+        if mistake := shared_gpu(self.comm.gather_objects(gpu_id(self.device), torch.device("cpu"))):
             raise UserMistake(mistake)
 
     def disconnect(self, gracefully: bool) -> None:
@@ -90,43 +85,3 @@ class HorovodBackend(Backend):
 
         if gracefully:
             hvd.shutdown()
-
-
-class HorovodCommunicator:
-    """Only sums, because Horovod's averages truncate integers. Horovod refuses bf16, but Tandem never sends bf16."""
-
-    def __init__(self, hvd: Any) -> None:
-        self._hvd = hvd
-        self.rank, self.world_size = hvd.rank(), hvd.size()
-
-    def all_reduce_(self, tensor: Tensor, name: str) -> _HorovodHandle:
-        handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
-        return _HorovodHandle(self._hvd, handle, tensor)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        handle = self._hvd.allgather_async(tensor.contiguous().unsqueeze(0), name="all_gather")
-        return list(_HorovodHandle(self._hvd, handle, tensor).wait().unbind(0))
-
-    def shift(self, tensor: Tensor, rows: int) -> Tensor:
-        to_each = [len(tensor) if rank == (self.rank + 1) % self.world_size else 0 for rank in range(self.world_size)]
-        handle = self._hvd.alltoall_async(tensor.contiguous(), to_each, name="shift")
-        arrived, _ = _HorovodHandle(self._hvd, handle, tensor).wait()
-        return arrived.view(rows, *tensor.shape[1:])
-
-
-class _HorovodHandle:
-    def __init__(self, hvd: Any, handle: int, tensor: Tensor) -> None:
-        self._hvd, self._is_on_cpu = hvd, tensor.device.type == "cpu"
-        self._handle: int | None = handle
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        """What the collective returns. Horovod's own wait never sleeps; on CPUs it would take time from the processes
-        that it waits for, and from loader workers."""
-        if self._handle is not None:
-            pause = 1e-4  # seconds
-            while self._is_on_cpu and not self._hvd.poll(self._handle):
-                time.sleep(pause)
-                pause = min(2 * pause, 1e-3)
-            self._result, self._handle = self._hvd.synchronize(self._handle), None
-        return self._result

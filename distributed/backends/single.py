@@ -30,11 +30,11 @@ class SingleBackend(Backend):
             )
 
     def connect(self) -> None:
-        from ..collectives import Alone
+        from ..collectives import Communicator
         from ..devices import local_device
 
         self.device = local_device(self.local_rank)
-        self.comm = Alone()
+        self.comm = Communicator()
 
     def disconnect(self, gracefully: bool) -> None:
         return None

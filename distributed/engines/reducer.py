@@ -7,15 +7,19 @@ DistributedDataParallel reorders its buckets after the first update; Horovod fus
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..collectives import Communicator, Handle
+
+if TYPE_CHECKING:
+    from ..stop import StopRequest
 
 BUCKET_BYTES = 25 * 2**20  # at most: large enough to fill a link, small enough to start early (PyTorch DDP's default)
 SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last
@@ -25,16 +29,6 @@ SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last
 # eighths took 5% more of it than two halves, with four processes on two cores.
 _PARTS_OF_A_MODEL, _OF_THE_FIRST_BUCKET = 4, 8
 ALIGNMENT_BYTES = 16
-
-
-class Passenger(Protocol):
-    """A flag that is summed with the gradients, so that it needs no collective of its own."""
-
-    def depart(self) -> bool:
-        """This process's flag for the sum that is about to start."""
-
-    def arrive(self, total: Tensor) -> None:
-        """Takes how many processes set their flag: 0-d, on the device."""
 
 
 @dataclass
@@ -56,7 +50,7 @@ class GradientReducer:
 
     Args:
         micro_batches: Of an update.
-        passenger: Travels in the last bucket.
+        passenger: The request to stop, whose flag is summed with the last bucket and needs no collective of its own.
         sent_as: Precision in which the processes exchange gradients; None: their own.
     """
 
@@ -64,7 +58,7 @@ class GradientReducer:
     comm: Communicator
     name: str
     micro_batches: int = 1
-    passenger: Passenger | None = None
+    passenger: StopRequest | None = None
     sent_as: torch.dtype | None = None
     buckets: list[_Bucket] = field(default_factory=list)
     _armed: bool = False
@@ -180,7 +174,7 @@ def padded_size(parameter: Tensor) -> int:
     """Numbers in the part of a bucket that belongs to a parameter. Each part begins at a multiple of 16 bytes, which
     kernels load at once; a bias of 3 numbers would shift all parts after it. The padding stays 0."""
     unit = max(ALIGNMENT_BYTES // parameter.element_size(), 1)
-    return -(-parameter.numel() // unit) * unit
+    return math.ceil(parameter.numel() / unit) * unit
 
 
 def view_like(parameter: nn.Parameter, part: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.collectives import Alone, gather, sum_tensor
+from distributed.collectives import Communicator
 from tests.processes import Process, Root, on_processes
 
 
@@ -53,7 +53,7 @@ def test_rows_that_few_processes_have_arrive_bit_for_bit_without_padding_those_o
     whole = (bits % 2 if dtype == torch.bool else bits).view(dtype).view(-1, 3)  # NaN and -0 among them
 
     def work(process: Process) -> Any:
-        rows = gather(part_of(process.rank, sizes, whole), process.comm)
+        rows = process.comm.gather(part_of(process.rank, sizes, whole))
         return rows.view(torch.uint8), process.comm.calls
 
     for rows, calls in on_processes(len(sizes), work):
@@ -86,7 +86,7 @@ def test_sum_of_a_tensor_is_exact_and_leaves_the_argument_alone(
         assert total.tolist() == [[expected, 0]] * 3
         assert total.dtype == (torch.int64 if dtype == torch.bool else dtype)
     alone = torch.tensor([values[0]], dtype=dtype)
-    assert sum_tensor(alone, Alone()).data_ptr() != alone.data_ptr()
+    assert Communicator().sum_tensor(alone).data_ptr() != alone.data_ptr()
 
 
 def test_scalars_of_all_kinds_travel_together_in_fp64_and_a_mean_is_their_sum_over_the_processes() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed.collectives import Alone
+from distributed.collectives import Communicator
 from distributed.engines.reducer import GradientReducer
 from distributed.signals import SIGNALS, Signals
 from distributed.stop import StopRequest
@@ -30,7 +30,7 @@ def request_() -> Iterator[StopRequest]:
     signals = Signals(lambda: False, is_root=True)
     signals.begin()
     assert all(signal.getsignal(number) != handler for number, handler in zip(SIGNALS, before, strict=True))
-    yield StopRequest(Alone(), signals.received)
+    yield StopRequest(Communicator(), signals.received)
     signals.close()
     assert [signal.getsignal(number) for number in SIGNALS] == before
     signal.signal(signal.SIGHUP, of_pytest)
@@ -64,7 +64,7 @@ def ended_with(
             os.kill(os.getpid(), number)
             time.sleep(0.01)
         signals.close()  # hears what has come
-        os._exit(7 + StopRequest(Alone(), signals.received).agreed())
+        os._exit(7 + StopRequest(Communicator(), signals.received).agreed())
     os.close(writer)
     with open(reader) as said:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read()

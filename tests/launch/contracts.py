@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distributed import Backend, Engine, UserMistake
-from distributed.collectives import sum_scalars
+from distributed.collectives import Communicator
 from training.checkpoints.snapshot import Snapshot
 from training.ema import make_ema
 
@@ -164,13 +164,13 @@ def by_items(backend: Backend) -> dict[str, Any]:
 def patience(backend: Backend) -> float:
     """The last process works in an agreement while the others have nothing to do. Returns by how many seconds one of
     them began to wait in a collective, which has a time limit, before that work was done."""
-    entered = []
+    entered, sum_scalars = [], Communicator.sum_scalars
 
     def noted(*args: Any) -> Any:
         entered.append(time.monotonic())
         return sum_scalars(*args)
 
-    with patch("distributed.collectives.sum_scalars", noted), backend.agreement():
+    with patch.object(Communicator, "sum_scalars", noted), backend.agreement():
         if backend.rank == backend.world_size - 1:
             time.sleep(0.5)
         worked_until = time.monotonic()
@@ -272,6 +272,11 @@ def reloaded(backend: Backend) -> dict[str, Any]:
             unchanged &= all(torch.equal(again["weights"][n], state["weights"][n]) for n in before)
             for slot, tensors in state["optimizer"]["moments"].items():
                 unchanged &= all(torch.equal(again["optimizer"]["moments"][slot][n], t) for n, t in tensors.items())
+        if update > UPDATES // 2:  # and into the engine itself, after an update that is not to be seen
+            state = engine.state_dict()
+            engine.backward(engine(local(global_batch(99), backend)).sum())
+            engine.step()
+            engine.load_state_dict(state)
         for part in engine.micro_batches({"x": local(global_batch(update), backend)}):
             engine.backward(engine(part["x"]).square().mean())
         engine.lr = 1e-2 * 0.9**update
@@ -356,9 +361,8 @@ def sums_per_update(backend: Backend) -> dict[str, float]:
         return call
 
     comm = backend.comm
-    ours = {"all_gather": counted(comm.all_gather, "all_gather"), "shift": counted(comm.shift, "shift")}
     backend.stop_requested()  # what an engine before this one has carried is not counted
-    with patch.multiple(comm, all_reduce_=counted(comm.all_reduce_), **ours):
+    with patch.multiple(comm, all_reduce_=counted(comm.all_reduce_), all_gather=counted(comm.all_gather, "all_gather")):
         for update in range(UPDATES):
             for part in engine.micro_batches({"x": local(global_batch(update), backend)}):
                 engine.backward(engine(part["x"]).square().mean())
@@ -410,6 +414,7 @@ def collectives(backend: Backend) -> dict[str, Any]:
         "half": backend.sum(torch.full((3,), 1.5, dtype=torch.bfloat16, device=device)).tolist() == [1.5 * world] * 3,
         "mean_of_integers": abs(backend.mean(torch.tensor([rank], device=device)).item() - (world - 1) / 2) < 1e-6,
         "gather": backend.gather(ragged).shape[0] == world * (world + 1) // 2,
+        "gradient_of_gather": gradient_of_gather(backend, ragged),
         "gather_order": backend.gather(ragged)[:, 0].unique(sorted=True).tolist() == ranks.tolist(),
         # As a preview, which the first processes have.
         "gather_of_few": backend.gather(torch.arange(3 * (rank == 0), dtype=torch.uint8, device=device)).tolist()
@@ -419,6 +424,14 @@ def collectives(backend: Backend) -> dict[str, Any]:
         "any": backend.any(rank == world - 1) and not backend.any(False),
         "lack_of_memory": lack_of_memory(backend),
     }
+
+
+def gradient_of_gather(backend: Backend, ragged: Tensor) -> bool:
+    """Whether each process gets the sum of what all do with its rows: each weighs all rows by its rank."""
+    own = ragged.clone().requires_grad_()
+    (backend.gather(own).sum() * backend.rank).backward()
+    assert own.grad is not None
+    return torch.equal(own.grad, torch.full_like(own, backend.world_size * (backend.world_size - 1) / 2))
 
 
 def lack_of_memory(backend: Backend) -> bool:

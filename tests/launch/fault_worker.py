@@ -39,6 +39,7 @@ from data.feed import Feed
 from data.sets import open_images
 from distributed import Backend, TrainingStopped, UserMistake, torch_comm
 from tandem.files.exits import exit_codes
+from tests.processes import parsed
 from training.checkpoints.store import Checkpoints
 
 PAUSE_SECONDS = 0.2
@@ -167,11 +168,8 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", required=True)
     parser.add_argument("--folder", type=Path, help="for a checkpoint")
-    distributed.add_arguments(parser)
-    parser.set_defaults(
-        batch_size=12, grad_accum_steps=1, precision="fp32", max_grad_norm=0.0, max_skipped_updates=3, compile=False
-    )
-    args = parser.parse_args(argv)
+    own, flags = parser.parse_known_args(argv)
+    args = parsed(*flags, max_skipped_updates=3, **vars(own))
     torch_comm.GRACE_SECONDS = 0  # a collective's own limit, if it has one, is not later than the watchdog's
     longer = 60 * args.timeout_minutes + 4
     with exit_codes(parser.error, ()), distributed.from_args(args) as backend:

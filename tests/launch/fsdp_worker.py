@@ -1,13 +1,12 @@
 """Measures what FSDP sends and holds, on toy models.
 
-    python tests/launch/fsdp_worker.py --folder FOLDER [flags of the distributed layer]
+    python tests/launch/fsdp_worker.py FOLDER PRECISION [flags of the distributed layer]
 
 Every process writes FOLDER/RANK.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
 from distributed import Backend
+from tests.processes import parsed
 
 
 class Block(nn.Module):
@@ -131,17 +131,11 @@ def penalised(backend: Backend, x: Tensor) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--precision", default="fp32")
-    distributed.add_arguments(parser)
-    parser.set_defaults(batch_size=8, grad_accum_steps=1, max_grad_norm=0.0, max_skipped_updates=3, compile=False)
-    args = parser.parse_args(argv)
-    args.explicit, args.on_command_line = frozenset(), frozenset()
-    with distributed.from_args(args) as backend:
+    folder, precision, *flags = argv
+    with distributed.from_args(parsed(*flags, precision=precision, batch_size=8, max_skipped_updates=3)) as backend:
         found = measure(backend)
-        args.folder.mkdir(parents=True, exist_ok=True)
-        (args.folder / f"{backend.rank}.json").write_text(json.dumps(found))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, f"{backend.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

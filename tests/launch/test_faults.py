@@ -169,12 +169,13 @@ def test_a_job_that_was_frozen_as_a_whole_goes_on(launcher: Launcher, tmp_path: 
         ("slow_write", [0, 0], "", True),
         ("stuck_write", [1, 1], r"rank 0 stands at update 0 \(writing a checkpoint\)$", False),
         ("stands_in_write", [1, 1], r"rank 1 stands at update 0 \(standing\)$", True),
+        ("slow_listing", [0, 0], "", False),
+        ("stuck_listing", [1, 1], r"rank 1 stands at update 0 \(listing the samples\)$", False),
     ],
 )
-def test_a_write_may_last_longer_than_the_timeout_and_is_finished_before_a_job_ends_but_not_if_the_disk_hangs(
+def test_writes_and_lists_may_last_longer_than_the_timeout_but_on_no_disk_that_hangs_and_a_write_ends_before_its_job(
     fault: str, codes: list[int], said: str, is_saved: bool, tmp_path: Path
 ) -> None:
-
     def check(minutes: str) -> None:
         folder = tmp_path / minutes
         flags = ["--fault", fault, "--timeout_minutes", minutes, "--folder", str(folder)]
@@ -210,20 +211,6 @@ def assert_stopped(ranks: list[Finished], codes: list[int], said: str) -> None:
     assert [rank.returncode for rank in ranks] == codes, ranks[0].output
     stops = [line for line in ranks[0].output.splitlines() if "stopped:" in line]
     assert len(stops) == sum(codes) and all(re.search(said, line) for line in stops), ranks[0].output
-
-
-@pytest.mark.parametrize(
-    ("fault", "codes", "said"),
-    [("slow_listing", [0, 0], ""), ("stuck_listing", [1, 1], r"rank 1 stands at update 0 \(listing the samples\)$")],
-)
-def test_data_may_be_listed_for_longer_than_the_timeout_but_not_on_a_disk_that_hangs(
-    fault: str, codes: list[int], said: str, tmp_path: Path
-) -> None:
-    def check(minutes: str) -> None:
-        ranks = fork("fault_worker", ["--fault", fault, "--timeout_minutes", minutes], tmp_path / "log", 2)
-        assert_stopped(ranks, codes, said)
-
-    patiently(check)
 
 
 @pytest.mark.parametrize(

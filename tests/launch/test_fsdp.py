@@ -19,11 +19,11 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {
     "two": (2, []),
     "kept": (2, ["--no-fsdp_reshard_after_forward"]),
     "offloaded": (2, ["--fsdp_offload"]),
-    "bf16": (2, ["--precision", "bf16"]),
+    "bf16": (2, []),
     "rounded": (2, ["--reduce_precision", "bf16"]),
-    "bf16 in one": (1, ["--precision", "bf16", "--distributed_backend", "single"]),
-    "fp16": (2, ["--precision", "fp16"]),
-    "fp16 in one": (1, ["--precision", "fp16", "--distributed_backend", "single"]),
+    "bf16 in one": (1, ["--distributed_backend", "single"]),
+    "fp16": (2, []),
+    "fp16 in one": (1, ["--distributed_backend", "single"]),
 }
 Measured = dict[str, Any]
 
@@ -34,7 +34,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measure
     base, found = tmp_path_factory.mktemp("fsdp"), {}
     for name, (processes, flags) in VARIANTS.items():
         folder = base / name
-        command = ["--folder", str(folder), "--distributed_backend", "fsdp", *flags]
+        precision = name.split()[0] if "16" in name else "fp32"
+        command = [str(folder), precision, "--distributed_backend", "fsdp", *flags]
         ranks = fork("fsdp_worker", command, base / f"{name}.log", processes)
         assert [rank.returncode for rank in ranks] == [0] * processes, ranks[0].output
         found[name] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]

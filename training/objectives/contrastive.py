@@ -25,15 +25,12 @@ if TYPE_CHECKING:
 
 KINDS = ("softmax", "decoupled", "sigmoid")
 
-_GATHERED_BYTES = 64 * 2**20  # of the gradients of all texts; above, the sigmoid loss passes the texts around a ring
-
 # Replaces `Backend` in computations on a single process: its collectives communicate with nobody.
 _ALONE: Any = SimpleNamespace(
     rank=0,
     world_size=1,
     gather=lambda tensor, sizes: tensor,
     sum=lambda value: value,
-    shift=lambda tensor, rows: tensor,
 )
 
 
@@ -78,9 +75,8 @@ class Contrastive:
     """A contrastive loss over the batch of all processes, whose parts may differ in size and be empty.
 
     softmax and decoupled: the embeddings are gathered, and each process compares its own rows with all rows, in both
-    directions. sigmoid: the texts are gathered, and their gradients summed, while those take at most 64 MiB; of larger
-    batches, texts and gradients are passed around a ring of processes, which takes two steps for each process, one
-    after the other, but no memory that grows with their number.
+    directions. sigmoid: the texts are gathered, each process compares its own sounds with them, and the gradients of
+    the texts are summed.
 
     Args:
         kind: "softmax", "decoupled" or "sigmoid".
@@ -152,11 +148,7 @@ class Contrastive:
         self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> ContrastiveResult:  # fmt: skip
-        compute = self._over_all_rows
-        if self.kind == "sigmoid":
-            heads, width = audio.shape[1:]  # the same on every process, which may have no rows
-            is_small = 8 * sum(sizes) * heads * width <= _GATHERED_BYTES
-            compute = self._over_all_texts if is_small else self._around_the_ring
+        compute = self._over_all_texts if self.kind == "sigmoid" else self._over_all_rows
         pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
         spreads = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
         gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
@@ -207,28 +199,6 @@ class Contrastive:
         )  # fmt: skip
         first = sum(sizes[: processes.rank])
         return *_of_sigmoid(sizes, _Sums(*sums)), totals.audio, of_text[first : first + len(text)]
-
-    def _around_the_ring(
-        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
-        caption_ids: Tensor,
-    ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
-        """sigmoid, with one process's texts at a time. Returns the size of the global batch, sums over it and
-        gradients."""
-        rank, world_size = processes.rank, processes.world_size
-        totals = _SigmoidTotals(audio, scale, bias)
-        visitors, visitors_captions, visitors_gradient = text, caption_ids, torch.zeros_like(totals.audio)
-        for step in range(world_size):
-            visitors_gradient = visitors_gradient + self._compare(
-                totals, audio, visitors, scale, bias, caption_ids, visitors_captions, step == 0, sizes
-            )
-            arriving = sizes[(rank - step - 1) % world_size]
-            moved = processes.shift(torch.cat([visitors.double(), visitors_gradient], -1), arriving)
-            visitors, visitors_gradient = moved[..., : text.shape[-1]].to(text.dtype), moved[..., text.shape[-1] :]
-            if step + 1 < world_size:
-                visitors_captions = processes.shift(visitors_captions, arriving)
-        own = (audio[:, 0].sum(0), text[:, 0].sum(0))
-        sums = _Sums(*_sum(processes, totals.loss, totals.scale, totals.bias, *own, totals.compared))
-        return *_of_sigmoid(sizes, sums), totals.audio, visitors_gradient
 
     def _compare(
         self, totals: _SigmoidTotals, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor,

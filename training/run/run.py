@@ -354,7 +354,7 @@ class Run:
 
     def writing(self, what: str, write: Callable[[Path], None], path: Path) -> None:
         """Write something that may take long, on the root."""
-        self.processes.writing(what)
+        self.processes.working(f"writing {what}")
         write(path)
 
     def close(self, use: Sequence[str] = ()) -> None:

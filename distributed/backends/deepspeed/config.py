@@ -239,7 +239,7 @@ def _bucket_sizes(zero_stage: int, sizes: Sequence[int]) -> dict[str, int]:
         # pass, DeepSpeed gives its memory back: let none be larger.
         reduced = max([bucket, *sizes])
     found = {"reduce_bucket_size": reduced, "allgather_bucket_size": bucket}
-    found = {name: -(-size // 128) * 128 for name, size in found.items()}  # DeepSpeed expects them aligned
+    found = {name: math.ceil(size / 128) * 128 for name, size in found.items()}  # DeepSpeed expects them aligned
     if zero_stage == 3:
         # It gathers weights ahead until so many are there, a bucket for each module that it enters.
         found |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": 2 * bucket,

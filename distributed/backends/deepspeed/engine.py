@@ -1,12 +1,12 @@
-"""The engine for DeepSpeed. DeepSpeed shards and updates; Tandem accumulates gradients, skips non-finite updates and
-saves the state."""
+"""The engine for DeepSpeed. DeepSpeed shards and updates; Tandem accumulates gradients and skips non-finite
+updates; `state.py` reads and writes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -14,29 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ...devices import cpu_threads, own_threads
-from ...engines.base import Engine
 from ...engines.micro import clip_divisor, gradient_norm
-from ...engines.optimizer_state import live_weights, unfuse
+from ...engines.optimizer_state import unfuse
 from ...engines.parts import GradientParts
-from .backend import DeepSpeedBackend
+from . import DeepSpeedBackend
 from .config import refusals, resolve
-from .state import (
-    check_classes,
-    check_inside,
-    held_part,
-    held_weights,
-    read_zero_optimizer,
-    share_weights,
-    weight_readers,
-    whole_weight,
-    write_gradients,
-    write_weights,
-    write_zero_optimizer,
-    zero_old_gradients,
-)
+from .state import OF_CLASSES, OF_ENGINE, OF_ZERO, ZeroState, check_inside
 
 
-class ZeroEngine(Engine):
+class ZeroEngine(ZeroState):
     """Wraps one ``deepspeed.initialize``. ZeRO 0 replicates, 1 shards moments, 2 also gradients, 3 also weights."""
 
     _backend: DeepSpeedBackend
@@ -72,7 +58,9 @@ class ZeroEngine(Engine):
                 config=runtime,
                 dist_init_required=False,
             )
-        check_inside(self._ds, self._zero, self._stage)
+        inside = SimpleNamespace(engine=self._ds, optimizer=self._zero)
+        names = [f"engine.{name}" for name in OF_ENGINE] + [f"optimizer.{name}" for name in OF_ZERO[self._stage]]
+        check_inside(inside, names, f" at ZeRO {self._stage}")
         self._optimizer = self._ds.basic_optimizer
         self._parameters: dict[str, Any] = dict(self.module.named_parameters())
         self._sets_own_lr = self._scheduler is not None
@@ -85,10 +73,9 @@ class ZeroEngine(Engine):
         if self._is_unsharded_fp32 or self._parts is not None:
             self._ds._config.gradient_clipping = self._zero.clip_grad = 0.0  # this engine clips
         offload = self._ds._config.zero_config.offload_optimizer
-        self._optimizer_threads: Callable[[], AbstractContextManager[None]] = nullcontext
-        if offload is not None and offload.device != "none":
-            # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
-            self._optimizer_threads = partial(cpu_threads, own_threads(backend.gather_objects))
+        is_offloaded = offload is not None and offload.device != "none"
+        # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
+        self._optimizer_threads = own_threads(backend.gather_objects) if is_offloaded else None
         self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
 
     # The forward pass calls the module, not DeepSpeed's engine. Hooks on the module are enough for sharding, and
@@ -129,11 +116,11 @@ class ZeroEngine(Engine):
         elif self._is_unsharded_fp32:
             norm, finite = self._step_unsharded()
         else:
-            with self._optimizer_threads():
+            with cpu_threads(self._optimizer_threads):
                 self._ds.step()
             norm = self._ds.get_global_grad_norm()
             if self._stage:
-                zero_old_gradients(self._optimizer, self._zero, self._stage)
+                self._zero_old_gradients()
             finite = torch.tensor(not getattr(self._zero, "overflow", False), device=self._backend.device)
         norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._backend.device).float()
         return torch.where(finite, norm, torch.nan), finite
@@ -146,7 +133,7 @@ class ZeroEngine(Engine):
         finite = torch.isfinite(norm)
         if bool(finite):
             torch._foreach_div_(parts.gradients, clip_divisor(norm, self._max_grad_norm).float())
-            write_gradients(self._zero, self._stage, parts.by_parameter)
+            self._write_gradients(parts.by_parameter)
             self._zero.step()
             if self._scheduler is not None:
                 self._scheduler.step()
@@ -183,81 +170,12 @@ class ZeroEngine(Engine):
         with super().twice_differentiable():
             yield
 
-    @contextmanager
-    def gathered(self) -> Iterator[Any]:
-        if self._twin is None:
-            yield self.module
-            return
-        parameters, buffers = dict(self._twin.named_parameters()), dict(self._twin.named_buffers())
-        for name, read in weight_readers(self.module, self._stage).items():
-            weight = read()
-            if name in parameters:
-                parameters[name].data = weight.clone()
-            elif name in buffers:
-                buffers[name].copy_(weight)
-        self._twin.train(self.module.training)
-        try:
-            yield self._twin
-        finally:
-            self._empty_twin()
-
-    def _empty_twin(self) -> None:
-        if self._twin is not None:
-            for parameter in self._twin.parameters():
-                parameter.data = parameter.data.new_empty(0)
-
-    def held_weights(self) -> dict[str, Tensor]:
-        if self._stage == 3:
-            return held_weights(self.module, self._zero)
-        if self._twin is None:
-            return super().held_weights()
-        return {name: read() for name, read in weight_readers(self.module, self._stage).items()}
-
-    def whole_weight(self, name: str, held: Tensor) -> Tensor:
-        return whole_weight(self._parameters[name], held) if self.is_sharded else held
-
-    def held_part(self, name: str, whole: Tensor) -> Tensor:
-        return held_part(self._parameters[name], whole) if self.is_sharded else whole
-
-    def _read_state(self) -> dict[str, Any]:
-        is_whole = self._is_unsharded_fp32
-        return {
-            "weights": live_weights(self.module) if is_whole else weight_readers(self.module, self._stage),
-            "optimizer": read_zero_optimizer(self._optimizer, self._zero, self.module, self._stage),
-            "scaler": self._scaler_state(),
-        }
-
-    def _scaler_state(self) -> dict[str, float]:
-        scaler = getattr(self._zero, "loss_scaler", None)
-        if scaler is None or not self._ds.fp16_enabled():
-            return {}
-        since_overflow = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
-        hysteresis = getattr(scaler, "cur_hysteresis", 1)
-        return {"scale": float(scaler.cur_scale), "finite_in_a_row": since_overflow, "hysteresis": hysteresis}
-
-    def _write_state(self, state: Mapping[str, Any]) -> None:
-        write_weights(self.module, self._zero, self._stage, state["weights"])
-        write_zero_optimizer(self._optimizer, self._zero, self.module, self._stage, state["optimizer"])
-        if state["scaler"] and self._ds.fp16_enabled():
-            scaler = self._zero.loss_scaler
-            scaler.cur_scale = state["scaler"]["scale"]
-            # The scaler counts updates and remembers the update of the last overflow; -1 means never.
-            scaler.cur_iter, scaler.last_overflow_iter = int(state["scaler"].get("finite_in_a_row", 0)), -1
-            if "hysteresis" in state["scaler"]:
-                scaler.cur_hysteresis = state["scaler"]["hysteresis"]
-        applied = state["updates"] - state["skipped_updates"]
-        if self._scheduler is not None and applied:
-            self._scheduler.step(applied - 1)  # it counts from 0; skipped updates did not advance it
-
-    def _share_weights(self) -> None:
-        share_weights(self._zero, self._stage)
-
 
 @contextmanager
 def _without_broadcast() -> Iterator[None]:
     """Keeps DeepSpeed from broadcasting the weights. The broadcast fails for 0-d parameters, and it is not needed: all
     processes have been checked to hold the same weights. Raises UserMistake if it cannot be kept from it."""
-    check_classes()
+    check_inside(deepspeed, OF_CLASSES)
 
     def shard(init: Any, parameter: nn.Parameter) -> None:
         init._convert_to_deepspeed_param(parameter)

@@ -1,7 +1,62 @@
-"""PyTorch's fully sharded data parallel: weights, gradients and moments are spread over the processes."""
+"""PyTorch's fully sharded data parallel (FSDP2), over NCCL or Gloo, under the launchers of ddp.
+
+Only its own flags, or --distributed_backend fsdp, choose it.
+"""
 
 from __future__ import annotations
 
-from .backend import FSDPBackend
+import argparse
+from typing import Any
 
-__all__ = ["FSDPBackend"]
+from ...engines.base import Engine
+from ...launchers import Launch
+from ...options import Options
+from ..ddp import DDPBackend
+
+
+class FSDPBackend(DDPBackend):
+    name = "fsdp"
+    launch_order = 25  # before ddp, which the same launchers stand for
+    flags_of_training = ("fsdp_reshard_after_forward", "fsdp_offload")
+
+    def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
+        super().__init__(launch, options, args)
+        self.reshard_after_forward: bool = args.fsdp_reshard_after_forward
+        self.offload: bool = args.fsdp_offload
+        self.blocks: dict[str, list[str]] = {}  # by engine, the blocks that are gathered one by one
+
+    @classmethod
+    def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:
+        return cls.flag_said(args) is not None
+
+    @classmethod
+    def flag_said(cls, args: argparse.Namespace) -> str | None:
+        # A config.yaml that is read back holds the defaults for every backend, so they do not ask for FSDP.
+        if args.fsdp_offload:
+            return "--fsdp_offload"
+        return None if args.fsdp_reshard_after_forward else "--no-fsdp_reshard_after_forward"
+
+    @classmethod
+    def add_arguments(cls, parser: Any) -> None:
+        # fmt: off
+        parser.add_argument("--fsdp_reshard_after_forward", action=argparse.BooleanOptionalAction, default=True,
+            help="FSDP: free a block's gathered weights after its forward pass and gather them again for its backward "
+            "pass; without it, less is sent and more memory is taken")
+        parser.add_argument("--fsdp_offload", action="store_true",
+            help="FSDP: keep weights, gradients and moments in the memory of the CPU, and update them there")
+        # fmt: on
+
+    def engine_class(self) -> type[Engine]:
+        from .engine import FSDPEngine
+
+        return FSDPEngine
+
+    def summary(self) -> str:
+        where = " and offloaded to the CPU" if self.offload else ""
+        return f"{super().summary()}; the model is sharded{where}"
+
+    def describe(self) -> dict[str, Any]:
+        sharded = {
+            "reshard_after_forward": self.reshard_after_forward, "offload": self.offload, "blocks": self.blocks,
+        }  # fmt: skip
+        return {**super().describe(), "fsdp": sharded}

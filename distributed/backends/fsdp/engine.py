@@ -8,8 +8,10 @@ dimensions whole.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -29,9 +31,10 @@ from ...engines.precision import DTYPES, LossScaler
 from ...engines.reducer import GradientReducer
 from ...engines.replicated import ReplicatedEngine
 from ...errors import UserMistake
-from .backend import FSDPBackend
-from .blocks import repeated_blocks
+from . import FSDPBackend
 
+_PART_OF_A_MODEL = 100  # smaller blocks are gathered with what surrounds them ...
+_ALWAYS_WORTH_IT = 2**20  # ... unless they have as many weights as this
 _END_OF_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
 
 
@@ -67,10 +70,9 @@ class FSDPEngine(ReplicatedEngine):
             unfuse(optimizer)
         else:
             self._whole = GradientReducer(whole, backend.comm, self.name)
-        self._optimizer_threads: Callable[[], AbstractContextManager[None]] = nullcontext
+        # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
+        self._optimizer_threads = own_threads(backend.gather_objects) if backend.offload else None
         if backend.offload:
-            # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
-            self._optimizer_threads = partial(cpu_threads, own_threads(backend.gather_objects))
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # its scale is on the GPU
 
     def _shard(self, model: nn.Module) -> None:
@@ -151,7 +153,7 @@ class FSDPEngine(ReplicatedEngine):
 
     def _update(self) -> tuple[Tensor, Tensor]:
         self._let_go()
-        with self._optimizer_threads():
+        with cpu_threads(self._optimizer_threads):
             return super()._update()
 
     @torch.no_grad()
@@ -268,7 +270,7 @@ class FSDPEngine(ReplicatedEngine):
 
     def _rows(self, name: str) -> int:
         """Rows of a weight that the first process holds: no process holds more."""
-        return -(-self._shapes[name][0] // self._backend.world_size)
+        return math.ceil(self._shapes[name][0] / self._backend.world_size)
 
     def _read_state(self) -> dict[str, Any]:
         optimizer = read_optimizer(self._optimizer, self._names)
@@ -313,3 +315,31 @@ def _with_stride_along_the_batch(x: Tensor) -> Tensor:
         return x
     last = x.movedim(1, -1)
     return last.view(last.shape).movedim(-1, 1) if last.is_contiguous() else x
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that a model repeats, by name: modules in a list or a sequence (``nn.ModuleList``, ``nn.Sequential``)
+    that are called, of a class of which there are several in such places. None lies in another one."""
+    candidates = {
+        name: block
+        for name, block in model.named_modules()
+        if name and isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList | nn.Sequential)
+    }
+    repeats = Counter(type(block) for block in candidates.values())
+    enough = min(_size(model) // _PART_OF_A_MODEL, _ALWAYS_WORTH_IT)
+    chosen: dict[str, nn.Module] = {}
+    for name, block in candidates.items():  # outer modules come before those inside them
+        is_inside = any(name.startswith(f"{outer}.") for outer in chosen)
+        if not is_inside and repeats[type(block)] > 1 and _is_called(block) and _size(block) > enough:
+            chosen[name] = block
+    return chosen
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it computes something with modules of its own. A list only holds modules that another one calls. A single
+    layer is no block: models look at the type of its weights before they call it."""
+    return type(module).forward is not nn.Module.forward and any(True for _ in module.children())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import distributed
 from distributed import torch_comm, watchdog
 from distributed.backends.deepspeed import config
-from distributed.collectives import Alone
+from distributed.collectives import Communicator
 from tests.processes import Root, parsed
 from training.ema import make_ema
 
@@ -106,7 +106,7 @@ def main() -> None:
     # Tandem's own calls are counted by another test.
     torch_comm.TorchCommunicator = lambda: Root(dist.get_world_size())  # type: ignore[assignment, misc]
     make = watchdog.Watchdog.__init__
-    watchdog.Watchdog.__init__ = lambda dog, comm, *others: make(dog, Alone(), *others)  # type: ignore[method-assign]
+    watchdog.Watchdog.__init__ = lambda dog, comm, *others: make(dog, Communicator(), *others)  # type: ignore[method-assign]
     whole = [(processes, stage, config.BUCKET_ELEMENTS) for stage in range(4) for processes in (8, 512)]
     for case in (*whole, (8, 0, 5000), (8, 2, 5000)):
         child = os.fork()

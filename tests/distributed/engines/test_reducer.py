@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distributed.collectives import Alone
+from distributed.collectives import Communicator
 from distributed.engines import reducer as reducer_module
 from distributed.engines.reducer import GradientReducer
 from tests.processes import Process, on_processes
@@ -154,7 +154,7 @@ def test_buckets_are_an_eighth_quarters_and_an_eighth_of_the_model_but_one_to_tw
 ) -> None:
     """The last one, too, because nothing is computed while it is sent."""
     parameters = [nn.Parameter(torch.empty(2**18, device="meta")) for _ in range(numbers // 2**18)]
-    reducer = GradientReducer(parameters, Alone(), "toy")
+    reducer = GradientReducer(parameters, Communicator(), "toy")
     assert [bucket.numel() for bucket in reducer.gradients] == sizes
 
 
@@ -163,7 +163,7 @@ def test_buckets_hold_one_dtype_each_and_no_more_than_their_size(monkeypatch: py
     half, full = torch.float32, torch.float64
     sizes = [(4, half), (5, half), (1, half), (3, full), (2, half), (30, half), (1, half)]
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
-    buckets = GradientReducer(parameters, Alone(), "toy").gradients
+    buckets = GradientReducer(parameters, Communicator(), "toy").gradients
     # In reverse, each in units of 16 bytes; 30 x 4 bytes are more than a bucket and travel alone.
     expected = [(4, half), (32, half), (4, half), (4, full), (4 + 8 + 4, half)]
     assert [(len(bucket), bucket.dtype) for bucket in buckets] == expected

@@ -15,9 +15,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from distributed.engines import replicated
+from distributed.engines.micro import gradient_norm
 from tests.processes import on_processes
 from tests.scripts import VAE, assert_same_run, files, metrics
 from tests.training.disk import failing
@@ -68,6 +71,16 @@ def exit_code(folder: Path, *flags: str) -> Any:
     with pytest.raises(SystemExit) as raised:
         VAE.train(folder, *flags)
     return raised.value.code
+
+
+def test_the_norm_of_gradients_is_taken_where_a_line_shows_it_and_where_it_is_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated, "gradient_norm", norm := Mock(wraps=gradient_norm))
+    for limit, norms in (("0", 2), ("1", 6)):
+        norm.reset_mock()
+        VAE.train(tmp_path / limit, "--max_steps", "6", "--log_every_n_steps", "3", "--max_grad_norm", limit)
+        assert norm.call_count == norms and all(line["grad_norm"] > 0 for line in metrics(tmp_path / limit))
 
 
 # A full disk.
