@@ -139,7 +139,7 @@ class CausalConv3d(nn.Conv3d):
 
 class SpaceUp(nn.Module):
     """Doubles height and width: 1 x 1 convolution to four times the channels, SiLU, pixel shuffle. At the start all
-    four pixels are equal."""
+    four pixels are equal (Aitken et al. 2017, "Checkerboard artifact free sub-pixel convolution")."""
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()

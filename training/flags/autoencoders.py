@@ -58,7 +58,7 @@ class PerceptualFlags:
 
 @dataclass
 class AdversaryFlags(PerceptualFlags):
-    """Of every script that trains against a discriminator (`training.objectives.adversaries`)."""
+    """Of every script that trains against a discriminator (`training.objectives.judge`)."""
 
     discr_dim: int | None = flag(
         None, "first channels of the discriminator (default: the generator's)", width, title="adversary", lasting=True

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -18,7 +18,6 @@ from ...engines.base import Engine
 from ...engines.micro import clip_divisor, gradient_norm
 from ...engines.optimizer_state import live_weights, unfuse
 from ...engines.parts import GradientParts
-from .backend import DeepSpeedBackend
 from .config import refusals, resolve
 from .state import (
     check_classes,
@@ -34,6 +33,9 @@ from .state import (
     write_zero_optimizer,
     zero_old_gradients,
 )
+
+if TYPE_CHECKING:
+    from .backend import DeepSpeedBackend
 
 
 class ZeroEngine(Engine):

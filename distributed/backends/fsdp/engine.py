@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,12 @@ from ...engines.precision import DTYPES, LossScaler
 from ...engines.reducer import GradientReducer
 from ...engines.replicated import ReplicatedEngine
 from ...errors import UserMistake
-from .backend import FSDPBackend
 from .blocks import repeated_blocks
 
 _END_OF_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
+
+if TYPE_CHECKING:
+    from .backend import FSDPBackend
 
 
 class FSDPEngine(ReplicatedEngine):
