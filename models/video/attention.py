@@ -36,8 +36,8 @@ class PixelFeedForward(nn.Module):
 
 class MemoryAttention(nn.Module):
     """Multi-head softmax attention with learned memories, keys and values that every query sees (Sukhbaatar et al.
-    2019, "Augmenting self-attention with persistent memory"), without biases and positions. With is_causal the result is
-    own + past_gain (all - own), where own is the attention to the memories and the token itself.
+    2019, "Augmenting self-attention with persistent memory"), without biases and positions. With is_causal the result
+    is own + past_gain (all - own), where own is the attention to the memories and the token itself.
 
     Args:
         is_causal: A token sees no later one, and a stream goes on from the keys and values of earlier chunks.
