@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.files.reading import DAMAGES, check_regular, read_json
+from tandem.files.reading import DAMAGES, check_regular, one_line, read_json
 
 from ..decoder import LOWRES_SCHEDULE, Decoder
 from ..decoder_config import DecoderConfig, UnetConfig
@@ -26,7 +26,6 @@ from .archive import Ignored, check_archive, check_sizes, mentions
 from .building import build_with_weights, check_arguments, plain_values
 from .dalle2_config import decoder_config, decoder_part, other_options, public_config
 from .description import describe_weights
-from .errors import one_line
 from .writing import on_cpu, replacing
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"

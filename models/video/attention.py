@@ -128,7 +128,8 @@ class TaylorAttention(nn.Module):
 
 
 class TokenShift(nn.Module):
-    """The second half of the channels comes from the frame before, times past_gain; zeros at the first frame."""
+    """The second half of the channels comes from the frame before, times past_gain; zeros at the first frame (the token
+    shift of RWKV, Peng et al. 2023)."""
 
     stream_name = ""
 

@@ -199,8 +199,9 @@ class RMSNorm(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Channels of each frame times a gate in (0, 2), computed from an attention-weighted mean over the frame (global
-    context, Cao et al. 2020). The gate starts as 1: at the sigmoid's far end it would take far too long to open."""
+    """Channels of each frame times a gate in (0, 2) (Hu et al. 2018, "Squeeze-and-excitation networks"), computed from
+    an attention-weighted mean over the frame (Cao et al. 2020, "Global context networks"). The gate starts as 1: at the
+    sigmoid's far end it would take far too long to open."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
