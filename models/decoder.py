@@ -23,7 +23,8 @@ from .files.pretrained import Pretrained
 from .resizing import cropped, resized
 from .unet import CHANNELS, Unet, coordinates_of
 
-LOWRES_SCHEDULE = "linear"  # of the noise on low-resolution conditions, whatever the schedule of the Unet
+# Schedule and levels of the noise on low-resolution conditions, whatever those of the Unets, as in DALLE2-pytorch.
+LOWRES_SCHEDULE, LOWRES_TIMESTEPS = "linear", 1000
 CONDITIONS = {"image_embed": "image_embed_dim", "text_encodings": "text_embed_dim"}
 """Of each condition the field of `UnetConfig` that says how wide it is; None: the Unet does not take it."""
 
@@ -60,8 +61,8 @@ class Decoder(Pretrained):
             ]
             has_noise = config.lowres_condition == "noise"
             # A list, which `with_unets` shares: tables that were moved to a device stay there.
-            self._lowres_schedules = [Schedule.named(LOWRES_SCHEDULE, timesteps)] if has_noise else []
-        self._lowres_level = min(int(level * timesteps), timesteps - 1)
+            self._lowres_schedules = [Schedule.named(LOWRES_SCHEDULE, LOWRES_TIMESTEPS)] if has_noise else []
+        self._lowres_level = min(int(level * LOWRES_TIMESTEPS), LOWRES_TIMESTEPS - 1)
 
     def _compared(self) -> dict[str, Any]:
         return {**super()._compared(), "lowres_noise_cond": self.config["lowres_condition"] == "noise"}

@@ -208,7 +208,7 @@ class DecoderConfig(RecomputingConfig):
     )
     lowres_noise_level: float = flag(
         0.2,
-        "noise of the condition when sampling, a share of --timesteps",
+        "noise of the condition when sampling, a share of its 1000 levels",
         fraction,
         needs=when("lowres_condition", "noise"),
     )

@@ -139,7 +139,7 @@ class DiffusionLoss:
             times: int64 levels (b,).
             noise: Standard normal, like x0.
             lowres_time, lowres_noise: int64 levels (b,) of the noise, like the image, that is added to "lowres_image".
-                DALLE2-pytorch: of "linear" with 1000 levels, of which sampling uses number 200.
+                DALLE2-pytorch and `Decoder`: of "linear" with 1000 levels, of which sampling uses number 200.
             keep: "keep_image" and "keep_text", bool (b,); False drops the condition.
         """
         x = self.schedule.add_noise(x0, noise, times)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.files.reading import DAMAGES, check_regular, one_line, read_json
 
-from ..decoder import LOWRES_SCHEDULE, Decoder
+from ..decoder import Decoder
 from ..decoder_config import DecoderConfig, UnetConfig
 from ..diffusion.schedule import Schedule
 from ..unet import IMAGE_TOKENS
@@ -101,9 +101,8 @@ def public_state(decoder: Decoder) -> dict[str, Tensor]:
             state[f"unets.{index}.{_public_name(name, weights)}"] = tensor
         state |= {f"unets.{index}.{name}": tensor for name, tensor in _unused(spec).items()}
         state |= schedule_tensors(f"noise_schedulers.{index}", decoder.schedules[index].betas)
-        if spec.lowres_noise_cond:
-            betas = Schedule.named(LOWRES_SCHEDULE, 1000).betas
-            state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", betas)
+        if spec.lowres_noise_cond and (lowres := decoder.lowres_schedule()):
+            state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", lowres.betas)
     return state
 
 
