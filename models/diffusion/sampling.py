@@ -105,7 +105,7 @@ def ddpm(step: Step) -> Tensor:
     x_start, fraction = step.estimate
     if fraction is None or step.then.number is None:
         return _towards(x_start, step, 1.0)
-    return _towards(x_start, step, 1.0, (step.now.sigma / step.then.sigma) ** fraction)  # squared that is beta / b~
+    return _towards(x_start, step, 1.0, (step.now.sigma / step.then.sigma) ** fraction)  # its square: (beta / b~)^f
 
 
 def dpmpp_2m(step: Step) -> Tensor:
