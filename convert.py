@@ -210,8 +210,7 @@ def translate(args: argparse.Namespace) -> None:
     from models.files.building import build_on_meta, check_arguments
     from models.files.dalle2_config import decoder_config, decoder_part
     from models.files.dalle2_keys import flags_of_config, without_counterpart
-    from models.files.errors import one_line
-    from tandem.files.reading import read_json
+    from tandem.files.reading import one_line, read_json
     from tandem.files.writing import write_atomically
     from train_decoder import build_parser
 

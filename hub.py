@@ -38,7 +38,7 @@ KINDS = {
         ("tandem", "audio-text", "contrastive", "mulan"),
     ),
     "VideoTokenizer": Kind(
-        "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2023)",
+        "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2024)",
         "train_tokenizer.py", _VIDEOS, "tandem-encode --model {} --video_folder DIR --output codes/",
         ("tandem", "video-tokenizer", "magvit2"),
     ),

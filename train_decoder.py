@@ -89,12 +89,13 @@ class UnetTraining:
         self.optimizer = make_optimizer(
             self.module, self.learning_rate, args.betas, said("weight_decay"), lion=args.use_lion
         )
+        of_lowres = decoder.lowres_schedule()
         self.loss = DiffusionLoss(
             schedule, said("objective"), weight=said("loss_weight"), learned_variance=bool(said("learned_variance")),
-            lowres_schedule=decoder.lowres_schedule(), min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
+            lowres_schedule=of_lowres, min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
             p2_gamma=args.p2_loss_weight_gamma,
         )  # fmt: skip
-        levels = args.timesteps if args.lowres_condition == "noise" else 0
+        levels = of_lowres.timesteps if of_lowres else 0
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
         self.draws = DiffusionDraws(
             args.seed, f"unet{number}", args.timesteps, device=device, time_sampling=args.time_sampling,

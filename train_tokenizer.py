@@ -122,7 +122,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.measures.collapse import ReconstructionAlarm
     from training.measures.videos import VideoQuality
     from training.noise import Noise
-    from training.objectives.adversaries import Judge, frames_of
+    from training.objectives.judge import Judge, frames_of
     from training.optimizers import make_optimizer
     from training.pictures.film import film
     from training.run.loop import Evaluation

@@ -108,7 +108,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.measures.collapse import ReconstructionAlarm
     from training.measures.fid import Inception
     from training.measures.reconstruction import ReconstructionQuality
-    from training.objectives.adversaries import Judge
+    from training.objectives.judge import Judge
     from training.pictures.images import grid
     from training.run.loop import Evaluation
     from training.run.run import Run

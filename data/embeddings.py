@@ -16,9 +16,10 @@ from . import items
 from .bad_samples import Incomplete, NotASample, Raised, reason_of
 from .decoding.arrays import Array, StoredArray, find_array
 from .fields import Field
+from .records.files import shown
 from .records.opening import expanded
 from .records.own import ITEM
-from .records.record import Entry, Record, Source, Wanted, shown
+from .records.record import Entry, Record, Source, Wanted
 from .records.tars import TarSource, number_of, stem_of
 
 

@@ -19,7 +19,7 @@ from tandem.files.reading import printable
 from . import order
 from .bad_samples import BadSample, BadSampleLog, Raised
 from .records import remote
-from .records.record import is_address
+from .records.files import is_address
 from .samples import Joined, Samples
 from .stream import TrainingStream, ValidationStream
 

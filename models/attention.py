@@ -40,54 +40,54 @@ class Attention(nn.Module):
     Normalising queries and keys bounds the logits (Henry et al. 2020, "Query-key normalization for transformers").
 
     Args:
-        share: Share of the weights of attention, and of the numbers of the output, that are dropped in training.
+        rate: Part of the weights of attention, and of the numbers of the output, that is dropped in training.
     """
 
-    def __init__(self, dim: int, heads: int, dim_head: int, share: float = 0.0) -> None:
+    def __init__(self, dim: int, heads: int, dim_head: int, rate: float = 0.0) -> None:
         super().__init__()
-        self.heads, self.share = heads, share
+        self.heads, self.rate = heads, rate
         self.norm = nn.LayerNorm(dim, bias=False)
         self.to_qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
         self.q_scale = nn.Parameter(torch.ones(dim_head))
         self.k_scale = nn.Parameter(torch.ones(dim_head))
         self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None, dropout_keys: Tensor | None = None) -> Tensor:
         """Tokens (b, n, dim) -> (b, n, dim), without the residual. The bias is added to the logits and broadcastable to
-        (b, heads, n, n); -inf hides a key. Each row must leave at least one key visible. The keys (b, 2) are those of
-        `dropout`."""
+        (b, heads, n, n); -inf hides a key. Each row must leave at least one key visible. The dropout_keys
+        (b, 2) are the keys of `dropout`."""
         qkv = rearrange(self.to_qkv(self.norm(x)), "b n (part h d) -> part b h n d", part=3, h=self.heads)
         (q, k), v = l2_normalize(qkv[:2]), qkv[2]
         q, k = (q * self.q_scale).to(v.dtype), (k * self.k_scale).to(v.dtype)
         mask = None if bias is None else bias.to(v.dtype)
-        if keys is None or not self.share:
+        if dropout_keys is None or not self.rate:
             with sdpa_kernel(SDPA_KERNELS):
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=LOGIT_SCALE)
             return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
         logits = at_least_fp32(q @ k.mT) * LOGIT_SCALE  # PyTorch's kernels have a dropout of their own draws alone
         weights = (logits if mask is None else logits + mask).softmax(dim=-1)
-        out = dropout(weights, self.share, derived(keys, 0)).to(v.dtype) @ v
-        return dropout(self.to_out(rearrange(out, "b h n d -> b n (h d)")), self.share, derived(keys, 1))
+        out = dropout(weights, self.rate, derived(dropout_keys, 0)).to(v.dtype) @ v
+        return dropout(self.to_out(rearrange(out, "b h n d -> b n (h d)")), self.rate, derived(dropout_keys, 1))
 
 
 class FeedForward(nn.Module):
     """Pre-norm GEGLU (Shazeer 2020, "GLU variants improve transformer") of inner width int(mult dim 2/3).
 
     Args:
-        share: Share of the inner numbers that are dropped in training.
+        rate: Part of the inner numbers that is dropped in training.
     """
 
-    def __init__(self, dim: int, mult: int = 4, share: float = 0.0) -> None:
+    def __init__(self, dim: int, mult: int = 4, rate: float = 0.0) -> None:
         super().__init__()
-        inner, self.share = max(1, 2 * mult * dim // 3), share
+        inner, self.rate = max(1, 2 * mult * dim // 3), rate
         self.norm = nn.LayerNorm(dim, bias=False)
         self.expand = nn.Linear(dim, 2 * inner, bias=False)
         self.contract = nn.Linear(inner, dim, bias=False)
 
-    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Tokens (b, n, dim) -> (b, n, dim), without the residual. The keys (b, 2) are those of `dropout`."""
+    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Tokens (b, n, dim) -> (b, n, dim), without the residual. The dropout_keys (b, 2) are those of `dropout`."""
         values, gates = self.expand(self.norm(x)).chunk(2, dim=-1)
-        return self.contract(dropout(values * F.gelu(gates), self.share, keys))
+        return self.contract(dropout(values * F.gelu(gates), self.rate, dropout_keys))
 
 
 class Transformer(nn.Module):
@@ -108,15 +108,15 @@ class Transformer(nn.Module):
         self.attention = nn.ModuleList(Attention(dim, heads, dim_head, attn_dropout) for _ in range(depth))
         self.feed_forward = nn.ModuleList(FeedForward(dim, ff_mult, ff_dropout) for _ in range(depth))
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, keys: Tensor | None = None) -> list[Tensor]:
+    def forward(self, x: Tensor, bias: Tensor | None = None, dropout_keys: Tensor | None = None) -> list[Tensor]:
         """Tokens (b, n, dim) and the attention's bias -> the output (b, n, dim) of each layer, in order.
 
         Args:
-            keys: int64 (b, 2) in [0, 2^32), one key for the dropout of each sample; None drops nothing.
+            dropout_keys: int64 (b, 2) in [0, 2^32), one key for the dropout of each sample; None drops nothing.
         """
         outputs = []
         for index, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
-            of_layer = None if keys is None else derived(keys, index)
+            of_layer = None if dropout_keys is None else derived(dropout_keys, index)
             x = recomputed(_layer, attention, feed_forward, x, bias, of_layer, when=self.recompute and self.training)
             outputs.append(x)
         return outputs

@@ -18,10 +18,9 @@ from torch.nn import functional as F
 
 from tandem.files.fetching import fetched_from_hub
 from tandem.files.installed import how_to_install
-from tandem.files.reading import DAMAGES, read_json
+from tandem.files.reading import DAMAGES, one_line, read_json
 
 from .files.building import build_with_weights, check_arguments
-from .files.errors import one_line
 from .files.published import read_state_dict
 
 # Of OpenAI's training images, in [0, 1]; other weights state theirs in their open_clip_config.json.

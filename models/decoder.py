@@ -23,11 +23,12 @@ from .files.pretrained import Pretrained
 from .resizing import cropped, resized
 from .unet import CHANNELS, Unet, coordinates_of
 
-LOWRES_SCHEDULE = "linear"  # of the noise on low-resolution conditions, whatever the schedule of the Unet
+# Schedule and levels of the noise on low-resolution conditions, whatever those of the Unets, as in DALLE2-pytorch.
+LOWRES_SCHEDULE, LOWRES_TIMESTEPS = "linear", 1000
 CONDITIONS = {"image_embed": "image_embed_dim", "text_encodings": "text_embed_dim"}
 """Of each condition the field of `UnetConfig` that says how wide it is; None: the Unet does not take it."""
 
-Draw = Callable[[str, int, Sequence[int]], Tensor]
+NoiseSource = Callable[[str, int, Sequence[int]], Tensor]
 """(name of the noise, number of the step, shape of one picture) -> standard normal noise (b, *shape)."""
 
 
@@ -60,8 +61,8 @@ class Decoder(Pretrained):
             ]
             has_noise = config.lowres_condition == "noise"
             # A list, which `with_unets` shares: tables that were moved to a device stay there.
-            self._lowres_schedules = [Schedule.named(LOWRES_SCHEDULE, timesteps)] if has_noise else []
-        self._lowres_level = min(int(level * timesteps), timesteps - 1)
+            self._lowres_schedules = [Schedule.named(LOWRES_SCHEDULE, LOWRES_TIMESTEPS)] if has_noise else []
+        self._lowres_level = min(int(level * LOWRES_TIMESTEPS), LOWRES_TIMESTEPS - 1)
 
     def _compared(self) -> dict[str, Any]:
         return {**super()._compared(), "lowres_noise_cond": self.config["lowres_condition"] == "noise"}
@@ -145,7 +146,7 @@ class Decoder(Pretrained):
     def sample(
         self,
         conditions: Mapping[str, Tensor],
-        draw: Callable[[int], Draw],
+        draw: Callable[[int], NoiseSource],
         sampling: Sampling | None = None,
         *,
         batch: int,
@@ -195,7 +196,7 @@ class Decoder(Pretrained):
         pictures = None if images is None else images * 2 - 1
         for index in range(start_at - 1, stop_at):
             side, schedule, source = self.image_sizes[index], self.schedule(index), draw(index)
-            shape, scale = (CHANNELS, side, side), _of(sampling.cond_scale, index)
+            shape, scale = (CHANNELS, side, side), _of_unet(sampling.cond_scale, index)
             lowres = self._lowres(pictures, side, source) if index else {}
             inpaint = None
             if inpaint_image is not None and inpaint_mask is not None:
@@ -212,7 +213,7 @@ class Decoder(Pretrained):
                 source("first", 0, shape),
                 draw=lambda name, step, source=source, shape=shape: source(name, step, shape),  # type: ignore[misc]
                 sampler=sampling.sampler,
-                steps=min(_of(sampling.sample_timesteps, index), schedule.timesteps),
+                steps=min(_of_unet(sampling.sample_timesteps, index), schedule.timesteps),
                 eta=sampling.ddim_eta,
                 threshold=partial(dynamic_threshold, percentile=sampling.dynamic_thresholding),
                 inpaint=inpaint,
@@ -223,13 +224,13 @@ class Decoder(Pretrained):
         assert pictures is not None
         return (pictures + 1) / 2
 
-    def _lowres(self, pictures: Tensor | None, side: int, draw: Draw) -> dict[str, Tensor]:
+    def _lowres(self, pictures: Tensor | None, side: int, source: NoiseSource) -> dict[str, Tensor]:
         assert pictures is not None
         image, schedule = resized(pictures, side), self.lowres_schedule()
         if schedule is None:
             return {"lowres_image": image}
         times = torch.full((len(image),), self._lowres_level, device=image.device)
-        noise = draw("lowres", 0, image.shape[1:])
+        noise = source("lowres", 0, image.shape[1:])
         return {"lowres_image": schedule.add_noise(image, noise, times), "lowres_time": times}
 
     def _denoise(self, index: int, conditions: Mapping[str, Tensor], lowres: Mapping[str, Tensor]) -> Denoise:
@@ -303,6 +304,6 @@ def blur(images: Tensor, sigma: Tensor) -> Tensor:
     return images
 
 
-def _of(values: Sequence[Any], index: int) -> Any:
+def _of_unet(values: Sequence[Any], index: int) -> Any:
     """The value of a Unet: a single value is that of all."""
     return values[index if len(values) > 1 else 0]

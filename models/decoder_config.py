@@ -42,7 +42,8 @@ class UnetConfig(ModelConfig):
         attn_heads, attn_dim_head: Number and size of the heads of self-attention and of linear attention.
         cross_attn_heads, cross_attn_dim_head: Those of the attention to tokens. The public Unet has 8 and 64.
         resnet_groups: Groups of the GroupNorms.
-        memory_efficient: Halve the sides before the blocks of a level instead of after them.
+        memory_efficient: Halve the sides before the blocks of a level instead of after them (Saharia et al. 2022,
+            "Imagen", Efficient U-Net).
         coordinates: Two more channels of the input hold the place of each pixel, across and down, from -1 to 1 (Liu et
             al. 2018, "CoordConv"). Otherwise places are known from the edges alone. The public Unet has no such thing.
         plain_init_conv: The first convolution has one kernel, of side 7, instead of three of the sides 3, 7 and 15.
@@ -207,7 +208,7 @@ class DecoderConfig(RecomputingConfig):
     )
     lowres_noise_level: float = flag(
         0.2,
-        "noise of the condition when sampling, a share of --timesteps",
+        "noise of the condition when sampling, a share of its 1000 levels",
         fraction,
         needs=when("lowres_condition", "noise"),
     )

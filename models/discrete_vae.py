@@ -189,7 +189,8 @@ class DiscreteVAE(Pretrained):
         return hard + (pi2 - pi2.detach())
 
     def _kl_from_uniform(self, logits: Tensor) -> Tensor:
-        """Logits (b, s, s, K) -> mean over batch and positions of sum_k q log(q K), q = softmax(logits)."""
+        """Logits (b, s, s, K) -> mean over batch and positions of sum_k q log(q K), q = softmax(logits): the
+        KL term of Ramesh et al. 2021, equation 1, with the uniform prior of their first stage."""
         if not self.is_kl_trained:
             logits = logits.detach()  # the KL is only reported, so its gradient needs no memory
         log_q = logits.log_softmax(dim=-1)

@@ -1,5 +1,6 @@
-"""The patch discriminator of Muse's VQGAN (Chang et al. 2023; Esser et al. 2021, section 3.1), and one of videos with
-several heads: one judges single frames, the others how frames follow one another."""
+"""The patch discriminator (PatchGAN: Isola et al. 2017) of Muse's VQGAN (Chang et al. 2023; Esser et al. 2021, section
+3.1), and one of videos with several heads: one judges single frames, the others how frames follow one another, as in
+MoCoGAN (Tulyakov et al. 2018)."""
 
 from __future__ import annotations
 

@@ -37,15 +37,15 @@ def derived(keys: Tensor, place: int | Tensor) -> Tensor:
     return torch.stack([mix32(keys[..., 1] ^ one), one], dim=-1)
 
 
-def dropout(x: Tensor, share: float, keys: Tensor | None) -> Tensor:
-    """Numbers (b, ..., n), of which the share is set to 0 and the others are divided by 1 - share (Srivastava et al.
-    2014). Whether a number is dropped depends on its sample's key and on its indices, not on the sizes of x.
+def dropout(x: Tensor, rate: float, keys: Tensor | None) -> Tensor:
+    """Numbers (b, ..., n), of which a part, the rate, is set to 0 and the others are divided by 1 - rate (Srivastava et
+    al. 2014). Whether a number is dropped depends on its sample's key and on its indices, not on the sizes of x.
 
     Args:
-        share: Probability of a number to be dropped, in [0, 1).
+        rate: Probability of a number to be dropped, in [0, 1).
         keys: int64 (b, 2), in [0, 2^32), one key for each sample; None drops nothing.
     """
-    if keys is None or not share:
+    if keys is None or not rate:
         return x
     for size in x.shape[1:-1]:
         keys = derived(keys, torch.arange(size, device=x.device))
@@ -53,4 +53,4 @@ def dropout(x: Tensor, share: float, keys: Tensor | None) -> Tensor:
     # have the same draws in another order.
     columns = mix32(torch.arange(x.shape[-1], device=x.device))
     words = mix32(keys[..., :1] ^ columns) ^ keys[..., 1:]
-    return x.masked_fill(words < round(share * 2**32), 0.0) * (1 / (1 - share))
+    return x.masked_fill(words < round(rate * 2**32), 0.0) * (1 / (1 - rate))

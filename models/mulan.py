@@ -119,6 +119,7 @@ class MuLaN(Pretrained):
         self.audio_latents = Latents(outputs, config.audio_dim, config.dim_latent)
         self.text = text
         self.text_latents = Latents(outputs, config.text_dim, config.dim_latent)
+        # t of Radford et al. 2021, log of the inverse temperature; other papers call the temperature itself tau.
         self.tau = nn.Parameter(torch.full((outputs,), math.log(config.init_temperature)))
         self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
 

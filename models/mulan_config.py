@@ -172,7 +172,7 @@ class MuLaNConfig(RecomputingConfig):
     )
     init_temperature: float = flag(
         10.0,
-        "temperature in the log, at the start: cosines are multiplied by it (1 / tau); it is learned, up to 100",
+        "inverse temperature at the start (temperature in the log), which multiplies the cosines; learned, up to 100",
         positive_float,
         title="loss",
     )

@@ -36,7 +36,7 @@ class Unet(Pretrained):
 
     def __init__(self, config: UnetConfig) -> None:
         super().__init__()
-        self.config, self.spec = config.plain(), config
+        self.config, self.spec = config.plain(), config  # the same, for config.json and with a name for each field
         dim, cond_dim, hidden, widest = config.dim, config.cond_dim, 4 * config.dim, config.dim * config.dim_mults[-1]
 
         dim_in = CHANNELS * (1 + config.lowres_cond) + 2 * config.coordinates
@@ -63,7 +63,7 @@ class Unet(Pretrained):
         both = [(Down(config, level), Up(config, level)) for level in levels]
         self.downs = nn.ModuleList(down for down, _ in both)
         self.mid_block1 = ResnetBlock(widest, widest, config, attends=True)
-        self.mid_attn = Attention(widest, config)
+        self.mid_attn = MultiQueryAttention(widest, config)
         self.mid_block2 = ResnetBlock(widest, widest, config, attends=True)
         # Registered where they are called: gradients are sent in the reverse order of registration.
         self.ups = nn.ModuleList(up for _, up in reversed(both))
@@ -298,7 +298,7 @@ class ResnetBlock(nn.Module):
         return self.block2(h) + self.res_conv(x)
 
 
-class Attention(nn.Module):
+class MultiQueryAttention(nn.Module):
     """x + multi-query self-attention (Shazeer 2019) over the positions of maps (b, dim, h, w): all heads share one key
     and one value per position, and a learned pair that every query sees.
 
@@ -467,7 +467,7 @@ def _widths(config: UnetConfig, level: int) -> tuple[int, int]:
 
 def _attention_of(config: UnetConfig, level: int, dim: int) -> nn.Module | None:
     if config.self_attn[level]:
-        return Attention(dim, config)
+        return MultiQueryAttention(dim, config)
     return LinearAttention(dim, config) if config.sparse_attn else None
 
 

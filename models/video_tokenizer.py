@@ -1,4 +1,4 @@
-"""Causal video and image tokenizer after MAGVIT-2 (Yu et al. 2024) with a choice of layers and quantizers."""
+"""Causal video and image tokenizer after MAGVIT-v2 (Yu et al. 2024) with a choice of layers and quantizers."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class VideoTokenizer(Pretrained):
         layers_in, layers_out = (Stack(each, config.gradient_checkpointing) for each in (encoder, decoder))
         norm_out = RMSNorm(config.init_dim) if config.norm == "rms" else None
         patches = (config.patch_size, config.patch)
-        self.encoder = _Encoder(conv_in, layers_in, dim, self.quantizer.dim, patches)
-        self.decoder = _Decoder(self.quantizer.dim, dim, layers_out, norm_out, conv_out, patches)
+        self.encoder = _VideoEncoder(conv_in, layers_in, dim, self.quantizer.dim, patches)
+        self.decoder = _VideoDecoder(self.quantizer.dim, dim, layers_out, norm_out, conv_out, patches)
         for name, module in self.named_modules():
             if hasattr(module, "stream_name"):
                 module.stream_name = name
@@ -322,7 +322,7 @@ class Stack(nn.ModuleList):
         return x
 
 
-class _Encoder(nn.Module):
+class _VideoEncoder(nn.Module):
     """Frames (b, c, f, h, w) -> latents (b, dim_latent, f', h', w').
 
     Args:
@@ -347,7 +347,7 @@ class _Encoder(nn.Module):
         return self.to_latents(self.norm(x))
 
 
-class _Decoder(nn.Module):
+class _VideoDecoder(nn.Module):
     """Quantized latents (b, dim_latent, f', h', w') -> frames (b, c, f, h, w) in fp32, and the input of the last
     convolution (b, d, f, h / patch, w / patch).
 

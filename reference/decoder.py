@@ -26,6 +26,8 @@ from torch.nn import functional as F
 
 Tensors = Mapping[str, Tensor]
 
+LOWRES_TIMESTEPS = 1000  # of the noise on the pictures that an upsampler is given
+
 
 @dataclass(frozen=True)
 class Settings:  # flags of train_decoder.py, with its defaults but for image_sizes and max_steps; all Unets are alike
@@ -193,7 +195,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.unets = nn.ModuleList(Unet(s, image_width, index > 0) for index in range(len(s.image_sizes)))
         self.register_buffer("levels", schedule(s.noise_schedule, s.timesteps, ends_in_noise=True), persistent=False)
-        self.register_buffer("lowres_levels", schedule("linear", s.timesteps), persistent=False)
+        self.register_buffer("lowres_levels", schedule("linear", LOWRES_TIMESTEPS), persistent=False)
 
     def lowres(self, small: Tensor, side: int, level: Tensor, noise: Tensor) -> Tensors:
         """Condition of an upsampler. With noise, photos look as bad as what the Unet before draws (Ho et al. 2022)."""
@@ -242,7 +244,7 @@ def sample(decoder: Decoder, image_embed: Tensor, s: Settings) -> list[Tensor]:
     levels = [*torch.linspace(s.timesteps - 1, 0, s.sample_timesteps).round().long().tolist(), -1]
     for unet, side in zip(decoder.unets, s.image_sizes, strict=True):
         if pictures:
-            level = torch.full((b,), int(s.lowres_noise_level * s.timesteps), device=device)
+            level = torch.full((b,), int(s.lowres_noise_level * LOWRES_TIMESTEPS), device=device)
             given = decoder.lowres(pictures[-1], side, level, torch.randn(b, 3, side, side, device=device))
         x, copies = torch.randn(b, 3, side, side, device=device), 1 if pictures else 2
         for now, then in pairwise(levels):
@@ -264,7 +266,7 @@ def noise_of(s: Settings, b: int, device: str) -> list[Tensors]:
 def draws(s: Settings, side: int, b: int, device: str) -> Tensors:
     times = ((torch.randperm(b) + torch.rand(b)) / b * s.timesteps).long()
     drawn = {"times": times, "keep_image": torch.rand(b) >= s.image_cond_drop_prob}
-    drawn |= {"lowres_time": torch.randint(s.timesteps, (b,)), "lowres_noise": torch.randn(b, 3, side, side)}
+    drawn |= {"lowres_time": torch.randint(LOWRES_TIMESTEPS, (b,)), "lowres_noise": torch.randn(b, 3, side, side)}
     return {name: x.to(device) for name, x in {**drawn, "noise": torch.randn(b, 3, side, side)}.items()}
 
 

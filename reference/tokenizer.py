@@ -1,4 +1,4 @@
-"""A causal tokenizer of videos after MAGVIT-2 (Yu et al. 2024): clips to grids of codes and back, in one file.
+"""A causal tokenizer of videos after MAGVIT-v2 (Yu et al. 2024): clips to grids of codes and back, in one file.
 
     python reference/tokenizer.py clips/  # writes tokenizer.safetensors and tokenizer.png, frames above reconstructions
     python reference/tokenizer.py clips/ --image_size 32 --num_frames 9 --init_dim 16 --discr_layers 2 --max_steps 500

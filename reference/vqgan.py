@@ -4,7 +4,7 @@
     python reference/vqgan.py photos/ --image_size 64 --dim 32 --num_layers 3 --codebook_size 1024 --discr_layers 2
 
 The convolutions are those of Muse's tokenizer (Chang et al. 2023), and the quantizer is lookup-free (LFQ; Yu et al.
-2024, MAGVIT-2, section 3.1): a code is the signs of d numbers, so that 2^d codes need neither vectors nor a search for
+2024, MAGVIT-v2, section 3.1): a code is the signs of d numbers, so that 2^d codes need neither vectors nor a search for
 the nearest. train_vqgan.py trains the same, with more to choose from; tests/test_references.py compares the two.
 """
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import models.perceptual
 from models.perceptual import PerceptualLoss
 from tests.scripts import RUN, VIDEO_TOKENIZER, VQGAN, Script, metrics, words
-from training.objectives import adversaries
+from training.objectives import judge
 from training.objectives.adversarial import ADVERSARIAL_LOSSES, LeCam
 
 HEADS = {VQGAN: 1, VIDEO_TOKENIZER: 3}
@@ -70,7 +70,7 @@ def built(script: Script, folder: Path) -> Built:
     # published one of 15 million weights.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models.perceptual, "load_perceptual", network)
-        patch.setattr(adversaries, "Judge", stop)
+        patch.setattr(judge, "Judge", stop)
         with pytest.raises(BuiltError):
             script.main(*recipe, *tiny)
     return found[0]

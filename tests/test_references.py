@@ -32,6 +32,7 @@ from benchmarks.jobs import one_process
 from data.feed import to_unit_range
 from data.sets import decoder_feed, image_feed, sound_feed, video_feed, widths_of
 from data.tokenizers import Tokenizer, open_tokenizer
+from models.decoder import LOWRES_TIMESTEPS
 from models.decoder_config import Sampling
 from tests.scripts import (
     DECODER,
@@ -183,7 +184,7 @@ def noise_of_mulan(args: argparse.Namespace) -> list[Callable[[int, int], Tensor
 
 
 def noise_of_decoder(args: argparse.Namespace) -> list[Callable[[int, int], Any]]:
-    lowres = LowresDraws(args.timesteps, blur_prob=0.0)
+    lowres = LowresDraws(LOWRES_TIMESTEPS, blur_prob=0.0)
     first = DiffusionDraws(args.seed, "unet1", args.timesteps, image_drop=args.image_cond_drop_prob)
     second = DiffusionDraws(args.seed, "unet2", args.timesteps, lowres=lowres)
 

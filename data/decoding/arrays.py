@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..records.record import Entry, open_entry, shown
+from ..records.files import shown
+from ..records.record import Entry, open_entry
 
 Array = npt.NDArray[np.float32]
 

@@ -31,7 +31,8 @@ import numpy.typing as npt
 from tandem.files.reading import DAMAGES, open_regular, parse_json
 from tandem.files.writing import create, open_appending, replacing
 
-from .record import MOST_EXAMPLES, is_address
+from .files import is_address
+from .record import MOST_EXAMPLES
 
 _VERSION = 2
 FEWEST = 10_000  # strings in an index that is kept: fewer are found in a tenth of a second

@@ -15,8 +15,9 @@ from tandem.files.reading import open_regular, parse_json
 
 from ..bad_samples import reason_of
 from . import remote
+from .files import is_address, shown
 from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
-from .record import Wanted, is_address, shown
+from .record import Wanted
 from .rows import OTHER_NAMES, Rows, columns_of, path_of, seconds_of
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}

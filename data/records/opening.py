@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from braceexpand import braceexpand
 
 from . import remote
+from .files import is_address, shown
 from .folder import FolderSource, NothingFoundError
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import ManifestSource
-from .record import Source, Wanted, is_address, shown
+from .record import Source, Wanted
 from .tables import ENDINGS as TABLE_ENDINGS
 from .tables import TableFiles, TableSource, check_alike, saved_files, tables_below
 from .tars import TarSource, number_of

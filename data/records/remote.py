@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from tandem.files.installed import how_to_install
 
 from .cache import ShardCache
-from .record import SCHEME, USER, FileWindow, LocalBytes, shown
+from .files import SCHEME, USER, FileWindow, LocalBytes, shown
 
 _PIECE = 16 << 20  # bytes of the longest request
 _AHEAD = 2 << 20  # bytes that are requested at once of what is read in small steps

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .record import MOST_EXAMPLES, Entry, Record, Source, Wanted, is_address
+from .files import is_address
+from .record import MOST_EXAMPLES, Entry, Record, Source, Wanted
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
 OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}

@@ -29,9 +29,10 @@ from tandem.files.reading import DAMAGES, check_regular, read_json
 
 from ..bad_samples import reason_of
 from . import remote
+from .files import is_address, shown
 from .folder import FolderSource, NothingFoundError
 from .index import fingerprint_of
-from .record import Entry, Wanted, is_address, open_bytes, shown
+from .record import Entry, Wanted, open_bytes
 from .rows import TIMES, Rows, columns_of
 
 ENDINGS = (".arrow", ".parquet")

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..bad_samples import reason_of
+from .files import Bytes, is_address
 from .index import Made, PackedStrings, fingerprint_of, kept, largest
-from .record import Bytes, Entry, Record, Wanted, is_address, open_bytes
+from .record import Entry, Record, Wanted, open_bytes
 
 _FEWEST = 100  # samples in an index that is kept: of long members, each header takes a read of the disk
 _THREADS = 16

@@ -16,7 +16,8 @@ LOSS_WEIGHTS = ("none", "min_snr", "p2")
 
 
 def target_of(objective: str, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-    """What the network should predict for x = alpha x0 + sigma noise; shapes broadcast."""
+    """What the network should predict for x = alpha x0 + sigma noise; shapes broadcast. v = alpha noise - sigma x0
+    (Salimans and Ho 2022, section 4); the flow's velocity dx / dsigma = noise - x0 (Lipman et al. 2023)."""
     if objective == "noise":
         return noise
     if objective == "x_start":
@@ -28,8 +29,9 @@ def coefficients(objective: str, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, 
     """a and b of x0 = a x + b p: every prediction p of a noisy picture x is a linear form of the clean picture
     (Salimans and Ho 2022, appendix D, for noise, x0 and v; Lipman et al. 2023 for flow).
 
-    The preconditioning of Karras et al. 2022, for data of deviation 1, is "v" without a weight: its sigma is our sigma
-    / alpha, its noisy picture our x / alpha, its network sees x, and the factor of its loss cancels that of its output.
+    The preconditioning of Karras et al. 2022, for data of deviation 1, is "v" without a weight, but for the sign: its
+    sigma is our sigma / alpha, its noisy picture our x / alpha, its network sees x and predicts -v, and the factor of
+    its loss cancels that of its output.
     """
     if objective == "noise":
         return 1 / alpha, -sigma / alpha
@@ -137,7 +139,7 @@ class DiffusionLoss:
             times: int64 levels (b,).
             noise: Standard normal, like x0.
             lowres_time, lowres_noise: int64 levels (b,) of the noise, like the image, that is added to "lowres_image".
-                DALLE2-pytorch: of "linear" with 1000 levels, of which sampling uses number 200.
+                DALLE2-pytorch and `Decoder`: of "linear" with 1000 levels, of which sampling uses number 200.
             keep: "keep_image" and "keep_text", bool (b,); False drops the condition.
         """
         x = self.schedule.add_noise(x0, noise, times)

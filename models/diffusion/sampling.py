@@ -60,11 +60,12 @@ CLEAN = Level(None, 1.0, 0.0, math.inf)
 def guided(
     denoise: Denoise, reference: Denoise, schedule: Schedule, scale: float, interval: Sequence[float] | None = None
 ) -> Denoise:
-    """Guidance: reference + scale (denoise - reference), of estimates of the clean picture.
+    """Guidance: reference + scale (denoise - reference), of estimates of the clean picture. That is the same mixture of
+    the noises, as these are linear in the estimates; the scale is 1 + w of Ho and Salimans 2022, eq. 6.
 
     Args:
-        reference: The network without its condition (Ho and Salimans 2022), or a worse network with it (autoguidance,
-            Karras et al. 2024b).
+        reference: The network without its condition (Ho and Salimans 2022), or a worse network with it (Karras et al.
+            2024, "Guiding a diffusion model with a bad version of itself").
         interval: (LO, HI]: noise levels sigma / alpha at which the scale holds; elsewhere it is 1 (Kynkaanniemi et al.
             2024, section 3).
     """
@@ -104,11 +105,12 @@ def ddpm(step: Step) -> Tensor:
     x_start, fraction = step.estimate
     if fraction is None or step.then.number is None:
         return _towards(x_start, step, 1.0)
-    return _towards(x_start, step, 1.0, (step.now.sigma / step.then.sigma) ** fraction)  # squared that is beta / b~
+    return _towards(x_start, step, 1.0, (step.now.sigma / step.then.sigma) ** fraction)  # its square: (beta / b~)^f
 
 
 def dpmpp_2m(step: Step) -> Tensor:
-    """DPM-Solver++(2M), Lu et al. 2022, Alg. 2; first order at the first and the last step and after SNR 0.
+    """DPM-Solver++(2M), Lu et al. 2022, Alg. 2: D + (D - D_before) / (2 r), where r is the length of the step before
+    over that of this step, in half log SNR; first order at the first and the last step and after SNR 0.
 
     A step that is longer than the one before it counts as no longer. Towards level 0 the steps grow, by a factor of
     4 on the cosine schedule in 20 steps, where estimates hardly change any more: the line would overshoot."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from .errors import one_line
+from tandem.files.reading import one_line
 
 if TYPE_CHECKING:
     from .pretrained import Pretrained

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.files.reading import check_regular
+from tandem.files.reading import check_regular, one_line
 
 from .archive import check_archive, check_sizes
 from .building import check_arguments
-from .errors import one_line
 from .writing import on_cpu, replacing
 
 HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.files.reading import DAMAGES, check_regular, read_json
+from tandem.files.reading import DAMAGES, check_regular, one_line, read_json
 
-from ..decoder import LOWRES_SCHEDULE, Decoder
+from ..decoder import Decoder
 from ..decoder_config import DecoderConfig, UnetConfig
 from ..diffusion.schedule import Schedule
 from ..unet import IMAGE_TOKENS
@@ -26,7 +26,6 @@ from .archive import Ignored, check_archive, check_sizes, mentions
 from .building import build_with_weights, check_arguments, plain_values
 from .dalle2_config import decoder_config, decoder_part, other_options, public_config
 from .description import describe_weights
-from .errors import one_line
 from .writing import on_cpu, replacing
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
@@ -102,9 +101,8 @@ def public_state(decoder: Decoder) -> dict[str, Tensor]:
             state[f"unets.{index}.{_public_name(name, weights)}"] = tensor
         state |= {f"unets.{index}.{name}": tensor for name, tensor in _unused(spec).items()}
         state |= schedule_tensors(f"noise_schedulers.{index}", decoder.schedules[index].betas)
-        if spec.lowres_noise_cond:
-            betas = Schedule.named(LOWRES_SCHEDULE, 1000).betas
-            state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", betas)
+        if spec.lowres_noise_cond and (lowres := decoder.lowres_schedule()):
+            state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", lowres.betas)
     return state
 
 

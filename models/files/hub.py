@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.files.installed import how_to_install
+from tandem.files.reading import one_line
 from tandem.files.writing import say
 
-from .errors import one_line
 from .pretrained import CONFIG_FILE, holds_weights, read_config
 
 SECONDS = 60.0  # to wait for the next answer or bytes of the Hub

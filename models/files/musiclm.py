@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.files.reading import check_regular
+from tandem.files.reading import check_regular, one_line
 
 from ..attention import layers_read
 from ..mulan import MuLaN
 from ..mulan_config import MuLaNConfig
 from .archive import mentions
 from .description import describe_weights
-from .errors import one_line
 from .published import read_state_dict
 from .writing import on_cpu, replacing
 

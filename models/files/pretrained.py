@@ -16,10 +16,9 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from tandem.fields import ModelConfig
-from tandem.files.reading import DAMAGES, check_inside, check_regular, read_json
+from tandem.files.reading import DAMAGES, check_inside, check_regular, one_line, read_json
 
 from .building import build_with_weights, check_arguments
-from .errors import one_line
 from .writing import on_cpu, replacing
 
 CONFIG_FILE = "config.json"

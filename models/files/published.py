@@ -12,10 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tandem.files.fetching import Published, fetched
-from tandem.files.reading import check_regular
+from tandem.files.reading import check_regular, one_line
 
 from .archive import check_archive, check_old_file, check_sizes
-from .errors import one_line
 
 VGG16 = Published(
     "torchvision's VGG16", ("vgg16-397923af.pth",), "https://download.pytorch.org/models/vgg16-397923af.pth",

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.files.reading import read_json
+from tandem.files.reading import one_line, read_json
 
 from .. import pretrained_towers as towers
 from .building import build_on_meta
-from .errors import one_line
 from .pretrained import CONFIG_FILE, holds_weights, read_weights
 from .published import read_state_dict
 

@@ -10,8 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tandem.files import writing
-
-from .errors import one_line
+from tandem.files.reading import one_line
 
 
 def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

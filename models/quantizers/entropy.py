@@ -1,6 +1,6 @@
 """Entropies, in nats, of soft assignments to codes: of each item's assignment, and of the mean over the whole batch.
 
-The entropy loss of Chang et al. 2022 (MaskGIT) and Yu et al. 2024 (MAGVIT-2) is H_sample - gamma H_batch: each item
+The entropy loss of Chang et al. 2022 (MaskGIT) and Yu et al. 2024 (MAGVIT-v2) is H_sample - gamma H_batch: each item
 should choose one code clearly, and all items together should use all codes equally. H_batch is a function of the mean p
 of *all* items of an update. Its differential is <dH/dp, dp>, and p is a mean over processes and micro-batches. So each
 part (a micro-batch of a process) uses the gradient of <dH/dp, p_part>, with dH/dp of the whole batch, and the engine's

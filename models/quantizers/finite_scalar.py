@@ -23,10 +23,12 @@ _MARGIN = 1e-3
 
 
 class FiniteScalarQuantizer(Quantizer):
-    """Rounds each channel, bounded by a tanh, to one of a few levels in [-1, 1] (Mentzer et al. 2023, section 3).
+    """Rounds each channel, bounded by a tanh, to one of L levels in [-1, 1], multiples of 1 / (L // 2): the largest of
+    an even L is 1 - 2 / L (Mentzer et al. 2023, section 3).
 
     The code has the first channel as its least significant digit, as in the paper's appendix A.1. There are no losses
-    and no statistics. The bound is shifted by artanh, so that z = 0 is level L // 2 for even L too.
+    and no statistics. The bound is shifted by artanh (the listing there has tan), so that z = 0 is level L // 2 for
+    even L too.
 
     `fsq_levels` are the numbers of levels of each channel; without them, the published ones for `codebook_size`.
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class LookupFreeQuantizer(Quantizer):
-    """Maps each channel to its sign: the codebook is the 2^d corners of a cube (Yu et al. 2024, MAGVIT-2, section 3.1).
+    """Maps each channel to its sign: the codebook is the 2^d corners of a cube (MAGVIT-v2: Yu et al. 2024, section
+    3.1).
 
     Losses: ``commitment`` is mean (z - sg q)^2 (sg: stop-gradient); ``entropy`` is H_sample - diversity_gamma H_batch
     in nats, with p(c | z) = softmax_c 2 inv_temperature <z, c>, a product over the bits of
@@ -63,8 +64,9 @@ class LookupFreeQuantizer(Quantizer):
 class BinarySphericalQuantizer(LookupFreeQuantizer):
     """LFQ of a vector's direction v = z / |z|, with corners on the unit sphere: q = sign(v) / sqrt(d).
 
-    Zhao et al. 2024; p(c | v) = softmax_c 2 inv_temperature <v, c>, which is a product over the bits of
-    sigmoid(4 inv_temperature v_b c_b), c_b = +-1 / sqrt(d). Losses: ``commitment`` is mean (v - sg q)^2; ``entropy`` is
+    Zhao et al. 2024, "Image and video tokenization with binary spherical quantization"; p(c | v) = softmax_c 2
+    inv_temperature <v, c>, which is a product over the bits of sigmoid(4 inv_temperature v_b c_b), c_b = +-1 / sqrt(d).
+    Losses: ``commitment`` is mean (v - sg q)^2; ``entropy`` is
     H_sample - diversity_gamma H_batch, in nats. The gradient reaches z through v. The authors leave `commitment` out.
     """
 
@@ -77,7 +79,8 @@ class BinarySphericalQuantizer(LookupFreeQuantizer):
 
 
 def sign_codes(rows: Tensor) -> Tensor:
-    """Vectors (..., bits) -> int64 codes (...) of their signs; only what is greater than 0 counts as positive."""
+    """Vectors (..., bits) -> int64 codes (...) of their signs; only what is greater than 0 counts as positive. The
+    first channel is the most significant bit, as in the public implementations; in Yu et al. 2024 it is the least."""
     shifts = torch.arange(rows.shape[-1] - 1, -1, -1, device=rows.device)
     return ((rows > 0).long() << shifts).sum(-1)
 

@@ -32,7 +32,8 @@ class VectorQuantizer(Quantizer):
     Loss: ``commitment`` is mean (z - sg e)^2 (sg: stop-gradient). Codebook and averages are buffers and stay fp32 when
     the model is cast.
 
-    The codebook starts from k-means of the first batch. A dead entry becomes a vector that is drawn by (seed, step, k).
+    The codebook starts from k-means of the first batch, and a dead entry becomes a vector of the batch, drawn by
+    (seed, step, k): Zeghidour et al. 2021, "SoundStream", section III-C.
     With `vq_cosine` the nearest entry is that of the smallest angle: vectors and entries are scaled to length 1.
 
     Raises:

@@ -19,8 +19,8 @@ _MEMORIES = 4  # learned keys and values of each head, visible to every query
 # starts as 1. Images do not train it, nor what reads those frames; with 0 a layer treats each frame like an image.
 
 
-class FeedForward(nn.Module):
-    """Pre-norm GEGLU (Shazeer 2020) of inner width int(4 dim 2/3), without the residual."""
+class PixelFeedForward(nn.Module):
+    """Pre-norm GEGLU (Shazeer 2020) of inner width int(4 dim 2/3) for each position, without the residual."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -34,9 +34,10 @@ class FeedForward(nn.Module):
         return self.contract(values * F.gelu(gates))
 
 
-class Attention(nn.Module):
-    """Multi-head softmax attention with learned memories, without biases and positions. With is_causal the result is
-    own + past_gain (all - own), where own is the attention to the memories and the token itself.
+class MemoryAttention(nn.Module):
+    """Multi-head softmax attention with learned memories, keys and values that every query sees (Sukhbaatar et al.
+    2019, "Augmenting self-attention with persistent memory"), without biases and positions. With is_causal the result
+    is own + past_gain (all - own), where own is the attention to the memories and the token itself.
 
     Args:
         is_causal: A token sees no later one, and a stream goes on from the keys and values of earlier chunks.
@@ -127,7 +128,8 @@ class TaylorAttention(nn.Module):
 
 
 class TokenShift(nn.Module):
-    """The second half of the channels comes from the frame before, times past_gain; zeros at the first frame."""
+    """The second half of the channels comes from the frame before, times past_gain; zeros at the first frame (the token
+    shift of RWKV, Peng et al. 2023)."""
 
     stream_name = ""
 
@@ -159,7 +161,7 @@ class Attend(nn.Module):
         super().__init__()
         self.tokens = "(b f) (h w) c" if along == "space" else "(b h w) f c"
         self.norm, self.attention = RMSNorm(dim), attention
-        self.feed_forward = FeedForward(dim)
+        self.feed_forward = PixelFeedForward(dim)
         self.shifts = nn.ModuleList(TokenShift(dim) for _ in range(2 if along == "time" else 0))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -199,7 +201,7 @@ class GateLoop(nn.Module):
 
 class AdaptiveNorm(nn.Module):
     """RMSNorm(x) (1 + gain) + shift, both 1 x 1 convolutions of the quantized latent that a position is made from:
-    nearest in space, and latent ceil(f / frames) for frame f (after MAGVIT-2's adaptive norm). They start as 0.
+    nearest in space, and latent ceil(f / frames) for frame f (after MAGVIT-v2's adaptive group norm). They start as 0.
 
     Args:
         frames: Frames here that one latent frame stands for.

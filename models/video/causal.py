@@ -139,7 +139,7 @@ class CausalConv3d(nn.Conv3d):
 
 class SpaceUp(nn.Module):
     """Doubles height and width: 1 x 1 convolution to four times the channels, SiLU, pixel shuffle. At the start all
-    four pixels are equal."""
+    four pixels are equal (Aitken et al. 2017, "Checkerboard artifact free sub-pixel convolution")."""
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()
@@ -199,8 +199,9 @@ class RMSNorm(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Channels of each frame times a gate in (0, 2), computed from an attention-weighted mean over the frame (global
-    context, Cao et al. 2020). The gate starts as 1: at the sigmoid's far end it would take far too long to open."""
+    """Channels of each frame times a gate in (0, 2) (Hu et al. 2018, "Squeeze-and-excitation networks"), computed from
+    an attention-weighted mean over the frame (Cao et al. 2020, "Global context networks"). The gate starts as 1: at the
+    sigmoid's far end it would take far too long to open."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from ..configs import check_choices
-from .attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
+from .attention import AdaptiveNorm, Attend, GateLoop, MemoryAttention, TaylorAttention
 from .causal import CausalConv3d, ResidualUnit, SpaceUp, TimeUp
 
 if TYPE_CHECKING:
@@ -150,10 +150,10 @@ def _layer(name: str, dim: int, config: VideoTokenizerConfig) -> nn.Module:
         side = config.residual_kernel
         return ResidualUnit(dim, (1 if name == "residual_space" else side, side, side), config.norm)
     if name == "attend_space":
-        return Attend(dim, Attention(dim, _HEADS, _DIM_HEAD), "space")
+        return Attend(dim, MemoryAttention(dim, _HEADS, _DIM_HEAD), "space")
     if name == "attend_time":
         window = config.time_window or None
-        return Attend(dim, Attention(dim, _HEADS, _DIM_HEAD, is_causal=True, window=window), "time")
+        return Attend(dim, MemoryAttention(dim, _HEADS, _DIM_HEAD, is_causal=True, window=window), "time")
     if name == "linear_attend_space":
         return Attend(dim, TaylorAttention(dim, _LINEAR_HEADS, _LINEAR_DIM_HEAD), "space")
     return GateLoop(dim)

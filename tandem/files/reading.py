@@ -34,6 +34,7 @@ its SafetensorError. RuntimeError is not one of them, because PyTorch raises it 
 # The longest files that are read whole. Config files have kilobytes, and PyYAML reads 100 kB in a second.
 LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
 _LONGEST_LINE = 1 << 20  # bytes
+_LONGEST_ERROR = 500  # signs
 # Lists, objects and keys in one file, and nodes of a YAML file with its aliases written out. An empty list takes three
 # bytes in a file and 64 in memory; plain numbers, of which a file may hold more, take a tenth of that.
 _MOST_VALUES = 1 << 22
@@ -176,6 +177,12 @@ def words_of(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Text that may quote a file, with ? for every control character, so that no file can control the terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an exception's message, which may quote a file, or its type if the message is empty."""
+    lines = str(error).strip().splitlines()
+    return printable(lines[0].strip()[:_LONGEST_ERROR]) if lines else type(error).__name__
 
 
 def _with_yaml(path: str | Path, use: Any) -> Any:

@@ -106,7 +106,7 @@ def test_the_noise_of_the_condition_goes_up_to_the_last_level() -> None:
     )
     images = torch.rand(2, 3, 8, 8)
     drawn = model.sample({}, noise_of(range(2)), Sampling(sample_timesteps=[2]), batch=2, start_at=2, images=images)
-    assert {tuple(level.tolist()) for level in levels if level is not None} == {(49, 49)} and drawn.isfinite().all()
+    assert {tuple(level.tolist()) for level in levels if level is not None} == {(999, 999)} and drawn.isfinite().all()
 
 
 def test_training_pictures_are_of_each_size_and_between_minus_one_and_one() -> None:

@@ -16,21 +16,21 @@ def some_keys(size: int = 3, step: int = 0) -> Tensor:
     return Noise(0, "dropout").keys(step, list(range(size)))
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_share_of_the_numbers_is_dropped_and_the_mean_stays(share: float) -> None:
-    out = dropout(torch.ones(4, 8, 100, 100, dtype=torch.float64), share, some_keys(4))
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_a_share_of_the_numbers_is_dropped_and_the_mean_stays(rate: float) -> None:
+    out = dropout(torch.ones(4, 8, 100, 100, dtype=torch.float64), rate, some_keys(4))
     dropped = (out == 0).double()
-    assert ((out == 0) | ((out - 1 / (1 - share)).abs() < 1e-12)).all()
+    assert ((out == 0) | ((out - 1 / (1 - rate)).abs() < 1e-12)).all()
     # Within 5 standard deviations: of the whole, of each sample, row and column, ...
     for dims in ((), (1, 2, 3), (0, 1, 3), (0, 1, 2)):
         means = dropped.mean(dim=dims) if dims else dropped.mean()
         count = out.numel() / means.numel()
-        assert ((means - share).abs() < 5 * (share * (1 - share) / count) ** 0.5).all(), dims
+        assert ((means - rate).abs() < 5 * (rate * (1 - rate) / count) ** 0.5).all(), dims
     # ... and no number has to do with its neighbour in any direction, or with that of another sample.
-    centred = dropped - share
+    centred = dropped - rate
     for dim in range(4):
         product = (centred.narrow(dim, 0, out.shape[dim] - 1) * centred.narrow(dim, 1, out.shape[dim] - 1)).mean()
-        assert abs(product) < 5 * share * (1 - share) / out.numel() ** 0.5 * 1.2, dim
+        assert abs(product) < 5 * rate * (1 - rate) / out.numel() ** 0.5 * 1.2, dim
 
 
 def test_draws_depend_on_key_and_place_alone_and_not_on_the_sizes_around_them() -> None:
@@ -53,7 +53,7 @@ def test_draws_are_pinned_so_that_a_checkpoint_meets_the_same_later() -> None:
 def test_attention_drops_weights_and_outputs_and_the_feed_forward_its_inner_numbers() -> None:
     torch.manual_seed(0)
     keys, x, bias = some_keys(2), some(2, 5, 12), some(2, 3, 5, 5, seed=2)
-    module = Attention(12, heads=3, dim_head=4, share=0.4)
+    module = Attention(12, heads=3, dim_head=4, rate=0.4)
     q, k, v = module.to_qkv(module.norm(x)).view(2, 5, 3, 3, 4).permute(2, 0, 3, 1, 4)
     q, k = (part / part.norm(dim=-1, keepdim=True) for part in (q, k))
     weights = (8 * q @ k.mT + bias).softmax(dim=-1)
@@ -62,7 +62,7 @@ def test_attention_drops_weights_and_outputs_and_the_feed_forward_its_inner_numb
     out = module.to_out((weights * kept @ v).transpose(1, 2).flatten(2)) * of_output
     torch.testing.assert_close(module(x, bias, keys), out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(module(x, bias), Attention.forward(module, x, bias, None))
-    feed = FeedForward(12, share=0.4)
+    feed = FeedForward(12, rate=0.4)
     values, gates = feed.expand(feed.norm(x)).chunk(2, dim=-1)
     inner = values * torch.nn.functional.gelu(gates) * dropout(torch.ones(2, 5, 32), 0.4, keys)
     torch.testing.assert_close(feed(x, keys), feed.contract(inner))

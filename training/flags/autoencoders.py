@@ -58,7 +58,7 @@ class PerceptualFlags:
 
 @dataclass
 class AdversaryFlags(PerceptualFlags):
-    """Of every script that trains against a discriminator (`training.objectives.adversaries`). `generator_width` is the
+    """Of every script that trains against a discriminator (`training.objectives.judge`). `generator_width` is the
     flag of the generator's first channels."""
 
     generator_width: ClassVar[str] = "dim"

@@ -1,1 +1,2 @@
-"""Adversarial and contrastive losses, and updates whose results do not depend on how a batch is divided."""
+"""Adversarial and contrastive losses, random numbers of diffusion, and updates whose results do not depend on how a
+batch is divided."""

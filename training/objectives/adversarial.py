@@ -35,8 +35,8 @@ def _summed_over_heads(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_summed_over_heads
 def hinge_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """mean relu(1 - D(real)) + mean relu(1 + D(fake)), 0-d (Lim & Ye 2017; without the factor 1/2 of some
-    implementations)."""
+    """mean relu(1 - D(real)) + mean relu(1 + D(fake)), 0-d (Lim & Ye 2017, "Geometric GAN"; without the
+    factor 1/2 of some implementations)."""
     return F.relu(1 - real_logits.float()).mean() + F.relu(1 + fake_logits.float()).mean()
 
 
@@ -137,8 +137,9 @@ def gradient_penalty(discriminator: Callable[[Tensor], Logits], images: Tensor) 
     """mean (|grad_x sum D(x)| - 1)^2 over the images, 0-d, with a graph to the discriminator's weights; summed over the
     heads.
 
-    The penalty of Gulrajani et al. 2017, at real images, without its usual weight 10. The discriminator runs in fp32
-    even under autocast, because half precision loses gradients of small gradients.
+    The penalty of Gulrajani et al. 2017, "Improved training of Wasserstein GANs", equation 3, without its usual weight
+    10, and at real images instead of points between real and generated ones, as Muse's public trainer has it. The
+    discriminator runs in fp32 even under autocast, because half precision loses gradients of small gradients.
 
     Args:
         discriminator: (b, c, h, w), or (b, c, f, h, w) for videos -> logits. Images must not influence one another's
@@ -156,7 +157,8 @@ def zero_centred_penalty(discriminator: Callable[[Tensor], Logits], real: Tensor
     """E |grad_x D(x)|^2 at real images + E |grad_x D(x)|^2 at generated ones, 0-d, with a graph to the discriminator's
     weights; summed over the heads.
 
-    R1 + R2 of Mescheder et al. 2018, section 4.1, without their factor 1/2. D(x) is the mean of an image's logits, so
+    R1 + R2 of Mescheder et al. 2018, "Which training methods for GANs do actually converge?", section 4.1, without
+    their factor gamma / 2. D(x) is the mean of an image's logits, so
     that a weight means the same for few logits and for many. In fp32, as `gradient_penalty`, whose arguments these are;
     the discriminator is called once, on the real and then the generated images.
     """
@@ -185,15 +187,16 @@ def image_gradient(loss: Tensor, images: Tensor) -> Tensor:
     return gradient.float() / _GRADIENT_SCALE
 
 
-def adaptive_weight(nll_gradient: Tensor, gan_gradient: Tensor, cap: float = 1e4, eps: float = 1e-4) -> Tensor:
-    """min(|nll_gradient| / max(|gan_gradient|, eps), cap), 0-d and detached (Esser et al. 2021, equation 7).
+def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, cap: float = 1e4, eps: float = 1e-4) -> Tensor:
+    """min(|reconstruction| / max(|adversarial|, eps), cap), 0-d and detached: the lambda of Esser et al. 2021, equation
+    7, whose denominator is |adversarial| + 1e-6 instead, and the cap of the authors' code.
 
     With this weight the adversarial loss has a gradient of the same norm at the last layer as the reconstruction loss.
 
     Args:
-        nll_gradient: Gradient of the reconstruction (and perceptual) loss with respect to the last layer's weight.
-        gan_gradient: Gradient of the adversarial loss with respect to the same weight. Both must be averaged over all
+        reconstruction: Gradient of the reconstruction (and perceptual) loss with respect to the last layer's weight.
+        adversarial: Gradient of the adversarial loss with respect to the same weight. Both must be averaged over all
             processes and micro-batches, because an average of ratios is not the ratio of averages.
     """
-    nll_norm, gan_norm = (torch.linalg.vector_norm(g.detach().float()) for g in (nll_gradient, gan_gradient))
-    return (nll_norm / gan_norm.clamp_min(eps)).clamp_max(cap)
+    wanted, found = (torch.linalg.vector_norm(g.detach().float()) for g in (reconstruction, adversarial))
+    return (wanted / found.clamp_min(eps)).clamp_max(cap)

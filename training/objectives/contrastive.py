@@ -7,6 +7,8 @@ s_ij = scale_h <audio_hi, text_hj>; the losses of the heads are added.
     decoupled   the same, j != i in both sums                                           Yeh et al. 2022, DCL
     sigmoid     -(1/n) sum_ij log sigmoid(y_ij (s_ij + bias_h)), y = 1 if i = j else -1   Zhai et al. 2023, SigLIP
 
+scale_h is the inverse of the papers' temperature, exp(t) of CLIP, and what the metrics call "temperature".
+
 Gradients are those of the global loss: sum them over the processes, do not average them.
 """
 
@@ -42,8 +44,8 @@ class ContrastiveResult(NamedTuple):
     text_gradient: Tensor  # (b, h, d)
     scale_gradient: Tensor  # (h,) total
     bias_gradient: Tensor  # (h,) total; zero but for the sigmoid loss
-    spread_audio: Tensor  # 0-d in [0, 1]: variance of the final embeddings, 1 - |their mean|^2; 0: all are the same
-    spread_text: Tensor  # 0-d
+    audio_variance: Tensor  # 0-d in [0, 1]: of the final embeddings, 1 - |their mean|^2; 0: all are the same
+    text_variance: Tensor  # 0-d
     scale: Tensor  # (h,) as given
     bias: Tensor  # (h,) as given
     collapsed: Tensor  # 0-d: loss of these pairs if every sound is equally near to every text
@@ -131,7 +133,7 @@ class Contrastive:
         """What a line of metrics has of a result, by name; the bias only if the loss uses it."""
         values = {
             "loss": result.loss, "collapsed_loss": result.collapsed, "temperature": result.scale[0],
-            "audio_variance": result.spread_audio, "text_variance": result.spread_text,
+            "audio_variance": result.audio_variance, "text_variance": result.text_variance,
         }  # fmt: skip
         return {**values, "bias": result.bias[0]} if self.kind == "sigmoid" else values
 
@@ -150,9 +152,9 @@ class Contrastive:
     ) -> ContrastiveResult:  # fmt: skip
         compute = self._over_all_texts if self.kind == "sigmoid" else self._over_all_rows
         pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
-        spreads = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
+        variances = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
         gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
-        found = (sums.loss, *gradients, *spreads, scale, bias, sums.collapsed * len(scale))
+        found = (sums.loss, *gradients, *variances, scale, bias, sums.collapsed * len(scale))
         return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in found))
 
     def _over_all_rows(
@@ -193,12 +195,13 @@ class Contrastive:
             self._compare(totals, audio, chunk, scale, bias, caption_ids, its_captions, rank == processes.rank, sizes)
             for rank, (chunk, its_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True))
         ]
-        *sums, of_text = _sum(
+        *sums, compared, of_text = _sum(
             processes, totals.loss, totals.scale, totals.bias, audio[:, 0].sum(0), text[:, 0].sum(0), totals.compared,
             torch.cat(of_texts),
         )  # fmt: skip
-        first = sum(sizes[: processes.rank])
-        return *_of_sigmoid(sizes, _Sums(*sums)), totals.audio, of_text[first : first + len(text)]
+        first, pairs = sum(sizes[: processes.rank]), sum(sizes)
+        found = _Sums._make([*sums, _collapsed_sigmoid(pairs, compared)])
+        return pairs, found, totals.audio, of_text[first : first + len(text)]
 
     def _compare(
         self, totals: _SigmoidTotals, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor,
@@ -248,12 +251,11 @@ def _sigmoid_losses(
     return -F.logsigmoid(signs * logits).masked_fill(left_out, 0.0)
 
 
-def _of_sigmoid(sizes: list[int], sums: _Sums) -> tuple[int, _Sums]:
-    """The size of the global batch, and the sums, of which `collapsed` was the number of comparisons."""
-    # With equal scores and the best bias for them, the loss per comparison is the entropy of whether it is a pair.
-    pairs, others = sum(sizes), sums.collapsed - sum(sizes)
-    entropy = -pairs * (pairs / sums.collapsed).log() - torch.special.xlogy(others, others / sums.collapsed)
-    return pairs, sums._replace(collapsed=entropy / pairs)
+def _collapsed_sigmoid(pairs: int, compared: Tensor) -> Tensor:
+    """The sigmoid loss of so many pairs, 0-d, if all scores are equal and have the best bias, where the loss of a
+    comparison is the entropy of whether it is of a pair; ``compared`` (0-d) is the number of comparisons."""
+    others = compared - pairs
+    return (-pairs * (pairs / compared).log() - torch.special.xlogy(others, others / compared)) / pairs
 
 
 def _gather_pairs(

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -17,9 +17,11 @@ from ...devices import cpu_threads, own_threads
 from ...engines.micro import clip_divisor, gradient_norm
 from ...engines.optimizer_state import unfuse
 from ...engines.parts import GradientParts
-from . import DeepSpeedBackend
 from .config import refusals, resolve
 from .state import OF_CLASSES, OF_ENGINE, OF_ZERO, ZeroState, check_inside
+
+if TYPE_CHECKING:
+    from . import DeepSpeedBackend
 
 
 class ZeroEngine(ZeroState):

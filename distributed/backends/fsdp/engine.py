@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,13 @@ from ...engines.precision import DTYPES, LossScaler
 from ...engines.reducer import GradientReducer
 from ...engines.replicated import ReplicatedEngine
 from ...errors import UserMistake
-from . import FSDPBackend
 
 _PART_OF_A_MODEL = 100  # smaller blocks are gathered with what surrounds them ...
 _ALWAYS_WORTH_IT = 2**20  # ... unless they have as many weights as this
 _END_OF_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
+
+if TYPE_CHECKING:
+    from . import FSDPBackend
 
 
 class FSDPEngine(ReplicatedEngine):

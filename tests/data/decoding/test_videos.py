@@ -15,7 +15,8 @@ from PIL import Image
 
 from data.bad_samples import Unsuitable
 from data.decoding.videos import ClipDecoder
-from data.records.record import Entry, FileWindow, open_entry
+from data.records.files import FileWindow
+from data.records.record import Entry, open_entry
 from tests.data.decoding.films import RATE, SIDE, TICKS, number_of, numbers, picture, write_video
 from tests.data.helpers import one_line
 from tests.data.sources import encoded

@@ -24,8 +24,9 @@ from PIL import Image
 
 from data.records import remote
 from data.records.cache import ShardCache
+from data.records.files import is_address, shown
 from data.records.opening import expanded, open_source
-from data.records.record import Entry, Wanted, is_address, open_bytes, open_entry, shown
+from data.records.record import Entry, Wanted, open_bytes, open_entry
 from data.workers import Loader
 from tests.data.helpers import in_processes, one_line
 from tests.fault_proxy import Proxy

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.records import index, tables
+from data.records.files import shown
 from data.records.manifest import ManifestSource
 from data.records.opening import expanded
-from data.records.record import Wanted, shown
+from data.records.record import Wanted
 from data.records.rows import parts_of
 from data.records.tables import TableFiles, TableSource, saved_files, tables_below
 from tests.data.helpers import one_line

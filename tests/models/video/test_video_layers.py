@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.video.attention import AdaptiveNorm, Attend, Attention, GateLoop, TaylorAttention
+from models.video.attention import AdaptiveNorm, Attend, GateLoop, MemoryAttention, TaylorAttention
 from models.video.causal import CausalConv3d, Context, ResidualUnit, RMSNorm, SpaceUp, SqueezeExcite, TimeUp
 from models.video.layers import check_side, frames_per_code, parse_layers, pixels_per_code
 from models.video_tokenizer import from_patches, to_patches
@@ -139,7 +139,7 @@ def test_a_residual_unit_is_what_its_norm_says(norm: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_along_time_a_frame_sees_the_memories_and_the_last_frames_up_to_itself(window: int | None) -> None:
-    attention = Attention(6, heads=2, dim_head=3, is_causal=True, window=window)
+    attention = MemoryAttention(6, heads=2, dim_head=3, is_causal=True, window=window)
     tokens = video(3, 5, 6)
     out = attention(tokens, WHOLE)
     q, k, v = attention.to_qkv(tokens).view(3, 5, 3, 2, 3).permute(2, 0, 3, 1, 4)
@@ -157,7 +157,7 @@ def test_along_time_a_frame_sees_the_memories_and_the_last_frames_up_to_itself(w
 
 def test_a_gain_says_how_much_of_earlier_frames_is_seen() -> None:
     """With 0 nothing of them is; between 0 and 1, in attention and in the recurrence, the result is between the two."""
-    for layer in (Attend(6, Attention(6, 2, 3, is_causal=True), "time"), GateLoop(6)):
+    for layer in (Attend(6, MemoryAttention(6, 2, 3, is_causal=True), "time"), GateLoop(6)):
         x, gains = video(), [p for name, p in layer.named_parameters() if name.endswith("past_gain")]
         with torch.no_grad():
             for gain in gains:
@@ -165,7 +165,7 @@ def test_a_gain_says_how_much_of_earlier_frames_is_seen() -> None:
             alone = layer(x, WHOLE)
             for t in range(x.shape[2]):
                 torch.testing.assert_close(alone[:, :, t : t + 1], layer(x[:, :, t : t + 1], WHOLE))
-    for layer, x in ((Attention(6, 2, 3, is_causal=True), video(3, 5, 6)), (GateLoop(6), video())):
+    for layer, x in ((MemoryAttention(6, 2, 3, is_causal=True), video(3, 5, 6)), (GateLoop(6), video())):
         results = []
         for value in (0.0, 0.25, 1.0):
             nn.init.constant_(layer.past_gain, value)
@@ -184,7 +184,7 @@ def test_linear_attention_is_its_explicit_sum() -> None:
 
 @pytest.mark.parametrize("along", ["space", "time"])
 def test_attention_mixes_positions_along_one_axis(along: str) -> None:
-    attention = Attention(6, heads=2, dim_head=3, is_causal=along == "time")
+    attention = MemoryAttention(6, heads=2, dim_head=3, is_causal=along == "time")
     layer, x = Attend(6, attention, along), video(1, 6, 4, 3, 3).requires_grad_()
     out = layer(x, WHOLE)
     (gradient,) = torch.autograd.grad(out[:, :, 2, 1, 1].sum(), x)
@@ -198,7 +198,7 @@ def test_attention_mixes_positions_along_one_axis(along: str) -> None:
 
 
 def test_a_token_takes_half_of_its_channels_from_the_frame_before() -> None:
-    shift, x = Attend(6, Attention(6, 1, 2, is_causal=True), "time").shifts[0], video()
+    shift, x = Attend(6, MemoryAttention(6, 1, 2, is_causal=True), "time").shifts[0], video()
     out = shift(x, WHOLE)
     assert torch.equal(out[:, :3], x[:, :3]) and torch.equal(out[:, 3:, 1:], x[:, 3:, :-1])
     assert not out[:, 3:, 0].any()

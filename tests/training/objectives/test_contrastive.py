@@ -77,7 +77,7 @@ def shared(kind: str, inputs: list[Tensor], sizes: list[int], **options: Any) ->
 def joined(results: list[ContrastiveResult]) -> list[Tensor]:
     """The same as one process would say it; what is said to be equal everywhere is."""
     for other in results[1:]:
-        for name in ("loss", "scale_gradient", "bias_gradient", "spread_audio", "spread_text"):
+        for name in ("loss", "scale_gradient", "bias_gradient", "audio_variance", "text_variance"):
             assert torch.equal(getattr(other, name), getattr(results[0], name)), name
     rows = [torch.cat([getattr(r, name) for r in results]) for name in ("audio_gradient", "text_gradient")]
     return [results[0].loss, *rows, results[0].scale_gradient, results[0].bias_gradient]
@@ -114,7 +114,7 @@ def test_collapsed_embeddings_lose_the_logarithm_of_the_number_of_candidates(pai
         (result,) = shared(kind, [same, same, 14 * one, one, ids], [pairs])
         assert float(result.loss) == pytest.approx(math.log(candidates), rel=1e-6, abs=2e-6)
         assert float(result.collapsed) == pytest.approx(math.log(candidates), rel=1e-6, abs=2e-6)
-        assert float(result.spread_audio) == pytest.approx(0.0, abs=1e-6)
+        assert float(result.audio_variance) == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

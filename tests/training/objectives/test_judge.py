@@ -23,7 +23,7 @@ from training.objectives.adversarial import (
     hinge_discriminator_loss,
     zero_centred_penalty,
 )
-from training.objectives.adversaries import Judge
+from training.objectives.judge import Judge
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 

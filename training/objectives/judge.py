@@ -1,12 +1,12 @@
-"""What the two losses of an adversarial update are made of, however a batch is divided into processes and
-micro-batches."""
+"""The judge of a generator's images: what the two losses of an adversarial update are made of, however a batch is
+divided into processes and micro-batches. The formulas are those of `adversarial`."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .adversarial import (
 
 if TYPE_CHECKING:
     from distributed import Backend
+    from models.quantizers.base import Quantizer
 
 ADAPTIVE = "adaptive"
 ZERO_CENTRED = "zero_centred"
@@ -37,15 +38,6 @@ Given = Callable[[Mapping[str, Any], int], Mapping[str, Tensor]]
 def frames_of(videos: Tensor, frames: Tensor) -> Tensor:
     """Frame number frames[i] of video i: (b, c, f, h, w) and int64 (b,) -> (b, c, h, w)."""
     return videos[torch.arange(len(videos), device=videos.device), :, frames]
-
-
-class Quantizer(Protocol):
-    """Interface that an adversarial update requires of a quantizer, which may keep statistics of the whole batch."""
-
-    @property
-    def needs_observation(self) -> bool: ...
-    def pool(self) -> None: ...
-    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None: ...
 
 
 class _ImageLosses(NamedTuple):
