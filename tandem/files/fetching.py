@@ -29,6 +29,7 @@ MIRROR = "TANDEM_WEIGHTS_MIRROR"  # in the environment: the address of a folder 
 
 _SECONDS = 60.0  # to wait for an answer, or for the next bytes
 _TRIES, _PAUSE_SECONDS = 3, 1.0  # where a server gives no answer, or ends it too early
+_COME_BACK = 408, 429  # a server that is busy (RFC 9110, section 15.5.9; RFC 6585, section 4)
 _BLOCK_BYTES = 1 << 20
 _LONGEST_REASON = 1000  # bytes
 
@@ -224,7 +225,7 @@ def _blocks(address: str) -> Iterator[bytes]:
             while block := answer.read(_BLOCK_BYTES):
                 yield block
     except HTTPError as error:
-        kind = _NoAnswerError if error.code >= 500 else ValueError
+        kind = _NoAnswerError if error.code >= 500 or error.code in _COME_BACK else ValueError
         raise kind(f"{address} answers {error.code} ({error.reason})") from None
     except (OSError, HTTPException) as error:
         raise _NoAnswerError(f"{address} gives no answer ({error or type(error).__name__})") from None

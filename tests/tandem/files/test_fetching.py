@@ -104,7 +104,7 @@ def test_a_connection_that_breaks_is_tried_again(faults: list[Any], file: Publis
 
 @pytest.mark.parametrize(("fault", "requests", "reason"), [
     ("cut", 3, "no answer"), ("half", 3, "ended after 1500000 of 3000000 bytes"), (404, 1, "answers 404"),
-    (503, 3, "answers 503"),
+    (503, 3, "answers 503"), (429, 3, "answers 429"),
 ])  # fmt: skip
 def test_what_cannot_be_fetched_is_one_line_and_nothing_is_kept(
     fault: str | int, requests: int, reason: str, file: Published, server: Proxy, tmp_path: Path
