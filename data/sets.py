@@ -202,7 +202,7 @@ def open_conditioned(
         if found is None:
             raise ValueError(
                 f"the model takes {kind.wanted.noun}s, and {spec!r} has none: put KEY{kind.wanted.endings[0]} beside "
-                f"each image, give {kind.flag}, or compute them with --clip and --clip_weights"
+                f"each image, give {kind.flag}, compute them with --clip, or train without by --condition_on none"
             )
         if kind == TEXT and found.shape[0] > longest_text:
             raise ValueError(
