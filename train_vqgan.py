@@ -22,6 +22,7 @@ import distributed
 from data.flags import ImageFlags, place_of
 from hub import start_training, training_parser
 from models.configs import QuantizerLossFlags, VQGANConfig
+from models.taming_config import KL, LatentLossFlags
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.fields import flag
 from trained import built, built_discriminator
@@ -68,7 +69,9 @@ class LossFlags:
 
 
 @dataclass
-class Config(ImageFlags, VQGANConfig, QuantizerLossFlags, LossFlags, RateFlags, AdversaryFlags, RunFlags):
+class Config(
+    ImageFlags, VQGANConfig, LatentLossFlags, QuantizerLossFlags, LossFlags, RateFlags, AdversaryFlags, RunFlags
+):
     """Every flag of this script."""
 
     output_dir: str = "runs/vqgan"
@@ -108,6 +111,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from training.measures.collapse import ReconstructionAlarm
     from training.measures.fid import Inception
     from training.measures.reconstruction import ReconstructionQuality
+    from training.noise import Noise
     from training.objectives.judge import Judge
     from training.pictures.images import grid
     from training.run.loop import Evaluation
@@ -133,7 +137,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     ema = make_ema(vqgan, args.ema_decay, args.ema_power)
     of_critic = adam(discriminator.parameters(), betas=args.discr_betas or args.betas)
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
-    pixel_loss = F.mse_loss if args.l2_recon_loss else F.l1_loss
+    pixel_loss, noise = F.mse_loss if args.l2_recon_loss else F.l1_loss, Noise(args.seed, "latents")
+    colours_per_latent = generator.channels * 4**generator.num_layers
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return to_unit_range(batch["images"])
@@ -153,7 +158,21 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         images = images_of(shown)
         return grid({"original": images, **reconstructions(models, images)})
 
-    judge = Judge(args, vqgan, critic, backend, images=images_of, reconstruction_loss=reconstruction_loss, log=run.add)
+    def drawn(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+        is_sampled = args.quantizer == KL and args.latent == "sample"
+        shape = generator.latent_shape(args.image_size)
+        return {"noise": noise.normal(step, micro["positions"], shape, backend.device)} if is_sampled else {}
+
+    judge = Judge(
+        args,
+        vqgan,
+        critic,
+        backend,
+        images=images_of,
+        reconstruction_loss=reconstruction_loss,
+        log=run.add,
+        drawn=drawn,
+    )
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
@@ -172,9 +191,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         critic.lr = drop * warmed_up(step, total_steps, peak, args.lr_warmup_steps)
         times = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
         weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * times}
+        weights["kl"] = args.kl_loss_weight / colours_per_latent
         is_adversarial, codes = step >= args.discr_start_step, []
         for images in judge.micro_batches(batch, step, is_active=is_adversarial):
-            out = vqgan(images)
+            out = vqgan(images, **judge.drawn)
             recon, adversarial = judge(out)
             loss = recon + judge.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
             vqgan.backward(judge.carried(loss))
@@ -183,7 +203,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         update = vqgan.step()
         judge.update_codebook(update.skipped)
         ema.update(update.skipped)
-        run.log_codes(codes, generator.num_codes)
+        if generator.num_codes:
+            run.log_codes(codes, generator.num_codes)
         run.log(update, entropy_loss_weight=weights["entropy"])
         if is_adversarial:
             is_punished = step % args.apply_grad_penalty_every == 0

@@ -21,7 +21,8 @@ from tandem.converters import (
 )
 from tandem.fields import ModelConfig, Needs, above_0, flag, flags_of, when
 
-from .quantizers import QUANTIZERS
+from .quantizers import LATENTS, QUANTIZERS
+from .taming_config import BodyConfig, LatentConfig
 
 # What a quantizer is trained with by its authors, and lfq by what was measured, where it differs from the others.
 _USUAL_OF: dict[str, dict[str, float]] = {
@@ -72,7 +73,9 @@ class QuantizerConfig(ModelConfig):
     quantizer: str = flag(
         "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", in_weights=True
     )
-    codebook_size: int = flag(65536, "a power of two for lfq and bsq", size, in_weights=True)
+    codebook_size: int = flag(
+        65536, "a power of two for lfq and bsq", size, in_weights=True, needs=when("quantizer", *QUANTIZERS)
+    )
     codebook_dim: int = flag(
         32, "width of a codebook entry (vq, ibq)", width, in_weights=True, needs=when("quantizer", "vq", "ibq")
     )
@@ -148,19 +151,31 @@ class RecomputingConfig(ModelConfig):
 
 
 @dataclass
-class VQGANConfig(QuantizerConfig, RecomputingConfig):
+class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     """Of a `VQGAN`."""
 
+    quantizer: str = flag(
+        "lfq", ", ".join(LATENTS.values()), choices=tuple(LATENTS), title="quantizer", in_weights=True
+    )
     image_size: int = flag(256, "a multiple of 2^num_layers", pixels, lasting=True, title="images")
-    dim: int = flag(128, "channels at full resolution; a halving doubles them", width, title="model", in_weights=True)
-    num_layers: int = flag(4, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True)
+    dim: int = flag(
+        128, "channels at full resolution; muse: a halving doubles them", width, title="model", in_weights=True
+    )
+    num_layers: int = flag(
+        4, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True, needs=when("body", "muse")
+    )
     num_resnet_blocks: tuple[int, ...] = flag(
-        (1,), "residual blocks of the coarsest level, or of each level, finest first", sizes, in_weights=True
+        (1,),
+        "residual blocks of the coarsest level, or of each level, finest first; taming: of every level (2), one more in "
+        "the decoder",
+        sizes,
+        in_weights=True,
     )
     centred: bool = flag(
         True,
         "let the layers see and make images in [-1, 1]; off for a model that muse-maskgit-pytorch is to load",
         in_weights=True,
+        needs=when("body", "muse"),
     )
     channels: int = 3
 

@@ -1,4 +1,5 @@
-"""VQGAN (Esser et al. 2021) with the convolutional body of Muse's public trainer and a choice of quantizers."""
+"""VQGAN (Esser et al. 2021) with the convolutional body of Muse's public trainer or that of taming-transformers, and a
+choice of quantizers."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from .convolutional import ResBlock, as_square, channels_last, check_codes, chec
 from .files.pretrained import Pretrained
 from .quantizers import make_quantizer
 from .recompute import recomputed
+from .taming import body as taming_body
+from .taming_config import TAMING
 
 Self = TypeVar("Self", bound="VQGAN")
 
@@ -26,7 +29,7 @@ class VQGANOutput(NamedTuple):
     reconstruction: Tensor
     """fp32 (b, c, h, w), about [0, 1] and not clamped."""
     codes: Tensor
-    """int64 (b, h / 2^n, w / 2^n) in [0, num_codes)."""
+    """int64 (b, h / 2^n, w / 2^n) in [0, num_codes); empty if latents are continuous."""
     losses: dict[str, Tensor]
     """Losses of the quantizer by name, 0-d and unweighted."""
     features: Tensor
@@ -54,14 +57,18 @@ class VQGAN(Pretrained):
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__()
         self.config = config.plain()
-        dim, channels, num_layers = config.dim, config.channels, config.num_layers
+        dim, channels = config.dim, config.channels
+        num_layers = len(config.ch_mult) - 1 if config.body == TAMING else config.num_layers
         if not 1 <= num_layers <= 40:
             raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
-        blocks = _blocks_per_level(config.num_resnet_blocks, num_layers)
         _check_side("image_size", config.image_size, num_layers)
-        self.config["num_resnet_blocks"] = blocks
+        self.config["num_layers"] = num_layers
         self.image_size, self.channels, self.num_layers = config.image_size, channels, num_layers
         self.recompute, self.centred = config.gradient_checkpointing, config.centred
+        if config.body == TAMING:
+            self.encoder, self.quantizer, self.decoder = taming_body(config)
+            return
+        self.config["num_resnet_blocks"] = blocks = _blocks_per_level(config.num_resnet_blocks, num_layers)
         widths = [dim] + [dim * 2**level for level in range(num_layers)]
 
         encoder: list[nn.Module] = [nn.Conv2d(channels, dim, 5, padding=2)]
@@ -74,14 +81,14 @@ class VQGAN(Pretrained):
             decoder += [nn.Sequential(up, leaky_relu())]
             decoder += [ResBlock(fan_out, _gated_half) for _ in range(count)]
         self.quantizer = make_quantizer(config)
-        self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.dim, 1))
+        self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.in_dim, 1))
         self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
         if not self.centred:
             self._start_centred()
 
     @property
     def num_codes(self) -> int:
-        """Number of codes; with FSQ it may differ a little from codebook_size."""
+        """Number of codes; with FSQ it may differ a little from codebook_size. 0: latents are continuous."""
         return int(self.quantizer.num_codes)
 
     @property
@@ -91,15 +98,16 @@ class VQGAN(Pretrained):
 
     @property
     def last_layer(self) -> nn.Conv2d:
-        """The decoder's last convolution, 1 x 1."""
+        """The decoder's last convolution, 1 x 1, or 3 x 3 of taming's body."""
         layer = self.decoder[-1]
         assert isinstance(layer, nn.Conv2d)
         return layer
 
-    def forward(self, images: Tensor, *, observe: bool = False) -> VQGANOutput | None:
-        """Images (b, c, h, w) in [0, 1] through their codes and back.
+    def forward(self, images: Tensor, noise: Tensor | None = None, *, observe: bool = False) -> VQGANOutput | None:
+        """Images (b, c, h, w) in [0, 1] through their codes, or latents, and back.
 
         Args:
+            noise: Standard normal (b, *latent_shape), with which latents are sampled; without it they are means.
             observe: Only add the images to the quantizer's statistics over several micro-batches
                 (``quantizer.observe``), and return None.
         """
@@ -107,13 +115,14 @@ class VQGAN(Pretrained):
         if observe:
             self.quantizer.observe(z)
             return None
-        quantized, codes, losses = self.quantizer(z)
+        quantized, codes, losses = self.quantizer(z) if noise is None else self.quantizer(z, noise)
         reconstruction, features = self._decode(quantized)
         return VQGANOutput(reconstruction, codes, losses, features.detach())
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) in [0, 1] -> codes, int64 (b, h / 2^n, w / 2^n).
+        """Images (b, c, h, w) in [0, 1] -> codes, int64 (b, h / 2^n, w / 2^n), or the means of continuous latents, fp32
+        (b, d, h / 2^n, w / 2^n), neither shifted nor scaled.
 
         Raises:
             ValueError: a height or width that 2^num_layers does not divide; whole numbers, or far from [0, 1].
@@ -122,15 +131,15 @@ class VQGAN(Pretrained):
         return self.quantizer.codes(self._encode(images))
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes (b, h', w'), or codes (b, n) of a square grid, row by row -> images fp32 (b, c, h, w), about [0, 1] and
-        not clamped.
+        """Codes (b, h', w'), or codes (b, n) of a square grid, row by row, or latents (b, d, h', w') -> images fp32
+        (b, c, h, w), about [0, 1] and not clamped.
 
         Raises:
             ValueError: codes (b, n) whose n is not a square, or codes beyond the codebook.
         """
-        check_codes(codes, self.num_codes)
-        if codes.dim() == 2:
-            codes = as_square(codes)
+        if self.num_codes:
+            check_codes(codes, self.num_codes)
+            codes = as_square(codes) if codes.dim() == 2 else codes
         return self._decode(self.quantizer.decode_codes(codes))[0]
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
@@ -142,11 +151,13 @@ class VQGAN(Pretrained):
             image_gradient: The loss's gradient with respect to the reconstruction, of its shape.
 
         Returns:
-            (c, dim, 1, 1) fp32, detached, a sum over the images like autograd's.
+            The gradient, (c, dim, 1, 1) or (c, dim, 3, 3) fp32, detached, a sum over the images like autograd's.
         """
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             gradient = image_gradient.float() / (2 if self.centred else 1)
-            return conv2d_weight(features.float(), (self.channels, self.config["dim"], 1, 1), gradient)
+            side = self.last_layer.kernel_size[0]
+            shape = (self.channels, features.shape[1], side, side)
+            return conv2d_weight(features.float(), shape, gradient, padding=side // 2)
 
     @torch.no_grad()
     def _start_centred(self) -> None:
@@ -162,6 +173,18 @@ class VQGAN(Pretrained):
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
         # A folder without this argument is of a version that centred no images.
         return super().with_weights(source, {"centred": False, **config}, weights)
+
+    def latent_shape(self, side: int) -> tuple[int, int, int]:
+        """[d, h', w'] of the continuous latents of images of this side."""
+        return (int(self.quantizer.dim), side >> self.num_layers, side >> self.num_layers)
+
+    def saved_config(self) -> dict[str, Any]:
+        """With the scale of continuous latents as it was measured, where no one was given."""
+        measured = None if self.num_codes or self.config["scaling_factor"] else self.quantizer.scale()
+        if measured is None:
+            return self.config
+        mean, deviation = measured
+        return {**self.config, "scaling_factor": 1 / max(deviation, 1e-12), "shift_factor": mean}
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):

@@ -58,11 +58,15 @@ class Pretrained(nn.Module):
             save_file(on_cpu(self.state_dict()), path)
         with replacing(folder / CONFIG_FILE) as path:
             facts = {name: getattr(self, name) for name in _FACTS if name not in self.config and hasattr(self, name)}
-            path.write_text(json.dumps({"model": type(self).__name__, **facts, **self.config}, indent=2) + "\n")
+            path.write_text(json.dumps({"model": type(self).__name__, **facts, **self.saved_config()}, indent=2) + "\n")
+
+    def saved_config(self) -> dict[str, Any]:
+        """Constructor arguments of this model as it is now: `config`, and what it has measured since."""
+        return self.config
 
     def description(self) -> dict[str, Any]:
         """Its class, as "model", and its constructor arguments, as they are read back from config.json."""
-        return {"model": type(self).__name__, **json.loads(json.dumps(self.config))}
+        return {"model": type(self).__name__, **json.loads(json.dumps(self.saved_config()))}
 
     def sha256(self) -> str:
         """The checksum of the file of weights that `save_pretrained` would write."""

@@ -6,11 +6,11 @@ Importing this file alone imports no PyTorch, because --help reads the names.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ..configs import QuantizerConfig
-    from .base import Quantizer
+    from .base import Bottleneck
 
 
 class _Kind(NamedTuple):
@@ -28,18 +28,23 @@ _KINDS = {
     "bsq": _Kind("binary spherical", "lookup_free", "BinarySphericalQuantizer"),
     "ibq": _Kind("index backpropagation", "index_backprop", "IndexBackpropQuantizer"),
 }
+# Of a configuration with `latent_dim`.
+_CONTINUOUS = {"kl": _Kind("none, but a diagonal Gaussian of continuous latents", "gaussian", "DiagonalGaussian")}
 #: What each quantizer is, in a few words, by name.
 QUANTIZERS = {name: kind.words for name, kind in _KINDS.items()}
+#: And what there is beside them where latents may be continuous.
+LATENTS = {**QUANTIZERS, **{name: kind.words for name, kind in _CONTINUOUS.items()}}
 
 
-def make_quantizer(config: QuantizerConfig) -> Quantizer:
-    """The quantizer of a tokenizer's configuration.
+def make_quantizer(config: QuantizerConfig) -> Any:
+    """The `Quantizer` of a tokenizer's configuration.
 
     Raises:
         ValueError: an unknown name or a value out of range.
     """
-    if config.quantizer not in _KINDS:
-        raise ValueError(f"quantizer {config.quantizer!r} is unknown; use one of {', '.join(QUANTIZERS)}")
-    _, module, name = _KINDS[config.quantizer]
-    made: Quantizer = getattr(importlib.import_module(f".{module}", __name__), name)(config)
+    kinds = {**_KINDS, **(_CONTINUOUS if hasattr(config, "latent_dim") else {})}
+    if config.quantizer not in kinds:
+        raise ValueError(f"quantizer {config.quantizer!r} is unknown; use one of {', '.join(kinds)}")
+    _, module, name = kinds[config.quantizer]
+    made: Bottleneck = getattr(importlib.import_module(f".{module}", __name__), name)(config)
     return made

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 AllReduce = Callable[[Tensor], Tensor]
 """Sum over the processes, as a new tensor."""
 
-Self = TypeVar("Self", bound="Quantizer")
+Self = TypeVar("Self", bound="Bottleneck")
 
 
 class Quantized(NamedTuple):
@@ -75,32 +75,29 @@ def of_one_process(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Quantizer(nn.Module, ABC):
-    """Replaces each vector by the nearest of a finite number of vectors, the entries of a codebook.
+def in_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """For `nn.Module._apply`: `.bfloat16()` and `.half()`, which DeepSpeed calls on a whole model, move averages to
+    another device and leave them in fp32."""
 
-    Averaged over processes and micro-batches, values and gradients of the losses equal those of one process that holds
-    the whole batch of the update. Processes and micro-batches must hold equally many vectors. One update is
+    def applied(buffer: Tensor) -> Tensor:
+        moved = fn(buffer)
+        return buffer.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
 
-        for each micro-batch:  quantizer.observe(z)      only with several micro-batches, if `needs_observation`
-        quantizer.pool()                                 only after observe
-        for each micro-batch:  quantizer(z), backward
-        optimizer step
-        quantizer.after_update(step, seed, skipped)
+    return applied
 
-    In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: its statistics are those
-    of its own input.
+
+class Bottleneck(nn.Module):
+    """What an autoencoder has between its encoder and its decoder.
 
     Before training with several processes, `connect` sets all_reduce, gather, rank and world_size. They are not saved,
     and a `copy.deepcopy` shares the two functions with the original.
 
     Args:
-        num_codes: Entries of the codebook.
-        dim: Channels of an entry.
-        mean: Collects the mean over the whole batch, if a loss needs one. A subclass adds to it in `_observe`; this
-            class pools and clears it.
+        num_codes: Entries of the codebook; 0 if latents are continuous.
+        dim: Channels of what the decoder gets.
 
     Raises:
-        ValueError: less than 2 entries, or less than 1 channel.
+        ValueError: less than 1 channel.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ()
@@ -113,11 +110,11 @@ class Quantizer(nn.Module, ABC):
     """Index of this process in the result of `gather`."""
     world_size: int
 
-    def __init__(self, num_codes: int, dim: int, mean: GlobalMean | None = None) -> None:
+    def __init__(self, num_codes: int, dim: int) -> None:
         super().__init__()
-        if num_codes < 2 or dim < 1:
-            raise ValueError(f"codebook_size {num_codes} and codebook_dim {dim}: at least 2 entries of 1 channel")
-        self.num_codes, self.dim, self._mean = num_codes, dim, mean
+        if dim < 1:
+            raise ValueError(f"{dim} channels of a code or a latent: give at least 1")
+        self.num_codes, self.dim = num_codes, dim
         self.all_reduce = self.gather = of_one_process
         self.rank, self.world_size = 0, 1
 
@@ -128,9 +125,10 @@ class Quantizer(nn.Module, ABC):
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
-    def summary(self) -> str:
-        """What the codebook is, in a few words."""
-        return f"{self.num_codes} codes"
+    @property
+    def in_dim(self) -> int:
+        """Channels of what the encoder gives."""
+        return self.dim
 
     def connect(self, processes: Any) -> None:
         """Share statistics with the other processes: `processes` has sum, gather, rank and world_size."""
@@ -146,6 +144,46 @@ class Quantizer(nn.Module, ABC):
     def needs_observation(self) -> bool:
         """Whether, with several micro-batches, `observe` and `pool` must come before the forwards of the next update.
         It is the same on every process, but may change from one update to the next. False in eval mode."""
+        return False
+
+
+class Quantizer(Bottleneck, ABC):
+    """Replaces each vector by the nearest of a finite number of vectors, the entries of a codebook.
+
+    Averaged over processes and micro-batches, values and gradients of the losses equal those of one process that holds
+    the whole batch of the update. Processes and micro-batches must hold equally many vectors. One update is
+
+        for each micro-batch:  quantizer.observe(z)      only with several micro-batches, if `needs_observation`
+        quantizer.pool()                                 only after observe
+        for each micro-batch:  quantizer(z), backward
+        optimizer step
+        quantizer.after_update(step, seed, skipped)
+
+    In eval mode, and under `torch.no_grad`, a forward records nothing and calls no collective: its statistics are those
+    of its own input.
+
+    Args:
+        num_codes: Entries of the codebook.
+        dim: Channels of an entry.
+        mean: Collects the mean over the whole batch, if a loss needs one. A subclass adds to it in `_observe`; this
+            class pools and clears it.
+
+    Raises:
+        ValueError: less than 2 entries, or less than 1 channel.
+    """
+
+    def __init__(self, num_codes: int, dim: int, mean: GlobalMean | None = None) -> None:
+        super().__init__(num_codes, dim)
+        if num_codes < 2:
+            raise ValueError(f"codebook_size {num_codes}: give at least 2 entries")
+        self._mean = mean
+
+    def summary(self) -> str:
+        """What the codebook is, in a few words."""
+        return f"{self.num_codes} codes"
+
+    @property
+    def needs_observation(self) -> bool:
         return self._mean is not None and self.training
 
     def forward(self, z: Tensor) -> Quantized:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import Quantizer, straight_through
+from .base import Quantizer, in_full_precision, straight_through
 
 if TYPE_CHECKING:
     from ..configs import QuantizerConfig
@@ -74,13 +74,7 @@ class VectorQuantizer(Quantizer):
         return self.training and not self.is_initialized
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`.bfloat16()` and `.half()`, which DeepSpeed calls on a whole model, leave the averages in fp32."""
-
-        def in_full_precision(buffer: Tensor) -> Tensor:
-            moved = fn(buffer)
-            return buffer.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
-
-        return super()._apply(in_full_precision, recurse)
+        return super()._apply(in_full_precision(fn), recurse)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -36,7 +36,7 @@ def evaluated(
         quality.add(batch, out.reconstruction, out.codes, recon_loss=pixel_loss(out.reconstruction, batch))
     model.train(was_training)
     values, counts = quality.result(all_reduce)
-    return {**values, "codes": code_histogram(counts)}
+    return {**values, **({"codes": code_histogram(counts)} if len(counts) else {})}
 
 
 def reconstructions(models: Mapping[str, Any], samples: Tensor) -> dict[str, Tensor]:

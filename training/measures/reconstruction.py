@@ -101,7 +101,7 @@ class ReconstructionQuality:
     """PSNR, SSIM, variety and use of the codes, and LPIPS and rFID if their networks are given; over all processes.
 
     Args:
-        num_codes: Size of the codebook.
+        num_codes: Size of the codebook; 0 without one.
         losses: Names of further values to average.
         lpips: Reconstructions and images (b, c, h, w) in [0, 1] -> their mean distance, 0-d.
         inception: Images (b, 3, h, w) in [0, 1] -> feature vectors (b, 2048), for rFID.
@@ -137,7 +137,8 @@ class ReconstructionQuality:
         """Values by name, and how often each code was chosen (num_codes,). Collective."""
         counts = all_reduce(self._counts.clone()).cpu()
         values = {
-            **self._averages.result(all_reduce), **self._variety.result(all_reduce), **code_statistics(counts)
+            **self._averages.result(all_reduce), **self._variety.result(all_reduce),
+            **(code_statistics(counts) if len(counts) else {}),
         }  # fmt: skip
         if self._fid:
             values["rfid"] = self._fid.result(all_reduce)

@@ -40,6 +40,14 @@ def frames_of(videos: Tensor, frames: Tensor) -> Tensor:
     return videos[torch.arange(len(videos), device=videos.device), :, frames]
 
 
+class _Shown(NamedTuple):
+    """A micro-batch: images, and further arguments of those that judge them, and of the generator, by name."""
+
+    images: Tensor
+    given: Mapping[str, Tensor]
+    drawn: Mapping[str, Tensor]
+
+
 class _ImageLosses(NamedTuple):
     """The losses of reconstructed images, and their gradients."""
 
@@ -71,18 +79,22 @@ class Judge:
         reconstruction_loss: Called once for each micro-batch.
         log: Takes losses of a micro-batch by name, 0-d (`Run.add`).
         given: Further arguments of the discriminator and of the reconstruction loss.
+        drawn: Further arguments of the generator, such as noise.
     """
 
     weight: Tensor
+    drawn: Mapping[str, Tensor]
+    """What the generator gets beside the images that it is being shown."""
 
     def __init__(
         self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: Backend, *,
         images: Callable[[Mapping[str, Any]], Tensor], reconstruction_loss: ReconstructionLoss,
-        log: Callable[..., None], given: Given = lambda micro, step: {},
+        log: Callable[..., None], given: Given = lambda micro, step: {}, drawn: Given = lambda micro, step: {},
     ) -> None:  # fmt: skip
         self._args, self._generator, self._discriminator, self._processes = args, generator, discriminator, processes
         self._quantizer: Quantizer = generator.module.quantizer
         self._images, self._reconstruction_loss, self._log, self._given = images, reconstruction_loss, log, given
+        self._drawn = drawn
         self._loss, self._heads = ADVERSARIAL_LOSSES[args.gan_loss], discriminator.module.num_heads
         self.lecam = LeCam(args.lecam_decay, self._heads).to(processes.device)
 
@@ -96,15 +108,15 @@ class Judge:
         if self._measured:
             self.weight = self._gan_weight(self._measured)
         for shown in self._shown_to(self._generator):
-            self._shown = shown
-            yield shown[0]
+            self._shown, self.drawn = shown, shown.drawn
+            yield shown.images
 
     def __call__(self, out: Any) -> tuple[Tensor, Tensor]:
         """The generator's output for these images -> their reconstruction and adversarial losses, 0-d. Collective."""
         if self._measured:
             losses = self._measured[len(self._fakes)]
         else:
-            losses = self._image_losses(out, *self._shown)
+            losses = self._image_losses(out, self._shown)
             if self._is_active:
                 self.weight = self._gan_weight([losses])
         if self._is_active:
@@ -134,7 +146,7 @@ class Judge:
         shape = (2, self._heads)
         self._logit_means = torch.full(shape, torch.nan, dtype=torch.float64, device=self._processes.device)
         micro_batches = self._shown_to(self._discriminator)
-        for index, ((images, given), fake) in enumerate(zip(micro_batches, self._fakes, strict=True)):
+        for index, ((images, given, _), fake) in enumerate(zip(micro_batches, self._fakes, strict=True)):
             of_heads = heads_of(self._discriminator(torch.cat([images, fake]), **_twice(given)))
             real_logits, fake_logits = zip(*(logits.chunk(2) for logits in of_heads), strict=True)
             loss = self._loss.discriminator(real_logits, fake_logits)
@@ -166,18 +178,18 @@ class Judge:
                 return zero_centred_penalty(functools.partial(self._discriminator, **_twice(given)), images, fake)
             return gradient_penalty(functools.partial(self._discriminator, **given), images)
 
-    def _image_losses(self, out: Any, images: Tensor, given: Mapping[str, Tensor]) -> _ImageLosses:
+    def _image_losses(self, out: Any, shown: _Shown) -> _ImageLosses:
         """Losses of reconstructions and their gradients with respect to the images. There is no backward pass through
         the generator."""
         with torch.enable_grad(), self._discriminator.frozen():
             fake = out.reconstruction.detach().requires_grad_()
             with self._processes.autocast():
-                loss, parts = self._reconstruction_loss(fake, images, **given)
+                loss, parts = self._reconstruction_loss(fake, shown.images, **shown.given)
             gradient, adversarial_gradient = image_gradient(loss, fake), torch.zeros_like(fake)
             adversarial = loss.new_zeros(())
             if self._is_active:
                 with self._processes.autocast():
-                    adversarial = self._loss.generator(self._discriminator.module(fake, **given))
+                    adversarial = self._loss.generator(self._discriminator.module(fake, **shown.given))
                 adversarial_gradient = image_gradient(adversarial, fake)
         self._log(**parts)
         gradients, last = torch.stack([gradient, adversarial_gradient]), None
@@ -193,12 +205,13 @@ class Judge:
         if self._processes.grad_accum_steps == 1:
             return []
         if self._quantizer.needs_observation:
-            for images, _ in self._shown_to(self._generator):
-                self._generator(images, observe=True)
+            for shown in self._shown_to(self._generator):
+                self._generator(shown.images, observe=True)
             self._quantizer.pool()
         if not (self._is_active and self._args.gan_weight == ADAPTIVE):
             return []
-        return [self._image_losses(self._generator(shown[0]), *shown) for shown in self._shown_to(self._generator)]
+        to_generator = self._shown_to(self._generator)
+        return [self._image_losses(self._generator(shown.images, **shown.drawn), shown) for shown in to_generator]
 
     def _gan_weight(self, losses: Sequence[_ImageLosses]) -> Tensor:
         """Weight of the adversarial loss for the whole batch, 0-d. Collective if the weight is adaptive."""
@@ -209,9 +222,10 @@ class Judge:
         of_batch = self._processes.mean(gradients.double().mean(0)).float()
         return adaptive_weight(*of_batch) * self._args.gan_weight_scale
 
-    def _shown_to(self, engine: Any) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-        """The images of each micro-batch, and what is given beside them."""
-        return ((self._images(micro), self._given(micro, self._step)) for micro in engine.micro_batches(self._batch))
+    def _shown_to(self, engine: Any) -> Iterator[_Shown]:
+        """What is shown of each micro-batch."""
+        for micro in engine.micro_batches(self._batch):
+            yield _Shown(self._images(micro), self._given(micro, self._step), self._drawn(micro, self._step))
 
 
 def _twice(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
