@@ -166,7 +166,7 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     )
     num_resnet_blocks: tuple[int, ...] = flag(
         (1,),
-        "residual blocks of the coarsest level, or of each level, finest first; taming: of every level (2), one more in "
+        "residual blocks of the coarsest level, or of each level, finest first; taming: of each level (2), one more in "
         "the decoder",
         sizes,
         in_weights=True,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +17,6 @@ from .quantizers import make_quantizer
 
 if TYPE_CHECKING:
     from .configs import VQGANConfig
-    from .quantizers.base import Quantizer
 
 _MOST_LEVELS = 12
 
@@ -87,7 +86,7 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
-def body(config: VQGANConfig) -> tuple[nn.Sequential, Quantizer, nn.Sequential]:
+def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
     """Encoder, quantizer and decoder of a `VQGAN`; images are in [-1, 1].
 
     Raises:
