@@ -19,25 +19,40 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import _GeneratorContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tandem.files.exits import Ended, Failed
 from tandem.files.writing import say
 
-from .engines.base import Engine
+from .batch import BatchPlan
 from .errors import TrainingStopped, UserMistake, first_line
-from .options import Options
 from .processes import Processes
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
     from torch import nn
     from torch.optim import Optimizer
 
+    from .engines.base import Engine
     from .launchers import Launch
 
 
 FILES_OF_A_PROCESS = 256  # without its connections to other processes: data, loaders, trackers, libraries
+
+
+@dataclass(frozen=True)
+class Options:
+    """How engines update; arguments and the backend's configuration are merged before anything starts."""
+
+    plan: BatchPlan
+    precision: str = "fp32"  # fp32, tf32, bf16 or fp16
+    max_grad_norm: float = 0.0  # 0: no clipping
+    max_skipped_updates: int = 20
+    compile: bool = False
+    timeout_minutes: float = 30.0
+    check_replicas_every_n_steps: int = 1000  # 0: only before training
+    deterministic: bool = False
+    reduce_precision: str = "fp32"  # of the gradients that processes exchange: fp32 or bf16
 
 
 class Backend(Processes, ABC):
@@ -124,8 +139,7 @@ class Backend(Processes, ABC):
 
     def __enter__(self) -> Backend:
         from .devices import allow_open_files, use_deterministic_kernels, use_one_thread, use_tf32
-        from .signals import Signals
-        from .stop import StopRequest
+        from .signals import Signals, StopRequest
         from .watchdog import Watchdog
 
         use_tf32(self.options.precision == "tf32")
@@ -285,7 +299,7 @@ class Backend(Processes, ABC):
     def autocast(self) -> _GeneratorContextManager[None]:
         """The precision of an engine's forward pass, for calls that bypass it (``engine.module(...)`` while frozen): a
         context, or a decorator of a function."""
-        from .engines.precision import autocast
+        from .engines.arithmetic import autocast
 
         return autocast(self.options.precision, self.device)
 

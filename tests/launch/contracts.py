@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distributed import Backend, Engine, UserMistake
+from distributed import Backend, UserMistake
 from distributed.collectives import Communicator
+from distributed.engines.base import Engine
 from training.checkpoints.snapshot import Snapshot
 from training.ema import make_ema
 

@@ -13,8 +13,8 @@ import pytest
 
 from distributed import UserMistake
 from distributed.backends.deepspeed.config import check_for_parts, merge, read_config, refusals, resolve
+from distributed.base import Options
 from distributed.batch import BatchPlan
-from distributed.options import Options
 from tests.processes import parsed
 
 Json = dict[str, Any]
