@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import items
 from .bad_samples import Incomplete, NotASample, Raised, reason_of
 from .decoding.arrays import Array, StoredArray, find_array
 from .fields import Field
+from .records import own
 from .records.files import shown
 from .records.opening import expanded
 from .records.own import ITEM
@@ -62,7 +62,7 @@ class EmbeddingField(Field):
         return self.kind.wanted
 
     def of_item(self, item: Any) -> Array | None:
-        return items.array_of(item, self.wanted.name, self.kind.dimensions)
+        return own.array_of(item, self.wanted.name, self.kind.dimensions)
 
     def numbers(self, record: Record) -> Array | None:
         """The array that a record holds, None if it holds none; (1, d) becomes (d,), because some programs write a
@@ -82,7 +82,7 @@ class EmbeddingField(Field):
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_own:
                 most = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
-                raise items.refused(array, f"a {noun} of {most.format(self.shape)}")
+                raise own.refused(array, f"a {noun} of {most.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
@@ -106,7 +106,7 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
             record = source.record(example)
             array = shapeless.numbers(record)
             if array is None and ITEM in record:
-                raise items.without_array(record[ITEM], kind.wanted.name, kind.dimensions)
+                raise own.without_array(record[ITEM], kind.wanted.name, kind.dimensions)
             if array is None:
                 raise ValueError("it is empty")
             _check_dimensions(kind, array.shape)
