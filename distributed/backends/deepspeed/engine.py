@@ -91,7 +91,8 @@ class ZeroEngine(Engine):
         self._bucket_size = runtime["zero_optimization"]["reduce_bucket_size"]
         weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
         self._lacks_weights = self._stage == 3 or weights_are_low_precision
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        trainable = list(self._names)
         self._parts: GradientParts | None = None
         if self._plan.batch_parts:
             self._parts = GradientParts(trainable, backend.comm, self._plan.grad_accum_steps)
@@ -274,7 +275,7 @@ class ZeroEngine(Engine):
     def _read_optimizer(self) -> dict[str, Any]:
         """Like ``optimizer_state.read_optimizer``, but sharded moments are given as functions that fetch them."""
         if self._stage == 0:
-            return read_optimizer(self._optimizer, self._names())
+            return read_optimizer(self._optimizer, self._names)
         step, slots = 0, []
         for state in self._optimizer.state.values():
             step = max(step, int(state.get("step", 0)))
@@ -284,9 +285,9 @@ class ZeroEngine(Engine):
             # which is too early for the other groups.
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
-        names = self._names()
         moments = {
-            slot: {name: partial(safe_get_full_optimizer_state, p, slot) for p, name in names.items()} for slot in slots
+            slot: {name: partial(safe_get_full_optimizer_state, p, slot) for p, name in self._names.items()}
+            for slot in slots
         }
         return neutral_state(self._optimizer, step, moments)
 
@@ -335,10 +336,10 @@ class ZeroEngine(Engine):
             ValueError: a moment is missing, unexpected or of another shape.
         """
         if self._stage == 0:
-            write_optimizer(self._optimizer, self._names(), state)
+            write_optimizer(self._optimizer, self._names, state)
             return
-        names = self._names()
-        check_moments(self._optimizer, state, {name: getattr(p, "ds_shape", p.shape) for p, name in names.items()})
+        shapes = {name: getattr(p, "ds_shape", p.shape) for p, name in self._names.items()}
+        check_moments(self._optimizer, state, shapes)
         self._optimizer.state.clear()
         if self._stage in (1, 2):
             self._zero._hp_optimizer_states_linked = False  # clear() dropped the linked tensors, so link again
@@ -352,7 +353,7 @@ class ZeroEngine(Engine):
         if self._stage in (1, 2):
             self._zero._lazy_init_hp_params_optimizer_state()
         for slot, tensors in state["moments"].items():
-            for parameter, name in names.items():
+            for parameter, name in self._names.items():
                 if self._stage == 3:
                     safe_set_local_optimizer_state(parameter, _local_slice(parameter, tensors[name]), slot)
                 else:
@@ -408,9 +409,6 @@ class ZeroEngine(Engine):
             (flat, self._optimizer.param_groups[groups[i]])
             for i, flat in enumerate(self._zero.fp32_partitioned_groups_flat)
         ]
-
-    def _names(self) -> dict[Tensor, str]:
-        return {parameter: name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def _state_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers themselves, not copies, by name."""
