@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,21 +164,16 @@ def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -
         if indices:
             row_of(source.name(indices[0]), index_width, path)
     shapes = [array.shape for array in arrays]
-    return EmbeddingField(kind, shapes[0][1:], _Rows(source, arrays, index_width), fingerprint=str(shapes))
+    return EmbeddingField(kind, shapes[0][1:], partial(_stored, source, arrays, index_width), fingerprint=str(shapes))
 
 
-class _Rows:
-    """Index of an image -> its embedding in the file of its tar. A class, because it may be sent to another process."""
-
-    def __init__(self, tars: TarSource, arrays: Sequence[StoredArray], index_width: int) -> None:
-        self._tars, self._arrays, self._index_width = tars, arrays, index_width
-
-    def __call__(self, index: int) -> Array:
-        array = self._arrays[self._tars.shard(index)]
-        row = row_of(self._tars.name(index), self._index_width)
-        if row >= array.shape[0]:
-            raise ValueError(f"it is row {row} of {shown(array.entry.path)}, which has only {array.shape[0]}")
-        return array.row(row)
+def _stored(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, index: int) -> Array:
+    """The embedding of an image in the file of its tar."""
+    array = arrays[tars.shard(index)]
+    row = row_of(tars.name(index), index_width)
+    if row >= array.shape[0]:
+        raise ValueError(f"it is row {row} of {shown(array.entry.path)}, which has only {array.shape[0]}")
+    return array.row(row)
 
 
 def row_of(name: str, index_width: int, tar: str = "") -> int:

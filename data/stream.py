@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,7 +61,7 @@ class _Stream(Loader):
 
 
 class TrainingStream(_Stream):
-    """This rank's part of every global batch of an order, endlessly; one pass.
+    """This rank's part of every global batch of an order, endlessly.
 
     batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. Begins at
     sample `start` of the endless order, in O(1). `how`: see `_Stream`.
@@ -72,8 +72,7 @@ class TrainingStream(_Stream):
     ) -> None:
         assert batch_size % world_size == 0, (batch_size, world_size)
         share = batch_size // world_size
-        own = range(rank * share, (rank + 1) * share)
-        requests = ((first, own) for first in itertools.count(start, batch_size))
+        requests = _Requests(start, batch_size, range(rank * share, (rank + 1) * share))
         super().__init__(samples, order, requests, augment=True, first=start, **how)
 
 
@@ -99,6 +98,18 @@ class ValidationStream(_Stream):
 
     def __len__(self) -> int:
         return self._n_steps
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """One request per global batch, endlessly."""
+
+    start: int
+    batch_size: int
+    local: range
+
+    def __iter__(self) -> Iterator[_Request]:
+        return ((first, self.local) for first in itertools.count(self.start, self.batch_size))
 
 
 @dataclass(frozen=True)

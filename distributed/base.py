@@ -308,7 +308,7 @@ class Backend(ABC):
         """``sum`` divided by the number of processes."""
         if isinstance(value, Mapping):
             return {name: total / self.world_size for name, total in self.sum(value).items()}
-        return self.sum(value if value.is_floating_point() else value.float()) / self.world_size
+        return self.sum(value) / self.world_size
 
     def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate along dimension 0 in the order of ranks; the sizes of dimension 0 may differ. The gradient is
@@ -326,10 +326,6 @@ class Backend(ABC):
         """The root's JSON-able value, on every process."""
         with self._in_collective("exchanging objects"):
             return self.comm.broadcast_object(value, self.device)
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any process."""
-        return self.sum({"flag": float(flag)})["flag"] > 0
 
     def barrier(self) -> None:
         """Return when every process has called this."""
@@ -354,7 +350,7 @@ class Backend(ABC):
                 raise
             mistake = f"not enough memory: {first_line(error)}"
         self.watchdog.meet()
-        if not self.any(mistake is not None):
+        if not self.sum({"mistakes": float(mistake is not None)})["mistakes"]:
             return
         for rank, (text, is_mistake) in enumerate(self.gather_objects([mistake, kind is UserMistake])):
             if text is not None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -214,10 +213,6 @@ class Engine(ABC):
         """A tensor like the whole weight ``name`` from the processes' tensors like ``held_weights()[name]``, on every
         process. Collective."""
         return held
-
-    def _fetches(self, held: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-        """By name, functions that return ``whole_weight`` of tensors like ``held_weights()``."""
-        return {name: partial(self.whole_weight, name, tensor) for name, tensor in held.items()}
 
     def held_part(self, name: str, whole: Tensor) -> Tensor:
         """What this process holds of a tensor like the whole weight ``name``; the inverse of ``whole_weight``.

@@ -225,7 +225,7 @@ class ZeroEngine(Engine):
             return {name: self._fp32_slice(tensor) for name, tensor in self._state_tensors().items()}
         if not self._lacks_weights:
             return super().held_weights()
-        return {name: _read_weight(tensor) for name, tensor in self._state_tensors().items()}
+        return {name: self._read_weight(name, tensor) for name, tensor in self._state_tensors().items()}
 
     def _fp32_slice(self, tensor: Any) -> Tensor:
         """Of a parameter; a buffer is whole."""
@@ -256,12 +256,17 @@ class ZeroEngine(Engine):
             raise ValueError(f"the shape {tuple(whole.shape)} is not the model's {tuple(parameter.ds_shape)}")
         return _local_slice(parameter, whole)
 
+    def _read_weight(self, name: str, tensor: Tensor) -> Tensor:
+        """A full fp32 weight; a persistent buffer as it is."""
+        if self._stage == 3:
+            return self.whole_weight(name, self._fp32_slice(tensor))
+        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        return _in_fp32(safe_get_full_fp32_param(tensor) if is_trained else tensor)
+
     def _read_state(self) -> dict[str, Any]:
         weights = live_weights(self.module)
-        if self._stage == 3:
-            weights = self._fetches(self.held_weights())
-        elif self._lacks_weights:
-            weights = {name: partial(_read_weight, tensor) for name, tensor in self._state_tensors().items()}
+        if self._lacks_weights:  # one after the other: offloaded ones come to the device
+            weights = {name: partial(self._read_weight, name, tensor) for name, tensor in self._state_tensors().items()}
         return {"weights": weights, "optimizer": self._read_optimizer(), "scaler": self._scaler_state()}
 
     def _scaler_state(self) -> dict[str, float]:
@@ -451,12 +456,6 @@ def _without_broadcast() -> Iterator[None]:
         yield
     finally:
         deepspeed.DeepSpeedEngine._broadcast_model, deepspeed.zero.Init._zero_init_param = originals
-
-
-def _read_weight(tensor: Tensor) -> Tensor:
-    """The full fp32 weight behind a parameter of low precision, at ZeRO 1 and 2; a persistent buffer as it is."""
-    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-    return _in_fp32(safe_get_full_fp32_param(tensor) if is_trained else tensor)
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -247,6 +247,10 @@ class FSDPEngine(ReplicatedEngine):
         gathered = padded.new_empty(self._backend.world_size * padded.numel())
         dist.all_gather_into_tensor(gathered, padded.view(-1))
         return gathered.view(-1, *rest)[:rows]
+
+    def _fetches(self, held: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+        """By name, functions that return ``whole_weight`` of tensors like ``held_weights()``."""
+        return {name: partial(self.whole_weight, name, tensor) for name, tensor in held.items()}
 
     def held_part(self, name: str, whole: Tensor) -> Tensor:
         if whole.shape != self._shapes[name]:
