@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from torch import Tensor
 
     from data.decoding.sounds import ClipDecoder
-    from data.samples import Samples
+    from data.fields import Samples
 _AUDIO = given("audio", "PATH")
 _QUERY = Needs("query", "TEXT", lambda args: bool(args.query or args.query_file))
 

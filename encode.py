@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     import numpy as np
     from torch import Tensor
 
-    from data.samples import Samples
+    from data.fields import Samples
     from data.stores.codes import StoredCodes
     from data.stores.shards import Encode
     from models import VideoTokenizer

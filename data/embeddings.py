@@ -7,15 +7,16 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from . import items
 from .bad_samples import Incomplete, NotASample, Raised, reason_of
 from .decoding.arrays import Array, StoredArray, find_array
 from .fields import Field
+from .records import own
 from .records.files import shown
 from .records.opening import expanded
 from .records.own import ITEM
@@ -62,7 +63,7 @@ class EmbeddingField(Field):
         return self.kind.wanted
 
     def of_item(self, item: Any) -> Array | None:
-        return items.array_of(item, self.wanted.name, self.kind.dimensions)
+        return own.array_of(item, self.wanted.name, self.kind.dimensions)
 
     def numbers(self, record: Record) -> Array | None:
         """The array that a record holds, None if it holds none; (1, d) becomes (d,), because some programs write a
@@ -82,7 +83,7 @@ class EmbeddingField(Field):
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_own:
                 most = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
-                raise items.refused(array, f"a {noun} of {most.format(self.shape)}")
+                raise own.refused(array, f"a {noun} of {most.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
@@ -106,7 +107,7 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
             record = source.record(example)
             array = shapeless.numbers(record)
             if array is None and ITEM in record:
-                raise items.without_array(record[ITEM], kind.wanted.name, kind.dimensions)
+                raise own.without_array(record[ITEM], kind.wanted.name, kind.dimensions)
             if array is None:
                 raise ValueError("it is empty")
             _check_dimensions(kind, array.shape)
@@ -163,21 +164,16 @@ def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -
         if indices:
             row_of(source.name(indices[0]), index_width, path)
     shapes = [array.shape for array in arrays]
-    return EmbeddingField(kind, shapes[0][1:], _Rows(source, arrays, index_width), fingerprint=str(shapes))
+    return EmbeddingField(kind, shapes[0][1:], partial(_stored, source, arrays, index_width), fingerprint=str(shapes))
 
 
-class _Rows:
-    """Index of an image -> its embedding in the file of its tar. A class, because it may be sent to another process."""
-
-    def __init__(self, tars: TarSource, arrays: Sequence[StoredArray], index_width: int) -> None:
-        self._tars, self._arrays, self._index_width = tars, arrays, index_width
-
-    def __call__(self, index: int) -> Array:
-        array = self._arrays[self._tars.shard(index)]
-        row = row_of(self._tars.name(index), self._index_width)
-        if row >= array.shape[0]:
-            raise ValueError(f"it is row {row} of {shown(array.entry.path)}, which has only {array.shape[0]}")
-        return array.row(row)
+def _stored(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, index: int) -> Array:
+    """The embedding of an image in the file of its tar."""
+    array = arrays[tars.shard(index)]
+    row = row_of(tars.name(index), index_width)
+    if row >= array.shape[0]:
+        raise ValueError(f"it is row {row} of {shown(array.entry.path)}, which has only {array.shape[0]}")
+    return array.row(row)
 
 
 def row_of(name: str, index_width: int, tar: str = "") -> int:

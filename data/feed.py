@@ -18,9 +18,9 @@ from tandem.files.reading import printable
 
 from . import order
 from .bad_samples import BadSample, BadSampleLog, Raised
+from .fields import Joined, Samples
 from .records import remote
 from .records.files import is_address
-from .samples import Joined, Samples
 from .stream import TrainingStream, ValidationStream
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """Fields: what a script takes out of each record, decoded. A field knows what it wants of a source, and by which key
-its augmentation draws; so every field works with every source."""
+its augmentation draws; so every field works with every source. `Samples`: the records of a source, of which fields
+decode the entries of a batch."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from . import items
-from .crops import CENTER, Crop
+from .bad_samples import NotASample
 from .decoding import sounds, videos
+from .decoding.images import CENTER, Crop, decode_image, decode_picture, randomly_flipped
 from .decoding.images import ENDINGS as IMAGE_ENDINGS
-from .decoding.images import decode_image, decode_picture, randomly_flipped
 from .decoding.texts import TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_row
 from .demo import FRAMES_PER_SECOND
 from .hashing import Draws, derive_key
+from .records import own
 from .records.own import ITEM
-from .records.record import Entry, Record, Wanted
+from .records.record import Entry, Record, Source, Wanted
 from .tokenizers import Tokenizer
 
 TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
@@ -73,10 +74,10 @@ class ImageField(Field):
             raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
 
     wanted: ClassVar[Wanted] = Wanted(
-        "image", "image", IMAGE_ENDINGS, (*items.IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
+        "image", "image", IMAGE_ENDINGS, (*own.IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
     )
 
-    of_item = staticmethod(items.image_of)
+    of_item = staticmethod(own.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         how = (self.image_size, self.channels, self.enlarge, self.crop.cut(epoch, index) if augment else None)
@@ -119,14 +120,14 @@ class ClipField(Field):
         found = self.found(record)
         if isinstance(found, Entry):
             clip = self.clips.load(found, index, epoch, augment)
-        elif isinstance(found, items.Video):
+        elif isinstance(found, own.Video):
             clip = self._clip_of(found, index, epoch, augment)
         else:
             clip = self._drawn(found)
         flip = self.flip and augment
         return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
 
-    of_item = staticmethod(items.video_of)
+    of_item = staticmethod(own.video_of)
 
     def frames(self, record: Record) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video, see `ClipDecoder.frames`; of a drawn one, which has no end, those of a clip."""
@@ -143,13 +144,13 @@ class ClipField(Field):
     def _drawn(self, draw: Callable[..., Tensor]) -> Tensor:
         return draw(self.clips.image_size, self.clips.num_frames, self._step)
 
-    def _clip_of(self, video: items.Video, index: int, epoch: int, augment: bool) -> Tensor:
+    def _clip_of(self, video: own.Video, index: int, epoch: int, augment: bool) -> Tensor:
         share = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
         pictures = [video.picture(number) for number in self._numbers(video, share)]
         size, cut = self.clips.image_size, self.clips.crop.cut(epoch, index) if augment else None
         return self.clips.filled([decode_picture(one, size, 3, cut=cut).permute(1, 2, 0).numpy() for one in pictures])
 
-    def _numbers(self, video: items.Video, share: float) -> list[int]:
+    def _numbers(self, video: own.Video, share: float) -> list[int]:
         """Which frames of a video are those of a clip; fewer than num_frames if there are no more."""
         n, step = len(video.frames), video.fps / self.clips.fps if self.clips.fps else float(self.clips.frame_stride)
         count = min(self.clips.num_frames, math.ceil(n / step))
@@ -181,7 +182,7 @@ class SoundField(Field):
             return {"waveforms": self.clips.spread(found, self.most)}
         return {"waveforms": self.clips.load(found, index, epoch, augment)}
 
-    of_item = staticmethod(items.sound_of)
+    of_item = staticmethod(own.sound_of)
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class TextsField(Field):
 
     wanted: ClassVar[Wanted] = TEXTS
 
-    of_item = staticmethod(items.texts_of)
+    of_item = staticmethod(own.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         captions, label = texts_of(self.found(record))
@@ -213,7 +214,7 @@ class CaptionsField(Field):
     """ "captions": those of a sound, none if they cannot be read."""
 
     wanted: ClassVar[Wanted] = TEXTS
-    of_item = staticmethod(items.texts_of)
+    of_item = staticmethod(own.texts_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         try:
@@ -239,7 +240,7 @@ class CaptionField(Field):
             found = next(iter(texts_of_row(found or {}).captions), "")
         return {"captions": found, **({"tokens": self.tokenize([found])[0]} if self.tokenize else {})}
 
-    of_item = staticmethod(items.caption_of)
+    of_item = staticmethod(own.caption_of)
 
 
 def texts_of(found: Any) -> Texts:
@@ -251,3 +252,53 @@ def texts_of(found: Any) -> Texts:
         beside = ": there is neither a .txt nor a .json beside it" if found is None else ""
         raise ValueError(f"it has no caption{beside}")
     return texts
+
+
+class Samples:
+    """A numbered set of samples. `fingerprint` is equal where equally many samples have the same names in the same
+    order, and the same was found of them; `skipped` is a line about files that are no samples, or "".
+
+    The field that makes a sample comes first in `fields`; it is decoded last, because what stands beside it is cheap.
+    """
+
+    def __init__(self, source: Source, fields: Sequence[Field]) -> None:
+        self.source, self.fields = source, list(fields)
+        self.describe, self.name, self.skipped = source.describe, source.name, source.skipped
+        self.fingerprint = source.fingerprint + "".join(field.fingerprint for field in fields)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        """The sample's part of each entry of a batch, which depends only on the set's seed and the arguments; on the
+        epoch only with `augment`. Raises OSError or ValueError, in one line, if it cannot be read."""
+        record = self.source.record(index, epoch, augment)
+        try:
+            parts = [field.load(record, index, epoch, augment) for field in reversed(self.fields)]
+        except NotASample as error:
+            raise NotASample(f"--dataset: {self.describe(index)} {error}") from None
+        return {key: value for part in reversed(parts) for key, value in part.items()}
+
+
+class Joined(Samples):
+    """The samples of two sets as one: those of `first` and behind them those of `second`."""
+
+    def __init__(self, first: Samples, second: Samples) -> None:
+        self.first, self.second = first, second
+        self.fingerprint = first.fingerprint + second.fingerprint
+        self.skipped = "; ".join(filter(None, (first.skipped, second.skipped)))
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        samples, index = self._place(index)
+        return samples.load(index, epoch, augment)
+
+    def describe(self, index: int) -> str:
+        samples, index = self._place(index)
+        return samples.describe(index)
+
+    def _place(self, index: int) -> tuple[Samples, int]:
+        n = len(self.first)
+        return (self.first, index) if index < n else (self.second, index - n)

@@ -10,16 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .crops import CENTER, Crop
 from .decoding import sounds, videos
+from .decoding.images import CENTER, Crop
 from .demo import DemoSource, check_sound, demo_name, open_demo
 from .embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
 from .feed import Feed
-from .fields import CaptionField, CaptionsField, ClipField, Field, ImageField, OneFrameField, SoundField, TextsField
+from .fields import (
+    CaptionField,
+    CaptionsField,
+    ClipField,
+    Field,
+    ImageField,
+    OneFrameField,
+    Samples,
+    SoundField,
+    TextsField,
+)
 from .records.opening import open_source
 from .records.own import OwnData, OwnSource, data_of
 from .records.record import Source, Wanted
-from .samples import Samples
 from .tokenizers import Tokenizer
 
 if TYPE_CHECKING:

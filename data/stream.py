@@ -13,8 +13,8 @@ from PIL import ImageFile
 from torch import Tensor
 
 from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, reason_of
+from .fields import Samples
 from .order import Indices, Order, ValidationOrder
-from .samples import Samples
 from .workers import Loader
 
 OnBadSample = Literal["replace", "accept", "error"]

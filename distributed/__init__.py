@@ -19,13 +19,12 @@ from tandem.converters import non_negative_int, step_count_or_0, timeout
 from tandem.files.exits import exit_codes
 
 from .backends import all_backends
-from .base import Backend, Engine
+from .base import Backend, Options
 from .batch import plan_batches
 from .errors import TrainingStopped, UserMistake
 from .launchers import Launch, detect
-from .options import Options
 
-__all__ = ["Backend", "Engine", "Launch", "TrainingStopped", "UserMistake", "plan_batches"]
+__all__ = ["Backend", "Launch", "TrainingStopped", "UserMistake", "plan_batches"]
 
 
 def available() -> dict[str, bool]:

@@ -17,36 +17,66 @@ import contextlib
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import _GeneratorContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import _GeneratorContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from tandem.files.exits import Ended, Failed
+from tandem.files.exits import CannotGoOn, Ended, Failed
+from tandem.files.reading import printable
 from tandem.files.writing import say
 
-from .engines.base import Engine
-from .errors import TrainingStopped, UserMistake, first_line
-from .options import Options
-from .processes import Processes
+from .batch import BatchPlan
+from .errors import TrainingStopped, UserMistake, first_line, lacks_memory
+from .launchers import torchrun_id
 
 if TYPE_CHECKING:  # `--help` must not import PyTorch
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from .collectives import Communicator
+    from .engines.base import Engine
     from .launchers import Launch
+    from .watchdog import Watchdog
 
 
 FILES_OF_A_PROCESS = 256  # without its connections to other processes: data, loaders, trackers, libraries
 
 
-class Backend(Processes, ABC):
-    """The processes that train. A context manager: enter to connect, leave to disconnect.
+@dataclass(frozen=True)
+class Options:
+    """How engines update; arguments and the backend's configuration are merged before anything starts."""
+
+    plan: BatchPlan
+    precision: str = "fp32"  # fp32, tf32, bf16 or fp16
+    max_grad_norm: float = 0.0  # 0: no clipping
+    max_skipped_updates: int = 20
+    compile: bool = False
+    timeout_minutes: float = 30.0
+    check_replicas_every_n_steps: int = 1000  # 0: only before training
+    deterministic: bool = False
+    reduce_precision: str = "fp32"  # of the gradients that processes exchange: fp32 or bf16
+
+
+class Backend(ABC):
+    """The processes that train, one of which is this one: what they do together, however they were connected. A context
+    manager: enter to connect, leave to disconnect.
 
     A new backend is a subclass in one new file or folder in ``backends/``. It defines ``name``, ``launch_order``,
     ``was_launched``, ``connect`` and ``disconnect``; if they apply also ``install_hint`` and ``is_available``, its
     own flags (``add_arguments``, ``flag_said``, ``configure``), and an engine of its own (``engine_class``).
+
+    Attributes:
+        rank, local_rank: Of this process, in the job and on its machine, from 0.
+        world_size: Number of processes in the job.
+        is_restart: Whether the launcher started these processes again after some had failed.
+        comm: What the collectives go through; like ``device``, ``connect`` sets it.
     """
+
+    device: torch.device
+    comm: Communicator
+    watchdog: Watchdog
 
     name: ClassVar[str]
     launch_order: ClassVar[int]
@@ -58,8 +88,9 @@ class Backend(Processes, ABC):
     """Sockets that the root, which has the most, opens for each process of the job."""
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
-        super().__init__(launch)
-        self.options = options
+        self.launch, self.is_restart, self.options = launch, launch.is_restart, options
+        self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
+        self._before_update: list[Callable[[], None]] = []
         self.norms_are_logged = True
         """Whether somebody reads `Update.grad_norm` of the coming update; otherwise engines may leave it out."""
         self._own_flags = [getattr(args, name) for name in self.flags_of_training]
@@ -124,8 +155,7 @@ class Backend(Processes, ABC):
 
     def __enter__(self) -> Backend:
         from .devices import allow_open_files, use_deterministic_kernels, use_one_thread, use_tf32
-        from .signals import Signals
-        from .stop import StopRequest
+        from .signals import Signals, StopRequest
         from .watchdog import Watchdog
 
         use_tf32(self.options.precision == "tf32")
@@ -212,19 +242,15 @@ class Backend(Processes, ABC):
         self._after_leaving.append(work)
 
     def _agree_on_plan(self) -> None:
-        plan = self.options.plan
-        asked = plan.asked_grad_accum_steps or plan.grad_accum_steps
-        options = self.options
+        options, plan = self.options, self.options.plan
         mine = [
-            plan.global_batch_size, asked, plan.world_size, plan.batch_parts, options.precision,
+            plan.global_batch_size, plan.asked_grad_accum_steps, plan.world_size, plan.batch_parts, options.precision,
             options.reduce_precision, options.compile, *self._own_flags,
         ]  # fmt: skip
         found = self.comm.gather_objects([*mine, plan.grad_accum_steps], self.device)
         # A machine that joins a run with --fresh does not know that the run accumulates more than was asked.
         if (steps := max(each[-1] for each in found)) > plan.grad_accum_steps:
-            self.options = replace(
-                self.options, plan=replace(plan, grad_accum_steps=steps, asked_grad_accum_steps=asked)
-            )
+            self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
         for rank, (*theirs, _) in enumerate(found):
             if theirs != mine:
                 own = "".join(f", {name}" for name in self.flags_of_training)
@@ -254,7 +280,134 @@ class Backend(Processes, ABC):
         self.wait_without_limit()  # in the groups of the engine too
         return engine
 
-    # What a script may ask for.
+    # What a script may ask for. Collectives are called by every process: never put a call behind a test of the rank.
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == 0
+
+    def torchruns(self) -> list[str]:
+        """Identifies each torchrun that started some of these processes (`torchrun_id`). Collective."""
+        return sorted({found for found in self.gather_objects(torchrun_id()) if found})
+
+    @contextmanager
+    def _in_collective(self, phase: str) -> Iterator[None]:
+        self.watchdog.mark(phase, collective=True)
+        yield
+        self.watchdog.mark("computing")
+
+    def sum(self, value: Any) -> Any:
+        """Sum over the processes: of a tensor (on the device; returns a tensor), or of a dict of numbers and 0-d
+        tensors (one transfer for all; returns floats)."""
+        with self._in_collective("sum over the processes"):
+            if isinstance(value, Mapping):
+                return self.comm.sum_scalars(value, self.device)
+            return self.comm.sum_tensor(value)
+
+    def mean(self, value: Any) -> Any:
+        """``sum`` divided by the number of processes."""
+        if isinstance(value, Mapping):
+            return {name: total / self.world_size for name, total in self.sum(value).items()}
+        return self.sum(value) / self.world_size
+
+    def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Concatenate along dimension 0 in the order of ranks; the sizes of dimension 0 may differ. The gradient is
+        the one that a single process with all rows would compute. Where all processes know the ``sizes`` by rank, the
+        host need not wait for the device to exchange them."""
+        with self._in_collective("gathering over the processes"):
+            return self.comm.gather(tensor, sizes)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """JSON-able values of all processes, by rank, on every process."""
+        with self._in_collective("exchanging objects"):
+            return self.comm.gather_objects(value, self.device)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The root's JSON-able value, on every process."""
+        with self._in_collective("exchanging objects"):
+            return self.comm.broadcast_object(value, self.device)
+
+    def barrier(self) -> None:
+        """Return when every process has called this."""
+        self.sum({"here": 1.0})
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """For work that may fail on one process alone, such as opening files or building a model. A ValueError, an
+        OSError or a lack of memory on any process becomes the same UserMistake on all, and a CannotGoOn the same
+        TrainingStopped, so that none waits for one that has left. The work may last longer on one process than
+        --timeout_minutes, if it calls ``mark`` now and then. Call no collectives inside."""
+        mistake: str | None = None
+        kind: type[UserMistake | TrainingStopped] = UserMistake
+        try:
+            yield
+        except CannotGoOn as error:
+            mistake, kind = first_line(error), TrainingStopped
+        except (ValueError, OSError) as error:
+            mistake = first_line(error)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, TrainingStopped) or not lacks_memory(error):  # the first: the job ends already
+                raise
+            mistake = f"not enough memory: {first_line(error)}"
+        self.watchdog.meet()
+        if not self.sum({"mistakes": float(mistake is not None)})["mistakes"]:
+            return
+        for rank, (text, is_mistake) in enumerate(self.gather_objects([mistake, kind is UserMistake])):
+            if text is not None:
+                kind = UserMistake if is_mistake else TrainingStopped
+                raise kind(text if rank == 0 else f"{text} (on rank {rank})")
+
+    def say(self, text: str, *, file: TextIO | None = None) -> None:
+        """The root prints a line, which may quote a file, to ``file`` (default: stdout)."""
+        if self.is_root:
+            print(printable(text), file=file, flush=True)
+
+    def mark(self, phase: str) -> None:
+        """This process begins ``phase``. The call shows the watchdog progress; engines and collectives make it too."""
+        self.watchdog.mark(phase)
+
+    def working(self, phase: str) -> None:
+        """The main thread begins a ``phase`` in which it cannot call ``mark``, such as a function of the user's, or a
+        write. It may take as long as it likes while it gets on, using the processor now and then; if it hangs, as on a
+        disk that does, the job ends after the timeout."""
+        self.watchdog.mark(phase, writes=True)
+
+    @property
+    def waited(self) -> Mapping[str, float]:
+        """Seconds in which this process waited so far, by what it waited for: "data", and "communication" (on a GPU
+        only the waits of the host; the device has its own)."""
+        return self.watchdog.waited
+
+    @contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """A ValueError or CannotGoOn inside, on this process alone, ends the job: this process prints the reason, the
+        others print which process they lost."""
+        self.watchdog.mark(f"waiting for {what}", waits_for_data=True)
+        try:
+            yield
+        except (ValueError, CannotGoOn) as error:
+            raise TrainingStopped(f"rank {self.rank}: {first_line(error)}", alone=True) from error
+        self.mark("computing")
+
+    def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
+        """``items``, each fetched inside ``waiting_for(what)``."""
+        with self.waiting_for(what):
+            iterator = iter(items)
+        while True:
+            with self.waiting_for(what):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
+
+    def before_update(self, wait: Callable[[], None]) -> None:
+        """Call ``wait`` once before the next weight update: a checkpoint's copy must be finished by then."""
+        self._before_update.append(wait)
+
+    def finish_copies(self) -> None:
+        """For engines: weights and moments are about to change."""
+        while self._before_update:
+            self._before_update.pop()()
 
     @property
     def grad_accum_steps(self) -> int:
@@ -270,8 +423,7 @@ class Backend(Processes, ABC):
             "device": str(self.device), "precision": options.precision, "batch_size": plan.global_batch_size,
             "micro_batch_size": plan.micro_batch_size, "grad_accum_steps": plan.grad_accum_steps,
             "batch_parts": plan.batch_parts,
-            "asked_grad_accum_steps": plan.asked_grad_accum_steps or plan.grad_accum_steps,
-            "max_grad_norm": options.max_grad_norm,
+            "asked_grad_accum_steps": plan.asked_grad_accum_steps, "max_grad_norm": options.max_grad_norm,
         }  # fmt: skip
 
     def summary(self) -> str:
@@ -285,7 +437,7 @@ class Backend(Processes, ABC):
     def autocast(self) -> _GeneratorContextManager[None]:
         """The precision of an engine's forward pass, for calls that bypass it (``engine.module(...)`` while frozen): a
         context, or a decorator of a function."""
-        from .engines.precision import autocast
+        from .engines.arithmetic import autocast
 
         return autocast(self.options.precision, self.device)
 

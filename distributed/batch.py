@@ -16,8 +16,8 @@ class BatchPlan:
     global_batch_size: int
     grad_accum_steps: int
     world_size: int
-    #: --grad_accum_steps, if the run accumulates more: it continues on fewer processes or uses --batch_parts.
-    asked_grad_accum_steps: int | None = None
+    #: --grad_accum_steps: the run accumulates more if it continues on fewer processes, or uses --batch_parts.
+    asked_grad_accum_steps: int
     #: --batch_parts: equal parts in which the batch is computed on any number of processes; 0: not cut.
     batch_parts: int = 0
 
@@ -38,7 +38,7 @@ class BatchPlan:
             text += f" = {self.micro_batch_size} x {self.grad_accum_steps} accumulation x {self.world_size} processes"
         if self.batch_parts:
             text += f"; in {self.batch_parts} parts, with the same bits on any number of processes"
-        elif self.asked_grad_accum_steps:
+        elif self.grad_accum_steps > self.asked_grad_accum_steps:
             text += (
                 f" (--grad_accum_steps {self.asked_grad_accum_steps}, but there are fewer processes than before: more "
                 "accumulation, so that none holds more samples at a time)"
@@ -78,9 +78,7 @@ def plan_batches(
             f"{of_each if grad_accum_steps > 1 else ''}"
         )
     needed = _needed_steps(global_batch_size, grad_accum_steps, world_size, previous_batch_plan or {})
-    if needed > grad_accum_steps:
-        return BatchPlan(global_batch_size, needed, world_size, asked_grad_accum_steps=grad_accum_steps)
-    return BatchPlan(global_batch_size, grad_accum_steps, world_size)
+    return BatchPlan(global_batch_size, needed, world_size, asked_grad_accum_steps=grad_accum_steps)
 
 
 def _plan_parts(batch_size: int, asked: int, world_size: int, parts: int) -> BatchPlan:

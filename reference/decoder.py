@@ -209,12 +209,10 @@ def train(
     """An update of every Unet for each item. Batches: see `main`; noise: (step, b) -> as `noise_of` has them."""
     optimizers = []
     for unet in decoder.unets:
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        groups: dict[bool, Any] = {b: {"params": [], "weight_decay": b * s.weight_decay} for b in (True, False)}
         for name, weight in unet.named_parameters():  # gains, biases and null vectors do not decay
-            groups[weight.ndim > 1 and "null_" not in name].append(weight)
-        adam = torch.optim.AdamW(groups[True], s.learning_rate, (0.9, 0.99), weight_decay=s.weight_decay, fused=True)
-        optimizers.append(adam)
-        optimizers[-1].add_param_group({"params": groups[False], "weight_decay": 0.0})
+            groups[weight.ndim > 1 and "null_" not in name]["params"].append(weight)
+        optimizers.append(torch.optim.AdamW([*groups.values()], s.learning_rate, (0.9, 0.99), fused=True))
     for step, batch in zip(range(s.max_steps), batches, strict=False):
         images, values = batch["images"].float() / 127.5 - 1, dict[str, Tensor]()
         for index, drawn in enumerate(noise(step, len(images))):
@@ -292,8 +290,7 @@ def main() -> None:
     decoder = Decoder(s, embeddings.shape[1]).to(device)
     chosen = (torch.randint(len(images), (s.batch_size,), device=device) for _ in range(s.max_steps))
     batches = ({"images": images[rows], "image_embed": embeddings[rows]} for rows in chosen)
-    updates = train(decoder, batches, lambda _, b: noise_of(s, b, device), s)
-    for step, values in enumerate(updates):
+    for step, values in enumerate(train(decoder, batches, lambda _, b: noise_of(s, b, device), s)):
         if step % 50 == 0:
             print(step, {name: round(value.item(), 4) for name, value in values.items()})
     save_file(decoder.state_dict(), "decoder.safetensors")

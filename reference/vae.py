@@ -179,12 +179,6 @@ def images_of(folder: str, side: int) -> Iterator[Tensor]:
             yield torch.from_numpy(np.array(square)).permute(2, 0, 1)
 
 
-def write_picture(path: str, *rows: Tensor) -> None:
-    """Rows of images (n, 3, H, W) in [0, 1], one below the other."""
-    pixels = torch.cat([torch.cat(list(row), dim=2) for row in rows], dim=1)
-    Image.fromarray((255 * pixels.clamp(0, 1)).round().byte().permute(1, 2, 0).cpu().numpy()).save(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="images to train on")
@@ -207,7 +201,9 @@ def main() -> None:
 
     save_file(model.state_dict(), "vae.safetensors")
     shown = torch.stack([*itertools.islice(images, 4)]).to(device).float() / 255
-    write_picture("vae.png", shown, (model.reconstruct(2 * shown - 1) + 1) / 2)
+    rows = [shown, (model.reconstruct(2 * shown - 1) + 1) / 2]  # originals above reconstructions
+    pixels = torch.cat([torch.cat([*row], dim=2) for row in rows], dim=1).clamp(0, 1)
+    Image.fromarray((255 * pixels).byte().permute(1, 2, 0).cpu().numpy()).save("vae.png")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from torch import Tensor
 
 import distributed
 from distributed import Backend, Launch, plan_batches
+from distributed.base import Options
 from distributed.collectives import Communicator, Handle
-from distributed.options import Options
-from distributed.stop import StopRequest
+from distributed.signals import StopRequest
 from distributed.watchdog import Watchdog
 
 OF_A_SCRIPT: dict[str, Any] = {

@@ -27,7 +27,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from distributed.engines.finite import SkipGuard
+from distributed.engines.arithmetic import SkipGuard
 from tests.data.helpers import write_tar
 from tests.data.records.tables import save_to_disk, table, write_parquet
 from tests.scripts import (

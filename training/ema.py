@@ -13,7 +13,7 @@ from torch import Tensor
 from .profiles import exponent_of
 
 if TYPE_CHECKING:
-    from distributed import Engine
+    from distributed.engines.base import Engine
 
     from .cascade import Cascade
 

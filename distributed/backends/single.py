@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..base import Backend
+from ..base import Backend, Options
 from ..errors import UserMistake
 from ..launchers import Launch
-from ..options import Options
 
 
 class SingleBackend(Backend):

@@ -6,17 +6,33 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from ..errors import TrainingStopped, first_line, lacks_memory
-from ..options import Update
+from .arithmetic import SkipGuard, backward_weight, split_batch
+from .optimizer_state import owned
+from .replicas import check_replicas
 
-if TYPE_CHECKING:  # `--help` must not import PyTorch
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
+if TYPE_CHECKING:
     from ..base import Backend
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one ``Engine.step`` did. The tensors are on the device: reading them makes the host wait for it."""
+
+    grad_norm: Tensor
+    """L2 norm of the mean gradient before clipping, 0-d; the same on every process. NaN where an engine leaves it out,
+    because it clips nothing and `Backend.norms_are_logged` is off."""
+    skipped: Tensor
+    """0-d bool: a gradient was not finite, so nothing was changed."""
+    lr: float
+    """The learning rate that was used; not the script's if the backend's configuration overrules it."""
 
 
 class Engine(ABC):
@@ -26,7 +42,7 @@ class Engine(ABC):
     ``discriminator.module(...)``; the discriminator's step calls ``discriminator(...)`` on detached images.
 
     This class holds what all engines have in common. A new engine defines ``_set_up``, ``_add_gradients``, ``_update``,
-    ``gathered``, ``_read_state`` and ``_write_state``.
+    ``_read_state`` and ``_write_state``.
     """
 
     module: nn.Module
@@ -34,15 +50,14 @@ class Engine(ABC):
 
     is_sharded = False
     """Whether each process holds only a part of each weight (ZeRO 3, FSDP), so that there are no copies to compare."""
+    _lacks_weights = False
+    """Whether the module does not hold the full fp32 weights."""
     _sets_own_lr = False
     """Whether a scheduler of the backend sets the learning rate, so that the script's is ignored."""
 
     def __init__(
         self, backend: Backend, model: nn.Module, optimizer: Optimizer, *, name: str, max_grad_norm: float | None
     ) -> None:
-        from .finite import SkipGuard
-        from .replicas import check_replicas
-
         options = backend.options
         check_replicas(model, "before training", backend.gather_objects)
         self.module, self.name, self._backend, self._plan = model, name, backend, options.plan
@@ -87,8 +102,6 @@ class Engine(ABC):
         Raises:
             ValueError: a value's first dimension is not the local batch size.
         """
-        from .micro import split_batch
-
         for index, part in enumerate(split_batch(batch, self._plan)):
             self._micro_batch = index
             yield part
@@ -107,8 +120,6 @@ class Engine(ABC):
         Raises:
             RuntimeError: the engine is frozen, or cannot keep the graph (``retain_graph`` at ZeRO 3).
         """
-        from .micro import backward_weight
-
         if self._is_frozen:
             raise RuntimeError("this engine is frozen: its update is not under way")
         self._backend.watchdog.mark("backward", update=self._updates, gathers=self.is_sharded)
@@ -125,8 +136,6 @@ class Engine(ABC):
         Raises:
             TrainingStopped: too many updates in a row were not finite, or the processes' copies of the model differ.
         """
-        from .replicas import check_replicas
-
         self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
         rate = self.lr  # read before the backend's own scheduler advances it
         norm, finite = self._update()
@@ -170,9 +179,24 @@ class Engine(ABC):
         finally:
             self._is_plain = False
 
-    @abstractmethod
-    def gathered(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
         """A plain module with the full weights on every process, to read and evaluate, not to change. Collective."""
+        if not self._lacks_weights:
+            yield self.module
+            return
+        held = self.held_weights()
+        for name, parameter in self._blank.named_parameters():
+            parameter.data = self.whole_weight(name, held[name])
+        for name, buffer in self._blank.named_buffers():
+            if name in held:
+                buffer.copy_(held[name])
+        self._blank.train(self.module.training)
+        try:
+            yield self._blank
+        finally:
+            for parameter in self._blank.parameters():
+                parameter.data = parameter.data.new_empty(0)
 
     # What an average of the weights needs. Where weights are sharded, a process averages the part that it holds.
 
@@ -229,8 +253,6 @@ class Engine(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """``live_state`` as plain tensors on the CPU that only the caller holds, on every process. Collective."""
-        from .optimizer_state import owned
-
         return owned(self.live_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -269,8 +291,6 @@ class Engine(ABC):
 
 def _without_weights(model: nn.Module) -> nn.Module:
     """A copy of the model with its buffers, whose parameters are empty; it takes no memory for the weights."""
-    from torch import nn
-
     empty = {
         id(parameter): nn.Parameter(parameter.detach().new_empty(0), parameter.requires_grad)
         for parameter in model.parameters()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..collectives import Communicator, Handle
 
 if TYPE_CHECKING:
-    from ..stop import StopRequest
+    from ..signals import StopRequest
 
 BUCKET_BYTES = 25 * 2**20  # at most: large enough to fill a link, small enough to start early (PyTorch DDP's default)
 SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last

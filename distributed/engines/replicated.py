@@ -5,18 +5,16 @@ These backends differ in their communicator only, so their numbers cannot differ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .arithmetic import LossScaler, all_finite, clip_divisor, gradient_norm
 from .base import Engine
-from .micro import all_finite, clip_divisor, gradient_norm
 from .optimizer_state import check_names, live_weights, read_optimizer, unfuse, write_optimizer
 from .parts import GradientParts
-from .precision import LossScaler
 from .reducer import GradientReducer
 
 
@@ -89,10 +87,6 @@ class ReplicatedEngine(Engine):
     def _forget(self) -> None:
         """Forget the gradients of this update."""
         self._reducer.zero_()
-
-    @contextmanager
-    def gathered(self) -> Iterator[Any]:
-        yield self.module
 
     def _read_state(self) -> dict[str, Any]:
         return {

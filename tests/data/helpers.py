@@ -15,8 +15,8 @@ import torch
 import webdataset
 from torch import Tensor
 
+from data.fields import Samples
 from data.order import TrainingOrder
-from data.samples import Samples
 from data.stream import TrainingStream
 
 ROOT = Path(__file__).resolve().parents[2]

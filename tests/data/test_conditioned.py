@@ -14,7 +14,7 @@ import torch
 
 from data.bad_samples import Incomplete
 from data.embeddings import IMAGE, TEXT
-from data.samples import Samples
+from data.fields import Samples
 from data.sets import open_conditioned, widths_of
 from tests.data.conditions import (
     TEXT_WIDTH,

@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from data.crops import Crop, Square
-from data.decoding.images import decode_image
+from data.decoding.images import Crop, Square, decode_image
 from data.hashing import Draws
 from data.records.record import Entry
 from data.sets import open_conditioned, open_images, open_videos

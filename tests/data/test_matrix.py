@@ -16,9 +16,8 @@ from PIL import Image
 from data.bad_samples import Incomplete
 from data.decoding import sounds, videos
 from data.embeddings import IMAGE, TEXT, EmbeddingField
-from data.fields import CaptionField, CaptionsField, ClipField, Field, ImageField, SoundField, TextsField
+from data.fields import CaptionField, CaptionsField, ClipField, Field, ImageField, Samples, SoundField, TextsField
 from data.records.own import OwnData
-from data.samples import Samples
 from data.sets import open_records
 from data.tokenizers import open_tokenizer
 from tests.data.sources import FILES, Record, encoded, gif, npy, wav

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data.samples import Samples
+from data.fields import Samples
 from data.sets import open_images
 from data.stream import ValidationStream
 from tests.data.helpers import assert_same, global_batches, ids, one_line, stream

@@ -99,8 +99,7 @@ def test_a_run_that_goes_on_elsewhere_holds_no_more_samples_at_a_time(
     batch_size, accumulation, world, *parts = asked
     plan = plan_batches(batch_size, accumulation, world, noted, *parts)
     assert (plan.grad_accum_steps, plan.micro_batch_size) == (steps, micro)
-    # So that a later start, also one without parts, may take it up.
-    assert plan.asked_grad_accum_steps == (accumulation if steps > accumulation or parts else None)
+    assert plan.asked_grad_accum_steps == accumulation, "so that a later start, also one without parts, may take it up"
 
 
 def agreed(process: Process, *, of_the_last: dict[str, Any], of_the_backend: tuple[bool, ...] = (True,) * 3) -> Any:

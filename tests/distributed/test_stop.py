@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from distributed.collectives import Communicator
 from distributed.engines.reducer import GradientReducer
-from distributed.signals import SIGNALS, Signals
-from distributed.stop import StopRequest
+from distributed.signals import SIGNALS, Signals, StopRequest
 from tests.processes import Process, on_processes
 
 

@@ -19,7 +19,7 @@ from distributed.collectives import Handle
 from distributed.devices import gpu_id, local_device, use_deterministic_kernels, use_tf32
 from distributed.engines.reducer import GradientReducer
 from distributed.errors import TrainingStopped
-from distributed.stop import StopRequest
+from distributed.signals import StopRequest
 from tests.processes import Root, parsed
 from training.checkpoints.snapshot import Snapshot
 

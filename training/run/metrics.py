@@ -15,7 +15,7 @@ from .clock import Clock, peak_memory
 
 if TYPE_CHECKING:
     from distributed import Backend
-    from distributed.options import Update
+    from distributed.engines.base import Update
 
     from .progress import Progress
 

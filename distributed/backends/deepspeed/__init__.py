@@ -10,10 +10,9 @@ from typing import Any
 
 from tandem.files.installed import how_to_install
 
-from ...engines.base import Engine
+from ...base import Options
 from ...errors import UserMistake
 from ...launchers import Launch
-from ...options import Options
 from ..ddp import DDPBackend
 from .config import check_for_parts, merge, read_config
 
@@ -99,7 +98,7 @@ class DeepSpeedBackend(DDPBackend):
         parent = os.getppid()
         return (parent, _parent_of(parent)) if self.launch.launcher == "deepspeed" else parent
 
-    def engine_class(self) -> type[Engine]:
+    def engine_class(self) -> type[Any]:
         from .engine import ZeroEngine
 
         return ZeroEngine

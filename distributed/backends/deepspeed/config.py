@@ -12,8 +12,8 @@ from typing import Any
 from tandem.files.installed import shipped
 from tandem.files.reading import parse_json, read_bytes
 
+from ...base import Options
 from ...errors import UserMistake
-from ...options import Options
 
 AUTO = "auto"
 # DeepSpeed counts its buckets in numbers, whatever their type. In fp32 these are 25 MiB, the most that a bucket of the

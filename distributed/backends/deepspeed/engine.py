@@ -1,30 +1,77 @@
-"""The engine for DeepSpeed. DeepSpeed shards and updates; Tandem accumulates gradients and skips non-finite
-updates; `state.py` reads and writes."""
+"""The engine for DeepSpeed. DeepSpeed shards and updates; Tandem accumulates gradients, skips non-finite updates, and
+reads and writes ZeRO's state in the form that all backends share: full fp32 weights and moments by parameter name.
+
+Weights and moments of ZeRO 1-2 live in flat fp32 partitions, those of ZeRO 3 in one padded slice per parameter and
+rank. Every method about the state is a collective, but those that say so.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
 from torch import Tensor, nn
 
+from tandem.files.installed import how_to_install
+
 from ...devices import cpu_threads, own_threads
-from ...engines.micro import clip_divisor, gradient_norm
-from ...engines.optimizer_state import unfuse
+from ...engines.arithmetic import clip_divisor, gradient_norm
+from ...engines.base import Engine
+from ...engines.optimizer_state import (
+    check_moments,
+    check_names,
+    live_weights,
+    neutral_state,
+    read_optimizer,
+    unfuse,
+    write_optimizer,
+)
 from ...engines.parts import GradientParts
+from ...errors import UserMistake
 from .config import refusals, resolve
-from .state import OF_CLASSES, OF_ENGINE, OF_ZERO, ZeroState, check_inside
 
 if TYPE_CHECKING:
     from . import DeepSpeedBackend
 
+# What this package uses of DeepSpeed's inside, which another version may name differently.
+OF_CLASSES = (
+    "DeepSpeedEngine._broadcast_model", "zero.Init._convert_to_deepspeed_param", "zero.Init._zero_init_param",
+)  # fmt: skip
+OF_ENGINE = (
+    "_backward_prologue", "_config", "_running_engine_step", "allreduce_gradients", "basic_optimizer",
+    "enable_backward_allreduce", "get_global_grad_norm",
+)  # fmt: skip
+OF_ZERO = {
+    0: (),
+    1: (
+        "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state", "averaged_gradients", "bit16_groups",
+        "clear_backward_seen_flag", "clip_grad", "overflow", "single_partition_of_fp32_groups", "update_lp_params",
+    ),
+    3: (
+        "averaged_gradients", "backward_epilogue", "clear_backward_seen_flag", "clip_grad", "fp16_groups",
+        "fp32_partitioned_groups_flat", "get_param_id", "grad_partitions_flat_buffer", "grad_position",
+        "offload_optimizer", "overflow", "persistent_parameters", "sub_group_to_group_id",
+    ),
+}  # fmt: skip
+OF_ZERO[2] = OF_ZERO[1]
 
-class ZeroEngine(ZeroState):
+
+class ZeroEngine(Engine):
     """Wraps one ``deepspeed.initialize``. ZeRO 0 replicates, 1 shards moments, 2 also gradients, 3 also weights."""
 
     _backend: DeepSpeedBackend
@@ -43,9 +90,9 @@ class ZeroEngine(ZeroState):
         )
         self._bucket_size = runtime["zero_optimization"]["reduce_bucket_size"]
         weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
-        # ``gathered`` fills this copy with the full fp32 weights if the module does not hold them.
-        self._twin = copy.deepcopy(self._blank) if self._stage == 3 or weights_are_low_precision else None
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._lacks_weights = self._stage == 3 or weights_are_low_precision
+        self._names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        trainable = list(self._names)
         self._parts: GradientParts | None = None
         if self._plan.batch_parts:
             self._parts = GradientParts(trainable, backend.comm, self._plan.grad_accum_steps)
@@ -64,15 +111,14 @@ class ZeroEngine(ZeroState):
         names = [f"engine.{name}" for name in OF_ENGINE] + [f"optimizer.{name}" for name in OF_ZERO[self._stage]]
         check_inside(inside, names, f" at ZeRO {self._stage}")
         self._optimizer = self._ds.basic_optimizer
-        self._parameters: dict[str, Any] = dict(self.module.named_parameters())
+        self._parameters = {name: t for name, t in self._state_tensors().items() if isinstance(t, nn.Parameter)}
         self._sets_own_lr = self._scheduler is not None
         backend.resolved[self.name] = {
             **runtime,
             "zero_optimization": self._ds._config.zero_config.model_dump(mode="json"),
             "optimizer_in_use": type(self._optimizer).__name__,
         }
-        self._is_unsharded_fp32 = self._stage == 0 and not weights_are_low_precision
-        if self._is_unsharded_fp32 or self._parts is not None:
+        if self._stage == 0 or self._parts is not None:
             self._ds._config.gradient_clipping = self._zero.clip_grad = 0.0  # this engine clips
         offload = self._ds._config.zero_config.offload_optimizer
         is_offloaded = offload is not None and offload.device != "none"
@@ -115,7 +161,7 @@ class ZeroEngine(ZeroState):
         self._backend.about_to_update()
         if self._parts is not None:
             norm, finite = self._step_with(self._parts)
-        elif self._is_unsharded_fp32:
+        elif self._stage == 0:
             norm, finite = self._step_unsharded()
         else:
             with cpu_threads(self._optimizer_threads):
@@ -172,6 +218,226 @@ class ZeroEngine(ZeroState):
         with super().twice_differentiable():
             yield
 
+    # The state.
+
+    def held_weights(self) -> dict[str, Tensor]:
+        if self._stage == 3:  # sends nothing
+            return {name: self._fp32_slice(tensor) for name, tensor in self._state_tensors().items()}
+        if not self._lacks_weights:
+            return super().held_weights()
+        return {name: self._read_weight(name, tensor) for name, tensor in self._state_tensors().items()}
+
+    def _fp32_slice(self, tensor: Any) -> Tensor:
+        """Of a parameter; a buffer is whole."""
+        if not isinstance(tensor, nn.Parameter):
+            return _in_fp32(tensor)
+        if not tensor.requires_grad:
+            local: Tensor = tensor.ds_tensor  # type: ignore[attr-defined]
+            return local.detach().to(tensor.device, torch.float32)  # offloaded weights lie on the CPU
+        if self._zero.offload_optimizer:
+            return safe_get_local_fp32_param(tensor).detach()
+        # DeepSpeed's own function waits for the device, for each parameter.
+        group, start, size = self._zero.grad_position[self._zero.get_param_id(tensor)]
+        return self._zero.fp32_partitioned_groups_flat[group].detach().narrow(0, start, size)
+
+    def whole_weight(self, name: str, held: Tensor) -> Tensor:
+        if self._stage < 3 or name not in self._parameters:
+            return held
+        parameter: Any = self._parameters[name]
+        gathered = held.new_empty(torch.distributed.get_world_size() * held.numel())
+        torch.distributed.all_gather_into_tensor(gathered, held.contiguous())
+        return gathered[: parameter.ds_numel].view(parameter.ds_shape)
+
+    def held_part(self, name: str, whole: Tensor) -> Tensor:
+        if self._stage < 3 or name not in self._parameters:
+            return whole
+        parameter: Any = self._parameters[name]
+        if tuple(whole.shape) != tuple(parameter.ds_shape):
+            raise ValueError(f"the shape {tuple(whole.shape)} is not the model's {tuple(parameter.ds_shape)}")
+        return _local_slice(parameter, whole)
+
+    def _read_weight(self, name: str, tensor: Tensor) -> Tensor:
+        """A full fp32 weight; a persistent buffer as it is."""
+        if self._stage == 3:
+            return self.whole_weight(name, self._fp32_slice(tensor))
+        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        return _in_fp32(safe_get_full_fp32_param(tensor) if is_trained else tensor)
+
+    def _read_state(self) -> dict[str, Any]:
+        weights = live_weights(self.module)
+        if self._lacks_weights:  # one after the other: offloaded ones come to the device
+            weights = {name: partial(self._read_weight, name, tensor) for name, tensor in self._state_tensors().items()}
+        return {"weights": weights, "optimizer": self._read_optimizer(), "scaler": self._scaler_state()}
+
+    def _scaler_state(self) -> dict[str, float]:
+        scaler = getattr(self._zero, "loss_scaler", None)
+        if scaler is None or not self._ds.fp16_enabled():
+            return {}
+        since_overflow = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
+        hysteresis = getattr(scaler, "cur_hysteresis", 1)
+        return {"scale": float(scaler.cur_scale), "finite_in_a_row": since_overflow, "hysteresis": hysteresis}
+
+    def _read_optimizer(self) -> dict[str, Any]:
+        """Like ``optimizer_state.read_optimizer``, but sharded moments are given as functions that fetch them."""
+        if self._stage == 0:
+            return read_optimizer(self._optimizer, self._names)
+        step, slots = 0, []
+        for state in self._optimizer.state.values():
+            step = max(step, int(state.get("step", 0)))
+            slots = [slot for slot, value in state.items() if slot != "step" and isinstance(value, Tensor)]
+        if slots and self._stage in (1, 2):
+            # Link the moments again: DeepSpeed links them once, after the first step of the first parameter group,
+            # which is too early for the other groups.
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+        moments = {
+            slot: {name: partial(safe_get_full_optimizer_state, p, slot) for p, name in self._names.items()}
+            for slot in slots
+        }
+        return neutral_state(self._optimizer, step, moments)
+
+    def _write_state(self, state: Mapping[str, Any]) -> None:
+        self._write_weights(state["weights"])
+        self._write_optimizer(state["optimizer"])
+        if state["scaler"] and self._ds.fp16_enabled():
+            scaler = self._zero.loss_scaler
+            scaler.cur_scale = state["scaler"]["scale"]
+            # The scaler counts updates and remembers the update of the last overflow; -1 means never.
+            scaler.cur_iter, scaler.last_overflow_iter = int(state["scaler"].get("finite_in_a_row", 0)), -1
+            if "hysteresis" in state["scaler"]:
+                scaler.cur_hysteresis = state["scaler"]["hysteresis"]
+        applied = state["updates"] - state["skipped_updates"]
+        if self._scheduler is not None and applied:
+            self._scheduler.step(applied - 1)  # it counts from 0; skipped updates did not advance it
+
+    @torch.no_grad()
+    def _write_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the fp32 weights that this process holds; ``_share_weights`` then refreshes the copies of the forward
+        pass. No collective.
+
+        Raises:
+            ValueError: a weight is missing, unexpected or of another shape.
+        """
+        tensors = self._state_tensors()
+        # ZeRO 3 leaves empty tensors in the module; their attribute ds_shape holds the full shape.
+        check_names("weight", weights, {name: getattr(t, "ds_shape", t.shape) for name, t in tensors.items()})
+        for name, tensor in tensors.items():
+            value = weights[name]
+            if self._stage == 3 and isinstance(tensor, nn.Parameter):
+                local = _local_slice(tensor, value)
+                tensor.ds_tensor.data.copy_(local)  # type: ignore[attr-defined]
+                if tensor.requires_grad:
+                    safe_set_local_fp32_param(tensor, local)
+            else:
+                tensor.data.copy_(value)
+                if self._stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                    safe_set_full_fp32_param(tensor, value.to(tensor.device).float())
+
+    @torch.no_grad()
+    def _write_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Create the moments as ZeRO does at its first step, then fill them. No collective.
+
+        Raises:
+            ValueError: a moment is missing, unexpected or of another shape.
+        """
+        if self._stage == 0:
+            write_optimizer(self._optimizer, self._names, state)
+            return
+        shapes = {name: getattr(p, "ds_shape", p.shape) for p, name in self._names.items()}
+        check_moments(self._optimizer, state, shapes)
+        self._optimizer.state.clear()
+        if self._stage in (1, 2):
+            self._zero._hp_optimizer_states_linked = False  # clear() dropped the linked tensors, so link again
+        if not state["moments"]:
+            return
+        for flat, group in self._flat_partitions():
+            on_device = group.get("fused") or group.get("capturable")
+            step = torch.tensor(float(state["step"]), device=flat.device if on_device else torch.device("cpu"))
+            slots = {slot: torch.zeros_like(flat) for slot in state["moments"]}
+            self._optimizer.state[flat] = {"step": step, **slots} if state["step"] else slots  # SGD has no step count
+        if self._stage in (1, 2):
+            self._zero._lazy_init_hp_params_optimizer_state()
+        for slot, tensors in state["moments"].items():
+            for parameter, name in self._names.items():
+                if self._stage == 3:
+                    safe_set_local_optimizer_state(parameter, _local_slice(parameter, tensors[name]), slot)
+                else:
+                    safe_set_full_optimizer_state(parameter, tensors[name], slot)
+
+    @torch.no_grad()
+    def _share_weights(self) -> None:
+        """Refresh the copies that the forward pass reads from the fp32 weights."""
+        if self._stage in (1, 2):
+            self._zero.update_lp_params()
+        elif self._stage == 3 and (kept_whole := self._zero.persistent_parameters):
+            kept_whole[0].partition(kept_whole)  # else all_gather would keep the old gathered weights
+            kept_whole[0].all_gather(kept_whole)
+
+    @torch.no_grad()
+    def _write_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Have the optimizer's next step use these gradients, which are full size and equal on every process, without
+        reducing, averaging or rounding them."""
+        if self._stage == 0:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+        elif self._stage == 3:
+            for i, group in enumerate(self._zero.fp16_groups):
+                self._zero.averaged_gradients[i] = [_local_slice(p, gradients[p]) for p in group]
+        else:
+            for i, group in enumerate(self._zero.bit16_groups):
+                flat = torch.zeros_like(self._zero.single_partition_of_fp32_groups[i])
+                for mapping, gradient in [(p._hp_mapping, gradients[p]) for p in group if p._hp_mapping is not None]:
+                    source, target = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                    flat.narrow(0, target.start, target.numel).copy_(
+                        gradient.flatten().narrow(0, source.start, source.numel)
+                    )
+                self._zero.averaged_gradients[i] = [flat]
+
+    @torch.no_grad()
+    def _zero_old_gradients(self) -> None:
+        """Forget the gradients of the update that was made, so that a parameter that gets none in the next update gets
+        zeros, as on the other backends. ZeRO 3, and ZeRO with its optimizer on the CPU, would use the old ones
+        again."""
+        if self._stage == 3:
+            self._zero.grad_partitions_flat_buffer.zero_()
+        for flat, _ in self._flat_partitions():
+            if flat.grad is not None:
+                flat.grad.zero_()
+
+    def _flat_partitions(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """This rank's flat fp32 tensors, which the basic optimizer steps, with their parameter groups."""
+        if self._stage < 3:
+            return [(flat, group) for group in self._optimizer.param_groups for flat in group["params"]]
+        # ZeRO 3 puts its flat tensors into the parameter groups only during a step.
+        groups = self._zero.sub_group_to_group_id
+        return [
+            (flat, self._optimizer.param_groups[groups[i]])
+            for i, flat in enumerate(self._zero.fp32_partitioned_groups_flat)
+        ]
+
+    def _state_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers themselves, not copies, by name."""
+        return dict(self.module.state_dict(keep_vars=True))
+
+
+def check_inside(of: Any, names: Iterable[str], where: str = "") -> None:
+    """Check that DeepSpeed, or an object of it, has what this package replaces or calls of it.
+
+    Raises:
+        UserMistake: one line that names what is missing.
+    """
+    missing = []
+    for name in names:
+        try:
+            attrgetter(name)(of)
+        except AttributeError:
+            missing.append(name)
+    if missing:
+        raise UserMistake(
+            f"DeepSpeed {deepspeed.__version__}{where} has no {', '.join(missing)}: it differs from the "
+            f"versions that are allowed; install one of those with `{how_to_install('deepspeed')}`"
+        )
+
 
 @contextmanager
 def _without_broadcast() -> Iterator[None]:
@@ -190,3 +456,17 @@ def _without_broadcast() -> Iterator[None]:
         yield
     finally:
         deepspeed.DeepSpeedEngine._broadcast_model, deepspeed.zero.Init._zero_init_param = originals
+
+
+def _in_fp32(tensor: Tensor) -> Tensor:
+    return tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
+
+
+def _local_slice(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's slice of a full tensor at ZeRO 3, padded if the size does not divide by the number of ranks."""
+    size = parameter.ds_tensor.numel()
+    start = size * torch.distributed.get_rank()
+    part = value.flatten()[start : start + size]  # of a memory-mapped file, only this part is read
+    local = torch.zeros(size, dtype=torch.float32, device=parameter.ds_tensor.device)
+    local[: part.numel()] = part
+    return local

@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...engines.base import Engine
+from ...base import Options
 from ...launchers import Launch
-from ...options import Options
 from ..ddp import DDPBackend
 
 
@@ -46,7 +45,7 @@ class FSDPBackend(DDPBackend):
             help="FSDP: keep weights, gradients and moments in the memory of the CPU, and update them there")
         # fmt: on
 
-    def engine_class(self) -> type[Engine]:
+    def engine_class(self) -> type[Any]:
         from .engine import FSDPEngine
 
         return FSDPEngine

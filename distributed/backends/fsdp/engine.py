@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ...devices import cpu_threads, own_threads
-from ...engines.micro import gradient_norm
+from ...engines.arithmetic import DTYPES, LossScaler, gradient_norm
 from ...engines.optimizer_state import check_moments, check_names, read_optimizer, unfuse, write_optimizer
 from ...engines.parts import GradientParts
-from ...engines.precision import DTYPES, LossScaler
 from ...engines.reducer import GradientReducer
 from ...engines.replicated import ReplicatedEngine
 from ...errors import UserMistake
@@ -44,7 +43,7 @@ class FSDPEngine(ReplicatedEngine):
     """A process holds a part of each weight, gradient and moment, and whole weights only while a block computes."""
 
     _backend: FSDPBackend
-    is_sharded = True
+    is_sharded = _lacks_weights = True
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         backend, options = self._backend, self._backend.options
@@ -235,19 +234,6 @@ class FSDPEngine(ReplicatedEngine):
             finally:
                 self._let_go()
 
-    @contextmanager
-    def gathered(self) -> Iterator[Any]:
-        for name, parameter in self._blank.named_parameters():
-            parameter.data = self.whole_weight(name, self._held[name].detach())
-        for ours, theirs in zip(self._blank.buffers(), self.module.buffers(), strict=True):
-            ours.copy_(theirs)
-        self._blank.train(self.module.training)
-        try:
-            yield self._blank
-        finally:
-            for parameter in self._blank.parameters():
-                parameter.data = parameter.data.new_empty(0)
-
     def held_weights(self) -> dict[str, Tensor]:
         own = {**dict(self.module.named_buffers()), **self._held}
         return {name: own[name].detach() for name in self._shapes}
@@ -261,6 +247,10 @@ class FSDPEngine(ReplicatedEngine):
         gathered = padded.new_empty(self._backend.world_size * padded.numel())
         dist.all_gather_into_tensor(gathered, padded.view(-1))
         return gathered.view(-1, *rest)[:rows]
+
+    def _fetches(self, held: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+        """By name, functions that return ``whole_weight`` of tensors like ``held_weights()``."""
+        return {name: partial(self.whole_weight, name, tensor) for name, tensor in held.items()}
 
     def held_part(self, name: str, whole: Tensor) -> Tensor:
         if whole.shape != self._shapes[name]:
@@ -276,18 +266,9 @@ class FSDPEngine(ReplicatedEngine):
 
     def _read_state(self) -> dict[str, Any]:
         optimizer = read_optimizer(self._optimizer, self._names)
-        moments = {
-            slot: {name: self._fetched(name, tensor) for name, tensor in tensors.items()}
-            for slot, tensors in optimizer["moments"].items()
-        }
-        return {
-            "weights": {name: self._fetched(name, held) for name, held in self.held_weights().items()},
-            "optimizer": {**optimizer, "moments": moments},
-            "scaler": self._scaler.state_dict(),
-        }
-
-    def _fetched(self, name: str, held: Tensor) -> Callable[[], Tensor]:
-        return partial(self.whole_weight, name, held)
+        optimizer["moments"] = {slot: self._fetches(tensors) for slot, tensors in optimizer["moments"].items()}
+        weights = self._fetches(self.held_weights())
+        return {"weights": weights, "optimizer": optimizer, "scaler": self._scaler.state_dict()}
 
     @torch.no_grad()
     def _write_state(self, state: Mapping[str, Any]) -> None:

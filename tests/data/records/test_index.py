@@ -40,8 +40,10 @@ def file(tmp_path) -> Path:
 def made(path: Path | str, rows: list[str] = ROWS) -> Made:
     watched = Watched()
     watched.add("", os.stat(path))
-    columns = {"rows": PackedStrings(rows), "squares": array("q", (place * place for place in range(len(rows))))}
-    return Made(columns, f"of {len(rows)}", {"more": "ü"}, watched)
+    strings, squares = PackedStrings(), array("q", (place * place for place in range(len(rows))))
+    for row in rows:
+        strings.append(row)
+    return Made({"rows": strings, "squares": squares}, f"of {len(rows)}", {"more": "ü"}, watched)
 
 
 def opened(path: Path, make: Callable[[Path], Made] = made, **options: Any) -> Index:

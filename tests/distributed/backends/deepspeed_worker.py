@@ -22,7 +22,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import distributed
-from distributed import Backend, Engine, UserMistake
+from distributed import Backend, UserMistake
+from distributed.engines.base import Engine
 from tests.processes import parsed
 from training.ema import make_ema
 

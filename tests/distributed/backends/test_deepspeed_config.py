@@ -13,8 +13,8 @@ import pytest
 
 from distributed import UserMistake
 from distributed.backends.deepspeed.config import check_for_parts, merge, read_config, refusals, resolve
+from distributed.base import Options
 from distributed.batch import BatchPlan
-from distributed.options import Options
 from tests.processes import parsed
 
 Json = dict[str, Any]
@@ -45,7 +45,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 def resolved(config: Json, *, precision: str = "fp32", reduce_precision: str = "fp32", **overrides: Any) -> Json:
     values = {"zero_stage": 2, "max_grad_norm": 0.5, "learning_rate": 0.125, "sizes": [1000], "on_cpu": True}
-    options = Options(BatchPlan(24, 2, 2), precision, reduce_precision=reduce_precision)
+    options = Options(BatchPlan(24, 2, 2, 2), precision, reduce_precision=reduce_precision)
     return resolve(config, options, **{**values, **overrides})
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Backend, Engine
+from distributed import Backend
+from distributed.engines.base import Engine
 from tests.processes import Process, on_processes
 
 BATCH = 12

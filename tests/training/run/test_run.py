@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 
 from distributed.engines import replicated
-from distributed.engines.micro import gradient_norm
+from distributed.engines.arithmetic import gradient_norm
 from tests.processes import on_processes
 from tests.scripts import VAE, assert_same_run, files, metrics
 from tests.training.disk import failing

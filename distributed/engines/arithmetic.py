@@ -1,0 +1,205 @@
+"""The arithmetic of an update that all engines share: the precision of passes, parts of a batch, weights of losses, the
+norm of gradients, and updates that are skipped because of non-finite values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import BatchPlan
+from ..errors import TrainingStopped
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GROWTH_INTERVAL = 2000  # updates
+_PIECE = 2**17  # numbers
+
+
+@contextmanager
+def autocast(precision: str, device: torch.device) -> Iterator[None]:
+    """The context of a forward pass: matrix products and convolutions in ``precision``, weights and losses in fp32.
+    It can also decorate a function."""
+    dtype = DTYPES[precision]
+    if dtype == torch.float32:
+        yield
+    else:
+        with torch.autocast(device.type, dtype=dtype):
+            yield
+
+
+def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any]]:
+    """``grad_accum_steps`` consecutive parts of a local batch. Tensors and lists are cut, and every part gets all
+    other values unchanged. With ``batch_parts``, parts are copies: where a part begins in the local
+    batch depends on the number of processes, and matrix products may round differently at another address.
+
+    Raises:
+        ValueError: a tensor or list does not hold ``local_batch_size`` entries.
+    """
+    size = plan.micro_batch_size
+    for key, value in batch.items():
+        if isinstance(value, Tensor | list) and len(value) != plan.local_batch_size:
+            raise ValueError(
+                f"batch[{key!r}] holds {len(value)} samples, this process was to get {plan.local_batch_size}"
+            )
+
+    def part(value: Any, start: int) -> Any:
+        if isinstance(value, Tensor):
+            cut = value[start : start + size]
+            return cut.clone() if plan.batch_parts else cut
+        return value[start : start + size] if isinstance(value, list) else value
+
+    return [{key: part(value, index * size) for key, value in batch.items()} for index in range(plan.grad_accum_steps)]
+
+
+def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan: BatchPlan) -> float | Tensor:
+    """The factor of a loss, chosen so that the sum of the weighted losses over all backward calls of all processes is
+    the update's loss. The factor does not depend on how many processes share the parts of the batch."""
+    if (items is None) != (total is None):
+        raise ValueError("backward(loss, items=..., total=...) needs both or neither")
+    if items is None or total is None:
+        return 1.0 / (plan.grad_accum_steps * plan.world_size)
+    return items / total
+
+
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """L2 norm over all tensors, 0-d fp64: in fp32 the fifth digit would depend on the order of summation."""
+    # In pieces that fit into a CPU's cache, because there PyTorch first makes an fp64 copy of each.
+    pieces = [piece for gradient in gradients for piece in gradient.flatten().split(_PIECE)]
+    return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum().sqrt()
+
+
+def all_finite(gradients: list[Tensor]) -> Tensor:
+    """Whether no number in all tensors is infinite or NaN, 0-d bool. In half the time of the norm, which is not finite
+    in the same cases: that of finite fp32 numbers does not overflow in fp64."""
+    return torch.isfinite(torch.stack([end for gradient in gradients for end in torch.aminmax(gradient)])).all()
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Gradients of norm ``norm`` divided by this have at most norm ``max_norm`` (0: no limit); 0-d fp64, >= 1."""
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
+
+
+class LossScaler:
+    """Keeps small fp16 gradients above zero: the loss of a backward call x scale, gradients / scale.
+
+    The scale halves after a non-finite update and doubles after ``GROWTH_INTERVAL`` finite ones (Micikevicius et
+    al. 2018, section 3.2). It stays on the device, so that the host need not wait. With ``enabled=False`` the scale is
+    always 1.
+    """
+
+    def __init__(self, enabled: bool, device: torch.device) -> None:
+        self.enabled, self.scale = enabled, torch.tensor(2.0**16 if enabled else 1.0, device=device)
+        self._finite_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, finite: Tensor) -> None:
+        """Adapt after an update; ``finite`` (0-d bool on the device): the update was made, not skipped."""
+        if not self.enabled:
+            return
+        self._finite_in_a_row = torch.where(finite, self._finite_in_a_row + 1, 0)
+        grow = self._finite_in_a_row >= GROWTH_INTERVAL
+        self._finite_in_a_row = torch.where(grow, 0, self._finite_in_a_row)
+        factor = torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
+        self.scale = (self.scale * factor).clamp(1.0, 2.0**24)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": float(self.scale), "finite_in_a_row": int(self._finite_in_a_row)} if self.enabled else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        if self.enabled and state:
+            self.scale.fill_(state["scale"])
+            self._finite_in_a_row.fill_(int(state.get("finite_in_a_row", 0)))
+
+
+class SkipGuard:
+    """Counts skipped updates and stops the run after ``limit`` in a row, naming rank and tensor.
+
+    The gradient norm decides: it is non-finite on every process as soon as one process has one non-finite gradient (a
+    non-finite loss makes its gradients NaN), so all processes agree without another message. On an accelerator the
+    count is read one update late, so that the host never waits for it.
+    """
+
+    def __init__(
+        self, watched: Callable[[], Iterable[tuple[str, Any]]], limit: int, device: torch.device,
+        gather_objects: Callable[[Any], list[Any]],
+    ) -> None:  # fmt: skip
+        self._watched, self._limit, self._device, self._gather = watched, limit, device, gather_objects
+        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.total = torch.zeros((), dtype=torch.int64, device=device)
+        self._reading: tuple[Tensor, Any] | None = None  # a copy to the host that is under way, and its event
+        self._findings: list[str] = []
+        self._hooks: list[Any] = []
+        if limit <= 1:
+            self._watch()
+
+    def poison(self, loss: Tensor, factor: Tensor | float) -> Tensor:
+        """The gradient to start backward with: ``factor``, or NaN if the loss is not finite."""
+        if self._hooks and not bool(torch.isfinite(loss.detach()).all()):
+            self._findings.insert(0, f"the loss is {loss.detach().float().mean().item()}")
+        if not isinstance(factor, Tensor):
+            factor = torch.full((), factor, device=loss.device)  # filled on the device: no copy, no wait
+        factor = factor.to(loss.dtype)
+        return torch.where(torch.isfinite(loss.detach()), factor, torch.nan)
+
+    def after_update(self, finite: Tensor, update: int) -> None:
+        """Count update number ``update``; ``finite`` is a bool tensor, the same on every process.
+
+        Raises:
+            TrainingStopped: ``limit`` updates in a row were skipped.
+        """
+        self._in_a_row = torch.where(finite, 0, self._in_a_row + 1)
+        self.total += ~finite
+        in_a_row = self._read()
+        if in_a_row >= max(self._limit, 1):
+            self._stop(in_a_row, update)
+        if in_a_row and not self._hooks:
+            self._watch()
+        elif not in_a_row and self._limit > 1:
+            self._unwatch()
+        self._findings = []
+
+    def _read(self) -> int:
+        if self._device.type == "cpu" or self._hooks:  # after a skipped update the exact count matters more than speed
+            return int(self._in_a_row)
+        value = 0
+        if self._reading is not None:
+            copy, event = self._reading
+            # The copy began an update ago, so this hardly waits. All processes read the count after the same update.
+            event.synchronize()
+            value = int(copy)
+        copy = torch.empty((), dtype=torch.int64, pin_memory=True)
+        copy.copy_(self._in_a_row, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._reading = (copy, event)
+        return value
+
+    def _watch(self) -> None:
+        """From now on look at each local gradient before the processes' gradients are summed."""
+        self._reading = None
+        for name, parameter in self._watched():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(partial(self._look_at, name)))
+
+    def _unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _look_at(self, name: str, grad: Tensor) -> None:
+        # The first non-finite gradient in backward order is nearest to the cause.
+        if not self._findings and not bool(torch.isfinite(grad).all()):
+            kind = "nan" if bool(torch.isnan(grad).any()) else "inf"
+            self._findings.append(f"the gradient of {name} holds {kind}")
+
+    def _stop(self, in_a_row: int, update: int) -> None:
+        by_rank = self._gather(self._findings[:1])
+        found = [f"rank {rank}: {what[0]}" for rank, what in enumerate(by_rank) if what]
+        raise TrainingStopped(
+            f"{in_a_row} updates in a row were skipped because of non-finite values, the last at update {update}: "
+            + ("; ".join(found) or "only the sum over the processes is not finite")
+            + ". The weights are those of the last good update; try a lower learning rate, --max_grad_norm, or fp32"
+        )
