@@ -213,18 +213,20 @@ def translate(args: argparse.Namespace) -> None:
     from tandem.files.reading import one_line, read_json
     from tandem.files.writing import write_atomically
     from train_decoder import build_parser
+    from training.flags.public_names import rows
 
     out, parser = new_output(args, is_folder=False, kind="config"), build_parser()
     try:
         config = read_json(args.path)
-        lost = list(without_counterpart(config))
+        known = rows("train_decoder.py")[1]
+        lost = list(without_counterpart(config, known))
         model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
         check_arguments(model)
         build_on_meta(lambda: Decoder.made(model))
         nobody = argparse.Namespace(explicit=frozenset())  # has said a flag
         shape = parser.config.shape_of(model, nobody)
         said = parser.settings(parser.with_values(shape))
-        flags = flags_of_config(config, {name: said[name] for name in shape}, args.processes)
+        flags = flags_of_config(config, known, {name: said[name] for name in shape}, args.processes)
         for name, (key, value) in flags.items():
             try:
                 parser.with_values({name: value})
