@@ -46,16 +46,12 @@ def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Ima
     shown = torch.linspace(0, count - 1, min(count, _FRAMES), dtype=torch.float64).round().long().tolist()
     videos = {"original": originals, **reconstructions}
     *_, last = videos
-    clips = []
+    rows = {}
     for clip in range(len(originals)):
-        rows = {name: video[clip, :, shown].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
-        rows[f"|error| x {_ERROR_FACTOR}"] = (rows[last] - rows["original"]).abs() * _ERROR_FACTOR
-        clips.append(grid(rows, _STRIP_SIDE))
-    height = clips[0].height + _GAP_PIXELS
-    picture = Image.new("RGB", (clips[0].width, height * len(clips) - _GAP_PIXELS), "white")
-    for place, strip in enumerate(clips):
-        picture.paste(strip, (0, place * height))
-    return picture
+        of_clip = {name: video[clip, :, shown].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
+        of_clip[f"|error| x {_ERROR_FACTOR}"] = (of_clip[last] - of_clip["original"]).abs() * _ERROR_FACTOR
+        rows |= {f"{clip + 1} {name}": frames for name, frames in of_clip.items()}
+    return grid(rows, _STRIP_SIDE)
 
 
 def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np.ndarray:

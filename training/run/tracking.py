@@ -18,8 +18,8 @@ from tandem.files.writing import create, open_appending, replacing, say, write_a
 # wandb's own limits are 90 seconds at the start and none at the end, where the models are uploaded.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 1800.0
 _LONGEST_ID_BYTES = 1000
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MOST_BINS = 512  # wandb's own limit for a histogram
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Trackers:
@@ -197,13 +197,7 @@ class TensorBoardTracker:
 
         self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
         if "counts" in image.info:
-            counts, edges = _binned(image.info["counts"])
-            middles = (edges[:-1] + edges[1:]) / 2
-            self._writer.add_histogram_raw(
-                f"{name}_histogram", min=edges[0], max=edges[-1], num=counts.sum(), sum=counts @ middles,
-                sum_squares=counts @ middles**2, bucket_limits=edges[1:].tolist(), bucket_counts=counts.tolist(),
-                global_step=step,
-            )  # fmt: skip
+            self._writer.add_histogram(f"{name}_histogram", _codes(image), step, max_bins=_MOST_BINS)
 
     def close(self, models: Mapping[str, Path]) -> None:
         self._writer.close()
@@ -260,7 +254,7 @@ class WandbTracker:
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
         values = {"step": step, name: self._wandb.Image(image)}
         if "counts" in image.info:
-            values[f"{name}_histogram"] = self._wandb.Histogram(np_histogram=_binned(image.info["counts"]))
+            values[f"{name}_histogram"] = self._wandb.Histogram(_codes(image), num_bins=_MOST_BINS)
         self._run.log(values)
 
     def close(self, models: Mapping[str, Path]) -> None:
@@ -272,12 +266,12 @@ class WandbTracker:
         self._run.finish()
 
 
-def _binned(counts: Any) -> tuple[Any, Any]:
-    """How often each code was used, int64 (k,), as a histogram over the numbers of the codes: counts and edges of at
-    most 512 bins."""
+def _codes(histogram: Image.Image) -> Any:
+    """The codes that a `code_histogram` counts, each as often as it was used."""
     import numpy as np
 
-    return np.histogram(np.arange(len(counts)), min(len(counts), _MOST_BINS), (0, len(counts)), weights=counts)
+    counts = histogram.info["counts"]
+    return np.repeat(np.arange(len(counts)), counts)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
