@@ -46,7 +46,7 @@ def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Ima
     shown = torch.linspace(0, count - 1, min(count, _FRAMES), dtype=torch.float64).round().long().tolist()
     videos = {"original": originals, **reconstructions}
     *_, last = videos
-    rows = {}
+    rows: dict[str, Tensor] = {}
     for clip in range(len(originals)):
         of_clip = {name: video[clip, :, shown].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
         of_clip[f"|error| x {_ERROR_FACTOR}"] = (of_clip[last] - of_clip["original"]).abs() * _ERROR_FACTOR
