@@ -98,8 +98,8 @@ class UnetTraining:
         levels = of_lowres.timesteps if of_lowres else 0
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
         self.draws = DiffusionDraws(
-            args.seed, f"unet{number}", args.timesteps, device=device, time_sampling=args.time_sampling,
-            logit_normal=args.logit_normal, stratified=args.stratified_times,
+            args.seed, f"unet{number}", args.timesteps, device=device, stratified=args.stratified_times,
+            logit_normal=args.logit_normal if args.time_sampling == "logit_normal" else None,
             image_drop=args.image_cond_drop_prob if self.module.spec.image_embed_dim else None,
             text_drop=args.text_cond_drop_prob if self.module.spec.text_embed_dim else None,
             lowres=LowresDraws(levels, blurred, (args.blur_sigma[0], args.blur_sigma[-1])) if self.index else None,
@@ -168,7 +168,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
         """Errors of the trained Unets over the validation split, and by quarter of the noise."""
-        measured = UnetErrors({n: unet.draws.losses_by_noise() for n, unet in unets.items()}, backend.device)
+        measured = UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, backend.device)
         was_training = model.training
         model.eval()
         for batch in feed.validation():

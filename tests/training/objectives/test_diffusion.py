@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.processes import Process, on_processes
-from training.objectives.diffusion import DiffusionDraws, LossesByNoise, LowresDraws
+from training.measures.unets import UnetErrors
+from training.objectives.diffusion import DiffusionDraws, LowresDraws
 
 SHAPE, LOWRES = (3, 8, 8), (3, 4, 4)
 EVERYTHING = {
@@ -88,7 +89,7 @@ def test_stratified_times_take_away_nearly_all_of_the_losses_noise() -> None:
 
 @pytest.mark.parametrize("stratified", [False, True])
 def test_logit_normal_times_have_their_distribution(stratified: bool) -> None:
-    draws = draws_of(time_sampling="logit_normal", logit_normal=(-0.5, 1.5), stratified=stratified, lowres=None)
+    draws = draws_of(logit_normal=(-0.5, 1.5), stratified=stratified, lowres=None)
     times = draws(0, range(2000), 2000, (1,))["times"]
     n = (((times + 0.5) / 1000).logit() + 0.5) / 1.5
     quantiles = torch.linspace(0.05, 0.95, 19)
@@ -123,26 +124,28 @@ def test_validation_has_fixed_draws_that_are_spread_over_the_split_and_drops_not
     assert all(torch.equal(torch.cat([part[name] for part in cut]), whole[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("time_sampling", ["uniform", "logit_normal"])
-def test_losses_are_pooled_by_quarters_that_are_equally_likely(time_sampling: str) -> None:
-    draws = draws_of(time_sampling=time_sampling, logit_normal=(0.7, 1.0), lowres=None)
+@pytest.mark.parametrize("logit_normal", [None, (0.7, 1.0)])
+def test_errors_are_pooled_by_quarters_that_are_equally_likely(logit_normal: tuple[float, float] | None) -> None:
+    draws = draws_of(logit_normal=logit_normal, lowres=None)
     times = draws(0, range(400), 400, (1,))["times"]
 
     def work(here: Process) -> dict[str, float]:
-        losses = draws.losses_by_noise()
+        measured = UnetErrors({1: draws.quarters(), 2: torch.tensor([2, 4, 6])})
         for first in range(50 * here.rank, 400, 100):
             part = times[first : first + 50]
-            losses.add(part, part.float())
-        return losses.result(here.sum)
+            measured.add(1, part.float(), part)
+        return measured.result(here.sum)
 
     result = on_processes(2, work)[0]
     quarters = times.double().sort().values.view(4, 100).mean(1)
-    assert list(result) == ["q0", "q1", "q2", "q3"]
+    assert result["unet1/error"] == pytest.approx(quarters.mean().item())
     # A level on an edge belongs to one quarter, its pictures may be of two.
-    assert list(result.values()) == pytest.approx(quarters.tolist(), abs=1.0)
+    assert [result[f"unet1/q{n}"] for n in range(4)] == pytest.approx(quarters.tolist(), abs=1.0)
 
 
 def test_a_quarter_begins_at_its_edge_and_one_without_pictures_is_nan() -> None:
-    losses = LossesByNoise(torch.tensor([2, 4, 6]))
-    losses.add(torch.tensor([0, 1, 2, 6, 7]), torch.tensor([1.0, 3.0, 5.0, 7.0, 8.0]))
-    assert list(losses.result().values()) == pytest.approx([2.0, 5.0, math.nan, 7.5], nan_ok=True)
+    measured = UnetErrors({2: torch.tensor([2, 4, 6])})
+    measured.add(2, torch.tensor([1.0, 3.0, 5.0, 7.0, 8.0]), torch.tensor([0, 1, 2, 6, 7]))
+    found = measured.result()
+    assert list(found) == ["loss", "unet2/error", *(f"unet2/q{n}" for n in range(4))]
+    assert list(found.values()) == pytest.approx([4.8, 4.8, 2.0, 5.0, math.nan, 7.5], nan_ok=True)
