@@ -191,6 +191,6 @@ class MetricsFile:
             names = ", ".join(sorted(self._texts)[:_NAMED]) + (", ..." if len(self._texts) > _NAMED else "")
             yield f"metrics.jsonl: no curves of what is no number: {names}"
         if self._names_out:
-            count = f"{'at least ' if len(self._names_out) >= MOST_METRICS else ''}{len(self._names_out)}"
+            many = f"{'at least ' if len(self._names_out) >= MOST_METRICS else ''}{len(self._names_out)}"
             limits = f"a page has at most {MOST_METRICS} of a run, with names up to {_LONGEST_NAME} characters"
-            yield f"metrics.jsonl: {count} metrics left out; {limits}"
+            yield f"metrics.jsonl: {many} metrics left out; {limits}"
