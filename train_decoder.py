@@ -107,7 +107,7 @@ class UnetTraining:
 
     def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> Losses:
         """Losses (b,) of a micro-batch, with the random numbers of an update."""
-        draws = self.draws(step, batch["positions"], self.batch_size, self.shape, self.shape)
+        draws = self.draws(step, batch["positions"], self.batch_size, self.shape)
         places = self.places.uniform(step, batch["positions"], (2,)) if self.crop else None
         blur = draws.pop("blur_sigma", None)
         x0, given = self.decoder.training_pictures(batch, self.index, blur, places=places, crop=self.crop)
@@ -115,7 +115,7 @@ class UnetTraining:
 
     def validation_errors(self, network: Any, batch: Mapping[str, Any], total: int) -> tuple[Tensor, Tensor]:
         """Errors (b,) of a part of the validation split and their noise levels, which are the same at every step."""
-        draws = self.draws.fixed(batch["positions"], total, self.whole, self.whole)
+        draws = self.draws.fixed(batch["positions"], total, self.whole)
         x0, given = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
         return self.loss(network, x0, given, **draws).error, draws["times"]
 

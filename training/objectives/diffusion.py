@@ -60,13 +60,15 @@ class DiffusionDraws:
         self._drops = {"keep_image": image_drop, "keep_text": text_drop}
         self._stratified, self._lowres, self._device, self._logit = stratified, lowres, device, logit_normal
 
+    def fixed(self, positions: Sequence[int], total: int, shape: Sequence[int]) -> dict[str, Tensor]:
+        """Draws for validation, the same at every step: times stratified over all `total` pictures of the split, whose
+        numbers are the positions; no condition is dropped."""
+        draws = self(0, positions, total, shape, use="/valid")
+        certain = {name: torch.ones_like(draw) for name, draw in draws.items() if draw.dtype == torch.bool}
+        return {**draws, **certain}
+
     def __call__(
-        self,
-        step: int,
-        positions: Sequence[int],
-        batch_size: int,
-        shape: Sequence[int],
-        lowres_shape: Sequence[int] | None = None,
+        self, step: int, positions: Sequence[int], batch_size: int, shape: Sequence[int], use: str = ""
     ) -> dict[str, Tensor]:
         """Draws of an update, by the names of the arguments of `models.diffusion.DiffusionLoss`, and
         "blur_sigma" of `models.Decoder.training_pictures`.
@@ -74,29 +76,10 @@ class DiffusionDraws:
         Args:
             step: Completed updates.
             positions: Places of the b pictures in the global batch, in 0..batch_size - 1.
-            shape: (c, h, w) of the pictures.
-            lowres_shape: (c, h, w) of the low-resolution pictures.
+            shape: (c, h, w) of the pictures, and of the low-resolution pictures, which are as large.
+            use: Draws of different uses are independent.
         """
-        return self._draw("", step, positions, batch_size, shape, lowres_shape)
 
-    def fixed(
-        self, positions: Sequence[int], total: int, shape: Sequence[int], lowres_shape: Sequence[int] | None = None
-    ) -> dict[str, Tensor]:
-        """Draws for validation, the same at every step: times stratified over all `total` pictures of the split, whose
-        numbers are the positions; no condition is dropped."""
-        draws = self._draw("/valid", 0, positions, total, shape, lowres_shape)
-        certain = {name: torch.ones_like(draw) for name, draw in draws.items() if draw.dtype == torch.bool}
-        return {**draws, **certain}
-
-    def _draw(
-        self,
-        use: str,
-        step: int,
-        positions: Sequence[int],
-        batch_size: int,
-        shape: Sequence[int],
-        lowres_shape: Sequence[int] | None,
-    ) -> dict[str, Tensor]:
         def noise(draw: str) -> Noise:
             return Noise(self._seed, f"diffusion/{self._name}{use}/{draw}")
 
@@ -122,8 +105,7 @@ class DiffusionDraws:
         draws = {name: draw.to(self._device, non_blocking=True) for name, draw in draws.items()}
         draws["noise"] = noise("noise").normal(step, positions, shape, self._device)
         if "lowres_time" in draws:
-            assert lowres_shape is not None
-            draws["lowres_noise"] = noise("lowres_noise").normal(step, positions, lowres_shape, self._device)
+            draws["lowres_noise"] = noise("lowres_noise").normal(step, positions, shape, self._device)
         return draws
 
     def _levels(self, quantiles: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from .profiling import Profiler
 from .progress import Progress, ProgressDisplay, changes, described, duration, last_words, plain, total_samples_from
 from .rehearsal import folder_beside
 from .starts import end_start
-from .tracking import make_trackers
+from .tracking import Trackers
 
 if TYPE_CHECKING:
     from data.feed import Feed
@@ -76,10 +76,10 @@ class Run:
         with processes.agreement():
             if processes.is_root:
                 self.folder.check_script(args.script)
-            self.tracker = make_trackers(
-                args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here,
-                {name: getattr(args, f"wandb_{name}") for name in ("project", "name", "entity", "tags")},
-            )  # fmt: skip
+            wandb_names = {name: getattr(args, f"wandb_{name}") for name in ("project", "name", "entity", "tags")}
+            self.tracker = Trackers(
+                self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
+            )
         size = feed.samples_per_epoch
         total_samples = total_samples_from(
             epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
