@@ -30,8 +30,7 @@ def film(originals: Tensor, reconstructions: Mapping[str, Tensor], *, fps: float
     if originals.shape[2] == 1:
         return Sample(picture)
     frames = side_by_side(originals, reconstructions)
-    mp4 = to_mp4(frames, fps)
-    return Sample(picture, {"gif": to_gif(frames, fps), **({"mp4": mp4} if mp4 else {})})
+    return Sample(picture, {"gif": to_gif(frames, fps), **({"mp4": to_mp4(frames, fps)} if can_write_mp4() else {})})
 
 
 def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Image.Image:
@@ -78,11 +77,9 @@ def to_gif(frames: Iterable[np.ndarray], fps: float) -> bytes:
     return content.getvalue()
 
 
-def to_mp4(frames: np.ndarray, fps: float) -> bytes | None:
+def to_mp4(frames: np.ndarray, fps: float) -> bytes:
     """The content of an MP4 file with H.264 of almost no loss, of frames (f, h, w, 3), uint8, at a whole number of
-    frames per second; None if PyAV is not installed or has no encoder for it."""
-    if not can_write_mp4():
-        return None
+    frames per second."""
     content = io.BytesIO()
     write_mp4(content, frames, max(1, round(min(fps, _HIGHEST_RATE))))
     return content.getvalue()
