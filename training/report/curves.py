@@ -23,8 +23,6 @@ _MOST_RISES = 100  # places where a count rose, of which neighbours are put toge
 
 CLOCK = ("step", "samples", "epoch", "seconds", "time")
 """What a line of metrics says about when it was written; these have no curve."""
-COUNTS = ("skipped_updates", "bad_samples")
-"""Metrics that count faults since the beginning of the run."""
 
 
 class Curve:

@@ -10,8 +10,9 @@ from typing import Any
 from tandem.files.reading import read_json_or_empty, read_yaml, words_of
 from tandem.files.writing import is_left_behind
 
+from ..measures.directions import FAULTS
 from ..run.starts import script_of, starts
-from .curves import COUNTS, MetricsFile
+from .curves import MetricsFile
 from .faults import marks
 from .pictures import pictures_in
 
@@ -72,7 +73,7 @@ class RunReader:
             "notes": [*notes, *more],
             "curves": curves,
             "clock": {name: metrics.clock[name].as_json() for name in ("samples", "seconds")},
-            "marks": marks(begun, {name: metrics.curves[name].rises() for name in COUNTS if name in metrics.curves}),
+            "marks": marks(begun, {name: metrics.curves[name].rises() for name in FAULTS if name in metrics.curves}),
             "config": {name: text_of(value) for name, value in config.items()},
             "starts": [_start(facts) for facts in begun[-_MOST_STARTS:]],
             "costs": dict(_costs(metrics, curves)),

@@ -215,8 +215,7 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether there is nothing left to do: trained to the end, and the model written."""
-        is_written = self.folder.finished and self.folder.finished_step == self.progress.step
-        return self.progress.finished and is_written
+        return self.progress.finished and self.folder.finished_step == self.progress.step
 
     def say(self, text: str) -> None:
         """Print one line on the root's terminal."""
