@@ -27,7 +27,7 @@ from .folder import RunFolder, check_apart
 from .loop import Action, Evaluation, updates
 from .metrics import Metrics
 from .profiling import Profiler
-from .progress import Progress, ProgressDisplay, changes, described, duration, last_words, plain, total_samples_from
+from .progress import Progress, ProgressDisplay, changes, described, duration, last_words, plain, total_steps_from
 from .rehearsal import folder_beside
 from .starts import end_start
 from .tracking import Trackers
@@ -81,10 +81,8 @@ class Run:
                 self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
             )
         size = feed.samples_per_epoch
-        total_samples = total_samples_from(
-            epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
-        )
-        self.progress = Progress(args.batch_size, size, total_samples)
+        total_steps = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
+        self.progress = Progress(args.batch_size, size, total_steps)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
             synced_first=self.folder.metrics_file, check=self.folder.check_is_here,
