@@ -107,13 +107,14 @@ def inspect(args: argparse.Namespace) -> None:
 
 def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
     from models.files.description import describe_weights
-    from training.checkpoints.models import MODELS, kept_average, read_parts
+    from training.checkpoints.format import check_sums, read_checkpoint
+    from training.checkpoints.models import MODELS, kept_average
 
     checksums = "not checked"
-    parts, meta = read_parts(folder, verify=False)
+    parts, meta = read_checkpoint(folder, verify=False)
     if is_checked:
         try:
-            read_parts(folder)
+            check_sums(folder)
             checksums = "hold"
         except ValueError as error:
             checksums = f"do not hold: {error}"
@@ -125,7 +126,8 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
             facts[name]["ema_power"] = ", ".join(powers)
         if isinstance(optimizer := part.get("optimizer"), dict):
             facts[name] |= {"optimizer": optimizer.get("type"), "optimizer_step": optimizer.get("step")}
-    samples, batch_size = (parts.get("progress", {}).get(name) for name in ("samples", "batch_size"))
+    progress: Any = parts.get("progress", {})
+    samples, batch_size = progress.get("samples"), progress.get("batch_size")
     is_known = isinstance(samples, int) and isinstance(batch_size, int) and batch_size > 0
     return {
         "kind": "checkpoint", "step": samples // batch_size if is_known else None,
@@ -213,18 +215,20 @@ def translate(args: argparse.Namespace) -> None:
     from tandem.files.reading import one_line, read_json
     from tandem.files.writing import write_atomically
     from train_decoder import build_parser
+    from training.flags.public_names import rows
 
     out, parser = new_output(args, is_folder=False, kind="config"), build_parser()
     try:
         config = read_json(args.path)
-        lost = list(without_counterpart(config))
+        known = rows("train_decoder.py")[1]
+        lost = list(without_counterpart(config, known))
         model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
         check_arguments(model)
         build_on_meta(lambda: Decoder.made(model))
         nobody = argparse.Namespace(explicit=frozenset())  # has said a flag
         shape = parser.config.shape_of(model, nobody)
         said = parser.settings(parser.with_values(shape))
-        flags = flags_of_config(config, {name: said[name] for name in shape}, args.processes)
+        flags = flags_of_config(config, known, {name: said[name] for name in shape}, args.processes)
         for name, (key, value) in flags.items():
             try:
                 parser.with_values({name: value})

@@ -112,7 +112,8 @@ def describe(path: str | Path) -> dict[str, Any]:
         ValueError: one line, if there is no model.
     """
     from models.files.pretrained import read_config
-    from training.checkpoints.models import models_in, read_parts
+    from training.checkpoints.format import read_checkpoint
+    from training.checkpoints.models import models_in
 
     with as_named(path):
         kind, where = find(newest(Path(path)))
@@ -124,7 +125,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             found, others = model.description(), {"discriminator": discriminator.config} if discriminator else {}
             return {**found, **others, **({"assumed": assumed(found)} if "layout" in found else {})}
         if kind == "checkpoint":
-            found = next(iter(models_in(read_parts(where, verify=False)[0], where).values()))
+            found = next(iter(models_in(read_checkpoint(where, verify=False)[0], where).values()))
         else:
             name, arguments = read_config(where)
             found = {"model": name, **arguments}
@@ -228,10 +229,10 @@ def write_upload(args: argparse.Namespace, folder: Path) -> None:
 def origin_of(where: Path, kind: str, which: str) -> str:
     """Of which update weights are, and whether they are an average, as the end of a sentence; "" if it is not known."""
     from tandem.files.reading import read_json_or_empty
-    from training.checkpoints.models import read_parts
+    from training.checkpoints.format import read_checkpoint
 
     if kind == "checkpoint":
-        is_average = which != "online" and bool(read_parts(where, verify=False)[0].get("ema"))
+        is_average = which != "online" and bool(read_checkpoint(where, verify=False)[0].get("ema"))
         what, number = "the moving average" if is_average else "as trained", where.name.removeprefix("step_")
         return f", {what} after update {int(number):,}" if number.isdecimal() else f", {what}"
     step = read_json_or_empty(where / "training.json").get("step")

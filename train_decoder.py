@@ -98,8 +98,8 @@ class UnetTraining:
         levels = of_lowres.timesteps if of_lowres else 0
         blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
         self.draws = DiffusionDraws(
-            args.seed, f"unet{number}", args.timesteps, device=device, time_sampling=args.time_sampling,
-            logit_normal=args.logit_normal, stratified=args.stratified_times,
+            args.seed, f"unet{number}", args.timesteps, device=device, stratified=args.stratified_times,
+            logit_normal=args.logit_normal if args.time_sampling == "logit_normal" else None,
             image_drop=args.image_cond_drop_prob if self.module.spec.image_embed_dim else None,
             text_drop=args.text_cond_drop_prob if self.module.spec.text_embed_dim else None,
             lowres=LowresDraws(levels, blurred, (args.blur_sigma[0], args.blur_sigma[-1])) if self.index else None,
@@ -107,7 +107,7 @@ class UnetTraining:
 
     def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> Losses:
         """Losses (b,) of a micro-batch, with the random numbers of an update."""
-        draws = self.draws(step, batch["positions"], self.batch_size, self.shape, self.shape)
+        draws = self.draws(step, batch["positions"], self.batch_size, self.shape)
         places = self.places.uniform(step, batch["positions"], (2,)) if self.crop else None
         blur = draws.pop("blur_sigma", None)
         x0, given = self.decoder.training_pictures(batch, self.index, blur, places=places, crop=self.crop)
@@ -115,7 +115,7 @@ class UnetTraining:
 
     def validation_errors(self, network: Any, batch: Mapping[str, Any], total: int) -> tuple[Tensor, Tensor]:
         """Errors (b,) of a part of the validation split and their noise levels, which are the same at every step."""
-        draws = self.draws.fixed(batch["positions"], total, self.whole, self.whole)
+        draws = self.draws.fixed(batch["positions"], total, self.whole)
         x0, given = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
         return self.loss(network, x0, given, **draws).error, draws["times"]
 
@@ -168,7 +168,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
         """Errors of the trained Unets over the validation split, and by quarter of the noise."""
-        measured = UnetErrors({n: unet.draws.losses_by_noise() for n, unet in unets.items()}, backend.device)
+        measured = UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, backend.device)
         was_training = model.training
         model.eval()
         for batch in feed.validation():

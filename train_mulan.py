@@ -153,12 +153,12 @@ def evaluate(
 
 def picture(embedder: Embedder, shown: Batch, count: int) -> Image.Image:
     """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
-    from training.pictures.sounds import best_matches, side_by_side, similarity_picture, spectrogram_grid
+    from training.pictures.sounds import best_matches, sounds_picture
 
     sounds, texts = embedder.sounds(shown["waveforms"]), embedder.texts(shown["captions"])
     heard = embedder.model.spectrogram(shown["waveforms"][:count])
     matches = best_matches(sounds[:count], texts, shown["captions"], shown["all_captions"][:count])
-    return side_by_side(spectrogram_grid(heard, matches), similarity_picture(sounds @ texts.T))
+    return sounds_picture(heard, matches, sounds @ texts.T)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:

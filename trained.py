@@ -54,6 +54,7 @@ def load(path: str | Path, which: str = "best") -> Any:
     """
     from models.files.pretrained import build, class_of, read_config
     from models.files.public import format_of
+    from models.files.published import check_has_one_set
     from training.checkpoints.models import model_in
 
     kind, where = find(Path(path))
@@ -61,8 +62,7 @@ def load(path: str | Path, which: str = "best") -> Any:
         return build(*model_in(where, which), where)
     if kind == "file":
         return READ.pop((where, which), None) or format_of(where).load(where, which)
-    if which != "best":
-        raise ValueError(f"--weights {which} is for checkpoints; {where} holds one set of weights: leave it out")
+    check_has_one_set(where, which)
     return class_of(read_config(where)[0], where).from_pretrained(where)
 
 
@@ -180,12 +180,12 @@ def tokenizer_file(path: Path) -> Path | None:
     a model without words, and for a public package's file, which does not say its tokenizer. Raises ValueError, in one
     line, if a checkpoint's tokenizer is gone."""
     from data.tokenizers import FILE, sha256_of_tokenizer
-    from training.checkpoints.models import read_parts
+    from training.checkpoints.format import read_checkpoint
 
     kind, where = find(path)
     if kind != "checkpoint":
         return where / FILE if kind == "model" and (where / FILE).exists() else None
-    run, used = Path(os.path.abspath(where)).parent.parent, read_parts(where, verify=False)[0].get("tokenizer", {})
+    run, used = Path(os.path.abspath(where)).parent.parent, read_checkpoint(where, verify=False)[0].get("tokenizer", {})
     name, wanted = str(used.get("name")), used.get("sha256")
     if wanted in (None, sha256_of_tokenizer(name, b"")):
         return None

@@ -25,7 +25,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .hashing import GOLDEN_GAMMA, Draws, derive_key, mix64
+from tandem.hashing import GOLDEN_GAMMA, mix64
+
+from .hashing import Draws, derive_key
 from .records.record import Record
 
 Array = npt.NDArray[np.floating]

@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
-MASK64 = (1 << 64) - 1
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-
-
-def mix64(x: Any) -> Any:
-    """Scramble 64 bits, an int or each element of an array of uint64: the finaliser of SplitMix64 (Steele, Lea and
-    Flood 2014), a bijection of [0, 2^64)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
-    return x ^ (x >> 31)
+from tandem.hashing import GOLDEN_GAMMA, MASK64, mix64
 
 
 def derive_key(*parts: int | str) -> int:

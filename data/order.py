@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from .hashing import derive_key, mix64
+from tandem.hashing import mix64
+
+from .hashing import derive_key
 
 _FEISTEL_ROUNDS = 8
 _TOLERANCE = 1e-9

@@ -115,7 +115,7 @@ def test_the_example_gives_these_flags(tmp_path: Path) -> None:
         "index_width": 4, "num_workers": 4, "batch_size": 64, "valid_fraction": 0.15, "test_fraction": 0.1,
         "valid_samples": 0,  # all
         "split_by": "shard", "random_flip": False,
-        "epochs": 20.0, "learning_rate": [1e-4], "weight_decay": [0.01], "lr_warmup_steps": [0], "max_grad_norm": 0.5,
+        "epochs": 20.0, "learning_rate": [1e-4], "weight_decay": [0.01], "max_grad_norm": 0.5,
         "num_images_save": 6, "ema_decay": 0.99899547,  # 0.99 ** 0.1: theirs averages at every tenth update
         # 100000 samples are 1562.5 updates of 64.
         "save_every_n_steps": 1562, "sample_every_n_steps": 1562, "validate_every_n_steps": 1562,

@@ -190,7 +190,7 @@ def noise_of_decoder(args: argparse.Namespace) -> list[Callable[[int, int], Any]
 
     def noise(step: int, n: int) -> list[dict[str, Tensor]]:
         shapes = [(3, side, side) for side in args.image_sizes]
-        return [draws(step, range(n), n, shape, shape) for draws, shape in zip((first, second), shapes, strict=True)]
+        return [draws(step, range(n), n, shape) for draws, shape in zip((first, second), shapes, strict=True)]
 
     return [noise]
 

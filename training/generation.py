@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .measures.generation import GenerationQuality
 from .noise import Noise
-from .pictures.images import grid
+from .pictures.images import caption_of, grid
 
 if TYPE_CHECKING:
     from distributed import Backend
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # Pictures that are drawn at once. Kernels may round differently for another number, so it never depends on that of the
 # processes. Few pictures are shown, and no process should draw all of them.
 CHUNK, CHUNK_SHOWN = 16, 4
-_LONGEST_LABEL = 48
 
 Batch = Mapping[str, Any]
 
@@ -106,7 +105,10 @@ class Generation:
         largest = max(column.shape[-1] for column in columns)
         same = [F.interpolate(column, size=(largest, largest), mode="nearest") for column in columns]
         rows_of = torch.stack(same, dim=1)
-        return grid({_label(place, shown["captions"][place]): rows_of[place] for place in range(count)})
+        captions = [caption_of(shown["captions"][place]) for place in range(count)]
+        return grid(
+            {f"{place} {caption}": row for place, (caption, row) in enumerate(zip(captions, rows_of, strict=True), 1)}
+        )
 
     def pictures(
         self, decoder: Decoder, conditions: Mapping[str, Tensor], numbers: Sequence[int], **how: Any
@@ -134,11 +136,6 @@ class Generation:
                 if mine < count:
                     draw(range(mine, mine + size))
             self._feed.ask()
-
-
-def _label(place: int, caption: str) -> str:
-    text = caption if len(caption) <= _LONGEST_LABEL else f"{caption[: _LONGEST_LABEL - 3]}..."
-    return f"{place + 1} {text}"
 
 
 def sampling_example(args: argparse.Namespace) -> list[str]:

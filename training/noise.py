@@ -8,20 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Device = torch.device | str
+from tandem.hashing import GOLDEN_GAMMA, MASK64, mix64
 
-_MASK = (1 << 64) - 1
+Device = torch.device | str
 
 # Replaces an exact 0, whose logarithm is infinite: half the distance between two uniform numbers.
 _SMALLEST_UNIFORM = 2.0**-25
 
 
 def splitmix64(word: int) -> int:
-    """One output of SplitMix64 for the state `word`, in [0, 2^64): a bijection. Steele, Lea and Flood 2014."""
-    word = (word + 0x9E3779B97F4A7C15) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)
+    """The output of SplitMix64 that follows the state `word`, in [0, 2^64): a bijection."""
+    mixed: int = mix64((word + GOLDEN_GAMMA) & MASK64)
+    return mixed
 
 
 class Noise:
@@ -38,7 +36,7 @@ class Noise:
 
     def __init__(self, seed: int, stream: str) -> None:
         name = int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little")
-        self._key = splitmix64(splitmix64(seed & _MASK) ^ name)
+        self._key = splitmix64(splitmix64(seed & MASK64) ^ name)
 
     def seed_of(self, step: int, position: int) -> int:
         """64-bit seed of one sample's noise: SplitMix64 over seed, stream, step and position in turn."""

@@ -5,7 +5,7 @@ import re
 import torch
 from torch import nn
 
-from tandem.files.installed import how_to_install
+from tandem.files.installed import missing_package
 
 _NEVER = re.compile(r"(.*_)?(gamma|bias)|null_.*")
 
@@ -33,7 +33,7 @@ def make_optimizer(
     try:
         from lion_pytorch import Lion
     except ImportError:
-        raise ValueError(f"--use_lion needs the package lion-pytorch: {how_to_install('lion')}") from None
+        raise missing_package("--use_lion", "lion-pytorch", "lion") from None
     optimizer: torch.optim.Optimizer = Lion(groups, lr=lr, betas=betas)
     return optimizer
 

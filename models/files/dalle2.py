@@ -25,7 +25,7 @@ from ..unet import IMAGE_TOKENS
 from .archive import Ignored, check_archive, check_sizes, mentions
 from .building import build_with_weights, check_arguments, plain_values
 from .dalle2_config import decoder_config, decoder_part, other_options, public_config
-from .description import describe_weights
+from .description import describe_file
 from .writing import on_cpu, replacing
 
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
@@ -73,8 +73,7 @@ def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
 def describe_public_decoder(path: Path) -> dict[str, Any]:
     """Facts about a public file. Errors: see `load_public_decoder`."""
     config, state = _read(path, "best")
-    facts = {"kind": "DALLE2-pytorch file", "model": "Decoder", "arguments": config.plain(), **describe_weights(state)}
-    return {**facts, "bytes": {path.name: path.stat().st_size}}
+    return describe_file(path, "DALLE2-pytorch", "Decoder", config.plain(), state)
 
 
 def save_public_decoder(decoder: Decoder, path: Path) -> None:

@@ -1,5 +1,6 @@
 """The keys of DALLE2-pytorch's training configurations, version 1.15.6, and the flags of train_decoder.py that they
-become (`convert.py config`). Other keys are unknown there too, although most of the package ignores them.
+become (`convert.py config`). What a key is called, its default there and its flag stand in docs/coming_from.md, the
+keys of unets in `dalle2_config`. Other keys are unknown there too, although most of the package ignores them.
 
 Where a configuration says nothing, its own defaults hold, not those of the flags.
 """
@@ -7,157 +8,75 @@ Where a configuration says nothing, its own defaults hold, not those of the flag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from tandem.converters import nearest
 
 from .dalle2_config import FIXED, UNET_KEYS, decoder_part, for_each
 
+if TYPE_CHECKING:
+    from training.flags.public_names import Row
 
-class Flag(NamedTuple):
-    """A key whose value is that of a flag; `usual` if it is absent, None: the flag's own default. `convert` makes the
-    flag's value of it."""
-
-    name: str
-    usual: Any = None
-    convert: Callable[[Any], Any] | None = None
-
-
-class Only(NamedTuple):
-    """A key without a flag: the values that are what happens here anyway, and what to do instead of others."""
-
-    values: tuple[Any, ...]
-    instead: str
-
-
-PART = True  # a key that holds keys, or a list of such
-READ = None  # a key that the code below reads
-_EITHER = Only((True, False), "give true or false")  # without effect on what is trained
-_OUT = "it has no counterpart: "
-_IN_THE_FOLDER = Only((), f"{_OUT}--output_dir holds checkpoints/, best/ and model/; convert.py export writes a file")
-_LPIPS = Only(("vgg",), "LPIPS is that of vgg, whose weights --lpips_weights takes")
-_LOADED = Only(("",), f"{_OUT}make a model/ folder of the file by convert.py export, and give --init_from")
-
-_ONE_VALUE = {  # of keys without a flag: what happens here anyway
-    "decoder.loss_type": "l2", "decoder.channels": 3, "decoder.blur_kernel_size": 3,
-    "decoder.lowres_downsample_first": True, "decoder.learned_variance_constrain_frac": False,
-    "decoder.auto_normalize_img": True, "decoder.clip_denoised": True, "data.shuffle_train": True,
-    "data.resample_train": False, "train.save_immediately": False, "evaluate.FID.feature": 2048,
-    "evaluate.IS.feature": "logits_unbiased", "evaluate.IS.splits": 1, "evaluate.KID.feature": 2048,
-    "evaluate.KID.subsets": 100, "evaluate.KID.subset_size": 1000, "evaluate.LPIPS.reduction": "mean",
-    **{f"decoder.unets.{name}": value for name, value in FIXED.items()},
-}  # fmt: skip
-
-KEYS: Mapping[str, Flag | Only | bool | None] = {
-    **dict.fromkeys(
-        ("decoder", "decoder.unets", "decoder.clip", "data", "data.splits", "data.preprocessing", "train", "evaluate",
-         "evaluate.FID", "evaluate.IS", "evaluate.KID", "evaluate.LPIPS", "tracker", "tracker.log", "tracker.load",
-         "tracker.save"), PART,
-    ),
-    **{name: Only((value,), f"here it is {value}") for name, value in _ONE_VALUE.items()},
-    "seed": Flag("seed", 0),
-    **{f"decoder.{name}": READ for name in (
-        "image_size", "image_sizes", "timesteps", "beta_schedule", "learned_variance", "predict_x_start", "predict_v",
-        "use_noise_for_lowres_cond", "use_blur_for_lowres_cond", "lowres_noise_sample_level", "random_crop_sizes",
-        "sample_timesteps", "unconditional", "p2_loss_weight_gamma", "use_dynamic_thres", "dynamic_thres_percentile",
-    )},
-    "decoder.image_cond_drop_prob": Flag("image_cond_drop_prob", 0.1),
-    "decoder.text_cond_drop_prob": Flag("text_cond_drop_prob", 0.5),
-    "decoder.blur_prob": Flag("blur_prob", 0.5), "decoder.blur_sigma": Flag("blur_sigma", 0.6),
-    "decoder.p2_loss_weight_k": Flag("p2_loss_weight_k", 1),
-    "decoder.vb_loss_weight": Flag("vb_loss_weight", 0.001), "decoder.ddim_sampling_eta": Flag("ddim_eta", 0.0),
-    "decoder.clip_x_start": _EITHER, "decoder.vae": Only((), "Unets are trained on pixels, not on latents"),
-    "decoder.clip.make": Only(("openai", "open_clip"), "give openai or open_clip, whose models --clip reads"),
-    "decoder.clip.model": READ,
-    "decoder.clip.base_model_kwargs": Only((), "name the path of an open_clip_config.json as the model"),
-    **{f"decoder.unets.{name}": READ for name in (*UNET_KEYS, "checkpoint_during_training")},
-    **{f"decoder.unets.{name}": Only((), "its place among the unets decides it") for name in (
-        "lowres_cond", "lowres_noise_cond", "cond_on_image_embeds", "channels_out"
-    )},
-    "decoder.unets.out_dim": Only((), "it has no effect"),
-    "data.webdataset_base_url": Flag("image_folder"), "data.img_embeddings_url": Flag("image_embeddings"),
-    "data.text_embeddings_url": Flag("text_embeddings"), "data.num_workers": Flag("num_workers", 4),
-    "data.batch_size": READ, "data.start_shard": Flag("start_shard", 0),
-    "data.end_shard": Flag("end_shard", None, lambda last: None if last == 9999999 else last),
-    "data.shard_width": Flag("shard_width", 6), "data.index_width": Flag("index_width", 4),
-    "data.splits.train": READ, "data.splits.val": Flag("valid_fraction", 0.15),
-    "data.splits.test": Flag("test_fraction", 0.1),
-    "data.preprocessing.ToTensor": _EITHER,
-    "data.preprocessing.RandomHorizontalFlip": Flag("random_flip", False, lambda flip: flip is not False),
-    "data.preprocessing.RandomResizedCrop": Only(
-        (False,), "the square in the middle of each image is taken, as an embedding is of the whole image"
-    ),
-    "train.epochs": Flag("epochs", 20), "train.lr": Flag("learning_rate", 1e-4),
-    "train.wd": Flag("weight_decay", 0.01), "train.warmup_steps": Flag("lr_warmup_steps", 0),
-    "train.max_grad_norm": Flag("max_grad_norm", 0.5, lambda norm: _one_of(norm) or 0.0),
-    "train.n_sample_images": Flag("num_images_save", 6), "train.cond_scale": Flag("cond_scale", 1.0),
-    "train.validation_samples": Flag("valid_samples", 0),
-    **{f"train.{name}": READ for name in (
-        "save_every_n_samples", "epoch_samples", "use_ema", "ema_beta", "unet_training_mask"
-    )},
-    **{f"train.{name}": _EITHER for name in (
-        "find_unused_parameters", "static_graph", "save_all", "save_latest", "save_best"
-    )},
-    "train.device": Only(("cuda:0", "cuda"), "each process takes its own device"),
-    "train.amp": Only((False,), "give --precision bf16"),
-    "evaluate.n_evaluation_samples": READ,
-    "evaluate.LPIPS.net_type": _LPIPS,
-    "tracker.data_path": Flag("output_dir"), "tracker.overwrite_data_path": _EITHER,  # a run that is there is resumed
-    "tracker.log.log_type": Flag("report_to", "console", lambda kind: "none" if kind == "console" else kind),
-    "tracker.log.wandb_entity": Flag("wandb_entity"), "tracker.log.wandb_project": Flag("wandb_project"),
-    "tracker.log.wandb_run_name": Flag("wandb_name"),
-    **{f"tracker.log.{name}": _EITHER for name in ("resume", "auto_resume", "verbose")},  # an id is kept in the folder
-    "tracker.log.wandb_run_id": Only(("",), "the id is kept in --output_dir, where the run is resumed"),
-    "tracker.load.only_auto_resume": _EITHER,
-    **{f"tracker.load.{name}": _LOADED for name in (
-        "load_from", "file_path", "url", "wandb_run_path", "wandb_file_path"
-    )},
-    "tracker.save.save_to": Only(("local",), "nothing is uploaded; upload the model/ folder after the run"),
-    **{f"tracker.save.{name}": _EITHER for name in ("save_all", "save_latest", "save_best")},
-    **{f"tracker.save.{name}": _IN_THE_FOLDER for name in ("save_latest_to", "save_best_to", "save_meta_to")},
-    "tracker.save.save_type": Only(("checkpoint", "model"), "both are written"),
-    **dict.fromkeys(("tracker.save.huggingface_repo", "tracker.save.token_path"), Only((), "nothing is uploaded")),
-}  # fmt: skip
+# What the note of a key begins with in the page whose value is used, or has no effect. Another note says why a value
+# that is not the default is left out.
+_USED = ("--", "convert.py config reads it", "leave it out")
+_UNETS = "decoder.unets."
+# Values that are what happens here, where that is not the default there.
+_HERE = {"decoder.clip.make": ("openai", "open_clip"), "evaluate.LPIPS.net_type": ("vgg",)}
 _MEASURES = ("FID", "IS", "KID", "LPIPS")
+_LAST_SHARD = 9999999  # is that of all
 _SMALL = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16
 
 Section = Mapping[str, Any]
 Flags = dict[str, tuple[str, Any]]  # flag -> key that it comes from, and value
 
 
-def without_counterpart(config: Section) -> Iterator[str]:
+def without_counterpart(config: Section, rows: Sequence[Row]) -> Iterator[str]:
     """A line for each key that is unknown, or has a value to which nothing here corresponds.
+
+    Args:
+        rows: Of the page, those about the decoder.
 
     Raises:
         ValueError: one line that names a key whose value should hold keys, and does not.
     """
+    # Of each key the values that have a counterpart, None for all, and why others have none.
+    known: dict[str, tuple[Sequence[Any] | None, str]] = {
+        **{row.key: (None if row.flag or row.note.startswith(_USED) else (_default(row),), row.note) for row in rows},
+        **dict.fromkeys((f"{_UNETS}{name}" for name in (*UNET_KEYS, "checkpoint_during_training")), (None, "")),
+        **{f"{_UNETS}{name}": ((value,), f"here it is {value}") for name, value in FIXED.items()},
+    }
+    known = {key: (_HERE.get(key, values), why) for key, (values, why) in known.items() if "." in key}
+    parts = {key.rpartition(".")[0] for key in known}
+    parts |= {part.rpartition(".")[0] for part in parts} - {""}
 
     def look(section: Section, above: str, shown: str) -> Iterator[str]:
         for key, value in section.items():
             name, place = f"{above}{key}", f"{shown}{key}"
-            rule = KEYS.get(name)
-            if name not in KEYS:
-                known = [each.removeprefix(above) for each in KEYS if each.startswith(above)]
-                yield f"{place}: unknown key{nearest(str(key), known)}"
-            elif isinstance(rule, Only) and value is not None and value not in rule.values:
-                yield f"{place} {_short(value)}: {rule.instead}"
-            elif rule is PART and isinstance(value, list):
-                for number, each in enumerate(value):
-                    yield from look(_checked(each, place), f"{name}.", f"{place}[{number}].")
-            elif rule is PART:
-                yield from look(_checked(value, place), f"{name}.", f"{place}.")
+            if name in parts:
+                several = isinstance(value, list)
+                for number, each in enumerate(value if several else [value]):
+                    at = f"{place}[{number}]" if several else place
+                    yield from look(_checked(each, place), f"{name}.", f"{at}.")
+            elif name not in known:
+                others = [each.removeprefix(above) for each in known if each.startswith(above)]
+                yield f"{place}: unknown key{nearest(str(key), others)}"
+            elif (values := known[name][0]) is not None and value not in (None, "", *values):
+                yield f"{place} {_short(value)}: {known[name][1]}"
 
-    yield from look(config, "", "")
+    yield from look({key: value for key, value in config.items() if key != "seed"}, "", "")
     if (lpips := _part(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
-        yield f"evaluate.LPIPS.net_type is alex if nothing is said: {_LPIPS.instead}"
+        yield f"evaluate.LPIPS.net_type is alex if nothing is said: {known['evaluate.LPIPS.net_type'][1]}"
 
 
-def flags_of_config(config: Section, made: Section, processes: int) -> Flags:
+def flags_of_config(config: Section, rows: Sequence[Row], made: Section, processes: int) -> Flags:
     """Flags by name, each with the key that it comes from and its value; None: the flag's own default.
 
     Args:
-        config: As `without_counterpart` has looked at it.
+        config: As `without_counterpart` has looked at it, with the same `rows`.
         made: The flags that make the decoder.
         processes: How many will train together.
 
@@ -165,24 +84,38 @@ def flags_of_config(config: Section, made: Section, processes: int) -> Flags:
         ValueError: one line that names the key whose value cannot be used.
     """
     flags: Flags = {}
-    for key, rule in KEYS.items():
-        *above, name = key.split(".")
-        if isinstance(rule, Flag):
-            value = _part(config, *above).get(name, rule.usual)
-            value = rule.convert(value) if rule.convert else rule.usual if value is None else value
-            flags[rule.name] = (key, value)
+    for row in rows:
+        *above, name = row.key.split(".")
+        if row.flag and above:
+            value = _part(config, *above).get(name)
+            flags[row.flag] = (row.key, _default(row) if value is None else value)
     flags |= {name: ("decoder", value) for name, value in made.items()}
-    flags["split_by"] = ("data.splits", "shard")
-    fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **_part(config, "data", "splits")}
+    flags |= _of_data(_part(config, "data"), processes)
+    flags["seed"] = ("seed", config.get("seed", 0))
+    flags["output_dir"] = ("tracker.data_path", _part(config, "tracker").get("data_path"))
+    if (log := _part(config, "tracker", "log").get("log_type", "console")) == "console":
+        flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
+    flags["report_to"] = ("tracker.log.log_type", "none" if log == "console" else log)
+    flags |= _of_decoder(decoder_part(config), made["timesteps"])
+    batch_size = flags["batch_size"][1]
+    return {**flags, **_of_training(_part(config, "train"), _part(config, "evaluate"), batch_size, len(made["dim"]))}
+
+
+def _of_data(data: Section, processes: int) -> Flags:
+    fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **_part(data, "splits")}
     total = sum(_number(value, f"data.splits.{name}") for name, value in fractions.items())
     if abs(total - 1) > _SMALL:
         raise ValueError(f"data.splits: train, val and test add up to {total:g}, not to 1")
-    batch_size = _number(_part(config, "data").get("batch_size", 64), "data.batch_size") * processes
-    flags["batch_size"] = ("data.batch_size", batch_size)
-    if flags["report_to"][1] == "none":
-        flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
-    flags |= _of_decoder(decoder_part(config), made["timesteps"])
-    return {**flags, **_of_training(_part(config, "train"), _part(config, "evaluate"), batch_size, len(made["dim"]))}
+    last = data.get("end_shard", _LAST_SHARD)
+    is_flipped = _part(data, "preprocessing").get("RandomHorizontalFlip", False) is not False
+    return {
+        "split_by": ("data.splits", "shard"),
+        "valid_fraction": ("data.splits.val", fractions["val"]),
+        "test_fraction": ("data.splits.test", fractions["test"]),
+        "batch_size": ("data.batch_size", _number(data.get("batch_size", 64), "data.batch_size") * processes),
+        "end_shard": ("data.end_shard", None if last == _LAST_SHARD else last),
+        "random_flip": ("data.preprocessing.RandomHorizontalFlip", is_flipped),
+    }  # fmt: skip
 
 
 def _of_decoder(decoder: Section, timesteps: int) -> Flags:
@@ -229,10 +162,10 @@ def _of_training(train: Section, evaluate: Section, batch_size: float, count: in
     saves = max(round(_number(train.get("save_every_n_samples", 100000), every) / max(batch_size, 1)), 1)
     names = ("save_every_n_steps", "sample_every_n_steps", "validate_every_n_steps")
     flags: Flags = dict.fromkeys(names, (every, saves))
-    is_judged = any(evaluate.get(name) is not None for name in _MEASURES)
-    if is_judged:
-        samples = evaluate.get("n_evaluation_samples", 1000)
-        flags["n_evaluation_samples"] = ("evaluate.n_evaluation_samples", samples)
+    flags["valid_samples"] = ("train.validation_samples", train.get("validation_samples") or 0)
+    flags["max_grad_norm"] = ("train.max_grad_norm", _one_of(train.get("max_grad_norm", 0.5)) or 0.0)
+    if not (is_judged := any(evaluate.get(name) is not None for name in _MEASURES)):
+        flags["n_evaluation_samples"] = ("evaluate", None)
     if epoch is not None:
         updates = math.ceil(_number(epoch, "train.epoch_samples") / max(batch_size, 1))
         epochs = _number(train.get("epochs", 20), "train.epochs")
@@ -251,6 +184,10 @@ def _of_training(train: Section, evaluate: Section, batch_size: float, count: in
         numbers = [number for number, is_trained in enumerate(mask, start=1) if is_trained]
         flags["train_unets"] = ("train.unet_training_mask", None if all(mask) else numbers)
     return flags
+
+
+def _default(row: Row) -> Any:
+    return yaml.safe_load(row.default_there)
 
 
 def _one_of(value: Any) -> Any:

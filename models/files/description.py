@@ -27,9 +27,15 @@ def describe_model_folder(folder: Path) -> dict[str, Any]:
 
 def describe_dalle_file(path: Path) -> dict[str, Any]:
     """Facts about a vae-final.pt. Errors: see `load_dalle_file`."""
-    hparams, weights = load_dalle_file(path)
-    facts = {"kind": "DALLE-pytorch file", "model": "DiscreteVAE", "arguments": hparams, **describe_weights(weights)}
-    return {**facts, "bytes": {path.name: path.stat().st_size}}
+    return describe_file(path, "DALLE-pytorch", "DiscreteVAE", *load_dalle_file(path))
+
+
+def describe_file(
+    path: Path, package: str, model: str, arguments: Mapping[str, Any], weights: Mapping[str, Tensor], **others: Any
+) -> dict[str, Any]:
+    """Facts about a file of a public package: the class of its model, constructor arguments and weights; and others."""
+    facts = {"kind": f"{package} file", "model": model, "arguments": arguments, **describe_weights(weights)}
+    return {**facts, **others, "bytes": {path.name: path.stat().st_size}}
 
 
 def describe_weights(weights: Mapping[Any, Any]) -> dict[str, Any]:

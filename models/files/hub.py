@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-from tandem.files.installed import how_to_install
+from tandem.files.fetching import SECONDS, hub_library
 from tandem.files.reading import one_line
 from tandem.files.writing import say
 
 from .pretrained import CONFIG_FILE, holds_weights, read_config
 
-SECONDS = 60.0  # to wait for the next answer or bytes of the Hub
 LONGEST_NAME = 96  # of a model on the Hub, with its user
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -76,7 +73,7 @@ def download(name: str) -> Path:
         ValueError: one line, if there is no such model, no answer, or no package that could ask for it.
     """
     model, revision = split(name) or (name, None)
-    library = _library(f"{name} does not exist here, and looking for it on the Hugging Face Hub")
+    library = hub_library(f"{name} does not exist here, and looking for it on the Hugging Face Hub")
     silence: Exception | None = None  # why the Hub gave no answer
     try:
         if not (revision and _COMMIT.fullmatch(revision)):
@@ -113,7 +110,7 @@ def upload(folder: Path, model: str, message: str, *, is_private: bool = False, 
     Raises:
         ValueError: one line, if it failed. Then the Hub's model is as it was, unless the answer to the commit was lost.
     """
-    library = _library("convert.py push")
+    library = hub_library("convert.py push")
     api = library.HfApi()
     try:
         api.create_repo(model, private=True if is_private else None, exist_ok=True)
@@ -132,22 +129,6 @@ def upload(folder: Path, model: str, message: str, *, is_private: bool = False, 
         where = library.constants.ENDPOINT
         raise ValueError(f"cannot push {model} to the Hub ({where}): {_reason(error)}") from None
     return str(commit.commit_url)
-
-
-def _library(purpose: str) -> Any:
-    """The package huggingface_hub, silent in log files and with a limit on every wait; ValueError if it is missing."""
-    try:
-        import huggingface_hub
-        from huggingface_hub.utils import disable_progress_bars, get_session, logging
-    except ImportError as error:
-        raise ValueError(
-            f"{purpose} needs the package huggingface_hub: {how_to_install('hub')} ({one_line(error)})"
-        ) from None
-    logging.set_verbosity_error()  # each of its retries would print a line
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    get_session().timeout = SECONDS  # it waits for ever otherwise
-    return huggingface_hub
 
 
 def _cause(error: Exception) -> tuple[Exception, int | None]:

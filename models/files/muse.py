@@ -19,8 +19,8 @@ from tandem.files.reading import check_regular
 from ..discriminator import Discriminator
 from ..vqgan import VQGAN
 from .archive import mentions
-from .description import describe_weights
-from .published import read_state_dict
+from .description import describe_file, describe_weights
+from .published import read_state_dict, shape_of
 from .writing import on_cpu, replacing
 
 PACKAGE = "muse-maskgit-pytorch 0.3.5"
@@ -65,16 +65,11 @@ def load_public_discriminator(path: Path) -> Discriminator | None:
 def describe_public_vqgan(path: Path) -> dict[str, Any]:
     """Facts about such a file. Errors: see `load_public_vqgan`."""
     found = _read(path, "best")
-    facts = {
-        "kind": f"{PACKAGE} file",
-        "model": "VQGAN",
-        "arguments": found.arguments,
-        **describe_weights(found.weights),
-    }
+    others = {}
     if found.discriminator is not None:
         arguments, weights = found.discriminator
-        facts["discriminator"] = {**arguments, **describe_weights(weights)}
-    return {**facts, "bytes": {path.name: path.stat().st_size}}
+        others["discriminator"] = {**arguments, **describe_weights(weights)}
+    return describe_file(path, PACKAGE, "VQGAN", found.arguments, found.weights, **others)
 
 
 def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | None = None) -> str:
@@ -185,14 +180,14 @@ def _translated(state: Mapping[str, Tensor]) -> _Found:
     }  # fmt: skip
     if not discriminator:
         return _Found(arguments, weights, None)
-    dim, of_images, *_ = _shape(state, "discr.layers.0.0.weight")
+    dim, of_images, *_ = shape_of(state, "discr.layers.0.0.weight", 4)
     halvings = sum(re.fullmatch(r"layers\.\d+\.0\.weight", name) is not None for name in discriminator) - 1
     return _Found(arguments, weights, ({"dim": dim, "channels": of_images, "layers": halvings}, discriminator))
 
 
 def _levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], int]:
     """Residual blocks per level, finest first; channels at full resolution and of each level; channels of images."""
-    dim, channels, *kernel = _shape(state, "enc_dec.encoders.0.weight")
+    dim, channels, *kernel = shape_of(state, "enc_dec.encoders.0.weight", 4)
     if kernel != [5, 5]:
         raise ValueError(f"its first convolution is {kernel[0]} x {kernel[1]}, and that of a VQGAN is 5 x 5")
     blocks: list[int] = []
@@ -201,7 +196,7 @@ def _levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], int]:
         layer, index = f"enc_dec.encoders.{index}", index + 1
         if f"{layer}.0.weight" in state:
             blocks.append(0)
-            widths.append(_shape(state, f"{layer}.0.weight")[0])
+            widths.append(shape_of(state, f"{layer}.0.weight", 4)[0])
         elif f"{layer}.net.0.weight" in state and blocks:
             blocks[-1] += 1
         else:
@@ -224,9 +219,3 @@ def _bits(state: Mapping[str, Tensor], width: int) -> int:
     if not 1 <= channels <= _MOST_BITS:
         raise ValueError(f"its codes have {channels} bits; a VQGAN has at most {_MOST_BITS}")
     return channels
-
-
-def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    if name not in state or state[name].ndim != 4:
-        raise ValueError(f"it lacks {name}, the weights of a convolution")
-    return tuple(state[name].shape)

@@ -24,8 +24,8 @@ from ..attention import layers_read
 from ..mulan import MuLaN
 from ..mulan_config import MuLaNConfig
 from .archive import mentions
-from .description import describe_weights
-from .published import read_state_dict
+from .description import describe_file
+from .published import check_has_one_set, read_state_dict, shape_of
 from .writing import on_cpu, replacing
 
 PACKAGE = "musiclm-pytorch 0.2.8"
@@ -60,9 +60,7 @@ def load_public_mulan(path: Path, *, weights: str = "best") -> MuLaN:
 def describe_public_mulan(path: Path) -> dict[str, Any]:
     """Facts about such a file. Errors: see `load_public_mulan`."""
     arguments, state = _read(path, "best")
-    facts = {"kind": f"{PACKAGE} file", "model": "MuLaN", "arguments": arguments, **describe_weights(state)}
-    facts["assumed"] = assumed(arguments)
-    return {**facts, "bytes": {path.name: path.stat().st_size}}
+    return describe_file(path, PACKAGE, "MuLaN", arguments, state, assumed=assumed(arguments))
 
 
 def assumed(config: Mapping[str, Any]) -> str:
@@ -214,8 +212,7 @@ def _constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _read(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Constructor arguments and weights of a `MuLaN`."""
-    if weights != "best":
-        raise ValueError(f"--weights {weights} is for checkpoints; {path} holds one set of weights: leave it out")
+    check_has_one_set(path, weights)
     state = read_state_dict(check_regular(path), part="model")
     if state and all(name.startswith("module.") for name in state):  # saved while DistributedDataParallel held it
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
@@ -228,18 +225,18 @@ def _read(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    audio_dim, patch = _shape(state, "audio.to_patch_tokens.2.weight", 2)
-    (window,) = _shape(state, _WINDOW, 1)
+    audio_dim, patch = shape_of(state, "audio.to_patch_tokens.2.weight", 2)
+    (window,) = shape_of(state, _WINDOW, 1)
     if not 2 <= window <= _LONGEST_WINDOW:
         raise ValueError(f"its window has {window} samples, and one of a MuLaN has 2 to {_LONGEST_WINDOW}")
     if math.isqrt(patch) ** 2 != patch:
         raise ValueError(f"its patches have {patch} numbers, and those of a MuLaN here are squares")
-    (dim_head,), (text_dim_head,) = (_shape(state, f"{tower}.transformer.layers.0.0.q_scale", 1) for tower in _TOWERS)
-    heads, _ = _shape(state, "audio.dynamic_pos_bias_mlp.4.weight", 2)
-    text_width, _ = _shape(state, "text.transformer.layers.0.0.to_q.weight", 2)
-    _, inner = _shape(state, "audio.transformer.layers.0.1.4.weight", 2)
-    vocab_size, text_dim = _shape(state, "text.token_emb.weight", 2)
-    layers = _shape(state, f"{_LAYERS}.audio_gamma", 3)[0] if f"{_LAYERS}.audio_gamma" in state else 0
+    (dim_head,), (text_dim_head,) = (shape_of(state, f"{tower}.transformer.layers.0.0.q_scale", 1) for tower in _TOWERS)
+    heads, _ = shape_of(state, "audio.dynamic_pos_bias_mlp.4.weight", 2)
+    text_width, _ = shape_of(state, "text.transformer.layers.0.0.to_q.weight", 2)
+    _, inner = shape_of(state, "audio.transformer.layers.0.1.4.weight", 2)
+    vocab_size, text_dim = shape_of(state, "text.token_emb.weight", 2)
+    layers = shape_of(state, f"{_LAYERS}.audio_gamma", 3)[0] if f"{_LAYERS}.audio_gamma" in state else 0
     depths = {tower: _depth(state, tower) for tower in _TOWERS}
     if layers >= max(1, *depths.values()):
         raise ValueError(f"it has heads for {layers} layers of towers of {depths['audio']} and {depths['text']}")
@@ -253,8 +250,8 @@ def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "text_heads": text_width // max(1, text_dim_head),
         # The smallest multiple of 2/3 of the width that is no less than what was rounded down.
         "ff_mult": -(-3 * inner // max(1, 2 * audio_dim)), "vocab_size": vocab_size,
-        "max_text_tokens": _shape(state, "text.pos_emb.weight", 2)[0],
-        "dim_latent": _shape(state, "text_to_latents.weight", 2)[0],
+        "max_text_tokens": shape_of(state, "text.pos_emb.weight", 2)[0],
+        "dim_latent": shape_of(state, "text_to_latents.weight", 2)[0],
         "hierarchical_layers": layers, "layout": "musiclm", "spectrogram": "power", "spectrogram_padding": "reflect",
         "hierarchical_spacing": "even",
     }  # fmt: skip
@@ -278,9 +275,3 @@ def _check_constants(state: Mapping[str, Tensor], arguments: Mapping[str, Any]) 
             raise ValueError(f"it lacks {name} of {tuple(expected.shape)}, a constant of a MuLaN of {PACKAGE}")
         if not torch.allclose(state[name].to(torch.float64), expected.to(torch.float64), rtol=0, atol=1e-2):
             raise ValueError(f"its {name} is not that of a MuLaN of {PACKAGE}")
-
-
-def _shape(state: Mapping[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
-    if name not in state or state[name].ndim != dimensions:
-        raise ValueError(f"it lacks {name} of {dimensions} dimensions, which a MuLaN of {PACKAGE} has")
-    return tuple(state[name].shape)

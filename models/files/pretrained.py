@@ -83,9 +83,7 @@ class Pretrained(nn.Module):
         found, config = read_config(folder)
         if found != cls.__name__:
             raise ValueError(f"{folder} holds a {found}, not a {cls.__name__}")
-        with _errors_of(folder):
-            weights = _weights(folder)
-        return cls.with_weights(folder, config, weights)
+        return cls.with_weights(folder, config, read_weights(folder))
 
     def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
         """Take the weights of a ``save_pretrained`` folder, or of another model of this class, which errors call
@@ -168,15 +166,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: one line, if a file is missing, damaged or hostile.
     """
-    with _errors_of(folder):
-        return _weights(folder)
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for path, names in _weight_files(folder).items():
-        with safe_open(check_regular(path), framework="pt") as file:
-            weights |= {name: file.get_tensor(name) for name in names or file.keys()}
+    with _errors_of(folder):
+        for path, names in _weight_files(folder).items():
+            with safe_open(check_regular(path), framework="pt") as file:
+                weights |= {name: file.get_tensor(name) for name in names or file.keys()}
     return weights
 
 

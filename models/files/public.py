@@ -17,6 +17,7 @@ from .muse import (
     save_public_vqgan,
 )
 from .musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
+from .published import check_has_one_set
 
 
 class PublicFormat(NamedTuple):
@@ -35,8 +36,7 @@ class PublicFormat(NamedTuple):
 
 
 def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
-    if weights != "best":
-        raise ValueError(f"--weights {weights} is for checkpoints; {path} holds one set of weights: leave it out")
+    check_has_one_set(path, weights)
     return DiscreteVAE.from_dalle(path)
 
 

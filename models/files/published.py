@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,20 @@ def read_state_dict(
         raise ValueError(f"{path} holds something beside names and tensors; give a file of plain weights")
     check_sizes(path, found.values())
     return found
+
+
+def shape_of(state: Mapping[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
+    """The shape of a tensor, from which arguments of its model follow. Raises ValueError, in one line, if there is none
+    of so many dimensions."""
+    if name not in state or state[name].ndim != dimensions:
+        raise ValueError(f"it lacks {name} of {dimensions} dimensions")
+    return tuple(state[name].shape)
+
+
+def check_has_one_set(path: Path, which: str) -> None:
+    """Raise a ValueError of one line if --weights chooses one of several sets of weights, where a file has one."""
+    if which != "best":
+        raise ValueError(f"--weights {which} is for checkpoints; {path} holds one set of weights: leave it out")
 
 
 def _read(path: Path, names: Collection[str] | None, part: str) -> dict[Any, Any]:

@@ -27,7 +27,7 @@ from .writing import create, open_appending, replacing, say
 
 MIRROR = "TANDEM_WEIGHTS_MIRROR"  # in the environment: the address of a folder that holds the files under their names
 
-_SECONDS = 60.0  # to wait for an answer, or for the next bytes
+SECONDS = 60.0  # to wait for an answer, or for the next bytes
 _TRIES, _PAUSE_SECONDS = 3, 1.0  # where a server gives no answer, or ends it too early
 _COME_BACK = 408, 429  # a server that is busy (RFC 9110, section 15.5.9; RFC 6585, section 4)
 _BLOCK_BYTES = 1 << 20
@@ -94,44 +94,50 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
     Raises:
         ValueError: as `fetched`, or huggingface_hub is missing.
     """
-    try:
-        import huggingface_hub
-        from huggingface_hub import constants
-        from huggingface_hub.utils import disable_progress_bars, logging, tqdm
-    except ImportError:
-        raise missing_package(f"fetching {what}", "huggingface_hub", "hub") from None
-    logging.set_verbosity_error()  # each of its retries would print a line
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    hub = hub_library(f"fetching {what}")
 
-    class Marked(tqdm):
+    class Marked(hub.utils.tqdm):  # type: ignore[name-defined]
         def update(self, n: float | None = 1) -> bool | None:
             mark()
             return super().update(n)
 
-    address = huggingface_hub.hf_hub_url(model, name)
-    cache = Path(constants.HF_HUB_CACHE)
+    address = hub.hf_hub_url(model, name)
+    cache = Path(hub.constants.HF_HUB_CACHE)
 
     def find() -> Path | None:
-        found = huggingface_hub.try_to_load_from_cache(model, name)
+        found = hub.try_to_load_from_cache(model, name)
         return Path(found) if isinstance(found, str) else None
 
     def fetch() -> None:
         try:
-            published = huggingface_hub.get_hf_file_metadata(address, timeout=_SECONDS)
+            published = hub.get_hf_file_metadata(address, timeout=SECONDS)
             say(f"fetching {what} ({_bytes(published.size or 0)}) from {address} to {cache}")
             revision = published.commit_hash
-            path = Path(huggingface_hub.hf_hub_download(model, name, revision=revision, tqdm_class=Marked))
+            path = Path(hub.hf_hub_download(model, name, revision=revision, tqdm_class=Marked))
             if _hub_checksum(path, published.etag or "") != published.etag:
                 path.resolve().unlink()
                 path.unlink()
                 raise ValueError("what came has another checksum; nothing was kept")
             # Only now the library learns that the branch is at this commit, without which `find` finds nothing.
-            huggingface_hub.hf_hub_download(model, name)
+            hub.hf_hub_download(model, name)
         except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
             raise ValueError(" ".join(str(error).split())) from None
 
     return _once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, mark)
+
+
+def hub_library(purpose: str) -> Any:
+    """The package huggingface_hub, silent in log files and with a limit on every wait; ValueError if it is missing."""
+    try:
+        import huggingface_hub.constants
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise missing_package(purpose, error.name or "huggingface_hub", "hub") from None
+    huggingface_hub.utils.logging.set_verbosity_error()  # each of its retries would print a line
+    if not sys.stderr.isatty():
+        huggingface_hub.utils.disable_progress_bars()
+    huggingface_hub.utils.get_session().timeout = SECONDS  # it waits for ever otherwise
+    return huggingface_hub
 
 
 def _hub_checksum(path: Path, like: str) -> str:
@@ -221,7 +227,7 @@ def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
 
 def _blocks(address: str) -> Iterator[bytes]:
     try:
-        with urllib.request.urlopen(address, timeout=_SECONDS) as answer:
+        with urllib.request.urlopen(address, timeout=SECONDS) as answer:
             while block := answer.read(_BLOCK_BYTES):
                 yield block
     except HTTPError as error:

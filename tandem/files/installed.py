@@ -49,7 +49,4 @@ def how_to_install(extra: str) -> str:
 
 def missing_package(what: str, package: str, extra: str = "audio") -> ValueError:
     """The error that says how to install `package`, without which `what` does not work, by an extra."""
-    return ValueError(
-        f'{what} needs the package {package}: pip install "tandem-training[{extra}]", or from a checkout '
-        f'pip install -e ".[{extra}]"'
-    )
+    return ValueError(f"{what} needs the package {package}: {how_to_install(extra)}")

@@ -294,7 +294,7 @@ def test_missing_package_says_how_to_install_it_and_the_demonstration_needs_none
 ) -> None:
     flags = flags_of(SOURCES[name])
     monkeypatch.setitem(sys.modules, package, None)
-    assert f'pip install "tandem-training[{extra}]"' in one_line(SOURCES[name].kind.feed, **flags)
+    assert f'pip install -e ".[{extra}]"' in one_line(SOURCES[name].kind.feed, **flags)
     assert len(SOURCES[name].kind.feed().start(0)["ids"]) == BATCH
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from data.hashing import mix64
+from tandem.hashing import mix64
 from training.noise import Noise, splitmix64
 
 SHAPE = (16, 4)

@@ -57,17 +57,6 @@ def models_in(parts: Mapping[str, Tree], folder: Path) -> dict[str, dict[str, An
     return found
 
 
-def read_parts(folder: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts and metadata of a checkpoint, which may be a stranger's. Tensors are read when used; ``verify`` compares
-    the checksums of files. Raises ValueError, in one line, if it cannot be read."""
-    try:
-        if odd := [path for path in folder.iterdir() if not path.is_file()]:
-            raise ValueError(f"{odd[0]} is not a regular file")
-        return read_checkpoint(folder, verify=verify)
-    except RuntimeError as error:  # a file is too large to be mapped into memory
-        raise damaged(folder, str(error)) from None
-
-
 def model_in(folder: Path, which: str = "best", name: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description of a model in a checkpoint, and its weights.
 
@@ -79,7 +68,7 @@ def model_in(folder: Path, which: str = "best", name: str | None = None) -> tupl
     Raises:
         ValueError: one line, if the checkpoint does not hold it.
     """
-    parts = read_parts(folder)[0]
+    parts = read_checkpoint(folder)[0]
     found = models_in(parts, folder)
     average = parts.get("ema") if name is None else None
     if which == "ema" and not average:

@@ -2,17 +2,13 @@
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .format import Tree
-
-# PyTorch rounds each piece of pinned memory up to a power of two, so tensors share pieces of this size.
-_SLAB_BYTES = 1 << 26
-_ALIGNMENT_BYTES = 64
 
 
 class Snapshot:
@@ -33,14 +29,14 @@ class Snapshot:
     def __init__(self, parts: Mapping[str, Tree], *, reuse: "Snapshot | None" = None, keep: bool = True) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
         self._keep = keep
-        self._memory: _Memory = _Memory(reuse._memory.slabs if reuse is not None else ())
+        self._old = reuse.tensors if reuse is not None else {}
         self._to_copy: list[tuple[str, str, Tensor]] = []
         self._event: torch.cuda.Event | None = None
         self._finished = threading.Event()
         values = {name: self._split(name, part, ()) for name, part in parts.items()}
         # The conversion to JSON and back copies the values, and raises now if a value could not be written later.
         self.values: dict[str, Tree] = json.loads(json.dumps(values)) if keep else {}
-        if self._memory.is_pinned:
+        if any(tensor.is_pinned() for part in self.tensors.values() for tensor in part.values()):
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -65,7 +61,11 @@ class Snapshot:
     def _copy(self, part: str, name: str, tensor: Tensor) -> None:
         """Copy a tensor, or start its transfer from an accelerator: the accelerator's memory may be used for something
         else at once, because that is queued after the transfer."""
-        self.tensors[part][name] = self._memory.like(tensor).copy_(tensor, non_blocking=True)
+        copy = self._old.get(part, {}).get(name)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            pin = tensor.device.type == "cuda"
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        self.tensors[part][name] = copy.copy_(tensor, non_blocking=True)
 
     def finish(self) -> None:
         """Complete the copies. Called once, by one thread."""
@@ -81,37 +81,3 @@ class Snapshot:
     def wait(self) -> None:
         """Return when the state may change again."""
         self._finished.wait()
-
-
-class _Memory:
-    """Few large pieces of memory on the CPU that many tensors share; pinned if it is for copies from an accelerator.
-
-    Args:
-        slabs: Pieces (bytes) of an older memory to be used again.
-    """
-
-    def __init__(self, slabs: Sequence[Tensor]) -> None:
-        self.slabs = list(slabs)
-        #: Whether a tensor came from an accelerator.
-        self.is_pinned = False
-        self._used = [0] * len(self.slabs)
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor on the CPU with the shape and type of `tensor`, and unknown values."""
-        pin = tensor.device.type == "cuda"
-        self.is_pinned |= pin
-        aligned = -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        slab = self._with_room(aligned, pin)
-        start = self._used[slab]
-        self._used[slab] += aligned
-        return self.slabs[slab][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    def _with_room(self, size: int, pin: bool) -> int:
-        """The number of the first slab that has room; of a new one if none has."""
-        for number, slab in enumerate(self.slabs):
-            if self._used[number] + size <= len(slab) and slab.is_pinned() == pin:
-                return number
-        n_bytes = max(_SLAB_BYTES, 1 << (size - 1).bit_length())  # the next power of two
-        self.slabs.append(torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pin))
-        self._used.append(0)
-        return len(self.slabs) - 1

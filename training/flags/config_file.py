@@ -77,12 +77,8 @@ def converted(value: Any, action: argparse.Action) -> Any:
 def _mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
         root = compose_yaml(path)
-    except OSError as error:
-        raise ValueError(f"cannot read the config {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"the config {path} is not UTF-8 text") from None
-    except ValueError as error:
-        raise ValueError(f"the config {path} is not YAML that can be used: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the config {path} as YAML: {words_of(error)}") from None
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):

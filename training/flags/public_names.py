@@ -13,15 +13,20 @@ PAGE = HOME / "docs" / "coming_from.md"
 
 
 class Row(NamedTuple):
-    """An argument of a public script or trainer, as its row says it, "" for an empty cell: the name, without the
+    """An argument of a public script or trainer, as its row says it, "" for an empty cell: the name, with the
     section that it has in a configuration, its default there, the flag without dashes, the default here, and what
     differs or, without a flag, what to do instead."""
 
-    name: str
+    key: str
     default_there: str
     flag: str
     default: str
     note: str
+
+    @property
+    def name(self) -> str:
+        """Without its section."""
+        return self.key.rpartition(".")[2]
 
 
 def rows(script: str) -> tuple[str, list[Row]]:
@@ -30,10 +35,7 @@ def rows(script: str) -> tuple[str, list[Row]]:
     head, _, after = PAGE.read_text(encoding="utf-8").partition(f": {script}\n")
     lines = after.partition("\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
-    found = [
-        Row(name.strip("`").rpartition(".")[2], there, flag.strip("`-"), *others)
-        for name, there, flag, *others in cells
-    ]
+    found = [Row(key.strip("`"), there, flag.strip("`-"), *others) for key, there, flag, *others in cells]
     return (head.rpartition(" of ")[2] if found else ""), found
 
 

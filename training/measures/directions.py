@@ -10,6 +10,9 @@ COSTS = (
 )  # fmt: skip
 """The metrics that differ between two runs with the same numbers."""
 
+FAULTS = ("skipped_updates", "bad_samples")
+"""Metrics that count faults since the beginning of the run."""
+
 # Patterns of the last part of a metric's name.
 _MORE = re.compile(
     r"psnr\w*|ssim\w*|r[0-9]+|recall\w*|map10|top[0-9]+|accuracy|explained_variance|inception_score|clip_\w+"

@@ -69,17 +69,10 @@ class RetrievalQuality:
             text: Embeddings (m, d) of all captions, those of the first clip first.
             captions: Captions of each clip, m in all; a clip without captions is a candidate but not a query.
             labels: Class of each clip, or None if it has none.
-
-        Raises:
-            ValueError: the lengths do not fit together.
         """
         count = sum(len(own) for own in captions)
         labels = [None] * len(audio) if labels is None else list(labels)
-        if len(captions) != len(audio) or len(labels) != len(audio) or len(text) != count:
-            raise ValueError(
-                f"{len(audio)} clips have {len(captions)} lists of captions, {len(labels)} labels, and {len(text)} "
-                f"text embeddings for {count} captions: there must be one of each"
-            )
+        assert len(captions) == len(labels) == len(audio) and len(text) == count, (len(audio), len(text), captions)
         self._captions += captions
         self._audio.append(audio.detach().float().to(self._device))
         self._text.append(text.detach().float().to(self._device))
@@ -142,38 +135,22 @@ class RetrievalQuality:
 
     def zero_shot(self, processes: Backend, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
         """`zero_shot/top1`, the share of labelled clips that are nearest to their class, and `zero_shot/chance_top1`,
-        one over the number of classes; empty if no clip has a label. Collective.
+        one over the number of classes. Collective.
 
         Args:
-            class_names: The same on every process; `classes` returns them.
+            class_names: The same on every process, with every label among them, of which there has to be one; `classes`
+                returns them.
             embeddings: Embeddings of the classes (c, d), in the order of `class_names` (`class_embeddings`).
-
-        Raises:
-            ValueError: on every process, if a clip has a label that is not in `class_names`.
         """
-        known = set(class_names)
-        if unknown := [label for label in self.classes(processes) if label not in known]:
-            raise ValueError(f"the label {unknown[0]!r} is none of the {len(known)} classes: name all of them")
         batches = zip(self._audio, self._labels, strict=True)
         hits = [zero_shot_hits(audio, labels, class_names, embeddings.to(self._device)) for audio, labels in batches]
         right, labelled = sum(int(of_batch.sum()) for of_batch in hits), sum(len(of_batch) for of_batch in hits)
         totals = processes.sum({"right": right, "labelled": labelled})
-        if not totals["labelled"]:
-            return {}
         return {"zero_shot/top1": totals["right"] / totals["labelled"], "zero_shot/chance_top1": 1 / len(class_names)}
 
 
 def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """Every template with every class's name in the place of {}: all of the first class, then of the second, ...
-
-    Raises:
-        ValueError: one line, if there is no template or one has no {}.
-    """
-    if not templates:
-        raise ValueError("there is no prompt template: give at least one, such as 'the sound of {}'")
-    for template in templates:
-        if "{}" not in template:
-            raise ValueError(f"the prompt template {template!r} has no {{}} where the class's name goes")
+    """Every template with every class's name in the place of {}: all of the first class, then of the second, ..."""
     return [template.replace("{}", name) for name in class_names for template in templates]
 
 

@@ -7,32 +7,38 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..objectives.diffusion import LossesByNoise
-from .averages import AllReduce, Averages, no_reduce
+from .averages import AllReduce, no_reduce
 
 
 class UnetErrors:
-    """Mean errors of Unets over all processes, in all and by quarter of the noise.
+    """Mean errors of Unets over all processes, in all and by quarter of the noise, from q0, the least noise, to q3.
 
     Args:
-        quarters: Number of a Unet -> its empty means by quarter.
+        edges: Number of a Unet -> int64 levels (3,), the first of q1, q2 and q3.
         device: Of the sums; `add` does not wait for it.
     """
 
-    def __init__(self, quarters: Mapping[int, LossesByNoise], device: torch.device | str = "cpu") -> None:
-        self._quarters = dict(quarters)
-        self._means = Averages(*(f"unet{number}/error" for number in quarters), device=device)
+    def __init__(self, edges: Mapping[int, Tensor], device: torch.device | str = "cpu") -> None:
+        self._edges = {number: levels.to(device) for number, levels in edges.items()}
+        self._sums_and_counts = torch.zeros(len(edges), 4, 2, dtype=torch.float64, device=device)
 
     def add(self, number: int, errors: Tensor, levels: Tensor) -> None:
-        """Add errors (b,) of a Unet and their noise levels (b,)."""
-        self._means.add(**{f"unet{number}/error": errors})
-        self._quarters[number].add(levels, errors)
+        """Add errors (b,) of a Unet and their noise levels (b,), int64."""
+        quarters = torch.bucketize(levels, self._edges[number], right=True)
+        is_of = (quarters == torch.arange(4, device=levels.device)[:, None]).double()
+        of_unet = self._sums_and_counts[list(self._edges).index(number)]
+        of_unet += is_of @ torch.stack([errors.detach().double(), torch.ones_like(errors).double()], 1)
 
     def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
-        """`unet1/error`, `unet1/q0` to `unet1/q3`, ..., and `loss`, the sum of the errors. Collective."""
-        means = self._means.result(all_reduce)
+        """`unet1/error`, `unet1/q0` to `unet1/q3`, ..., and `loss`, the sum of the errors; NaN for a quarter without
+        pictures. Collective: one all-reduce."""
+        sums, counts = all_reduce(self._sums_and_counts.clone()).cpu().unbind(2)
+        means = {
+            f"unet{n}/error": mean for n, mean in zip(self._edges, (sums.sum(1) / counts.sum(1)).tolist(), strict=True)
+        }
         by_noise = {
-            f"unet{number}/{name}": value
-            for number, quarter in self._quarters.items() for name, value in quarter.result(all_reduce).items()
-        }  # fmt: skip
+            f"unet{n}/q{quarter}": mean
+            for n, of_unet in zip(self._edges, (sums / counts).tolist(), strict=True)
+            for quarter, mean in enumerate(of_unet)
+        }
         return {"loss": sum(means.values()), **means, **by_noise}

@@ -92,9 +92,6 @@ class LeCam(nn.Module):
     Args:
         decay: Decay of the averages, in [0, 1).
         heads: Number of heads of the discriminator.
-
-    Raises:
-        ValueError: the decay is outside of this range.
     """
 
     real: Tensor
@@ -103,8 +100,6 @@ class LeCam(nn.Module):
 
     def __init__(self, decay: float = 0.999, heads: int = 1) -> None:
         super().__init__()
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay {decay} of the LeCam averages: give a number from 0 up to but without 1")
         self.decay = decay
         for name in ("real", "fake", "mass"):  # the mass is the average of the constant 1, for the correction
             self.register_buffer(name, torch.zeros(() if heads == 1 else heads))

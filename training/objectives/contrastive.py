@@ -85,14 +85,10 @@ class Contrastive:
         mask_duplicates: Leave pairs i != j with equal captions out of all sums, instead of using them as negatives.
         whole: Every process computes the loss of the whole batch. The result has the same bits on any number of
             processes (for --batch_parts), but work and memory are not divided among them.
-
-    Raises:
-        ValueError: there is no loss of this kind.
     """
 
     def __init__(self, kind: str, processes: Backend, *, mask_duplicates: bool = True, whole: bool = False) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"there is no contrastive loss {kind!r}; choose one of: {', '.join(KINDS)}")
+        assert kind in KINDS, kind
         self.kind, self.mask_duplicates, self.whole = kind, mask_duplicates, whole
         self._processes = processes
 
@@ -111,11 +107,10 @@ class Contrastive:
             bias: (h,), the same on every process.
             caption_ids: (b,) int64; equal captions have equal ids.
             is_even: All processes hold equally many pairs; then the host does not wait for the device.
-
-        Raises:
-            ValueError: the shapes do not fit together.
         """
-        _check(audio, text, scale, bias, caption_ids)
+        assert audio.ndim == 3 and audio.shape == text.shape, (audio.shape, text.shape)
+        assert scale.shape == bias.shape == audio.shape[1:2], (audio.shape, scale.shape, bias.shape)
+        assert caption_ids.shape == audio.shape[:1], (audio.shape, caption_ids.shape)
         dtype = torch.float64 if audio.dtype == torch.float64 else torch.float32
         audio, text, scale, bias = (x.detach().to(dtype) for x in (audio, text, scale, bias))
         with torch.autocast(audio.device.type, enabled=False):
@@ -272,15 +267,3 @@ def _sum(processes: Backend, *tensors: Tensor) -> list[Tensor]:
     total = processes.sum(torch.cat([tensor.detach().double().flatten() for tensor in tensors]))
     parts = total.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _check(audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor) -> None:
-    if audio.ndim != 3 or audio.shape != text.shape:
-        raise ValueError(
-            f"audio {tuple(audio.shape)} and text {tuple(text.shape)} must both be (pairs, heads, dimensions)"
-        )
-    pairs, heads, _ = audio.shape
-    if tuple(scale.shape) != (heads,) or tuple(bias.shape) != (heads,):
-        raise ValueError(f"scale {tuple(scale.shape)} and bias {tuple(bias.shape)} must hold one number per head")
-    if tuple(caption_ids.shape) != (pairs,):
-        raise ValueError(f"caption_ids {tuple(caption_ids.shape)} must hold one number for each of the {pairs} pairs")

@@ -30,8 +30,7 @@ def film(originals: Tensor, reconstructions: Mapping[str, Tensor], *, fps: float
     if originals.shape[2] == 1:
         return Sample(picture)
     frames = side_by_side(originals, reconstructions)
-    mp4 = to_mp4(frames, fps)
-    return Sample(picture, {"gif": to_gif(frames, fps), **({"mp4": mp4} if mp4 else {})})
+    return Sample(picture, {"gif": to_gif(frames, fps), **({"mp4": to_mp4(frames, fps)} if can_write_mp4() else {})})
 
 
 def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Image.Image:
@@ -46,16 +45,12 @@ def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Ima
     shown = torch.linspace(0, count - 1, min(count, _FRAMES), dtype=torch.float64).round().long().tolist()
     videos = {"original": originals, **reconstructions}
     *_, last = videos
-    clips = []
+    rows: dict[str, Tensor] = {}
     for clip in range(len(originals)):
-        rows = {name: video[clip, :, shown].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
-        rows[f"|error| x {_ERROR_FACTOR}"] = (rows[last] - rows["original"]).abs() * _ERROR_FACTOR
-        clips.append(grid(rows, _STRIP_SIDE))
-    height = clips[0].height + _GAP_PIXELS
-    picture = Image.new("RGB", (clips[0].width, height * len(clips) - _GAP_PIXELS), "white")
-    for place, strip in enumerate(clips):
-        picture.paste(strip, (0, place * height))
-    return picture
+        of_clip = {name: video[clip, :, shown].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
+        of_clip[f"|error| x {_ERROR_FACTOR}"] = (of_clip[last] - of_clip["original"]).abs() * _ERROR_FACTOR
+        rows |= {f"{clip + 1} {name}": frames for name, frames in of_clip.items()}
+    return grid(rows, _STRIP_SIDE)
 
 
 def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np.ndarray:
@@ -82,11 +77,9 @@ def to_gif(frames: Iterable[np.ndarray], fps: float) -> bytes:
     return content.getvalue()
 
 
-def to_mp4(frames: np.ndarray, fps: float) -> bytes | None:
+def to_mp4(frames: np.ndarray, fps: float) -> bytes:
     """The content of an MP4 file with H.264 of almost no loss, of frames (f, h, w, 3), uint8, at a whole number of
-    frames per second; None if PyAV is not installed or has no encoder for it."""
-    if not can_write_mp4():
-        return None
+    frames per second."""
     content = io.BytesIO()
     write_mp4(content, frames, max(1, round(min(fps, _HIGHEST_RATE))))
     return content.getvalue()

@@ -1,6 +1,8 @@
 """Pictures of samples, without any normalisation of their brightness."""
 
+import contextlib
 import io
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -8,10 +10,15 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from tandem.files.reading import printable
+
 _GAP_PIXELS = 2
 _CHECKER_PIXELS = 8
 _CHECKER_GREYS = (255, 204)
 _PAPER, _INK = (255, 255, 255), (0, 0, 0)
+_LONGEST_CAPTION = 48  # characters
+# Tried in this order for labels that are not ASCII, whose letters Pillow's own font lacks.
+_WIDE_FONTS = ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf", "Arial Unicode.ttf", "arial.ttf")
 
 
 @dataclass(frozen=True)
@@ -44,11 +51,34 @@ def enlarged(images: Tensor, side: int) -> Tensor:
     return images.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
 
 
+def caption_of(text: str) -> str:
+    """A text in one line, cut off if it is long; "(empty)" for none."""
+    text = printable(" ".join(text.split())) or "(empty)"
+    return text if len(text) <= _LONGEST_CAPTION else f"{text[: _LONGEST_CAPTION - 3]}..."
+
+
+def _font(text: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont | None:
+    """A font with the letters of a text; None if none is installed."""
+    if text.isascii():
+        return ImageFont.load_default()
+    for name in _WIDE_FONTS:
+        with contextlib.suppress(OSError):
+            return ImageFont.truetype(name)
+    return None
+
+
+def _ascii(text: str) -> str:
+    """The text without accents, and with ? for letters that are not ASCII."""
+    plain = unicodedata.normalize("NFKD", text)
+    return "".join(sign if sign.isascii() else "?" for sign in plain if not unicodedata.combining(sign))
+
+
 def grid(rows: Mapping[str, Tensor], least_side: int = 128) -> Image.Image:
-    """Labelled rows of images: each label -> (n, c, h, w) in [0, 1]. Small images are enlarged: no side has fewer than
-    `least_side` pixels."""
-    font = ImageFont.load_default()
-    margin = round(max(font.getlength(label) for label in rows)) + 3 * _GAP_PIXELS
+    """Labelled rows of images: each label, of one or more lines, -> (n, c, h, w) in [0, 1]. Small images are enlarged:
+    no side has fewer than `least_side` pixels. Letters of labels for which there is no font become ASCII or ?."""
+    if (font := _font("".join(rows))) is None:
+        return grid({_ascii(label): images for label, images in rows.items()}, least_side)
+    margin = round(max(font.getlength(line) for label in rows for line in label.split("\n"))) + 3 * _GAP_PIXELS
     pixels = {label: to_pixels(enlarged(images, least_side)) for label, images in rows.items()}
     width = max(sum(image.shape[1] + _GAP_PIXELS for image in row) for row in pixels.values())
     height = sum(row.shape[1] + _GAP_PIXELS for row in pixels.values())

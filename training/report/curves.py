@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,13 +17,12 @@ MOST_METRICS = 400  # of a run; the memory grows with them
 _LONGEST_NAME = 200  # characters of a metric
 _LONGEST_LINE = 1 << 20  # bytes
 _LARGEST_STEP = 1 << 53  # beyond it a browser's numbers are not exact
+_NAMED = 8  # names that a note lists
 _TAIL_BYTES = 256  # of what was read last, by which a file is known again
 _MOST_RISES = 100  # places where a count rose, of which neighbours are put together beyond that
 
 CLOCK = ("step", "samples", "epoch", "seconds", "time")
 """What a line of metrics says about when it was written; these have no curve."""
-COUNTS = ("skipped_updates", "bad_samples")
-"""Metrics that count faults since the beginning of the run."""
 
 
 class Curve:
@@ -60,17 +60,10 @@ class Curve:
         with np.errstate(over="ignore"):
             total = np.nan_to_num(np.nansum(shown))
         found: dict[str, Any] = {
-            "x": _short(x),
-            "y": _short(means),
-            "nan": _short(x[counts < sizes]),
-            "size": size,
-            "count": int(finite.sum()),
-            "missing": int((~finite).sum()),
-            "sum": float(total),
-            "last": None,
-            "low": None,
-            "high": None,
-        }
+            "x": _short(x), "y": _short(means), "nan": _short(x[counts < sizes]), "size": size,
+            "count": int(finite.sum()), "missing": int((~finite).sum()), "sum": float(total),
+            **dict.fromkeys(("last", "low", "high")),
+        }  # fmt: skip
         if finite.any():
             places = {"last": np.flatnonzero(finite)[-1], "low": np.nanargmin(shown), "high": np.nanargmax(shown)}
             found |= {name: [short(values[at]), int(steps[at])] for name, at in places.items()}
@@ -116,9 +109,9 @@ class MetricsFile:
         self.clock = {name: Curve() for name in ("samples", "epoch", "seconds")}
         self.last_step, self.last_time = -1, ""
         self._offset, self._tail = 0, b""
-        self._unreadable = self._repeated = 0
-        self._texts: set[str] = set()
-        self._left_out: set[str] = set()
+        self._lines_out = Counter[str]()  # lines that are left out, by the reason
+        self._texts: set[str] = set()  # names of what is no number
+        self._names_out: set[str] = set()  # of metrics beyond the limits
         self._is_incomplete, self._failure = False, ""
 
     def read(self) -> None:
@@ -159,10 +152,10 @@ class MetricsFile:
             if type(step) is not int or not 0 <= step <= _LARGEST_STEP:
                 raise ValueError(step)
         except (ValueError, LookupError, TypeError):
-            self._unreadable += 1
+            self._lines_out["which cannot be read"] += 1
             return
         if step <= self.last_step:
-            self._repeated += 1
+            self._lines_out["of updates that had a line before"] += 1
             return
         self.last_step = step
         if isinstance(time := values.get("time"), str):
@@ -178,32 +171,24 @@ class MetricsFile:
     def _curve(self, name: str) -> Curve | None:
         if name in CLOCK:
             return self.clock.get(name)
-        if name not in self.curves:
-            if len(self.curves) >= MOST_METRICS or len(name) > _LONGEST_NAME:
-                if len(self._left_out) < MOST_METRICS:
-                    self._left_out.add(name[:_LONGEST_NAME])
-                return None
+        if name not in self.curves and len(self.curves) < MOST_METRICS and len(name) <= _LONGEST_NAME:
             self.curves[name] = Curve()
-        return self.curves[name]
+        elif name not in self.curves and len(self._names_out) < MOST_METRICS:
+            self._names_out.add(name[:_LONGEST_NAME])
+        return self.curves.get(name)
 
-    def notes(self) -> list[str]:
+    def notes(self) -> Iterator[str]:
         """What could not be read, in words."""
-        limits = f"a page has at most {MOST_METRICS} of a run, with names up to {_LONGEST_NAME} characters"
-        at_least = "at least " if len(self._left_out) >= MOST_METRICS else ""
-        told = {
-            f"{_lines(self._unreadable)} left out, which cannot be read": self._unreadable,
-            f"{_lines(self._repeated)} left out, of updates that had a line before": self._repeated,
-            "the last line is incomplete": self._is_incomplete,
-            f"no curves of what is no number: {_list(sorted(self._texts))}": self._texts,
-            f"{at_least}{len(self._left_out)} metrics left out; {limits}": self._left_out,
-        }
-        missing = self._failure or ("metrics.jsonl has no line yet" if self.last_step < 0 else "")
-        return [missing] * bool(missing) + [f"metrics.jsonl: {text}" for text, is_so in told.items() if is_so]
-
-
-def _lines(count: int) -> str:
-    return "1 line is" if count == 1 else f"{count} lines are"
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        if self._failure or self.last_step < 0:
+            yield self._failure or "metrics.jsonl has no line yet"
+        for reason, count in self._lines_out.items():
+            yield f"metrics.jsonl: {count} line{'s are' if count > 1 else ' is'} left out, {reason}"
+        if self._is_incomplete:
+            yield "metrics.jsonl: the last line is incomplete"
+        if self._texts:
+            names = ", ".join(sorted(self._texts)[:_NAMED]) + (", ..." if len(self._texts) > _NAMED else "")
+            yield f"metrics.jsonl: no curves of what is no number: {names}"
+        if self._names_out:
+            many = f"{'at least ' if len(self._names_out) >= MOST_METRICS else ''}{len(self._names_out)}"
+            limits = f"a page has at most {MOST_METRICS} of a run, with names up to {_LONGEST_NAME} characters"
+            yield f"metrics.jsonl: {many} metrics left out; {limits}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..run.starts import place
 
+# Kind of mark, what is counted, and what was done with it.
 _COUNTS = {"skipped_updates": ("skipped", "update", "skipped"), "bad_samples": ("bad", "bad sample", "replaced")}
 
 

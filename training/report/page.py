@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.files.installed import missing_package
+
 from ..measures.directions import better
 from ..run.starts import now
 from .grouping import groups
@@ -35,10 +37,7 @@ def library() -> dict[str, str]:
         files = {"js": Path(folder, "static", "uPlot.iife.js"), "css": Path(folder, "static", "uPlot.min.css")}
         if all(path.is_file() for path in files.values()):
             return {kind: path.read_text() for kind, path in files.items()}
-    raise ValueError(
-        'report.py needs the package uplot-python, which draws the curves: pip install "tandem-training[report]", or '
-        'from a checkout pip install -e ".[report]"'
-    )
+    raise missing_package("report.py", "uplot-python, which draws the curves", "report")
 
 
 def data_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

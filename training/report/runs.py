@@ -10,8 +10,9 @@ from typing import Any
 from tandem.files.reading import read_json_or_empty, read_yaml, words_of
 from tandem.files.writing import is_left_behind
 
+from ..measures.directions import FAULTS
 from ..run.starts import script_of, starts
-from .curves import COUNTS, MetricsFile
+from .curves import MetricsFile
 from .faults import marks
 from .pictures import pictures_in
 
@@ -53,9 +54,8 @@ class RunReader:
     def read(self) -> dict[str, Any]:
         """What the page says of the run now. What cannot be read is named in "notes"."""
         self._metrics.read()
-        notes = self._metrics.notes()
         config, note = _config(self.path / "config.yaml")
-        notes += note
+        notes = [*self._metrics.notes(), *note]
         begun = starts(self.path)
         if not begun:
             notes.append("starts.jsonl is missing or cannot be read: machine, versions and resumes are not known")
@@ -73,7 +73,7 @@ class RunReader:
             "notes": [*notes, *more],
             "curves": curves,
             "clock": {name: metrics.clock[name].as_json() for name in ("samples", "seconds")},
-            "marks": marks(begun, {name: metrics.curves[name].rises() for name in COUNTS if name in metrics.curves}),
+            "marks": marks(begun, {name: metrics.curves[name].rises() for name in FAULTS if name in metrics.curves}),
             "config": {name: text_of(value) for name, value in config.items()},
             "starts": [_start(facts) for facts in begun[-_MOST_STARTS:]],
             "costs": dict(_costs(metrics, curves)),
@@ -116,19 +116,18 @@ def text_of(value: Any) -> str:
 
 def _start(facts: Mapping[str, Any]) -> dict[str, str]:
     """A line of starts.jsonl as words by label, in the order in which the page shows them."""
-    told = {label: facts.get(name) for name, label in _LABELS.items()}
-    others = {name: value for name, value in facts.items() if name not in _LABELS and value not in _NOTHING}
-    if isinstance(command := facts.get("command"), list):
-        told["command"] = " ".join(map(str, command))
-    if isinstance(packages := facts.get("packages"), dict):
-        told["packages"] = ", ".join(f"{name} {text_of(value)}" for name, value in packages.items())
-    if isinstance(changed := facts.get("changed"), dict):
-        told["changed flags"] = ", ".join(
-            f"--{name} {' -> '.join(map(text_of, pair)) if isinstance(pair, list) else text_of(pair)}"
-            for name, pair in changed.items()
-        )
-    told["other facts"] = others
+    told = {label: _words(facts.get(name)) for name, label in _LABELS.items()}
+    told["other facts"] = {name: value for name, value in facts.items() if name not in _LABELS}
     return {label: text_of(value) for label, value in told.items() if value not in _NOTHING}
+
+
+def _words(fact: Any) -> Any:
+    """Lists and mappings, such as a command, versions and what changed from one value to another, as text."""
+    if isinstance(fact, dict):
+        pairs = {name: " -> ".join(map(text_of, value)) if isinstance(value, list) else text_of(value)
+                 for name, value in fact.items()}  # fmt: skip
+        return ", ".join(f"{name} {value}" for name, value in pairs.items())
+    return " ".join(map(str, fact)) if isinstance(fact, list) else fact
 
 
 def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

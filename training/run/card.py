@@ -16,7 +16,7 @@ from typing import Any
 
 from tandem.files.installed import installed_command
 
-from ..measures.directions import COSTS, better
+from ..measures.directions import COSTS, FAULTS, better
 from ..report.curves import MetricsFile
 from .starts import last_start, place
 
@@ -25,7 +25,7 @@ PICTURE = "sample.png"  # beside the card
 _NUMBERS = re.compile(r"[0-9][0-9eE.,+-]*")
 _DEMONSTRATION = re.compile(r"demo:[a-z]+(:[0-9]+)?")
 _PATH_SIGNS = re.compile(r"[/\\~$]")
-_NOT_SHOWN = {"bad_samples", "skipped_updates", "grad_norm"}
+_NOT_SHOWN = {*FAULTS, "grad_norm"}
 
 
 @dataclass(frozen=True)

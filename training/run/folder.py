@@ -52,16 +52,14 @@ class RunFolder:
         self._processes, self._torchruns = processes, processes.torchruns()
         #: New path of the run that `fresh` moved, or None.
         self.moved_to: str | None
-        #: Whether the folder holds a finished run.
-        self.finished: bool
-        #: Update whose weights model/ holds, or None.
+        #: Update whose weights model/ holds, None if it is not complete.
         self.finished_step: int | None
         opened = None
         with processes.agreement():  # in which the root may wait for a lock
             if processes.is_root:
                 with self._explained():
                     opened = self._open(fresh)
-        self.moved_to, self.finished, self.finished_step = processes.broadcast_object(opened)
+        self.moved_to, self.finished_step = processes.broadcast_object(opened)
         #: Whether this process sees the folder of the root, from which each process resumes.
         self.is_seen = os.path.exists(self._lock_file)  # False on any error, which then is this process's alone
 
@@ -167,7 +165,7 @@ class RunFolder:
         if holder := other_holder(self.path / ".lock", self._lock):
             raise OSError(f"the run folder {self.path} now belongs to {holder}")
 
-    def _open(self, fresh: bool) -> tuple[str | None, bool, int | None]:
+    def _open(self, fresh: bool) -> tuple[str | None, int | None]:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
         try:
@@ -194,8 +192,7 @@ class RunFolder:
         write_atomically(probe, bytes(4096))
         probe.unlink()
         finished_step = read_json_or_empty(self.model_dir / "training.json").get("step")
-        is_step = type(finished_step) is int
-        return moved_to, (self.model_dir / "config.json").exists(), finished_step if is_step else None
+        return moved_to, finished_step if type(finished_step) is int else None
 
     def _holds_run(self) -> bool:
         """Whether a run left something here that nothing else writes; names such as config.yaml are common."""

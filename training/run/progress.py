@@ -22,20 +22,20 @@ from .table import MetricsTable
 _WIDTH = 100  # characters of a line of metrics, where the terminal has as many
 
 
-def total_samples_from(*, epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
-    """Length of the run in samples: `epochs`, but at most `max_steps` updates; whole updates, at least 1."""
+def total_steps_from(epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
+    """Updates of the whole run: those of `epochs`, but at most `max_steps`, and at least 1."""
     steps = math.ceil(round(epochs * samples_per_epoch) / batch_size)
-    return max(1, steps if max_steps is None else min(steps, max_steps)) * batch_size
+    return max(1, steps if max_steps is None else min(steps, max_steps))
 
 
 class Progress:
     """Samples seen. Step, epoch, schedules, intervals and file names derive from it. `batch_size` is samples per update
-    over all processes, `samples_per_epoch` the size of the training split, `total_samples` the length of the run."""
+    over all processes, `samples_per_epoch` the size of the training split, `total_steps` the updates of the run."""
 
-    def __init__(self, batch_size: int, samples_per_epoch: int, total_samples: int) -> None:
+    def __init__(self, batch_size: int, samples_per_epoch: int, total_steps: int) -> None:
         self.batch_size = batch_size
         self.samples_per_epoch = samples_per_epoch
-        self.total_samples = total_samples
+        self.total_steps = total_steps
         self.samples = 0
         #: Wall-clock seconds in which they were seen, over all starts of the run; `Run.save` sets it.
         self.seconds = 0.0
@@ -48,11 +48,6 @@ class Progress:
         return self.samples // self.batch_size
 
     @property
-    def total_steps(self) -> int:
-        """Updates of the whole run."""
-        return math.ceil(self.total_samples / self.batch_size)
-
-    @property
     def epoch(self) -> float:
         """Passes over the training split, as a fraction."""
         return self.samples / self.samples_per_epoch
@@ -60,7 +55,7 @@ class Progress:
     @property
     def finished(self) -> bool:
         """Whether the run has reached its length."""
-        return self.samples >= self.total_samples
+        return self.step >= self.total_steps
 
     def advance(self) -> None:
         """Count one update."""

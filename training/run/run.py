@@ -27,10 +27,10 @@ from .folder import RunFolder, check_apart
 from .loop import Action, Evaluation, updates
 from .metrics import Metrics
 from .profiling import Profiler
-from .progress import Progress, ProgressDisplay, changes, described, duration, last_words, plain, total_samples_from
+from .progress import Progress, ProgressDisplay, changes, described, duration, last_words, plain, total_steps_from
 from .rehearsal import folder_beside
 from .starts import end_start
-from .tracking import make_trackers
+from .tracking import Trackers
 
 if TYPE_CHECKING:
     from data.feed import Feed
@@ -76,15 +76,13 @@ class Run:
         with processes.agreement():
             if processes.is_root:
                 self.folder.check_script(args.script)
-            self.tracker = make_trackers(
-                args.report_to, self.folder.path, settings, processes.is_root, self.folder.check_is_here,
-                {name: getattr(args, f"wandb_{name}") for name in ("project", "name", "entity", "tags")},
-            )  # fmt: skip
+            wandb_names = {name: getattr(args, f"wandb_{name}") for name in ("project", "name", "entity", "tags")}
+            self.tracker = Trackers(
+                self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
+            )
         size = feed.samples_per_epoch
-        total_samples = total_samples_from(
-            epochs=args.epochs, max_steps=args.max_steps, samples_per_epoch=size, batch_size=args.batch_size
-        )
-        self.progress = Progress(args.batch_size, size, total_samples)
+        total_steps = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
+        self.progress = Progress(args.batch_size, size, total_steps)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
             synced_first=self.folder.metrics_file, check=self.folder.check_is_here,
@@ -215,8 +213,7 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether there is nothing left to do: trained to the end, and the model written."""
-        is_written = self.folder.finished and self.folder.finished_step == self.progress.step
-        return self.progress.finished and is_written
+        return self.progress.finished and self.folder.finished_step == self.progress.step
 
     def say(self, text: str) -> None:
         """Print one line on the root's terminal."""

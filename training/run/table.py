@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..measures.directions import FAULTS
+
 _ROWS = 20  # of the table between two headings
 _CELL = 9  # characters of most numbers
 _VALUE = 20  # of " 0.09475 (-0.00428)", a value of a validation and how it has changed
-_FAULTS = ("skipped_updates", "bad_samples")  # counts that are not shown as long as they are 0
 
 
 class MetricsTable:
@@ -48,7 +49,8 @@ class MetricsTable:
     def _row(self, clock: str, metrics: Mapping[str, Any], left: str) -> Iterator[str]:
         """A row for an update, and the heading if it is time for one or has become another."""
         last = {"samples/s": number(metrics.get("samples_per_second")), "left": left}
-        last |= {name: str(metrics[name]) for name in _FAULTS if metrics.get(name)}
+        # Counts of faults are not shown as long as they are 0.
+        last |= {name: str(metrics[name]) for name in FAULTS if metrics.get(name)}
         cells = {name: number(metrics.get(name)) for name in self._of_update}
         shown, start = {**cells, **last}, f"update {clock}"
         widths = {name: max(len(name), 6 if name in last else _CELL) for name in shown}

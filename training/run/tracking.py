@@ -18,8 +18,8 @@ from tandem.files.writing import create, open_appending, replacing, say, write_a
 # wandb's own limits are 90 seconds at the start and none at the end, where the models are uploaded.
 _WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 1800.0
 _LONGEST_ID_BYTES = 1000
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MOST_BINS = 512  # wandb's own limit for a histogram
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Trackers:
@@ -31,20 +31,27 @@ class Trackers:
     next one.
 
     Args:
+        report_to: "tensorboard", "wandb", or both, see `KINDS`; empty: metrics.jsonl alone.
+        config: The run's arguments, which wandb shows beside the curves.
+        wandb_names: "project", "name", "entity" and "tags" as wandb.init takes them, or some of them; the name is that
+            of the folder if it is not given.
         check: Raises OSError if `folder` is no longer that of the run.
-        optional: Constructors of the other trackers by name, which have the methods `cut_back`, `log`, `log_image` and
-            `close`; called on the root.
         is_root: Whether this process reads and writes; the others have no lines and no trackers.
+
+    Raises:
+        ValueError: on every process, if a named tracker is not installed.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        check: Callable[[], None] = lambda: None,
-        optional: Mapping[str, Callable[[], Any]] = NOTHING,
-        *,
-        is_root: bool = True,
-    ) -> None:
+        self, folder: Path, report_to: Collection[str] = (), config: Mapping[str, Any] = NOTHING,
+        wandb_names: Mapping[str, Any] = NOTHING, check: Callable[[], None] = lambda: None, *, is_root: bool = True,
+    ) -> None:  # fmt: skip
+        for name in report_to:
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.loader is None:  # a plain folder of this name is no package
+                raise ValueError(
+                    f"--report_to {name}: {name} is not installed; run `pip install {name}` or leave it out"
+                )
         self.path, self._check, self._is_root = folder / "metrics.jsonl", check, is_root
         #: Why lines are waiting, in one line; None if none are.
         self.failure: str | None = None
@@ -54,9 +61,9 @@ class Trackers:
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._waiting: list[bytes] = []
         self._optional: dict[str, Any] = {}
-        for name, make in optional.items() if is_root else ():
+        for name in report_to if is_root else ():
             try:
-                self._optional[name] = make()
+                self._optional[name] = KINDS[name](folder, config, wandb_names)
             except Exception as error:
                 self._switch_off(name, error)
 
@@ -178,7 +185,7 @@ def _step_of(line: bytes) -> float:
 class TensorBoardTracker:
     """Event files under `tensorboard/`, readable without internet."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], wandb_names: Mapping[str, Any]) -> None:
         self._folder = folder / "tensorboard"
         self._writer: Any = None
 
@@ -197,13 +204,7 @@ class TensorBoardTracker:
 
         self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
         if "counts" in image.info:
-            counts, edges = _binned(image.info["counts"])
-            middles = (edges[:-1] + edges[1:]) / 2
-            self._writer.add_histogram_raw(
-                f"{name}_histogram", min=edges[0], max=edges[-1], num=counts.sum(), sum=counts @ middles,
-                sum_squares=counts @ middles**2, bucket_limits=edges[1:].tolist(), bucket_counts=counts.tolist(),
-                global_step=step,
-            )  # fmt: skip
+            self._writer.add_histogram(f"{name}_histogram", _codes(image), step, max_bins=_MOST_BINS)
 
     def close(self, models: Mapping[str, Path]) -> None:
         self._writer.close()
@@ -215,15 +216,9 @@ class WandbTracker:
     Key, server and mode come from wandb's login and environment variables, and so do project and entity unless they are
     given. Without a key, or if the server cannot be reached, the run is written to `wandb/`, from where `wandb sync`
     uploads it.
-
-    Args:
-        names: "project", "name", "entity" and "tags" as wandb.init takes them, or some of them; the name is that of the
-            folder if it is not given.
     """
 
-    def __init__(
-        self, folder: Path, config: Mapping[str, Any], names: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], wandb_names: Mapping[str, Any]) -> None:
         import wandb
 
         id_file = folder / "wandb_id.txt"
@@ -235,7 +230,7 @@ class WandbTracker:
             "id": read_bytes(id_file, _LONGEST_ID_BYTES).decode().strip(),
             "resume": "allow",
             "name": folder.name,
-            **{name: value for name, value in names.items() if value},
+            **{name: value for name, value in wandb_names.items() if value},
             "dir": str(folder),
             "config": dict(config),
             "settings": wandb.Settings(init_timeout=_WANDB_START_SECONDS, finish_timeout=_WANDB_FINISH_SECONDS),
@@ -260,7 +255,7 @@ class WandbTracker:
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
         values = {"step": step, name: self._wandb.Image(image)}
         if "counts" in image.info:
-            values[f"{name}_histogram"] = self._wandb.Histogram(np_histogram=_binned(image.info["counts"]))
+            values[f"{name}_histogram"] = self._wandb.Histogram(_codes(image), num_bins=_MOST_BINS)
         self._run.log(values)
 
     def close(self, models: Mapping[str, Path]) -> None:
@@ -272,12 +267,12 @@ class WandbTracker:
         self._run.finish()
 
 
-def _binned(counts: Any) -> tuple[Any, Any]:
-    """How often each code was used, int64 (k,), as a histogram over the numbers of the codes: counts and edges of at
-    most 512 bins."""
+def _codes(histogram: Image.Image) -> Any:
+    """The codes that a `code_histogram` counts, each as often as it was used."""
     import numpy as np
 
-    return np.histogram(np.arange(len(counts)), min(len(counts), _MOST_BINS), (0, len(counts)), weights=counts)
+    counts = histogram.info["counts"]
+    return np.repeat(np.arange(len(counts)), counts)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,31 +280,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not isinstance(value, str)}
 
 
-def make_trackers(
-    report_to: Collection[str],
-    folder: Path,
-    config: Mapping[str, Any],
-    is_root: bool,
-    check: Callable[[], None] = lambda: None,
-    wandb_names: Mapping[str, Any] = NOTHING,
-) -> Trackers:
-    """metrics.jsonl and the trackers named in `report_to`; only the root writes anything.
-
-    Args:
-        report_to: "tensorboard", "wandb", or both; empty: metrics.jsonl alone.
-        config: The run's arguments, shown beside the curves.
-        check: Of `Trackers`.
-        wandb_names: Of `WandbTracker`.
-
-    Raises:
-        ValueError: on every process, if a named tracker is not installed.
-    """
-    for name in report_to:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:  # a plain folder of this name is no package
-            raise ValueError(f"--report_to {name}: {name} is not installed; run `pip install {name}` or leave it out")
-    optional: dict[str, Callable[[], Any]] = {
-        "tensorboard": lambda: TensorBoardTracker(folder),
-        "wandb": lambda: WandbTracker(folder, config, wandb_names),
-    }
-    return Trackers(folder, check, {name: optional[name] for name in report_to}, is_root=is_root)
+#: The trackers by the name that --report_to gives them: constructors that the root calls with the run folder, its
+#: configuration and wandb's names for it.
+KINDS: dict[str, Callable[..., Any]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}

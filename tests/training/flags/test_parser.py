@@ -243,7 +243,7 @@ def test_a_config_that_cannot_be_read_is_named(parser, capsys, tmp_path):
     assert "No such file" in error_line(capsys, parser, "--config", str(tmp_path / "none.yaml"))
     assert "Is a directory" in error_line(capsys, parser, "--config", str(tmp_path))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "is not" in error_line(capsys, parser, "--config", str(tmp_path / "binary.yaml"))
+    assert "utf-8" in error_line(capsys, parser, "--config", str(tmp_path / "binary.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_a_collapsed_model_classifies_nothing_and_clips_without_labels_have_no_m
     assert hits.tolist() == [False] * 3
     quality = RetrievalQuality()
     quality.add(torch.eye(2), torch.eye(2), [["a"], ["b"]])
-    assert quality.classes(ALONE) == [] and quality.zero_shot(ALONE, ["a"], torch.ones(1, 2)) == {}
+    assert quality.classes(ALONE) == []
 
 
 def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
@@ -194,13 +194,3 @@ def test_zero_shot_accuracy_over_labelled_clips_of_all_processes():
         return found, quality.zero_shot(processes, found, classes)
 
     assert on_processes(3, measure) == [(names, {"zero_shot/top1": 3 / 5, "zero_shot/chance_top1": 1 / 3})] * 3
-
-
-def test_a_label_that_is_no_class_is_an_error_on_every_process():
-    def measure(processes: Process) -> None:
-        quality = RetrievalQuality()
-        quality.add(torch.eye(2)[:1], torch.eye(2)[:1], [["a"]], ["dog" if processes.rank else "zebra"])
-        quality.zero_shot(processes, ["dog"], torch.ones(1, 2))
-
-    errors = on_processes(2, measure, catches=ValueError)
-    assert ["'zebra'" in str(error) for error in errors] == [True] * 2

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.processes import Process, on_processes
-from training.objectives.diffusion import DiffusionDraws, LossesByNoise, LowresDraws
+from training.measures.unets import UnetErrors
+from training.objectives.diffusion import DiffusionDraws, LowresDraws
 
-SHAPE, LOWRES = (3, 8, 8), (3, 4, 4)
+SHAPE = (3, 8, 8)
 EVERYTHING = {
     "image_drop": 0.1, "text_drop": 0.5,
     "lowres": LowresDraws(1000, blur_sigma=(0.4, 0.8)),
@@ -34,8 +35,8 @@ def flat(draws: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_draws_are_the_same_however_the_batch_is_cut(parts: int) -> None:
     draws = draws_of()
-    whole = draws(3, range(32), 32, SHAPE, LOWRES)
-    cut = [draws(3, range(first, first + 32 // parts), 32, SHAPE, LOWRES) for first in range(0, 32, 32 // parts)]
+    whole = draws(3, range(32), 32, SHAPE)
+    cut = [draws(3, range(first, first + 32 // parts), 32, SHAPE) for first in range(0, 32, 32 // parts)]
     assert whole.keys() == NAMES
     for name, draw in whole.items():
         assert torch.equal(torch.cat([part[name] for part in cut]), draw), name
@@ -43,10 +44,10 @@ def test_draws_are_the_same_however_the_batch_is_cut(parts: int) -> None:
 
 def test_draws_differ_between_seeds_networks_steps_and_positions_and_uses() -> None:
     draws = draws_of()
-    first = draws(0, range(32), 32, SHAPE, LOWRES)
+    first = draws(0, range(32), 32, SHAPE)
     others = [
-        draws_of(seed=1)(0, range(32), 32, SHAPE, LOWRES), draws_of("unet2")(0, range(32), 32, SHAPE, LOWRES),
-        draws(1, range(32), 32, SHAPE, LOWRES), draws_of().fixed(range(32), 32, SHAPE, LOWRES),
+        draws_of(seed=1)(0, range(32), 32, SHAPE), draws_of("unet2")(0, range(32), 32, SHAPE),
+        draws(1, range(32), 32, SHAPE), draws_of().fixed(range(32), 32, SHAPE),
     ]  # fmt: skip
     for name, draw in first.items():
         assert not any(torch.equal(draw, other[name]) for other in others), name
@@ -54,7 +55,7 @@ def test_draws_differ_between_seeds_networks_steps_and_positions_and_uses() -> N
     # 192 numbers a row: correlations of independent rows have deviation 0.072; 6 of them among 12720 pairs.
     correlation = torch.corrcoef(noise).fill_diagonal_(0)
     assert correlation.abs().max() < 6 / math.sqrt(192)
-    both = torch.stack([first["noise"].flatten(1)[:, :48].flatten(), first["lowres_noise"].flatten()])
+    both = torch.stack([first["noise"].flatten(), first["lowres_noise"].flatten()])
     assert torch.corrcoef(both)[0, 1].abs() < 5 / math.sqrt(both.shape[1])
 
 
@@ -64,7 +65,7 @@ def test_stratified_times_come_once_from_each_stratum_of_the_global_batch(batch_
     inside: list[Tensor] = []
     for step in range(20):
         times = torch.cat([
-            draws(step, positions, batch_size, SHAPE, LOWRES)["times"]
+            draws(step, positions, batch_size, SHAPE)["times"]
             for positions in (range(batch_size // 2), range(batch_size // 2, batch_size))
         ])  # fmt: skip
         assert (times // 10).sort().values.tolist() == list(range(batch_size))
@@ -88,7 +89,7 @@ def test_stratified_times_take_away_nearly_all_of_the_losses_noise() -> None:
 
 @pytest.mark.parametrize("stratified", [False, True])
 def test_logit_normal_times_have_their_distribution(stratified: bool) -> None:
-    draws = draws_of(time_sampling="logit_normal", logit_normal=(-0.5, 1.5), stratified=stratified, lowres=None)
+    draws = draws_of(logit_normal=(-0.5, 1.5), stratified=stratified, lowres=None)
     times = draws(0, range(2000), 2000, (1,))["times"]
     n = (((times + 0.5) / 1000).logit() + 0.5) / 1.5
     quantiles = torch.linspace(0.05, 0.95, 19)
@@ -115,34 +116,36 @@ def test_conditions_are_dropped_and_coins_are_thrown_for_each_picture() -> None:
 
 def test_validation_has_fixed_draws_that_are_spread_over_the_split_and_drops_nothing() -> None:
     draws = draws_of(timesteps=400)
-    whole = draws.fixed(range(40), 40, SHAPE, LOWRES)
+    whole = draws.fixed(range(40), 40, SHAPE)
     assert (whole["times"] // 10).sort().values.tolist() == list(range(40))
     for name in ("keep_image", "keep_text"):
         assert whole[name].all()
-    cut = [draws_of(timesteps=400).fixed(range(first, first + 10), 40, SHAPE, LOWRES) for first in range(0, 40, 10)]
+    cut = [draws_of(timesteps=400).fixed(range(first, first + 10), 40, SHAPE) for first in range(0, 40, 10)]
     assert all(torch.equal(torch.cat([part[name] for part in cut]), whole[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("time_sampling", ["uniform", "logit_normal"])
-def test_losses_are_pooled_by_quarters_that_are_equally_likely(time_sampling: str) -> None:
-    draws = draws_of(time_sampling=time_sampling, logit_normal=(0.7, 1.0), lowres=None)
+@pytest.mark.parametrize("logit_normal", [None, (0.7, 1.0)])
+def test_errors_are_pooled_by_quarters_that_are_equally_likely(logit_normal: tuple[float, float] | None) -> None:
+    draws = draws_of(logit_normal=logit_normal, lowres=None)
     times = draws(0, range(400), 400, (1,))["times"]
 
     def work(here: Process) -> dict[str, float]:
-        losses = draws.losses_by_noise()
+        measured = UnetErrors({1: draws.quarters(), 2: torch.tensor([2, 4, 6])})
         for first in range(50 * here.rank, 400, 100):
             part = times[first : first + 50]
-            losses.add(part, part.float())
-        return losses.result(here.sum)
+            measured.add(1, part.float(), part)
+        return measured.result(here.sum)
 
     result = on_processes(2, work)[0]
     quarters = times.double().sort().values.view(4, 100).mean(1)
-    assert list(result) == ["q0", "q1", "q2", "q3"]
+    assert result["unet1/error"] == pytest.approx(quarters.mean().item())
     # A level on an edge belongs to one quarter, its pictures may be of two.
-    assert list(result.values()) == pytest.approx(quarters.tolist(), abs=1.0)
+    assert [result[f"unet1/q{n}"] for n in range(4)] == pytest.approx(quarters.tolist(), abs=1.0)
 
 
 def test_a_quarter_begins_at_its_edge_and_one_without_pictures_is_nan() -> None:
-    losses = LossesByNoise(torch.tensor([2, 4, 6]))
-    losses.add(torch.tensor([0, 1, 2, 6, 7]), torch.tensor([1.0, 3.0, 5.0, 7.0, 8.0]))
-    assert list(losses.result().values()) == pytest.approx([2.0, 5.0, math.nan, 7.5], nan_ok=True)
+    measured = UnetErrors({2: torch.tensor([2, 4, 6])})
+    measured.add(2, torch.tensor([1.0, 3.0, 5.0, 7.0, 8.0]), torch.tensor([0, 1, 2, 6, 7]))
+    found = measured.result()
+    assert list(found) == ["loss", "unet2/error", *(f"unet2/q{n}" for n in range(4))]
+    assert list(found.values()) == pytest.approx([4.8, 4.8, 2.0, 5.0, math.nan, 7.5], nan_ok=True)

@@ -5,56 +5,55 @@ import math
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from training.pictures.sounds import best_matches, cubehelix, similarity_picture, spectrogram_grid
+from training.pictures.images import to_pixels
+from training.pictures.sounds import Match, best_matches, cosine_colours, cubehelix, sounds_picture, spectrogram_colours
 
-GAP, WIDTH, HEIGHT = 14, 320, 128
+WIDTH = 320
 
 
-def pixels(picture: Image.Image) -> np.ndarray:
-    assert picture.mode == "RGB"
-    return np.asarray(picture).astype(int)
+def pixels(colours: torch.Tensor) -> np.ndarray:
+    return to_pixels(colours[None])[0].numpy().astype(int)
 
 
 def test_low_frequencies_are_at_the_bottom_and_time_runs_to_the_right():
-    spectrogram = torch.zeros(1, 64, 320)
-    spectrogram[0, 0, :160] = 1  # the lowest band, in the first half
-    picture = pixels(spectrogram_grid(spectrogram, [[]]))[GAP : GAP + HEIGHT, GAP : GAP + WIDTH]
+    spectrogram = torch.zeros(64, 320)
+    spectrogram[0, :160] = 1  # the lowest band, in the first half
+    picture = pixels(spectrogram_colours(spectrogram))
     assert (picture[-2:, :160] == 255).all(), "two pixels per band"
     assert (picture[:-2] == 0).all() and (picture[:, 160:] == 0).all()
 
 
 def test_brightness_grows_with_the_value_and_long_clips_are_averaged():
-    ramp = torch.linspace(-80, 0, 3200).expand(1, 64, -1)
-    row = pixels(spectrogram_grid(ramp, [[]]))[GAP + 60, GAP : GAP + WIDTH]
+    ramp = torch.linspace(-80, 0, 3200).expand(64, -1)
+    row = pixels(spectrogram_colours(ramp))[60]
     luma = row @ np.array([0.3, 0.59, 0.11])
     assert (np.diff(luma) > -1.0).all() and luma[0] < 2 and luma[-1] > 253
     assert luma[WIDTH // 2] == pytest.approx(127, abs=3)
-    stripes = torch.tensor([0.0, 1.0]).repeat(320).expand(1, 64, -1)
-    row = pixels(spectrogram_grid(stripes, [[]]))[GAP + 60, GAP : GAP + WIDTH]
+    stripes = torch.tensor([0.0, 1.0]).repeat(320).expand(64, -1)
+    row = pixels(spectrogram_colours(stripes))[60]
     assert (row.std(0) == 0).all() and row[0] @ np.array([0.3, 0.59, 0.11]) == pytest.approx(127, abs=3)
 
 
 def test_a_logarithm_of_zero_is_dark_and_does_not_spoil_the_rest():
-    spectrogram = torch.zeros(1, 64, 320)
-    spectrogram[0, 32:] = 1.0
-    spectrogram[0, 0], spectrogram[0, 1], spectrogram[0, 2] = -math.inf, math.nan, math.inf
-    picture = pixels(spectrogram_grid(spectrogram, [[]]))[GAP : GAP + HEIGHT, GAP : GAP + WIDTH]
+    spectrogram = torch.zeros(64, 320)
+    spectrogram[32:] = 1.0
+    spectrogram[0], spectrogram[1], spectrogram[2] = -math.inf, math.nan, math.inf
+    picture = pixels(spectrogram_colours(spectrogram))
     assert (picture[-64:] == 0).all() and (picture[:64] == 255).all()
-    assert pixels(spectrogram_grid(torch.full((1, 4, 4), math.nan), [[]])).shape
+    assert (spectrogram_colours(torch.full((4, 4), math.nan)) == 0).all()
 
 
 def test_cubehelix_runs_from_black_to_white_in_even_steps_of_brightness():
     colours = cubehelix().double()
-    assert colours[0].tolist() == [0, 0, 0] and colours[-1].tolist() == [255, 255, 255]
-    luma = colours @ torch.tensor([0.3, 0.59, 0.11], dtype=torch.float64)
+    assert colours[0].tolist() == [0, 0, 0] and colours[-1].tolist() == [1, 1, 1]
+    luma = 255 * colours @ torch.tensor([0.3, 0.59, 0.11], dtype=torch.float64)
     assert (luma.diff() > 0).all() and (luma - torch.linspace(0, 255, 256)).abs().max() < 2.0
     # Worked by hand at the middle: t = 2 pi (1/6 + 1 - 3/4) = 5 pi / 6, x (1 - x) / 2 = 1/8.
     cos, sin = -math.sqrt(3) / 2, 0.5
     red = 0.5 + (-0.14861 * cos + 1.78277 * sin) / 8
-    assert cubehelix(3)[1, 0].item() == pytest.approx(255 * red, rel=1e-5)
-    assert cubehelix(3)[1, 2].item() == pytest.approx(255 * (0.5 + 1.97294 * cos / 8), rel=1e-5)
+    assert cubehelix(3)[1, 0].item() == pytest.approx(red, rel=1e-5)
+    assert cubehelix(3)[1, 2].item() == pytest.approx((0.5 + 1.97294 * cos / 8), rel=1e-5)
 
 
 def test_best_matches_are_ranked_and_the_right_one_is_shown_however_far_behind():
@@ -69,19 +68,20 @@ def test_best_matches_are_ranked_and_the_right_one_is_shown_however_far_behind()
     assert [len(matches) for matches in best_matches(audio, text, texts, [[], ["not there"]], count=9)] == [4, 4]
 
 
-def cell(picture: np.ndarray, row: int, column: int, side: int) -> list[int]:
-    """Colour in the middle of a cell."""
-    return picture[47 + row * side + side // 2, 47 + column * side + side // 2].tolist()
+def test_cosines_are_red_above_zero_and_blue_below_on_the_scale_that_is_named():
+    colours, limit = cosine_colours(torch.tensor([[0.8, -0.8, 0.0], [0.4, -0.4, math.nan]]))
+    assert limit == 0.8
+    expected = [[166, 27, 41], [33, 82, 156], [247, 247, 247]], [[232, 146, 116], [128, 172, 213], [128, 128, 128]]
+    assert pixels(colours).tolist() == list(expected)
 
 
-def test_similarities_are_red_above_zero_and_blue_below_on_the_scale_that_is_drawn():
-    matrix = torch.tensor([[0.8, -0.8, 0.0], [0.4, -0.4, math.nan]])
-    picture = pixels(similarity_picture(matrix))
-    side = 512 // 3
-    assert cell(picture, 0, 0, side) == [166, 27, 41] and cell(picture, 0, 1, side) == [33, 82, 156]
-    assert cell(picture, 0, 2, side) == [247, 247, 247] and cell(picture, 1, 2, side) == [128, 128, 128]
-    assert cell(picture, 1, 0, side) == [232, 146, 116] and cell(picture, 1, 1, side) == [128, 172, 213]
-    scale = 47 + 3 * side + 2 * GAP + GAP // 2
-    assert picture[47, scale].tolist() == [166, 27, 41]
-    assert picture[47 + 2 * side - 1, scale].tolist() == [33, 82, 156]
-    assert (picture[47 : 47 + 2 * side, scale] >= 0).all() and picture.shape[1] > scale + GAP
+def test_the_picture_has_a_row_for_each_clip_and_the_cosines_below():
+    spectrograms = torch.rand(2, 64, 320)
+    matches = [[Match("a dog, \u72ac", 0.5, True, 1)], [Match("rain " * 40, 0.1, False, 1)]]
+    picture = np.asarray(sounds_picture(spectrograms, matches, torch.eye(2))).astype(int)
+    left = picture.shape[1] - 2 - 384  # of the cosines, and of the spectrograms, which are narrower
+    for clip, spectrogram in enumerate(spectrograms):
+        rows = slice(2 + 130 * clip, 130 + 130 * clip)
+        assert (picture[rows, left : left + WIDTH] == pixels(spectrogram_colours(spectrogram))).all()
+        assert picture[rows, :left].min() < 64, "there is ink beside it"
+    assert picture[262, [left, left + 383]].tolist() == [[166, 27, 41], [247, 247, 247]]

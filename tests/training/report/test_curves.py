@@ -71,7 +71,7 @@ def test_the_memory_is_bounded_whatever_names_the_metrics_have(tmp_path: Path) -
     lines: list[object] = [{"step": n, f"metric {n}": 1.0} for n in range(1, 1001)]
     found = written(tmp_path / "m", [*lines, {"step": 2000, "n" * 300: 1.0}])
     found.read()
-    assert len(found.curves) == curves.MOST_METRICS and "at least 400 metrics left out" in found.notes()[0]
+    assert len(found.curves) == curves.MOST_METRICS and "at least 400 metrics left out" in next(found.notes())
 
 
 @pytest.mark.parametrize("how", ["replaced", "shortened"])

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from tandem.files.writing import say
-from training.run.progress import Progress, ProgressDisplay, changes, total_samples_from
+from training.run.progress import Progress, ProgressDisplay, changes, total_steps_from
 
 
 class Terminal(io.StringIO):
@@ -15,12 +15,11 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(
     ("epochs", "max_steps", "size", "batch_size", "expected"),
-    [(2, None, 100, 10, 200), (2, 7, 100, 10, 70), (2, 1000, 100, 10, 200), (1, None, 114, 8, 120),
-     (0.1, None, 70, 7, 7), (0.001, None, 10, 8, 8), (0.5, None, 101, 1, 50)],
+    [(2, None, 100, 10, 20), (2, 7, 100, 10, 7), (2, 1000, 100, 10, 20), (1, None, 114, 8, 15),
+     (0.1, None, 70, 7, 1), (0.001, None, 10, 8, 1), (0.5, None, 101, 1, 50)],
 )  # fmt: skip
 def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, size, batch_size, expected):
-    limits = {"epochs": epochs, "max_steps": max_steps}
-    assert total_samples_from(**limits, samples_per_epoch=size, batch_size=batch_size) == expected
+    assert total_steps_from(epochs, max_steps, size, batch_size) == expected
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_only_a_batch_in_the_same_parts_keeps_its_bits_on_another_backend(parts,
 
 @pytest.mark.parametrize("isatty", [False, True])
 def test_a_terminal_that_is_gone_ends_nothing(isatty, monkeypatch):
-    stream, progress = Terminal(), Progress(4, 16, 16)
+    stream, progress = Terminal(), Progress(4, 16, 4)
     stream.isatty = lambda: isatty
     display = ProgressDisplay(progress, True, stream)
 
