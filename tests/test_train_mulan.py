@@ -206,17 +206,8 @@ def towers(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_a_validation_between_two_lines_of_metrics_alarms_nobody(tmp_path: Path) -> None:
-    MULAN.train(
-        tmp_path,
-        "--max_steps",
-        "4",
-        "--log_every_n_steps",
-        "4",
-        "--validate_every_n_steps",
-        "3",
-        "--lr_warmup_steps",
-        "0",
-    )
+    said = "--max_steps 4 --log_every_n_steps 4 --validate_every_n_steps 3 --lr_warmup_steps 0"
+    MULAN.train(tmp_path, *said.split())
 
 
 def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_was(

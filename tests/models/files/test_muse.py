@@ -14,7 +14,6 @@ from torch import Tensor
 from models import VQGAN, Discriminator
 from models.configs import VQGANConfig
 from models.files.muse import (
-    describe_public_vqgan,
     is_public_vqgan,
     load_public_discriminator,
     load_public_vqgan,
@@ -109,15 +108,6 @@ def test_a_file_without_projections_has_the_signs_of_the_last_level_as_codes(tmp
     bits = (features > 0).long() * 2 ** torch.arange(15, -1, -1)[:, None, None]
     assert torch.equal(model.encode(images), bits.sum(dim=1))
     assert "16" in refused(save_public_vqgan, model, tmp_path / "back.pt")
-
-
-def test_the_description_of_a_file_says_what_follows_from_its_shapes(public: Path) -> None:
-    facts = describe_public_vqgan(public)
-    assert facts["kind"] == "muse-maskgit-pytorch 0.3.5 file" and facts["model"] == "VQGAN"
-    sizes = {"dim": 16, "channels": 3, "num_layers": 2, "num_resnet_blocks": [1, 2], "codebook_size": 256}
-    assert facts["arguments"].items() >= sizes.items()
-    assert facts["parameters"] == sum(tensor.numel() for tensor in load_public_vqgan(public).state_dict().values())
-    assert facts["discriminator"].items() >= {"dim": 16, "channels": 3, "layers": 2}.items()
 
 
 @pytest.mark.parametrize(("sizes", "complaint"), [

@@ -14,7 +14,6 @@ from torch import Tensor
 from models import MuLaN
 from models.files.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
 from models.files.public import format_of
-from tests.models import helpers
 from tests.models.helpers import Call, assert_same_bits, one_line_of
 from tests.models.reference import musiclm
 from tests.processes import Process
@@ -81,17 +80,6 @@ def test_what_is_written_is_the_public_state_dict_with_the_arguments_that_load_i
     of_loss.pop("decoupled_contrastive_learning", None)  # it has no weights
     assert read == ({**defaults, **audio}, {"max_seq_len": 256, **text}, of_loss)
     assert said.endswith("; its sounds have 16000 Hz")
-
-
-def test_towers_of_unequal_heads_and_another_inner_width_go_out_and_come_back(tmp_path: Path) -> None:
-    sizes = {**helpers.MUSICLM, "audio_heads": 3, "text_dim_head": 6, "ff_mult": 3}
-    model = MuLaN.made(sizes)
-    said = save_public_mulan(model, tmp_path / "mulan.pt")
-    assert "dim_head=4, heads=3, ff_mult=3" in said and "dim_head=6, heads=2, ff_mult=3" in said
-    read = load_public_mulan(tmp_path / "mulan.pt")
-    found = {name: read.config[name] for name in ("audio_heads", "audio_dim_head", "text_heads", "text_dim_head")}
-    assert found == {"audio_heads": 3, "audio_dim_head": 4, "text_heads": 2, "text_dim_head": 6}
-    assert_same_bits(read.state_dict(), model.state_dict())
 
 
 def _arguments(audio: dict[str, Any], text: dict[str, Any], **others: Any) -> tuple[dict[str, Any], ...]:
