@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 if TYPE_CHECKING:
     from tests.scripts import Script
 
-pytest.register_assert_rewrite("tests.scripts")
+pytest.register_assert_rewrite("tests.scripts", "tests.models.helpers")
 torch.set_num_threads(1)
 
 

@@ -41,6 +41,7 @@ from tests.scripts import (
     kill,
     killed,
     metrics,
+    names,
 )
 from training.run import clock
 from training.run.loop import Evaluation
@@ -75,10 +76,6 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 def pictures(run: Path) -> list[str]:
     """The pictures of a run; films lie beside those of videos."""
     return [name for name in names(run / "samples") if name.endswith(".png")]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_all_scripts_are_tested() -> None:
