@@ -54,6 +54,12 @@ def run_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script],
     return run
 
 
+@pytest.fixture(scope="module")
+def finished(request: pytest.FixtureRequest, run_of_eight: Callable[[Script], Path]) -> Path:
+    """That run of the script that a file of tests is about: its `SCRIPT`."""
+    return run_of_eight(request.module.SCRIPT)
+
+
 # They read what tests/launch/jobs.py starts once per launcher.
 SHARING_JOBS = "contracts|contrastive|moved|scripts"
 

@@ -176,10 +176,8 @@ def test_there_is_a_line_for_each_key_without_a_counterpart(
     ("data", 3, "data 3"),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_a_value_that_means_nothing_is_refused_by_name(where: str, value: Any, expected: str, tmp_path: Path) -> None:
-    new = tmp_path / "new.yaml"
-    assert (
-        expected in refusal(convert.main, "config", written(tmp_path, changed(where, value)), new) and not new.exists()
-    )
+    old, new = written(tmp_path, changed(where, value)), tmp_path / "new.yaml"
+    assert expected in refusal(convert.main, "config", old, new) and not new.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{]", b"\xff", b"[]"], ids=str)

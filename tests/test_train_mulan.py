@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from trained import load
 from training.objectives.contrastive import ContrastiveResult
 from training.objectives.grad_cache import GradCache
 
+SCRIPT = MULAN
 LONGER = " with the loud noise of rain and wind and a slow high tone"
 
 
@@ -50,12 +50,6 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> str:
 def bells(tmp_path_factory: pytest.TempPathFactory) -> str:
     """16 sounds of one caption. Tests only look at them."""
     return str(write_sounds(tmp_path_factory.mktemp("bells"), ["a bell"] * 16))
-
-
-@pytest.fixture(scope="module")
-def finished(run_of_eight: Callable[[Script], Path]) -> Path:
-    """Eight updates with an average of the weights, validated at each second. Tests only look at it."""
-    return run_of_eight(MULAN)
 
 
 def losses(run: Path) -> list[float]:

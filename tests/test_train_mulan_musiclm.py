@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import train_mulan
 from data.tokenizers import open_tokenizer
 from models import MuLaN
 from models.files.musiclm import load_public_mulan
-from tests.scripts import MULAN, Script, assert_same_bits, final_weights, refusal
+from tests.scripts import MULAN, assert_same_bits, final_weights, refusal
 from trained import load
 from training.run.run import Run
 
@@ -30,13 +29,7 @@ LAYOUT = {
     "text_heads": 3, "text_dim_head": 6, "ff_mult": 2,
 }  # fmt: skip
 without_bands = {name: value for name, value in MULAN.tiny.items() if name != "n_mels"}
-MUSICLM = dataclasses.replace(MULAN, tiny={**without_bands, **LAYOUT})
-
-
-@pytest.fixture(scope="module")
-def finished(run_of_eight: Callable[[Script], Path]) -> Path:
-    """Eight updates with an average of the weights. Tests only look at it."""
-    return run_of_eight(MUSICLM)
+SCRIPT = MUSICLM = dataclasses.replace(MULAN, tiny={**without_bands, **LAYOUT})
 
 
 def converted(*said: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from data.sets import open_videos
 from models import VideoTokenizer
 from tests.scripts import (
     VIDEO_TOKENIZER,
-    Script,
     assert_same_bits,
     assert_same_run,
     checkpoint,
@@ -30,6 +28,7 @@ from tests.scripts import (
 from training.measures.reconstruction import ssim
 from training.run.run import Run
 
+SCRIPT = VIDEO_TOKENIZER
 ALTERNATING = ["--image_folder", "demo:shapes:64", "--image_every", "3"]
 
 # Schedules and names.
@@ -43,13 +42,6 @@ def test_the_recipe_leaves_the_weights_of_the_codes_losses_to_the_quantizer() ->
 
 
 # A run and what it leaves.
-
-
-@pytest.fixture(scope="module")
-def finished(run_of_eight: Callable[[Script], Path]) -> Path:
-    """Eight updates with a codebook, each third one on images, the discriminator from the fourth on. Tests only look
-    at it."""
-    return run_of_eight(VIDEO_TOKENIZER)
 
 
 def test_each_third_update_is_of_images_and_a_resume_in_between_goes_on_with_the_same(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,12 @@ import torch
 
 import train_vqgan
 from models import VQGAN as Generator
-from tests.scripts import VQGAN, Script, assert_same_bits, checkpoint, metrics, validation_images
+from tests.scripts import VQGAN, assert_same_bits, checkpoint, metrics, validation_images
 from training.measures.reconstruction import psnr
 
+SCRIPT = VQGAN
+
 # A run and what it leaves.
-
-
-@pytest.fixture(scope="module")
-def finished(run_of_eight: Callable[[Script], Path]) -> Path:
-    """Eight updates with a codebook, the discriminator from the fourth on. Tests only look at it."""
-    return run_of_eight(VQGAN)
 
 
 def test_the_log_tells_every_loss_and_both_gradient_norms_and_the_discriminator_starts_at_its_step(

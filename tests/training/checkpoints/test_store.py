@@ -236,20 +236,16 @@ def test_missing_or_unexpected_parts_are_an_error_not_a_fresh_start(checkpoints,
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "SHA256SUMS"])
-@pytest.mark.parametrize("what", ["a pipe", "a link out of the folder", "a device"])
-def test_a_file_that_is_a_pipe_a_device_or_elsewhere_is_refused_at_once(checkpoints, name, what):
+@pytest.mark.parametrize("target", ["/dev/zero", "../../elsewhere"])
+def test_a_file_that_is_a_device_or_elsewhere_is_refused_at_once(checkpoints, name, target):
     save(checkpoints, 1, parts(), {})
-    path, elsewhere = checkpoints.latest() / name, checkpoints.folder.parent / "elsewhere"
-    path.rename(elsewhere)
-    if what == "a pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/zero" if what == "a device" else elsewhere)
-    for read in (read_checkpoint, lambda folder: read_checkpoint(folder, verify=False)):
-        if name == "SHA256SUMS" and read is not read_checkpoint:
-            continue  # is not looked at
-        with pytest.raises(ValueError, match=rf"{name} is (not a regular file|a link that leaves the folder)"):
-            read(checkpoints.latest())
+    path = checkpoints.latest() / name
+    path.rename(checkpoints.folder.parent / "elsewhere")
+    path.symlink_to(target)
+    for verify in (True, False):
+        if name != "SHA256SUMS" or verify:
+            with pytest.raises(ValueError, match=rf"{name} is (not a regular file|a link that leaves the folder)"):
+                read_checkpoint(checkpoints.latest(), verify=verify)
     with pytest.raises(ValueError, match="there is no other one"):
         checkpoints.newest_good(print)
 
