@@ -255,7 +255,6 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
     ("said", "text"),
     [
         (["--batch_size", "1"], "--batch_size 1"),
-        (["--hierarchical_layers", "2"], "hierarchical_layers 2"),
         (["--zero_shot_templates", "a {}|a sound"], "a sound"),
         (["--data_max_length", "8000"], "--clip_seconds 0.5"),
         (["--tokenizer", "nowhere.json"], "nowhere.json"),

@@ -90,7 +90,6 @@ def test_flags_that_contradict_each_other_are_refused_by_name_before_anything_st
     Path("hot.yaml").write_text("temp_min: 0.8")
     for said, text in (
         ("--image_size 100", "64 or 128"), ("--reinmax", "--straight_through"),
-        ("--num_resnet_blocks -1", "--num_resnet_blocks: "),
         ("--config hot.yaml --starting_temp 0.7", "--starting_temp 0.7 is below --temp_min 0.8"),
     ):  # fmt: skip
         assert text in VAE.refused(tmp_path / "run", *said.split()) and not (tmp_path / "run").exists(), said

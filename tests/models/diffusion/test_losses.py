@@ -15,16 +15,12 @@ from models.decoder_config import SCHEDULES
 from models.diffusion import DiffusionLoss, Schedule, sample
 from models.diffusion.losses import LOSS_WEIGHTS, OBJECTIVES, check_combination, loss_weights, target_of, x_start_of
 from models.diffusion.variance import LearnedVariance
-from tests.models.diffusion.gaussians import Gaussian, no_draw, prediction_of
+from tests.models.diffusion.gaussians import Gaussian, no_draw, normal, prediction_of
 from tests.models.helpers import refused
 
 COSINE, LINEAR, FLOW = (Schedule.named(name) for name in ("cosine", "linear", "flow"))
 TIMES = torch.tensor([0, 1, 300, 700, 999])
 FRACTION = 0.3
-
-
-def normal(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 X0, NOISE = normal(5, 3, 4, 4).clamp(-1, 1), normal(5, 3, 4, 4, seed=2)

@@ -13,11 +13,7 @@ from models.decoder_config import SCHEDULES
 from models.diffusion import Denoised, Inpaint, Schedule, dynamic_threshold, guided, sample
 from models.diffusion.sampling import CLEAN, SAMPLERS, sampling_levels
 from models.diffusion.variance import LearnedVariance
-from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, uniform_levels
-
-
-def normal(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, normal, uniform_levels
 
 
 def shrunk(schedule: Schedule, deviation: float, sampler: str, steps: int) -> float:
