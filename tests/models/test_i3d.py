@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.i3d import I3D, load_i3d, pad_same
-from tests.models.helpers import Call, assert_same_bits
+from tests.models.helpers import assert_same_bits, one_line_of, refused
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,9 @@ def test_features_are_of_8_bits_and_224_pixels_in_fp32_and_depend_on_the_order_o
 
 
 def test_nine_frames_are_the_least(model: I3D) -> None:
-    with pytest.raises(ValueError, match=r"3 channels and at least 9 frames, not 3 channels and 8 frames"):
-        model.features(some_videos(frames=8))
-    with pytest.raises(ValueError, match=r"not 1 channels and 9 frames"):
-        model.features(some_videos()[:, :1])
+    said = refused(model.features, some_videos(frames=8))
+    assert "3 channels and at least 9 frames, not 3 channels and 8 frames" in said
+    assert "not 1 channels and 9 frames" in refused(model.features, some_videos()[:, :1])
 
 
 def test_a_plain_state_dict_is_read_with_or_without_counts_and_another_is_one_line(model: I3D, tmp_path: Path) -> None:
@@ -90,9 +89,4 @@ def test_a_plain_state_dict_is_read_with_or_without_counts_and_another_is_one_li
         assert_same_bits(load_i3d(path), model)
     del state["Mixed_4d.b2b.conv3d.weight"]
     torch.save(state, path)
-    with pytest.raises(ValueError, match=r"i3d_pretrained_400.pt are not those of I3D: Mixed_4d.b2b.conv3d") as error:
-        load_i3d(path)
-    assert "\n" not in str(error.value)
-    torch.save(Call(print, "run"), path)
-    with pytest.raises(ValueError, match=r"holds no weights that can be read without running code"):
-        load_i3d(path)
+    assert "not those of I3D: Mixed_4d.b2b.conv3d" in one_line_of(load_i3d, path)

@@ -14,7 +14,7 @@ from torch import Tensor
 from models import MuLaN
 from models.files.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
 from models.files.public import format_of
-from tests.models.helpers import Call, assert_same_bits, one_line_of
+from tests.models.helpers import Call, assert_same_bits, one_line_of, without
 from tests.models.reference import musiclm
 from tests.processes import Process
 from training.objectives.contrastive import Contrastive
@@ -101,13 +101,9 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
     assert "--weights ema" in one_line_of(lambda path: load_public_mulan(path, weights="ema"), tmp_path / "mulan.pt")
 
 
-def without(state: State, *names: str) -> State:
-    return {name: tensor for name, tensor in state.items() if not name.startswith(names)}
-
-
 PATCHES, NUMBERS, LAYERS = "audio.to_patch_tokens.2.weight", "audio_layers_indices", state_of("layers")
 # The file's weights with others, and what the message has to say.
-MISTAKES: list[tuple[State, str]] = [
+MISTAKES: list[tuple[Any, str]] = [
     (without(LAYERS, "audio.spec"), "lacks audio.spec.window"),
     ({**LAYERS, "audio.spec.window": torch.zeros(1 << 20)}, "1048576 samples"),
     ({**LAYERS, NUMBERS: torch.tensor([0, 3])}, NUMBERS), (without(LAYERS, NUMBERS), f"lacks {NUMBERS} of (2,)"),
