@@ -255,7 +255,8 @@ def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_c
     converted("export", vqgan_run / "model", "--to", "muse", tmp_path / "alone.pt")
     assert "use_vgg_and_gan=False" in capsys.readouterr().out
     converted("export", vqgan_run, "--to", "muse", file, "--force")
-    assert inspected(file)["discriminator"]["layers"] == 2
+    facts = inspected(file)
+    assert (facts["model"], facts["arguments"]["dim"], facts["discriminator"]["layers"]) == ("VQGAN", 16, 2)
     converted("export", file, "--to", "model", tmp_path / "back")
     assert_same_bits(load_file(tmp_path / "back" / "model.safetensors"), average)
     assert_same_bits(open_model(file, "VQGAN").model, average)  # of encode.py

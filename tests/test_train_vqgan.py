@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import train_vqgan
 from models import VQGAN as Generator
+from tests.launch.filling import saved
 from tests.scripts import VQGAN, assert_same_bits, checkpoint, metrics, validation_images
 from training.measures.reconstruction import psnr
 
@@ -137,6 +139,24 @@ def test_weights_that_are_asked_for_are_those_published(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = VQGAN.refused(tmp_path / "run", *said)
     assert file in found and "HF_HUB_OFFLINE" in found
+
+
+@pytest.mark.parametrize("in_file", ["vq_decay: 0.5\nvq_cosine: true", "quantizer: fsq\nfsq_levels: '4,4,4'"])
+def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: str, tmp_path: Path) -> None:
+    (tmp_path / "vq.yaml").write_text(in_file)
+    VQGAN.train(tmp_path / "run", "--config", str(tmp_path / "vq.yaml"), "--quantizer", "bsq", "--max_steps", "1")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("num_resnet_blocks", 3), ("num_resnet_blocks", None), ("fsq_levels", 5), ("centred", "no"),
+    ("layers", "\x1b]0;x\x07"),
+])  # fmt: skip
+def test_a_stranger_s_model_whose_configuration_is_no_shape_is_refused_in_one_line(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    model = Generator.made({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 64})
+    line = VQGAN.refused(tmp_path / "run", "--init_from", str(saved(tmp_path / "model", model, **{name: value})))
+    assert (name in line or str(tmp_path / "model") in line) and "\x1b" not in line
 
 
 def test_a_flag_is_judged_beside_those_that_a_run_adopts(tmp_path: Path) -> None:

@@ -239,6 +239,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "model of no name": (lambda path: folder(path, model="\x1b[2J\nDiscreteVAE"), "names no model"),
     "endless config": (lambda path: replaced(path, "config.json", lambda file: os.symlink("/dev/zero", file)), "link"),
     "config that waits": (lambda path: replaced(path, "config.json", os.mkfifo), "not a regular file"),
+    "weights that wait": (lambda path: replaced(path, "model.safetensors", os.mkfifo), "not a regular file"),
     "shape without data for a number": (
         lambda path: more_weights(path, {"a": torch.zeros(0, 10**12)}, num_tokens=10**9), "num_tokens 1000000000"),
     "cursor": (lambda path: more_weights(path, {"\x1b[2J": torch.ones(1)}), "?[2J"),

@@ -51,6 +51,9 @@ def test_a_link_that_appears_between_deletion_and_creation_is_an_error(tmp_path,
 
 def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_one_alone(tmp_path, monkeypatch):
     path = tmp_path / "a"
+    with replacing(path) as temporary:
+        temporary.touch(mode=0o600)  # as safetensors makes files
+    assert stat.S_IMODE(path.stat().st_mode) == writing.NEW_FILE_MODE
     write_atomically(path, b"old")
     assert stat.S_IMODE(path.stat().st_mode) == writing.NEW_FILE_MODE
     failing(monkeypatch, 1, ("fsync",))

@@ -109,6 +109,8 @@ def test_losses_and_regulariser_of_several_heads_are_sums_over_the_heads() -> No
         expected = loss.discriminator(real[0], fake[0]) + loss.discriminator(real[1], fake[1])
         assert loss.discriminator(real, fake) == expected
         assert loss.generator(fake) == loss.generator(fake[0]) + loss.generator(fake[1])
+        low = loss.discriminator(REAL.bfloat16(), FAKE.half()), loss.generator(FAKE.half())
+        assert {each.dtype for each in low} == {torch.float32}
     both, first, second = LeCam(0.9, heads=2), LeCam(0.9), LeCam(0.9)
     for update in range(3):
         means = some(2, 2, seed=update)
