@@ -175,6 +175,21 @@ def test_linear_attention_is_its_explicit_sum() -> None:
     torch.testing.assert_close(attention(tokens, WHOLE), attention.to_out(expected.transpose(1, 2).flatten(2)))
 
 
+@pytest.mark.parametrize("along", ["space", "time"])
+def test_attention_mixes_positions_along_one_axis(along: str) -> None:
+    attention = MemoryAttention(6, heads=2, dim_head=3, is_causal=along == "time")
+    layer, x = Attend(6, attention, along), video(1, 6, 4, 3, 3).requires_grad_()
+    out = layer(x, WHOLE)
+    (gradient,) = torch.autograd.grad(out[:, :, 2, 1, 1].sum(), x)
+    seen = gradient.abs().sum(dim=(0, 1)) > 0
+    expected = torch.zeros(4, 3, 3, dtype=torch.bool)
+    if along == "space":
+        expected[2] = True
+    else:
+        expected[:3, 1, 1] = True
+    assert torch.equal(seen, expected)
+
+
 def test_a_token_takes_half_of_its_channels_from_the_frame_before() -> None:
     shift, x = Attend(6, MemoryAttention(6, 1, 2, is_causal=True), "time").shifts[0], video()
     out = shift(x, WHOLE)
