@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 if TYPE_CHECKING:
     from tests.scripts import Script
 
-pytest.register_assert_rewrite("tests.scripts")
+pytest.register_assert_rewrite("tests.scripts", "tests.models.helpers")
 torch.set_num_threads(1)
 
 
@@ -52,6 +52,12 @@ def run_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script],
         return script.train(tmp_path_factory.mktemp(script.name) / "run", *script.eight)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def finished(request: pytest.FixtureRequest, run_of_eight: Callable[[Script], Path]) -> Path:
+    """That run of the script that a file of tests is about: its `SCRIPT`."""
+    return run_of_eight(request.module.SCRIPT)
 
 
 # They read what tests/launch/jobs.py starts once per launcher.

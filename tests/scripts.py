@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib
 import io
 import itertools
@@ -35,6 +36,7 @@ import models
 from data.feed import to_unit_range
 from data.order import split_samples
 from data.sets import open_images
+from tests.models.helpers import assert_same_bits
 from training.measures.directions import COSTS
 from training.run.run import Run
 
@@ -374,6 +376,29 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def edit_checkpoint(folder: Path, edit: Callable[[Any], object]) -> None:
+    """Change state.json of a checkpoint, as somebody does who also changes the checksums."""
+    state = json.loads((folder / "state.json").read_text())
+    edit(state["parts"])
+    (folder / "state.json").write_text(json.dumps(state))
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+            for path in folder.iterdir() if path.name != "SHA256SUMS"]  # fmt: skip
+    (folder / "SHA256SUMS").write_text("".join(sums))
+
+
+def refusal(main: Callable[..., object], *words: object) -> str:
+    """The one line with which a program ends, with code 2."""
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as raised:
+        main([str(word) for word in words])
+    (line,) = said.getvalue().splitlines()
+    assert raised.value.code == 2
+    return line
+
+
 def checkpoint(run: Path, step: int) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, as "part: name"."""
     folder = run / "checkpoints" / f"step_{step:08d}"
@@ -397,12 +422,6 @@ def validation_images(args: argparse.Namespace) -> Tensor:
     images = open_images(args.image_folder, image_size=args.image_size, channels=channels, seed=args.seed)
     valid = split_samples(len(images), args.valid_fraction, 0, args.seed, at_least=args.batch_size).valid
     return torch.stack([to_unit_range(images.load(valid[i])["images"]) for i in range(len(valid))])
-
-
-def assert_same_bits(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Two sets of tensors are equal by name."""
-    assert ours.keys() == expected.keys()
-    assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
 
 
 def assert_same_run(ours: Path, expected: Path) -> None:

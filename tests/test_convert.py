@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -22,12 +20,10 @@ from data.stores.output import sha256_of
 from models import VQGAN, Decoder, DiscreteVAE, MuLaN
 from models.configs import VQGANConfig
 from tests.models.helpers import assert_same_bits
-from tests.models.reference import tokenizers
-from tests.scripts import DECODER, MULAN, VAE, VIDEO_TOKENIZER, words
+from tests.scripts import DECODER, MULAN, VAE, VIDEO_TOKENIZER, edit_checkpoint, files, refusal, words
 from tests.scripts import TOKENIZER as TOKENIZER_FILE
 from tests.scripts import VQGAN as VQGAN_SCRIPT
 from trained import open_model
-from training.profiles import Profile, coefficients, exponent_of
 
 
 @pytest.fixture(scope="module")
@@ -63,28 +59,15 @@ def inspected(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     return said
 
 
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The one line of an error, which ends the process with code 2."""
-
-    def complaint(*words: object) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as raised:
-            converted(*words)
-        (line,) = capsys.readouterr().err.splitlines()
-        assert raised.value.code == 2 and line.startswith("convert.py")
-        return line
-
-    return complaint
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def refused(*words: object) -> str:
+    line = refusal(convert.main, *words)
+    assert line.startswith("convert.py")
+    return line
 
 
 def model_of(run: Path) -> dict[str, bytes]:
     """Its model folder, without what the run says of itself beside the model."""
-    return {name: content for name, content in contents(run / "model").items() if name != "training.json"}
+    return {name: content for name, content in files(run / "model").items() if name != "training.json"}
 
 
 def test_what_is_called_a_model_is_a_model_folder_a_run_a_checkpoint_or_a_pt(
@@ -127,7 +110,7 @@ def test_an_exported_run_is_the_model_folder_that_the_run_wrote_itself(run: Path
     (shards / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     for path in (run, checkpoint_of(run), run / "model", shards):
         converted("export", path, "--to", "model", tmp_path / "out", "--force")
-        assert contents(tmp_path / "out") == model_of(run)
+        assert files(tmp_path / "out") == model_of(run)
         shutil.rmtree(tmp_path / "out")
 
 
@@ -146,27 +129,17 @@ def test_from_checkpoint_to_folder_to_pt_to_a_run_and_back_no_bit_changes(run: P
     assert_same_bits(saved(tmp_path / "again", "engine"), saved(run, "engine"))
     (tmp_path / "vae.pt").unlink()  # where a run came from is nothing to its checkpoints
     converted("export", tmp_path / "again", "--to", "model", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(tmp_path / "model")
+    assert files(tmp_path / "back") == files(tmp_path / "model")
 
 
-def test_a_public_pt_without_channels_is_read_and_comes_back_with_seven_hparams(tmp_path: Path) -> None:
-    """As DALLE-pytorch wrote it before 1.6.0."""
-    torch.save({"hparams": tokenizers.VAE, "weights": tokenizers.state_of("vae")}, tmp_path / "old.pt")
-    assert_same_bits(open_model(tmp_path / "old.pt", "DiscreteVAE").model, tokenizers.state_of("vae"))
-    converted("export", tmp_path / "old.pt", "--to", "dalle", tmp_path / "new.pt")
-    content = torch.load(tmp_path / "new.pt", weights_only=True)
-    assert content["hparams"] == {**tokenizers.VAE, "channels": 3}
-    assert_same_bits(content["weights"], tokenizers.state_of("vae"))
-
-
-def test_what_is_there_is_kept_without_force_and_replaced_with_it(run: Path, tmp_path: Path, refused: Any) -> None:
+def test_what_is_there_is_kept_without_force_and_replaced_with_it(run: Path, tmp_path: Path) -> None:
     for kind, out in (("model", tmp_path / "model"), ("dalle", tmp_path / "vae.pt")):
         converted("export", run, "--to", kind, out, "--weights", "online")
-        before = contents(tmp_path)
+        before = files(tmp_path)
         assert "--force" in refused("export", run, "--to", kind, out)
-        assert contents(tmp_path) == before
+        assert files(tmp_path) == before
         converted("export", run, "--to", kind, out, "--force")
-        assert contents(tmp_path) != before
+        assert files(tmp_path) != before
         other = "dalle" if kind == "model" else "model"
         assert "another kind" in refused("export", run, "--to", other, out, "--force")
     line = refused("export", tmp_path / "model", "--to", "model", tmp_path / "other", "--weights", "online")
@@ -174,14 +147,12 @@ def test_what_is_there_is_kept_without_force_and_replaced_with_it(run: Path, tmp
     assert_same_bits(DiscreteVAE.from_dalle(tmp_path / "vae.pt").state_dict(), saved(run, "ema"))
 
 
-def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_started_from(
-    tmp_path: Path, inspected: Any, refused: Any
-) -> None:
+def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_started_from(tmp_path: Path, inspected: Any) -> None:
     given = {"quantizer": "fsq", "fsq_levels": "8,5", "max_dim": 6}
     run, new = tmp_path / "run", tmp_path / "new"
     VIDEO_TOKENIZER.train(run, *words(given), "--max_steps", "2", "--ema_decay", "0.2")
     converted("export", run, "--to", "model", tmp_path / "model")
-    assert contents(tmp_path / "model") == model_of(run)
+    assert files(tmp_path / "model") == model_of(run)
     assert inspected(run)["parts"]["generator"]["optimizer_step"] == 2
     assert inspected(tmp_path / "model")["model"] == "VideoTokenizer"
     VIDEO_TOKENIZER.start_from(run, new, "--num_frames", "5", "--discr_layers", "1")
@@ -196,7 +167,7 @@ def test_a_run_of_the_video_tokenizer_is_inspected_exported_and_started_from(
 
 
 def test_a_run_of_mulan_is_exported_from_mid_run_and_started_from_with_its_tokenizer(
-    tmp_path: Path, inspected: Any, refused: Any
+    tmp_path: Path, inspected: Any
 ) -> None:
     run, new, own = tmp_path / "run", tmp_path / "new", Path(shutil.copy(TOKENIZER_FILE, tmp_path / "words.json"))
     said = ["--tokenizer", str(own), "--hierarchical_layers", "1", "--ema_decay", "0.5"]
@@ -206,7 +177,7 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_started_from_with_its_token
     (tmp_path / "out" / "tokenizer.json").write_text("of the model that was there before")
     for path in (run, checkpoint_of(run), run / "model"):
         converted("export", path, "--to", "model", tmp_path / "out", "--force")
-        assert contents(tmp_path / "out") == content
+        assert files(tmp_path / "out") == content
     converted("export", early, "--to", "model", tmp_path / "early", "--weights", "online")
     of_engine = load_file(early / "engine.safetensors")
     assert_same_bits(MuLaN.from_pretrained(tmp_path / "early"), {
@@ -218,7 +189,7 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_started_from_with_its_token
     assert yaml.safe_load((new / "config.yaml").read_text())["tokenizer"] == str(own)
     own.write_text("another")  # those in model/ and best/ are the run's own
     converted("export", early, "--to", "model", tmp_path / "again")
-    assert contents(tmp_path / "again")["tokenizer.json"] == content["tokenizer.json"]
+    assert files(tmp_path / "again")["tokenizer.json"] == content["tokenizer.json"]
     for folder in (run / "model", run / "best"):
         (folder / "tokenizer.json").unlink(missing_ok=True)
     assert str(own) in refused("export", early, "--to", "model", tmp_path / "lost")
@@ -226,13 +197,13 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_started_from_with_its_token
 
 
 def test_a_run_of_the_decoder_is_started_from_and_exported_to_the_public_package_and_back(
-    tmp_path: Path, inspected: Any, refused: Any
+    tmp_path: Path, inspected: Any
 ) -> None:
     run, new = tmp_path / "run", tmp_path / "new"
     public = ["--cross_attn_heads", "8", "--cross_attn_dim_head", "64", "--no-zero_terminal_snr"]
     DECODER.train(run, *DECODER.eight, *public, "--max_steps", "2", "--ema_decay", "0.5")
     converted("export", run, "--to", "model", tmp_path / "model")
-    assert contents(tmp_path / "model") == model_of(run)
+    assert files(tmp_path / "model") == model_of(run)
     converted("export", run, "--to", "model", tmp_path / "online", "--weights", "online")
     online = Decoder.from_pretrained(tmp_path / "online").state_dict()
     trained = {DECODER.weight(f"{part}: weights/{name}"): tensor for part in ("unet1", "unet2")
@@ -284,15 +255,14 @@ def test_a_run_of_the_vqgan_becomes_the_public_file_with_its_discriminator_and_c
     converted("export", vqgan_run / "model", "--to", "muse", tmp_path / "alone.pt")
     assert "use_vgg_and_gan=False" in capsys.readouterr().out
     converted("export", vqgan_run, "--to", "muse", file, "--force")
-    assert inspected(file)["discriminator"]["layers"] == 2
+    facts = inspected(file)
+    assert (facts["model"], facts["arguments"]["dim"], facts["discriminator"]["layers"]) == ("VQGAN", 16, 2)
     converted("export", file, "--to", "model", tmp_path / "back")
     assert_same_bits(load_file(tmp_path / "back" / "model.safetensors"), average)
     assert_same_bits(open_model(file, "VQGAN").model, average)  # of encode.py
 
 
-def test_a_training_starts_from_a_public_file_with_its_discriminator(
-    vqgan_run: Path, tmp_path: Path, refused: Any
-) -> None:
+def test_a_training_starts_from_a_public_file_with_its_discriminator(vqgan_run: Path, tmp_path: Path) -> None:
     converted("export", vqgan_run, "--to", "muse", tmp_path / "vae.pt")
     run = VQGAN_SCRIPT.start_from(tmp_path / "vae.pt", tmp_path / "new", "--image_size", "16", "--no-centred")
     adopted = yaml.safe_load((run / "config.yaml").read_text())
@@ -317,24 +287,17 @@ def powers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return VQGAN_SCRIPT.train(folder, *said.split())
 
 
-def test_an_average_of_another_length_is_made_of_those_of_all_saves(powers: Path, tmp_path: Path) -> None:
+def test_an_average_of_another_length_is_written_as_a_model_with_the_newest_buffers(
+    powers: Path, tmp_path: Path
+) -> None:
+    """Its numbers are in tests/training/checkpoints/test_averages.py; no average averages buffers."""
     converted("average", powers, "--ema_length", "0.07", tmp_path / "model")
-    model = VQGAN.from_pretrained(tmp_path / "model")
-    found, parameters = model.state_dict(), dict(model.named_parameters())
-    profiles = [Profile(step, exponent_of(length)) for step in (2, 4, 6, 8) for length in (0.05, 0.1)]
-    shares, _ = coefficients(profiles, Profile(8, exponent_of(0.07)))
-    snapshots = [load_file(path) for path in sorted((powers / "snapshots").iterdir())]
-    for name in found:
-        if name in parameters:
-            expected = sum(share * of[name].double() for share, of in zip(shares, snapshots, strict=True))
-            torch.testing.assert_close(found[name].double(), expected, rtol=1e-6, atol=1e-8)
-        else:
-            assert torch.equal(found[name], snapshots[-1][name]), "no average averages buffers"
-    assert (shares != 0).all() and found.keys() > parameters.keys()
-    assert not torch.equal(found["encoder.0.weight"], snapshots[-1]["encoder.0.weight"])
+    model, newest = VQGAN.from_pretrained(tmp_path / "model"), load_file(max((powers / "snapshots").iterdir()))
+    for is_same, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
+        assert {torch.equal(tensor, newest[name]) for name, tensor in tensors} == {is_same}
 
 
-def test_an_average_that_cannot_be_made_is_one_line(powers: Path, run: Path, tmp_path: Path, refused: Any) -> None:
+def test_an_average_that_cannot_be_made_is_one_line(powers: Path, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     assert "--ema_power" in refused("average", run, "--ema_length", "0.07", out)
     assert "length 0.25" in refused("average", powers, "--ema_length", "0.25", out)
@@ -387,17 +350,15 @@ def alone(run: Path, tmp: Path) -> Path:
 def described_as(run: Path, tmp: Path, **changes: Any) -> Path:
     """A checkpoint of the run that says something else of its model."""
     folder = alone(run, tmp) / "checkpoints" / checkpoint_of(run).name
-    edit_state(folder, lambda state: state["parts"]["models"]["engine"].update(changes))
-    with_true_sums(folder)
+    edit_checkpoint(folder, lambda parts: parts["models"]["engine"].update(changes))
     return folder
 
 
 def undescribed(run: Path, tmp: Path) -> Path:
     """A checkpoint as earlier versions wrote it."""
     folder = alone(run, tmp) / "checkpoints" / checkpoint_of(run).name
-    edit_state(folder, lambda state: state["parts"].pop("models"))
     (folder / "models.safetensors").unlink()
-    with_true_sums(folder)
+    edit_checkpoint(folder, lambda parts: parts.pop("models"))
     return folder
 
 
@@ -416,74 +377,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
 
 @pytest.mark.parametrize(("make", "complaint"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(
-    make: Callable[[Path, Path], Path], complaint: str, run: Path, tmp_path: Path, refused: Any
+    make: Callable[[Path, Path], Path], complaint: str, run: Path, tmp_path: Path
 ) -> None:
     assert complaint in refused("export", make(run, tmp_path), "--to", "model", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def edit_state(folder: Path, edit: Callable[[Any], None]) -> None:
-    state = json.loads((folder / "state.json").read_text())
-    edit(state)
-    (folder / "state.json").write_text(json.dumps(state))
-
-
-def link_to(folder: Path, name: str, target: str) -> None:
-    (folder / name).unlink()
-    os.symlink(target, folder / name)
-
-
-HOSTILE: dict[str, Callable[[Path], object]] = {
-    "a part above": lambda folder: edit_state(folder, lambda state: state["parts"].update({"../outside": {}})),
-    "parts in a list": lambda folder: edit_state(folder, lambda state: state.update(parts=["engine"])),
-    "depth": lambda folder: (folder / "state.json").write_text("[" * 100_000),
-    "endless tensors": lambda folder: link_to(folder, "engine.safetensors", "/dev/zero"),
-    "a header of 10 GB": lambda folder: (folder / "engine.safetensors").write_bytes((10**10).to_bytes(8, "little")),
-}
-
-
-@pytest.mark.parametrize("content", [None, "colour: red\n", "[" * 1000], ids=["deleted", "unknown key", "no YAML"])
-def test_weights_are_exported_whatever_has_become_of_the_configuration_of_the_run(
-    content: str | None, run: Path, vqgan_run: Path, tmp_path: Path
-) -> None:
-    """A checkpoint describes its models itself, the discriminator too."""
-    copies = [alone(of, tmp_path / of.name) for of in (run, vqgan_run)]
-    for of, copy in zip((run, vqgan_run), copies, strict=True):
-        if content is not None:
-            (copy / "config.yaml").write_text((of / "config.yaml").read_text() + content)
-        converted("export", copy, "--to", "model", tmp_path / "out", "--force")
-        assert contents(tmp_path / "out") == model_of(of)
-    for of, file in ((vqgan_run, "whole.pt"), (copies[1], "alone.pt")):
-        converted("export", of, "--to", "muse", tmp_path / file)
-    assert_same_bits(*(torch.load(tmp_path / file, weights_only=True) for file in ("whole.pt", "alone.pt")))
-
-
-def with_true_sums(folder: Path) -> None:
-    """Whoever changes a file can change its checksum."""
-    files = [path for path in sorted(folder.iterdir()) if path.name != "SHA256SUMS"]
-    if all(path.is_file() for path in folder.iterdir()):
-        sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
-        (folder / "SHA256SUMS").write_text("".join(sums))
-
-
-@pytest.mark.parametrize("how", HOSTILE)
-def test_a_hostile_checkpoint_is_refused(how: str, run: Path, tmp_path: Path, refused: Any) -> None:
-    folder = alone(run, tmp_path) / "checkpoints" / checkpoint_of(run).name
-    shutil.copy(folder / "ema.safetensors", folder.parent / "outside.safetensors")
-    HOSTILE[how](folder)
-    with_true_sums(folder)
-    for path in (folder, folder.parents[1]):
-        lines = [refused("inspect", path, "--no_checksums")] if (folder / "state.json").is_file() else []
-        lines.append(refused("export", path, "--to", "model", tmp_path / "out"))
-        assert all(str(folder) in line or "expected a run folder" in line for line in lines), lines
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["../pipe", "{}/pipe", ".."])
-def test_checksums_of_files_elsewhere_make_nobody_read_them(name: str, run: Path, tmp_path: Path, refused: Any) -> None:
-    """There is a pipe above the folder, which would hold up whoever opens it."""
-    folder = alone(run, tmp_path) / "checkpoints" / checkpoint_of(run).name
-    os.mkfifo(folder.parent / "pipe")
-    with (folder / "SHA256SUMS").open("a") as file:
-        file.write(f"{'0' * 64}  {name.format(folder.parent)}\n")
-    assert "is no file of this folder" in refused("export", folder, "--to", "model", tmp_path / "out")

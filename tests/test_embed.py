@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 import soundfile
 import torch
-from filling import CLIP, EMBED, RATE, SOUNDS, mulan, saved, vqgan
+from filling import CLIP, EMBED, RATE, SOUNDS, mulan, saved
 from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from torch.nn import functional as F
 
@@ -151,43 +151,25 @@ def test_the_tokenizer_beside_the_model_is_used(shape, source, tmp_path, capsys)
 # Mistakes.
 
 
-def empty(tmp: Path) -> Path:
-    (tmp / "empty").mkdir()
-    return tmp / "empty"
+MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "clips without sounds": (lambda tmp: {"--max_clips": 3}, "--max_clips has no effect without --audio"),
+    "an output without sounds": (lambda tmp: {"--output": tmp / "out"}, "--output has no effect without"),
+    "workers without sounds": (lambda tmp: {"--num_workers": 0}, "--num_workers is for --audio"),
+    "a folder of something else": (lambda tmp: {"--index": tmp}, "holds no index"),
+    "index of another model": (lambda tmp: {"--model": saved(tmp / "m", mulan(1))}, "not made by"),
+    "a sound that is none": (lambda tmp: {"--query": text_file(tmp)}, "cannot read"),
+    "an empty query": (lambda tmp: {"--query": " "}, "empty"),
+}
 
 
-def text_file(tmp: Path, text: str = "") -> Path:
-    (tmp / "file.wav").write_text(text)
+def text_file(tmp: Path) -> Path:
+    (tmp / "file.wav").write_text("text")
     return tmp / "file.wav"
 
 
-# fmt: off
-FILL = ("--model", "--audio", "--output")
-QUERY = ("--model", "--index", "--query")
-MISTAKES: dict[str, tuple[tuple[str, ...], Callable[[Path], dict[str, Any]], str]] = {
-    "no model": (FILL, lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
-    "another class of model": (FILL, lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "train_vqgan.py, not a MuLaN"),
-    "an empty folder": (FILL, lambda tmp: {"--audio": empty(tmp)}, "no sound in"),
-    "audio without output": (("--model", "--audio"), lambda tmp: {}, "which index?"),
-    "nothing": (("--model",), lambda tmp: {}, "nothing to do"),
-    "matches without a query": (FILL, lambda tmp: {"--top_k": 3}, "--top_k has no effect without --query"),
-    "clips without sounds": (QUERY, lambda tmp: {"--max_clips": 3}, "--max_clips has no effect without --audio"),
-    "an output without sounds": (QUERY, lambda tmp: {"--output": tmp / "out"}, "--output has no effect without"),
-    "workers without sounds": (QUERY, lambda tmp: {"--num_workers": 0}, "--num_workers is for --audio"),
-    "a folder of something else": (QUERY, lambda tmp: {"--index": empty(tmp)}, "holds no index"),
-    "index of another model": (QUERY, lambda tmp: {"--model": saved(tmp / "m", mulan(1))}, "not made by"),
-    "endless clips": (FILL, lambda tmp: {"--model": saved(tmp / "m", mulan(), clip_seconds=1e300)}, "1.1 GB"),
-    "a sound that is none": (QUERY, lambda tmp: {"--query": text_file(tmp, "text")}, "cannot read"),
-    "an empty query": (QUERY, lambda tmp: {"--query": " "}, "empty"),
-}
-# fmt: on
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gives_one_line(mistake, whole, model, source, tmp_path, capsys):
-    usual, make, expected = MISTAKES[mistake]
-    index = shutil.copytree(whole, tmp_path / "index")
-    values = {"--model": model, "--audio": source, "--output": tmp_path / "out", "--index": index, "--query": "a dog"}
-    said = {**{flag: values[flag] for flag in usual}, **make(tmp_path)}
+def test_a_mistake_in_a_search_gives_one_line(mistake, whole, model, tmp_path, capsys):
+    make, expected = MISTAKES[mistake]
+    said = {"--model": model, "--index": whole, "--query": "a dog", **make(tmp_path)}
     assert expected in EMBED.refused(capsys, *(word for pair in said.items() for word in pair))
     assert not (tmp_path / "out").exists()

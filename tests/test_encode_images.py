@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import filling
 import numpy as np
 import pytest
 import torch
-from filling import IMAGES, SIZE, TOKENIZE, index, saved, vqgan
+from filling import IMAGES, SIZE, TOKENIZE, index, vqgan
 from filling_fixtures import model, on_one_cpu, source  # noqa: F401
 from filling_fixtures import whole as codes  # noqa: F401
 from PIL import Image
@@ -25,7 +24,7 @@ import encode
 from data.feed import to_unit_range
 from data.sets import open_images
 from data.stores.codes import StoredCodes, code_dtype
-from models import DiscreteVAE, Discriminator
+from models import DiscreteVAE
 from models.configs import DiscreteVAEConfig
 from tests.scripts import files
 from training.measures.averages import code_statistics
@@ -140,35 +139,3 @@ def test_codes_of_another_model_are_not_decoded(codes, tmp_path, capsys):
 
 
 # Mistakes.
-
-
-def a_file(tmp: Path) -> Path:
-    (tmp / "file").write_text("")
-    return tmp / "file"
-
-
-MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
-    "no model": (lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
-    "another kind of model": (
-        lambda tmp: {"--model": saved(tmp / "m", Discriminator.made({"dim": 8}))},
-        "a Discriminator, not a DiscreteVAE or a VQGAN",
-    ),
-    "no images": (lambda tmp: {"--image_folder": tmp}, "no image in"),
-    "output is a file": (lambda tmp: {"--output": a_file(tmp)}, "--output"),
-    "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18"),
-    "image size of terabytes": (lambda tmp: {"--model": saved(tmp / "m", vae(), image_size=2**21)}, "2097152 pixels: "),
-    "channels that no image has": (lambda tmp: {"--model": saved(tmp / "m", vqgan(channels=1))}, "not 1"),
-    "a flag of encoding": (lambda tmp: {"--image_folder": None, "--decode": tmp, "--format": "npy"}, "--format"),
-    "nothing to do": (lambda tmp: {"--image_folder": None}, "give --image_folder, --video_folder or --decode"),
-    "two sources": (lambda tmp: {"--decode": tmp}, "--image_folder and --decode exclude one another"),
-    "a flag of videos": (lambda tmp: {"--fps": 5}, "--fps has no effect without --video_folder"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gives_one_line(mistake, model, source, tmp_path, capsys):
-    make, expected = MISTAKES[mistake]
-    said = {"--model": model, "--image_folder": source, "--output": tmp_path / "codes", **make(tmp_path)}
-    argv = [word for flag, value in said.items() if value is not None for word in (flag, value)]
-    assert expected in TOKENIZE.refused(capsys, *argv)
-    assert not (tmp_path / "codes").exists()

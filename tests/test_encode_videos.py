@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import filling
 import numpy as np
 import pytest
 import torch
-from filling import SIZE, TOKENIZE_VIDEOS, VIDEOS, index, saved, stamps, video_tokenizer, vqgan
+from filling import SIZE, TOKENIZE_VIDEOS, VIDEOS, index, stamps, video_tokenizer
 from filling_fixtures import model, on_one_cpu, source  # noqa: F401
 from filling_fixtures import whole as codes  # noqa: F401
 from PIL import Image
@@ -188,28 +187,6 @@ def test_a_film_is_written_whole_or_not_at_all(codes, model, tmp_path):
 
 
 # Mistakes.
-
-
-MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
-    "no model": (lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
-    "a model of images": (
-        lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "holds a VQGAN, which codes images: give --image_folder"
-    ),
-    "no videos": (lambda tmp: {"--video_folder": tmp}, "no video in"),
-    "image size that does not divide": (lambda tmp: {"--image_size": 18}, "--image_size 18"),
-    "rate and stride": (lambda tmp: {"--fps": 5, "--frame_stride": 2}, "--frame_stride has no effect"),
-    "a flag of decoding": (lambda tmp: {"--format": "gif"}, "--format gif is not for encoding videos"),
-    "a flag of images": (lambda tmp: {"--batch_size": 2}, "--batch_size has no effect on encoding videos"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gives_one_line(mistake, model, source, tmp_path, capsys):
-    make, expected = MISTAKES[mistake]
-    said = {"--model": model, "--video_folder": source, "--output": tmp_path / "codes", **make(tmp_path)}
-    argv = [word for flag, value in said.items() if value is not None for word in (flag, value)]
-    assert expected in TOKENIZE_VIDEOS.refused(capsys, *argv)
-    assert not (tmp_path / "codes").exists()
 
 
 def test_without_pyav_folders_and_mp4s_are_refused_in_one_line(codes, model, source, tmp_path, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import io
 import itertools
@@ -42,6 +41,7 @@ from tests.scripts import (
     kill,
     killed,
     metrics,
+    names,
 )
 from training.run import clock
 from training.run.loop import Evaluation
@@ -76,10 +76,6 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 def pictures(run: Path) -> list[str]:
     """The pictures of a run; films lie beside those of videos."""
     return [name for name in names(run / "samples") if name.endswith(".png")]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_all_scripts_are_tested() -> None:
@@ -531,19 +527,6 @@ def test_a_checkpoint_says_the_class_and_the_arguments_of_each_model(script: Scr
     model = script.model.from_pretrained(finished / "model")
     assert first == model.description()
     assert all(of.keys() >= {"model", "dim", "layers"} and "Discriminator" in of["model"] for of in others)
-
-
-@of("vae")
-def test_a_run_of_an_earlier_version_is_not_gone_on_with_and_one_line_says_so(script: Script, copied: Path) -> None:
-    folder = copied / "checkpoints" / "step_00000008"
-    state = json.loads((folder / "state.json").read_text())
-    del state["parts"]["models"]
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "models.safetensors").unlink()
-    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.iterdir())
-            if path.name != "SHA256SUMS"]  # fmt: skip
-    (folder / "SHA256SUMS").write_text("".join(sums))
-    assert "was written by an earlier version" in script.refused(copied, *script.eight, "--max_steps", "9")
 
 
 # Mistakes.

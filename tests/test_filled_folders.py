@@ -20,19 +20,24 @@ import pytest
 import torch
 from filling import (
     EMBED,
+    SIZE,
     TOKENIZE,
     TOKENIZE_VIDEOS,
     Script,
     broken_copy,
     change_index,
     index,
+    mulan,
+    saved,
     stamps,
+    vqgan,
 )
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
 from safetensors.numpy import load_file
 
 from data.stores.output import sha256_of
 from data.stores.shards import shard_bytes
+from models import DiscreteVAE, Discriminator
 from tests.scripts import files, lines
 from tests.training.disk import failing, left_by_kills
 
@@ -278,3 +283,63 @@ def test_a_damaged_folder_is_refused_in_one_line(script, whole, model, tmp_path,
             change(copied, script.shards)
             assert expected in script.refused(capsys, *script.use(model, copied, tmp_path / f"{damage} out")), damage
     assert not list(tmp_path.glob("*.png"))
+
+
+# Mistakes.
+
+
+def a_file(tmp: Path) -> Path:
+    (tmp / "file").write_text("")
+    return tmp / "file"
+
+
+def of_size(tmp: Path, image_size: int) -> Path:
+    model = DiscreteVAE.made({"image_size": SIZE, "num_layers": 2, "num_tokens": 32, "codebook_dim": 8})
+    return saved(tmp / "m", model, image_size=image_size)
+
+
+# What is said in place of a model, a source and an output; None: it is left out.
+MISTAKES: dict[str, tuple[list[Script], Callable[[Path], dict[str, Any]], str]] = {
+    "no model": (ALL, lambda tmp: {"--model": tmp / "nowhere"}, "nowhere"),
+    "image size that does not divide": (CODERS, lambda tmp: {"--image_size": 18}, "--image_size 18"),
+    "another kind of model": (
+        [TOKENIZE], lambda tmp: {"--model": saved(tmp / "m", Discriminator.made({"dim": 8}))},
+        "a Discriminator, not a DiscreteVAE or a VQGAN",
+    ),
+    "no images": ([TOKENIZE], lambda tmp: {"--image_folder": tmp}, "no image in"),
+    "output is a file": ([TOKENIZE], lambda tmp: {"--output": a_file(tmp)}, "--output"),
+    "image size of terabytes": ([TOKENIZE], lambda tmp: {"--model": of_size(tmp, 2**21)}, "2097152 pixels: "),
+    "channels that no image has": ([TOKENIZE], lambda tmp: {"--model": saved(tmp / "m", vqgan(channels=1))}, "not 1"),
+    "a flag of encoding": (
+        [TOKENIZE], lambda tmp: {"--image_folder": None, "--decode": tmp, "--format": "npy"}, "--format"),
+    "nothing to do": (
+        [TOKENIZE], lambda tmp: {"--image_folder": None}, "give --image_folder, --video_folder or --decode"),
+    "two sources": ([TOKENIZE], lambda tmp: {"--decode": tmp}, "--image_folder and --decode exclude one another"),
+    "a flag of videos": ([TOKENIZE], lambda tmp: {"--fps": 5}, "--fps has no effect without --video_folder"),
+    "a model of images": (
+        [TOKENIZE_VIDEOS], lambda tmp: {"--model": saved(tmp / "m", vqgan())},
+        "holds a VQGAN, which codes images: give --image_folder",
+    ),
+    "no videos": ([TOKENIZE_VIDEOS], lambda tmp: {"--video_folder": tmp}, "no video in"),
+    "rate and stride": ([TOKENIZE_VIDEOS], lambda tmp: {"--fps": 5, "--frame_stride": 2}, "--frame_stride has no effe"),
+    "a flag of decoding": (
+        [TOKENIZE_VIDEOS], lambda tmp: {"--format": "gif"}, "--format gif is not for encoding videos"),
+    "a flag of images": (
+        [TOKENIZE_VIDEOS], lambda tmp: {"--batch_size": 2}, "--batch_size has no effect on encoding videos"),
+    "a class of model": ([EMBED], lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "train_vqgan.py, not a MuLaN"),
+    "no sounds": ([EMBED], lambda tmp: {"--audio": tmp}, "no sound in"),
+    "audio without output": ([EMBED], lambda tmp: {"--output": None}, "which index?"),
+    "nothing": ([EMBED], lambda tmp: {"--audio": None, "--output": None}, "nothing to do"),
+    "matches without a query": ([EMBED], lambda tmp: {"--top_k": 3}, "--top_k has no effect without --query"),
+    "endless clips": ([EMBED], lambda tmp: {"--model": saved(tmp / "m", mulan(), clip_seconds=1e300)}, "1.1 GB"),
+}  # fmt: skip
+
+
+def test_a_mistake_gives_one_line(script, model, source, tmp_path, capsys):
+    for mistake, (scripts, make, expected) in MISTAKES.items():
+        if script in scripts:
+            (folder := tmp_path / mistake).mkdir()
+            said = {"--model": model, script.source: source, "--output": folder / "out", **make(folder)}
+            argv = [word for flag, value in said.items() if value is not None for word in (flag, value)]
+            assert expected in script.refused(capsys, *argv), mistake
+            assert not (folder / "out").exists()

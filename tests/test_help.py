@@ -1,19 +1,21 @@
-"""`--help` of every script answers at once."""
+"""`--help` of every script answers at once and names every flag; the whole help explains it."""
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.scripts import ROOT, SCRIPTS, Script
 
-SCRIPTS = sorted(path.name for path in ROOT.glob("*.py") if path.name not in ("setup.py", "trained.py", "hub.py"))
+PROGRAMS = sorted(path.name for path in ROOT.glob("*.py") if path.name not in ("setup.py", "trained.py", "hub.py"))
 HEAVY = {"torch", "torchvision", "deepspeed", "horovod", "numpy", "PIL", "yaml", "safetensors", "tqdm"}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", PROGRAMS)
 def test_help_imports_nothing_that_takes_long(script: str) -> None:
     code = (
         "import atexit, runpy, sys\n"
@@ -24,3 +26,28 @@ def test_help_imports_nothing_that_takes_long(script: str) -> None:
     looked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert looked.stderr == "[]\n"
     assert looked.stdout.startswith(f"usage: {script}")
+
+
+def said(script: Script, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as exit_:
+        script.module.main([flag])
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)
+def test_help_fits_on_a_screen_or_two_and_names_every_flag(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, whole = (said(script, flag, monkeypatch, capsys) for flag in ("--help", "--help_all"))
+    actions = [a for a in script.module.build_parser()._actions if a.help is not argparse.SUPPRESS]
+    for action in actions:
+        name = action.option_strings[0]
+        assert re.search(rf"(^|\s){name}(\s|,|$)", short), name
+        assert re.search(rf"^  (-\w, )?{name}\b", whole, re.MULTILINE) or name == "-h", name
+    assert len(short.splitlines()) < 110 and len(short) < len(whole) / 2
+    explained = short.split("all other flags")[0]
+    first_flags = [script.data.flag, "output_dir", "config", "batch_size", "max_steps", "learning_rate"]
+    for first in first_flags:
+        assert f"\n  --{first}" in explained

@@ -18,7 +18,7 @@ from models.clip import Clip
 from tests.launch.filling import saved
 from tests.models.test_clip import DIM, TEXT_DIM, write_clip
 from tests.models.test_decoder import decoder
-from tests.scripts import files
+from tests.scripts import files, refusal
 
 CLIP = {"image_embed_dim": DIM, "image_embed_scale": 100.0}
 FIRST: dict[str, dict[str, Any]] = {
@@ -60,17 +60,13 @@ def clip(at: Path) -> list[str]:
     return write_clip(at)
 
 
+def asked(folder: Path, *flags: str | Path) -> list[str]:
+    return [*map(str, flags), "--output", str(folder), "--sample_timesteps", "2", "--num_workers", "0"]
+
+
 def drawn(folder: Path, *flags: str | Path) -> dict[str, bytes]:
-    sample.main([*map(str, flags), "--output", str(folder), "--sample_timesteps", "2", "--num_workers", "0"])
+    sample.main(asked(folder, *flags))
     return {name: content for name, content in files(folder).items() if name.endswith((".png", ".jsonl"))}
-
-
-def refusal(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str | Path) -> str:
-    with pytest.raises(SystemExit) as raised:
-        drawn(folder, *flags)
-    lines = capsys.readouterr().err.splitlines()
-    assert raised.value.code == 2, lines
-    return str(lines[-1])
 
 
 def labels(pictures: dict[str, bytes]) -> list[str]:
@@ -128,9 +124,7 @@ def _pixels(pictures: dict[str, bytes], name: str) -> Any:
     return np.asarray(Image.open(io.BytesIO(pictures[name]))).astype(int)
 
 
-def test_a_folder_is_not_continued_with_other_inputs(
-    at: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_not_continued_with_other_inputs(at: Path, tmp_path: Path) -> None:
     """Of each input another content under the same name."""
     rows, pictures, guide = tmp_path / "rows.npy", tmp_path / "images", tmp_path / "guide"
     pictures.mkdir()
@@ -151,13 +145,11 @@ def test_a_folder_is_not_continued_with_other_inputs(
         flags = [tmp_path / f"of {name}", "--model", at / "image", "--image_embeddings", rows, *said]
         assert drawn(*flags) == drawn(*flags)
         write(0)
-        assert f"{name}_sha256 was " in refusal(capsys, *flags)
+        assert f"{name}_sha256 was " in refusal(sample.main, *asked(*flags))
         write(1)
 
 
-def test_what_cannot_be_drawn_gives_one_line(
-    at: Path, clip: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_drawn_gives_one_line(at: Path, clip: list[str], tmp_path: Path) -> None:
     image, text = (["--model", at / name] for name in ("image", "text"))
     rows, texts, images = (
         ["--image_embeddings", at / "rows.npy"], ["--text_embeddings", at / "texts.npy"], ["--images", at / "large"]
@@ -184,5 +176,5 @@ def test_what_cannot_be_drawn_gives_one_line(
         ([*image, *rows, "--cond_scale", "3", "1", "1"], "--cond_scale has 3 values"),
     ]  # fmt: skip
     for number, (said, wanted) in enumerate(mistakes):
-        line = refusal(capsys, tmp_path / f"out{number}", *said)
+        line = refusal(sample.main, *asked(tmp_path / f"out{number}", *said))
         assert wanted in line and not (tmp_path / f"out{number}").exists(), (said, line)

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from trained import load
 from training.objectives.contrastive import ContrastiveResult
 from training.objectives.grad_cache import GradCache
 
+SCRIPT = MULAN
 LONGER = " with the loud noise of rain and wind and a slow high tone"
 
 
@@ -50,12 +50,6 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> str:
 def bells(tmp_path_factory: pytest.TempPathFactory) -> str:
     """16 sounds of one caption. Tests only look at them."""
     return str(write_sounds(tmp_path_factory.mktemp("bells"), ["a bell"] * 16))
-
-
-@pytest.fixture(scope="module")
-def finished(run_of_eight: Callable[[Script], Path]) -> Path:
-    """Eight updates with an average of the weights, validated at each second. Tests only look at it."""
-    return run_of_eight(MULAN)
 
 
 def losses(run: Path) -> list[float]:
@@ -206,17 +200,8 @@ def towers(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_a_validation_between_two_lines_of_metrics_alarms_nobody(tmp_path: Path) -> None:
-    MULAN.train(
-        tmp_path,
-        "--max_steps",
-        "4",
-        "--log_every_n_steps",
-        "4",
-        "--validate_every_n_steps",
-        "3",
-        "--lr_warmup_steps",
-        "0",
-    )
+    said = "--max_steps 4 --log_every_n_steps 4 --validate_every_n_steps 3 --lr_warmup_steps 0"
+    MULAN.train(tmp_path, *said.split())
 
 
 def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_was(
@@ -270,7 +255,6 @@ def test_a_flag_that_a_tower_makes_idle_or_contradicts_is_refused(towers: tuple[
     ("said", "text"),
     [
         (["--batch_size", "1"], "--batch_size 1"),
-        (["--hierarchical_layers", "2"], "hierarchical_layers 2"),
         (["--zero_shot_templates", "a {}|a sound"], "a sound"),
         (["--data_max_length", "8000"], "--clip_seconds 0.5"),
         (["--tokenizer", "nowhere.json"], "nowhere.json"),

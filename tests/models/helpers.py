@@ -109,6 +109,11 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+def without(state: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    """A state dict without the weights whose names begin so."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(names)}
+
+
 def assert_same_bits(one: Any, other: Any) -> None:
     """Of two state dicts or models."""
     ours, theirs = (it.state_dict() if isinstance(it, nn.Module) else it for it in (one, other))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torchvision.transforms.functional import gaussian_blur
 
 from models import Decoder
+from models.decoder import blur
 from models.decoder_config import DecoderConfig, Sampling
 from models.resizing import cropped
 from tests.models.helpers import refused
@@ -131,6 +132,7 @@ def test_the_condition_is_made_smaller_then_blurred_then_enlarged_then_cropped()
     blurred = torch.stack([small[0], gaussian_blur(small[1], [3, 3], [0.6, 0.6])])
     expected = F.interpolate(blurred, size=(16, 16), mode="bilinear", antialias=True)
     torch.testing.assert_close(given["lowres_image"], expected)
+    assert torch.equal(blur(torch.ones(1, 3, 1, 1), torch.tensor([0.6])), torch.ones(1, 3, 1, 1)), "has no neighbour"
     places = torch.tensor([[0.5, 0.2], [0.9, 0.9]])
     large, crops = model.training_pictures(batch, 1, torch.tensor([0.0, 0.6]), places=places, crop=6)
     assert torch.equal(crops["lowres_image"], cropped(given["lowres_image"], places, 6))

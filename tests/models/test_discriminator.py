@@ -1,5 +1,5 @@
-"""The discriminators: sizes, every layer written out a second time, what each head of the one of videos sees, second
-derivatives. What is true of other models too is in test_every_model.py."""
+"""The discriminators: sizes, and what each head of the one of videos sees. What is true of other models too is in
+test_every_model.py; their layers are those of reference/, as tests/test_references.py shows."""
 
 from __future__ import annotations
 
@@ -38,15 +38,6 @@ def test_the_smallest_image_gives_one_logit_and_a_smaller_one_is_an_error_with_t
         said = refused(model, images)
         assert "15 pixels" in said and "2 layers, which needs 16" in said
     assert "15 pixels" in refused(of_videos(), some_videos(2, 5, 15, 15), FRAMES)
-
-
-def test_they_can_be_differentiated_twice() -> None:
-    model, images = small().double(), some_images(1, size=8).double().requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda x: model.layers(x).square().sum((2, 3)), images, fast_mode=True)
-    of_clips = of_videos(dim=2, layers=1).double()
-    videos = some_videos(1, 3).double().requires_grad_()
-    for head in of_clips.clip_heads:
-        assert torch.autograd.gradgradcheck(head, videos, fast_mode=True)
 
 
 def sees(logits: Tensor, videos: Tensor) -> list[list[int]]:

@@ -68,20 +68,15 @@ def test_attention_drops_weights_and_outputs_and_the_feed_forward_its_inner_numb
     torch.testing.assert_close(feed(x, keys), feed.contract(inner))
 
 
-def test_layers_drop_differently_and_a_layer_computed_again_drops_the_same() -> None:
+def test_layers_drop_differently() -> None:
     torch.manual_seed(0)
-    module = Transformer(8, 2, heads=2, dim_head=4, attn_dropout=0.3, ff_dropout=0.3)
-    twice = Transformer(8, 2, heads=2, dim_head=4, attn_dropout=0.3, ff_dropout=0.3, recompute=True)
-    twice.load_state_dict(module.state_dict())
-    keys = some_keys(2)
-    x = some(2, 5, 8)
+    module, keys, x = (
+        Transformer(8, 2, heads=2, dim_head=4, attn_dropout=0.3, ff_dropout=0.3),
+        some_keys(2),
+        some(2, 5, 8),
+    )
     for index, output in enumerate(module(x, None, keys)):
         of_layer = derived(keys, index)
         x = x + module.attention[index](x, None, derived(of_layer, 0))
         x = x + module.feed_forward[index](x, derived(of_layer, 1))
         assert torch.equal(output, x)
-    gradients = []
-    for one in (module, twice):
-        one(some(2, 5, 8), None, keys)[-1].square().sum().backward()
-        gradients.append([weight.grad for weight in one.parameters()])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*gradients, strict=True))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import lpips
 import pytest
@@ -15,11 +14,10 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.files.published import INCEPTION, LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict, weights_of
-from models.i3d import load_i3d
+from models.files.published import LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict
 from models.perceptual import PerceptualLoss, load_lpips, load_perceptual
 from tandem.files.fetching import MIRROR, Published
-from tests.models.helpers import NARROW, assert_same_bits, narrow, one_line_of, refused, some_images
+from tests.models.helpers import NARROW, assert_same_bits, narrow, refused, some_images
 
 HEADS_FILE = Path(lpips.__file__).parent / "weights/v0.1/vgg.pth"
 TRUNK_NAME = "vgg16-397923af.pth"
@@ -112,17 +110,6 @@ def test_weights_come_from_the_cache_or_a_folder_under_their_published_names(
     save(part(published(model), "lin"), folder / heads)
     for kind in ("lpips", "vgg"):
         assert_same_bits(load_perceptual(kind, tmp_path if is_named else None, widths=NARROW), narrow(kind))
-
-
-@pytest.mark.parametrize(("read", "said"), [
-    (lambda path: weights_of(INCEPTION, str(path)), INCEPTION.address), (load_i3d, "fid-metrics"),
-    (read_state_dict, ""),
-])  # fmt: skip
-def test_a_missing_file_of_a_published_network_says_where_it_comes_from(
-    read: Callable[[Path], Any], said: str, tmp_path: Path
-) -> None:
-    found = one_line_of(read, tmp_path / "none.pt")
-    assert said in found and ("give" in found) == bool(said)
 
 
 @KINDS

@@ -66,11 +66,6 @@ def trained(averages, weights, values):
     return averages
 
 
-def same(one, other):
-    """Whether two state dicts have the same names and bits."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_power_averages_of_weights_that_grow_by_one_per_update_are_their_closed_form():
     """Shares k^(g+1) - (k-1)^(g+1) of the values k = 1 ... 1000; the initial value, 5000, is forgotten at once. In the
     limit of many updates the average is (g + 1) / (g + 2) of the last value."""
@@ -82,17 +77,6 @@ def test_power_averages_of_weights_that_grow_by_one_per_update_are_their_closed_
     assert found == {"ema_0.05": pytest.approx(947.790, abs=5e-3), "ema_0.1": pytest.approx(888.608, abs=5e-3)}
     for value, exponent in zip(found.values(), (16.9722, 6.9372), strict=True):
         assert value == pytest.approx(1000 * (exponent + 1) / (exponent + 2), rel=1e-3)
-
-
-@pytest.mark.parametrize("kind", [{"decay": 0.9}, {"decay": 0.0, "lengths": [0.05, 0.10]}])
-def test_restored_averages_continue_as_the_uninterrupted_ones(kind):
-    weights = Whole(Model(0.0))
-    whole, first, second = (make_ema(weights, **kind) for _ in range(3))
-    trained(whole, weights, [1.0, 2.0, 3.0, 4.0])
-    trained(first, weights, [1.0, 2.0])
-    second.load_state_dict(first.state_dict())
-    trained(second, weights, [3.0, 4.0])
-    torch.testing.assert_close(second.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", [{"decay": 0.999}, {"decay": 0.0, "lengths": [0.1]}])

@@ -1,12 +1,10 @@
-"""Noise depends on (seed, stream, step, position) and has the laws it claims."""
+"""Noise depends on (seed, stream, step, position), and is numpy's of them."""
 
 import math
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from tandem.hashing import mix64
 from training.noise import Noise, splitmix64
@@ -30,16 +28,6 @@ def test_seeds_are_pinned_so_that_a_checkpoint_meets_the_same_noise_later():
     noise = Noise(0, "gumbel")
     seeds = [3064839549573996803, 997025466602458953, 8760051382816528245]
     assert [noise.seed_of(0, 0), noise.seed_of(1, 0), noise.seed_of(0, 1)] == seeds
-
-
-def test_no_two_seeds_collide_over_neighbouring_runs_steps_and_positions():
-    seeds = [
-        Noise(seed, stream).seed_of(step, position)
-        for seed, stream, step, position in product(range(4), ("gumbel", "dropout"), range(40), range(40))
-    ]
-    assert len(set(seeds)) == len(seeds) == 12800
-    # Nor in 32 bits beyond the n^2 / 2^33 = 0.02 collisions that chance gives.
-    assert len({seed & 0xFFFFFFFF for seed in seeds}) >= len(seeds) - 1
 
 
 @pytest.mark.parametrize("law", ["gumbel", "normal", "uniform"])
@@ -74,25 +62,10 @@ def test_seed_stream_step_and_position_each_change_the_noise():
     assert correlations.abs().max() < 0.16
 
 
-@pytest.mark.parametrize(
-    ("law", "mean", "variance", "distribution"),
-    [
-        ("gumbel", 0.5772156649, math.pi**2 / 6, stats.gumbel_r),
-        ("normal", 0.0, 1.0, stats.norm),
-        ("uniform", 0.5, 1 / 12, stats.uniform),
-    ],
-)
-def test_laws_have_their_moments_and_distribution(law, mean, variance, distribution):
-    draws = getattr(Noise(0, law), law)(0, range(20), (10_000,)).flatten().double()
-    assert draws.mean().item() == pytest.approx(mean, abs=5 * math.sqrt(variance / len(draws)))
-    assert draws.var().item() == pytest.approx(variance, rel=0.03)
-    assert stats.kstest(draws[:50_000].numpy(), distribution.cdf).pvalue > 0.001
-
-
-def test_gumbel_is_finite_at_both_ends_of_the_uniform_numbers(monkeypatch):
+def test_gumbel_is_that_of_the_uniform_numbers_and_finite_at_both_ends(monkeypatch):
+    """-log(-log(1 - u)), with 2^-25 in place of what rounds to nothing."""
     noise = Noise(0, "ends")
-    ends = torch.tensor([[0.0, 1 - 2**-24]])
-    monkeypatch.setattr(noise, "uniform", lambda *_: ends.clone())
-    assert noise.gumbel(0, [0], (2,)).tolist() == [
-        [pytest.approx(25 * math.log(2)), pytest.approx(-math.log(24 * math.log(2)))]
-    ]
+    uniform = torch.tensor([[0.0, 0.25, 0.5, 1 - 2**-24]])
+    monkeypatch.setattr(noise, "uniform", lambda *_: uniform.clone())
+    expected = [-math.log(-math.log1p(-u)) for u in (2**-25, 0.25, 0.5, 1 - 2**-24)]
+    assert noise.gumbel(0, [0], (4,)).tolist()[0] == pytest.approx(expected)

@@ -85,21 +85,3 @@ def test_what_is_made_counts_each_update_as_an_average_of_that_length_does(lengt
         assert off == pytest.approx(distance, rel=0.05)
         distances.append(distance)
     assert distances[0] > 2 * distances[1] > 4 * distances[2] and distances[2] < 0.005
-
-
-def test_nothing_better_is_found_by_chance() -> None:
-    """The coefficients are those of the least distance among those whose sum is 1."""
-    profiles, wanted = stored(400, 700, 1000), Profile(1000, exponent_of(0.07))
-    found, distance = coefficients(profiles, wanted)
-    generator = torch.Generator().manual_seed(0)
-    gram, with_wanted = inner_products(profiles, profiles), inner_products(profiles, [wanted])[:, 0]
-    norm = inner_products([wanted], [wanted]).item()
-
-    def distance_of(shares: torch.Tensor) -> float:
-        return ((norm - 2 * shares @ with_wanted + shares @ gram @ shares) / norm).clamp_min(0).sqrt().item()
-
-    assert distance_of(found) == pytest.approx(distance, rel=1e-6)
-    for scale in (1e-3, 1e-2, 0.1):
-        for _ in range(20):
-            change = torch.randn(6, generator=generator, dtype=torch.float64) * scale
-            assert distance_of(found + change - change.mean()) > distance

@@ -9,12 +9,6 @@ import pytest
 from training import schedules
 
 
-def test_the_rate_warms_up_and_stays() -> None:
-    rates = [schedules.warmed_up("constant", step, 110, 2.0, 10) for step in range(111)]
-    assert rates[:10] == pytest.approx([0.2 * (n + 1) for n in range(10)]) and set(rates[9:]) == {2.0}
-    assert {schedules.warmed_up("constant", step, 100, 3e-4, 0) for step in (0, 50, 99)} == {3e-4}
-
-
 @pytest.mark.parametrize("lowest", [0.0, 0.1])
 def test_the_rate_warms_up_falls_along_a_cosine_and_does_not_climb_again(lowest: float) -> None:
     rates = [schedules.warmed_up("cosine", step, 110, 2.0, 10, lowest) for step in range(300)]
@@ -27,12 +21,6 @@ def test_the_rate_warms_up_falls_along_a_cosine_and_does_not_climb_again(lowest:
 def test_a_warm_up_takes_at_most_half_of_the_run() -> None:
     assert [schedules.warmup_of(10, total) for total in (8, 20, 100)] == [4, 10, 10]
     assert [schedules.warmed_up("constant", step, 4, 1.0, 1000) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
-
-
-def test_a_rate_drops_after_each_of_the_epochs() -> None:
-    drops = [schedules.drops(epoch, (200.0, 250.0)) for epoch in (0, 199.99, 200, 249.99, 250, 270)]
-    assert drops == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
-    assert schedules.drops(1e6, None) == 1
 
 
 def test_a_line_ends_at_its_last_value_and_has_it_from_the_start_if_it_has_no_length() -> None:

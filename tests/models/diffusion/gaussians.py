@@ -12,6 +12,10 @@ from models.diffusion import Denoised, Schedule
 from models.diffusion.losses import target_of
 
 
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def prediction_of(objective: str, x0: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
     """The prediction that means the clean picture x0, at the noisy picture x."""
     return target_of(objective, x0, (x - alpha * x0) / sigma, alpha, sigma)

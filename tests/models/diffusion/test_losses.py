@@ -1,24 +1,26 @@
+"""What is predicted, how it is weighed, and the losses, against closed forms of normal pictures."""
+
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from models.diffusion import DiffusionLoss, Schedule
-from models.diffusion.losses import loss_weights
+from models.decoder_config import SCHEDULES
+from models.diffusion import DiffusionLoss, Schedule, sample
+from models.diffusion.losses import LOSS_WEIGHTS, OBJECTIVES, check_combination, loss_weights, target_of, x_start_of
 from models.diffusion.variance import LearnedVariance
-from tests.models.diffusion.gaussians import Gaussian, prediction_of
+from tests.models.diffusion.gaussians import Gaussian, no_draw, normal, prediction_of
+from tests.models.helpers import refused
 
-LINEAR, FLOW = Schedule.named("linear"), Schedule.named("flow")
+COSINE, LINEAR, FLOW = (Schedule.named(name) for name in ("cosine", "linear", "flow"))
 TIMES = torch.tensor([0, 1, 300, 700, 999])
 FRACTION = 0.3
-
-
-def normal(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 X0, NOISE = normal(5, 3, 4, 4).clamp(-1, 1), normal(5, 3, 4, 4, seed=2)
@@ -88,15 +90,6 @@ def test_bits_of_a_learned_variance_are_those_of_the_estimate_whatever_is_predic
         assert of_variance.abs().min() > 0
 
 
-def test_any_part_of_a_batch_has_the_losses_of_its_pictures_in_the_batch() -> None:
-    network = Estimator("v", LINEAR, learned_variance=True)
-    loss = DiffusionLoss(LINEAR, "v", learned_variance=True)
-    whole = loss(network, X0, {}, times=TIMES, noise=NOISE)
-    for rows in (slice(0, 1), slice(1, 5)):
-        part = loss(network, X0[rows], {}, times=TIMES[rows], noise=NOISE[rows])
-        assert torch.equal(part.weighted, whole.weighted[rows]) and torch.equal(part.bits, whole.bits[rows])
-
-
 def test_levels_stay_whole_numbers_and_pictures_fp32_whatever_the_precision() -> None:
     """bf16 cannot tell levels above 256 apart."""
     times = torch.arange(900, 1000)
@@ -121,3 +114,75 @@ def test_low_resolution_pictures_get_the_noise_that_is_drawn_and_the_network_is_
     assert torch.equal(network.calls[0]["lowres_time"], times)
     loss(network, X0, {"lowres_image": images}, times=TIMES, noise=NOISE)
     assert torch.equal(network.calls[1]["lowres_image"], images) and "lowres_time" not in network.calls[1]
+
+
+VP = ("noise", "x_start", "v")
+
+
+def is_fine(schedule: Schedule, objective: str, weight: str) -> bool:
+    try:
+        check_combination(schedule, objective, weight)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("objective", "zero"), [*itertools.product(("x_start", "v", "flow"), (False, True)), ("noise", False)]
+)
+def test_the_target_means_the_clean_picture_at_every_level(objective: str, zero: bool) -> None:
+    schedule = Schedule.named("flow" if objective == "flow" else "linear", zero_terminal_snr=zero)
+    alpha, sigma = schedule.alpha, schedule.sigma
+    x0, noise = torch.randn(2, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = alpha * x0 + sigma * noise
+    target = target_of(objective, x0, noise, alpha, sigma)
+    # The levels of most noise divide by alpha = 0.006, those of least by sigma = 0.001: rounding grows that much.
+    close = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(x_start_of(objective, target, x, alpha, sigma), x0, **close)
+
+
+@pytest.mark.parametrize(("name", "zero"), itertools.product(SCHEDULES, (False, True)))
+def test_every_weight_goes_with_every_objective_of_every_schedule_and_is_0_at_snr_0_alone(
+    name: str, zero: bool
+) -> None:
+    schedule = Schedule.named(name, zero_terminal_snr=zero)
+    objectives = ("flow", "x_start") if name == "flow" else VP[1:] if schedule.ends_at_zero_snr else VP
+    allowed = {pair for pair in itertools.product(OBJECTIVES, LOSS_WEIGHTS) if is_fine(schedule, *pair)}
+    assert allowed == set(itertools.product(objectives, LOSS_WEIGHTS))
+    for objective, weight in allowed:
+        weights = loss_weights(weight, schedule, objective)
+        has_signal = torch.ones(1000, dtype=torch.bool) if weight == "none" else schedule.alpha > 0
+        assert weights.isfinite().all() and torch.equal(weights > 0, has_signal), (objective, weight)
+
+
+def some_sample(**options: Any) -> Tensor:
+    schedule, noise = Schedule.named("cosine", 10), torch.zeros(1, 1, 2, 2)
+    return sample(Gaussian(schedule, 1).denoise, schedule, noise, draw=no_draw, **{"steps": 5, **options})
+
+
+@pytest.mark.parametrize(("call", "wrong", "said"), [
+    (check_combination, (Schedule.named(zero_terminal_snr=True), "noise", "none"), "SNR is 0"),
+    (check_combination, (Schedule.named("flow"), "v", "none"), "flow"),
+    (check_combination, (COSINE, "flow", "none"), "flow"),
+    (check_combination, (COSINE, "eps", "none"), "'eps'"), (check_combination, (COSINE, "v", "minsnr"), "'minsnr'"),
+    (Schedule.named, {"name": "cosin"}, "'cosin'"), (Schedule.named, {"timesteps": 1}, "2 or more"),
+    (some_sample, {"sampler": "euler"}, "'euler'"), (some_sample, {"steps": 11}, "1 to 10"),
+    (some_sample, {"steps": 0}, "1 to 10"), (some_sample, {"sampler": "ddim", "eta": 1.5}, "eta"),
+])  # fmt: skip
+def test_what_cannot_be_trained_or_sampled_is_refused(call: Callable[..., Any], wrong: Any, said: str) -> None:
+    assert said in (refused(call, **wrong) if isinstance(wrong, dict) else refused(call, *wrong))
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_weights_are_the_published_ones_down_to_snr_0(zero: bool) -> None:
+    """Of v, Hang et al. 2023: min(SNR, gamma) / (SNR + 1); of the noise, which has none at SNR 0, times its share."""
+    schedule = Schedule.named("cosine", zero_terminal_snr=zero)
+    snr = schedule.log_snr.exp()
+    of_v = {"min_snr": snr.clamp_max(3) / (snr + 1), "p2": (2 + snr) ** -0.5 * snr / (1 + snr)}
+    options = {"min_snr_gamma": 3.0, "p2_gamma": 0.5, "p2_k": 2.0}
+    for weight, expected in of_v.items():
+        found = loss_weights(weight, schedule, "v", **options)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+        if not zero:
+            of_noise = loss_weights(weight, schedule, "noise", **options)
+            torch.testing.assert_close(of_noise, expected * (1 + snr) / snr, rtol=1e-9, atol=0)

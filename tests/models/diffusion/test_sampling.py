@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from models.decoder_config import SCHEDULES
-from models.diffusion import Denoised, Inpaint, Schedule, dynamic_threshold, sample
+from models.diffusion import Denoised, Inpaint, Schedule, dynamic_threshold, guided, sample
 from models.diffusion.sampling import CLEAN, SAMPLERS, sampling_levels
 from models.diffusion.variance import LearnedVariance
-from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, uniform_levels
-
-DETERMINISTIC = ("ddim", "dpmpp_2m")
-
-
-def normal(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, normal, uniform_levels
 
 
 def shrunk(schedule: Schedule, deviation: float, sampler: str, steps: int) -> float:
@@ -52,17 +46,6 @@ def test_errors_fall_with_the_steps_as_the_order_of_a_sampler_says(sampler: str,
         schedule = Schedule(torch.linspace(12, -12, steps + 1, dtype=torch.float64))
         exact = 0.5 / Gaussian(schedule, 0.5).variance[-1].item() ** 0.5
         assert error_of(schedule, sampler, exact) == pytest.approx(expected, rel=0.02)  # the digits given
-
-
-def test_without_a_slope_dpmpp_is_ddim() -> None:
-    schedule, z = Schedule.named("cosine"), normal(2, 3, 4, 4)
-    pixels = Gaussian(schedule, 0.5, mean=0.3)
-    for steps in (1, 2):
-        one, other = (
-            sample(pixels.denoise, schedule, z, draw=no_draw, sampler=sampler, steps=steps)
-            for sampler in ("ddim", "dpmpp_2m")
-        )
-        assert torch.equal(one, other)
 
 
 def spread(pixels: Gaussian, denoise: Callable, **options) -> float:
@@ -105,72 +88,6 @@ def test_ddpm_with_the_best_learned_variance_draws_from_the_distribution_itself(
         options = {"inpaint": Inpaint(torch.zeros(size), torch.zeros(size, dtype=torch.bool), resample_times=3)}
     expected = pixels.gain[0].item() ** 2 * pixels.variance[0].item()  # the last step adds no noise
     assert spread(pixels, denoise, sampler="ddpm", steps=40, **options) == pytest.approx(expected, rel=1e-12)
-
-
-def mixture(pictures: Tensor, schedule: Schedule, deviation: float = 0.0) -> Callable[[Tensor, int], Denoised]:
-    """The best estimate if there are only the given pictures (k, c, h, w), or normal clouds around them."""
-
-    def denoise(x: Tensor, t: int) -> Denoised:
-        alpha, sigma = schedule.alpha[t], schedule.sigma[t]
-        difference, variance = x[:, None] - alpha * pictures, (alpha * deviation) ** 2 + sigma**2
-        weight = (-difference.square().flatten(2).sum(2) / (2 * variance)).softmax(1)
-        estimates = pictures + alpha * deviation**2 / variance * difference
-        return Denoised((weight.view(*weight.shape, 1, 1, 1) * estimates).sum(1))
-
-    return denoise
-
-
-@pytest.mark.parametrize("name", ["cosine", "flow"])
-def test_dpmpp_is_far_better_than_ddim_although_steps_grow_towards_the_end(name: str) -> None:
-    schedule, z = Schedule.named(name), normal(50, 3, 2, 2, seed=2)
-    denoise = mixture(normal(20, 3, 2, 2).clamp(-1, 1), schedule, deviation=0.3)
-    exact, ddim, dpmpp = (
-        sample(denoise, schedule, z, draw=no_draw, sampler=sampler, steps=steps)
-        for sampler, steps in (("dpmpp_2m", 500), ("ddim", 20), ("dpmpp_2m", 20))
-    )
-    assert (dpmpp - exact).square().mean() < (
-        ddim - exact
-    ).square().mean() / 25  # a fifth of the error; found: an eighth
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_every_sampler_ends_on_the_pictures_of_a_mixture_and_reaches_all(sampler: str) -> None:
-    schedule = Schedule.named("cosine", zero_terminal_snr=True)
-    pictures, z = normal(3, 3, 2, 2).clamp(-1, 1), normal(60, 3, 2, 2, seed=2)
-    noise = iter(normal(200, 60, 3, 2, 2, seed=3))
-    out = sample(
-        mixture(pictures, schedule), schedule, z, draw=lambda name, step: next(noise), sampler=sampler, steps=50
-    )
-    distance = (out[:, None] - pictures).abs().flatten(2).amax(2)
-    assert distance.amin(1).max() < 1e-3 and set(distance.argmin(1).tolist()) == {0, 1, 2}
-
-
-def keyed(rows: list[int]) -> Callable[[str, int], Tensor]:
-    def draw(name: str, step: int) -> Tensor:
-        return torch.cat([normal(1, 3, 6, 6, seed=hash((row, step, len(name))) % 2**31) for row in rows])
-
-    return draw
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_picture_does_not_depend_on_the_others_of_its_batch(sampler: str) -> None:
-    schedule = Schedule.named("cosine", 100)
-    z = normal(3, 3, 6, 6)
-    image, mask = normal(3, 3, 6, 6, seed=7).clamp(-1, 1), normal(3, 6, 6, seed=8) > 0.5
-
-    def denoise(x: Tensor, t: int) -> Denoised:
-        x_start = 3 * torch.tanh(x * schedule.alpha[t])
-        return Denoised(x_start, 0.5 + 0.1 * torch.tanh(x))
-
-    def pictures(rows: list[int]) -> Tensor:
-        return sample(
-            denoise, schedule, z[rows], draw=keyed(rows), sampler=sampler, steps=10, eta=0.5 * (sampler == "ddim"),
-            threshold=lambda x: dynamic_threshold(x, 0.9), inpaint=Inpaint(image[rows], mask[rows, None], 2),
-        )  # fmt: skip
-
-    whole = pictures([0, 1, 2])
-    assert torch.equal(whole, torch.cat([pictures([row]) for row in (0, 1, 2)]))
-    assert whole.isfinite().all() and whole.abs().max() <= 1
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -293,14 +210,51 @@ def test_the_threshold_is_a_percentile_of_each_picture_and_leaves_small_ones_alo
     assert dynamic_threshold(x, 1.0)[2].abs().max() == 1
 
 
-def test_samples_of_fp32_noise_are_fp32_and_near_those_of_fp64() -> None:
-    schedule, z = Schedule.named("cosine"), normal(2, 3, 4, 4)
-    pixels = Gaussian(schedule, 0.5)
+# Guidance.
 
-    def single(x: Tensor, t: int) -> Denoised:
-        return Denoised(pixels.gain[t].item() * x)
+SCHEDULE = Schedule.named("cosine")
+WITH, WITHOUT = Gaussian(SCHEDULE, 0.5, mean=0.4), Gaussian(SCHEDULE, 0.5, mean=-0.1)
+Z = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
-    for sampler in DETERMINISTIC:
-        exact, out = (sample(single, schedule, it, draw=no_draw, sampler=sampler) for it in (z, z.float()))
-        assert out.dtype == torch.float32
-        torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)  # 20 steps that each round to 1e-7
+
+class Counted:
+    """Normal pictures with a learned variance; it counts its calls."""
+
+    def __init__(self, pixels: Gaussian, fraction: float) -> None:
+        self.pixels, self.fraction, self.calls = pixels, fraction, 0
+
+    def __call__(self, x: Tensor, t: int) -> Denoised:
+        self.calls += 1
+        return Denoised(self.pixels.estimate(x, t), torch.full_like(x, self.fraction))
+
+
+def samples(denoise, steps: int = 20) -> Tensor:
+    return sample(denoise, SCHEDULE, Z, draw=no_draw, sampler="ddim", steps=steps)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 0.5, 3.0])
+def test_guided_samples_are_those_of_the_extrapolated_distribution(scale: float) -> None:
+    mean = -0.1 + scale * 0.5
+    pixels = Gaussian(SCHEDULE, 0.5, mean)
+    expected = mean + pixels.shrinking(uniform_levels(999, 20)) * (Z - SCHEDULE.alpha[999] * mean)
+    out = samples(guided(WITH.denoise, WITHOUT.denoise, SCHEDULE, scale))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_a_learned_variance_is_the_conditional_one_and_a_network_that_guides_itself_is_itself() -> None:
+    network, other = Counted(WITH, 1.0), Counted(WITHOUT, 0.0)
+    out = guided(network, other, SCHEDULE, 3.0)(Z, 500)
+    assert out.variance_fraction is not None and torch.equal(out.variance_fraction, torch.ones_like(Z))
+    assert (network.calls, other.calls) == (1, 1)
+    torch.testing.assert_close(samples(guided(network, network, SCHEDULE, 2.0)), samples(network), rtol=0, atol=0)
+
+
+def test_the_interval_is_open_below_and_closed_above_and_infinity_is_inside() -> None:
+    schedule = Schedule(torch.tensor([2.0, 0.0, -torch.inf], dtype=torch.float64))
+    pixels, other = Gaussian(Schedule.named("cosine", 3), 0.5), Counted(WITHOUT, 0.0)
+    for interval, inside in (((0.0, 1.0), {0, 1}), ((1.0, float("inf")), {2}), ((0.5, 2.0), {1})):
+        denoise = guided(pixels.denoise, other, schedule, 2.0, interval=interval)
+        for t in range(3):
+            other.calls = 0
+            is_guided = not torch.equal(denoise(Z, t).x_start, pixels.estimate(Z, t))
+            assert other.calls == is_guided == (t in inside)

@@ -264,15 +264,3 @@ def test_a_decoder_that_the_public_package_cannot_have_is_not_written(
     save_public_decoder(Decoder(DecoderConfig(**small)), tmp_path / "fine.pth")
     said = refused(save_public_decoder, Decoder(DecoderConfig(**{**small, **changes})), tmp_path / "file.pth")
     assert complaint in said and not (tmp_path / "file.pth").exists()
-
-
-def test_a_scaled_embedding_is_written_as_larger_weights() -> None:
-    states = []
-    for scale in (1.0, 4.0):
-        torch.manual_seed(0)
-        states.append(public_state(Decoder(DecoderConfig(
-            image_sizes=[8], dim=[8], dim_mults=[(1,)], image_embed_dim=5, image_embed_scale=scale, timesteps=9
-        ))))  # fmt: skip
-    changed = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
-    assert changed == {"unets.0.image_to_tokens.0.weight", "unets.0.to_image_hiddens.0.weight"}
-    assert all(torch.equal(4 * states[0][name], states[1][name]) for name in changed)

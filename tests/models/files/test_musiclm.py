@@ -14,8 +14,7 @@ from torch import Tensor
 from models import MuLaN
 from models.files.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
 from models.files.public import format_of
-from tests.models import helpers
-from tests.models.helpers import Call, assert_same_bits, one_line_of
+from tests.models.helpers import Call, assert_same_bits, one_line_of, without
 from tests.models.reference import musiclm
 from tests.processes import Process
 from training.objectives.contrastive import Contrastive
@@ -83,17 +82,6 @@ def test_what_is_written_is_the_public_state_dict_with_the_arguments_that_load_i
     assert said.endswith("; its sounds have 16000 Hz")
 
 
-def test_towers_of_unequal_heads_and_another_inner_width_go_out_and_come_back(tmp_path: Path) -> None:
-    sizes = {**helpers.MUSICLM, "audio_heads": 3, "text_dim_head": 6, "ff_mult": 3}
-    model = MuLaN.made(sizes)
-    said = save_public_mulan(model, tmp_path / "mulan.pt")
-    assert "dim_head=4, heads=3, ff_mult=3" in said and "dim_head=6, heads=2, ff_mult=3" in said
-    read = load_public_mulan(tmp_path / "mulan.pt")
-    found = {name: read.config[name] for name in ("audio_heads", "audio_dim_head", "text_heads", "text_dim_head")}
-    assert found == {"audio_heads": 3, "audio_dim_head": 4, "text_heads": 2, "text_dim_head": 6}
-    assert_same_bits(read.state_dict(), model.state_dict())
-
-
 def _arguments(audio: dict[str, Any], text: dict[str, Any], **others: Any) -> tuple[dict[str, Any], ...]:
     return audio, text, others
 
@@ -113,13 +101,9 @@ def test_files_of_the_public_trainer_are_read_too(tmp_path: Path) -> None:
     assert "--weights ema" in one_line_of(lambda path: load_public_mulan(path, weights="ema"), tmp_path / "mulan.pt")
 
 
-def without(state: State, *names: str) -> State:
-    return {name: tensor for name, tensor in state.items() if not name.startswith(names)}
-
-
 PATCHES, NUMBERS, LAYERS = "audio.to_patch_tokens.2.weight", "audio_layers_indices", state_of("layers")
 # The file's weights with others, and what the message has to say.
-MISTAKES: list[tuple[State, str]] = [
+MISTAKES: list[tuple[Any, str]] = [
     (without(LAYERS, "audio.spec"), "lacks audio.spec.window"),
     ({**LAYERS, "audio.spec.window": torch.zeros(1 << 20)}, "1048576 samples"),
     ({**LAYERS, NUMBERS: torch.tensor([0, 3])}, NUMBERS), (without(LAYERS, NUMBERS), f"lacks {NUMBERS} of (2,)"),

@@ -12,7 +12,7 @@ import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers.vector import VectorQuantizer, kmeans, random_indices, sums_by_code
+from models.quantizers.vector import VectorQuantizer, kmeans, random_indices
 from tests.models.helpers import assert_same_bits, in_rows, quantizer_of, some, state_of
 from tests.processes import on_processes
 
@@ -74,15 +74,6 @@ def test_with_cosine_vectors_and_entries_have_length_one(kmeans_init: bool) -> N
     assert quantizer(10 * some_vectors()).losses["commitment"] < 4 / 5
 
 
-def test_sums_by_code_are_exact() -> None:
-    vectors, codes = torch.randn(50, 3), torch.randint(0, 6, (50,))
-    codes[codes == 4] = 5
-    counts, sums = sums_by_code(vectors, codes, 6)
-    assert counts.tolist() == torch.bincount(codes, minlength=6).tolist()
-    expected = torch.zeros(6, 3, dtype=torch.float64).index_add_(0, codes, vectors.double())
-    torch.testing.assert_close(sums, expected, rtol=1e-14, atol=1e-14)
-
-
 def test_a_skipped_update_leaves_the_codebook_as_it_was() -> None:
     quantizer = started(revive_below=0.5)
     update(quantizer, some_vectors())
@@ -102,18 +93,6 @@ def test_the_averages_stay_fp32_when_the_model_is_cast(dtype: torch.dtype) -> No
     assert model[0].weight.dtype == dtype
     assert_same_bits(model[1], before)
     assert model[1].codebook.dtype == torch.float32
-
-
-def test_training_goes_on_from_a_state_dict_to_the_bit() -> None:
-    quantizer, resumed = started(kmeans_init=True, revive_below=0.3), started(kmeans_init=True, revive_below=0.3)
-    for step in range(1, 3):
-        update(quantizer, some_vectors(seed=step), step)
-    resumed.load_state_dict(state_of(quantizer))
-    assert resumed.is_initialized
-    for step in range(3, 6):
-        update(quantizer, some_vectors(seed=step), step)
-        update(resumed, some_vectors(seed=step), step)
-    assert_same_bits(resumed, quantizer)
 
 
 def test_k_means_ends_where_every_centre_is_the_mean_of_what_is_nearest_to_it() -> None:
@@ -217,17 +196,3 @@ def test_any_number_of_processes_and_micro_batches_makes_the_same_codebook(
     assert revived > 0
     for quantizer, _ in on_processes(world_size, lambda process: train(process, micro_batches)):
         assert_same_bits(quantizer, alone)
-
-
-def test_an_update_is_one_collective() -> None:
-    first = started(revive_below=0.3)
-
-    def collectives(process: Any) -> int:
-        quantizer = copy.deepcopy(first)
-        quantizer.connect(process)
-        quantizer(some_vectors())
-        quantizer(some_vectors(seed=2))
-        quantizer.after_update(1, 0)
-        return len(process.comm.calls)
-
-    assert on_processes(2, collectives) == [1, 1]

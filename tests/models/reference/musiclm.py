@@ -6,7 +6,6 @@ Weights and inputs are functions of their names, so that nothing but constants a
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.models.reference.unets import numbers, weights_of
+from tests.models.reference.unets import numbers, output_in, shapes_in, weights_of
 
 FILE = Path(__file__).with_name("musiclm.npz")
 
@@ -57,7 +56,7 @@ PAIRS = 3
 
 def state_of(case: str, shapes: dict[str, list[int]] | None = None) -> dict[str, Tensor]:
     """A public state dict without its constants."""
-    shapes = stored_shapes(case) if shapes is None else shapes
+    shapes = shapes_in(FILE, case) if shapes is None else shapes
     state = weights_of(case, {name: shape for name, shape in shapes.items() if not name.endswith(CONSTANTS)})
     for name, weight in state.items():
         if name.endswith(("gamma", "_scale")):
@@ -82,12 +81,6 @@ def tokens(case: str) -> Tensor:
     return texts
 
 
-def stored_shapes(case: str) -> dict[str, list[int]]:
-    with np.load(FILE) as file:
-        shapes: dict[str, list[int]] = json.loads(bytes(file[f"{case}/shapes"]))
-        return shapes
-
-
 def stored_constants(case: str) -> dict[str, Tensor]:
     """What the public package saves beside the weights."""
     start = f"{case}/constant/"
@@ -96,7 +89,6 @@ def stored_constants(case: str) -> dict[str, Tensor]:
 
 
 def stored_output(case: str, name: str) -> Tensor:
-    """What the public package has given: "audio", "text" (b, d), "similarities" (b, b), "loss"; and with a hierarchical
-    loss "audio layers", "text layers" (layers, b, d), the lowest layer first."""
-    with np.load(FILE) as file:
-        return torch.from_numpy(file[f"{case}/{name}"])
+    """Of the public package: "audio", "text" (b, d), "similarities" (b, b), "loss"; and with a hierarchical loss "audio
+    layers", "text layers" (layers, b, d), the lowest layer first."""
+    return output_in(FILE, f"{case}/{name}")

@@ -6,15 +6,13 @@ makes the file.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tests.models.reference.unets import numbers, weights_of
+from tests.models.reference.unets import numbers, output_in, shapes_in, weights_of
 
 FILE = Path(__file__).with_name("tokenizers.npz")
 
@@ -36,19 +34,12 @@ def images(case: str) -> Tensor:
 
 def state_of(case: str, shapes: dict[str, list[int]] | None = None) -> dict[str, Tensor]:
     """A public state dict: of "vae", or of "vqgan" with its discriminator."""
-    state = weights_of(case, stored_shapes(case) if shapes is None else shapes)
+    state = weights_of(case, shapes_in(FILE, case) if shapes is None else shapes)
     if "quantizer.mask" in state:
         state["quantizer.mask"] = 2 ** torch.arange(len(state["quantizer.mask"]) - 1, -1, -1)
     return state
 
 
-def stored_shapes(case: str) -> dict[str, list[int]]:
-    with np.load(FILE) as file:
-        shapes: dict[str, list[int]] = json.loads(bytes(file[f"{case}/shapes"]))
-        return shapes
-
-
 def stored_output(case: str, name: str) -> Tensor:
-    """What the public package has given: "codes", "reconstruction", and of the VQGAN "logits" of its discriminator."""
-    with np.load(FILE) as file:
-        return torch.from_numpy(file[f"{case}/{name}"])
+    """Of the public package: "codes", "reconstruction", and of the VQGAN "logits" of its discriminator."""
+    return output_in(FILE, f"{case}/{name}")

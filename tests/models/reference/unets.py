@@ -82,6 +82,19 @@ def published_config(name: str) -> dict[str, Any]:
     return {"unets": unets, "image_sizes": [64, 256][: len(unets)], "timesteps": TIMESTEPS, "learned_variance": True}
 
 
+def shapes_in(file: Path, name: str) -> dict[str, list[int]]:
+    """The stored shapes of a public state dict."""
+    with np.load(file) as stored:
+        shapes: dict[str, list[int]] = json.loads(bytes(stored[f"{name}/shapes"]))
+        return shapes
+
+
+def output_in(file: Path, name: str) -> Tensor:
+    """What a public package has given."""
+    with np.load(file) as stored:
+        return torch.from_numpy(stored[name])
+
+
 def numbers(name: str, *shape: int) -> np.ndarray[Any, Any]:
     """Uniform fp64 numbers in [-1, 1) that depend on the name alone (SplitMix64, Steele, Lea and Flood 2014)."""
     count = math.prod(shape)

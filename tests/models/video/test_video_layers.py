@@ -102,17 +102,10 @@ def test_haar_is_the_transform_of_the_four_pixels() -> None:
     assert torch.equal(flat[:, :3], torch.full((1, 3, 1, 2, 2), 4.0)) and not flat[:, 3:].any()
 
 
-def test_norms_and_gates_look_at_one_frame_and_start_open() -> None:
-    x, other = video(), video(seed=2)
-    norm, gate = RMSNorm(6), SqueezeExcite(6)
-    torch.testing.assert_close(norm(x), x / (x.square().mean(dim=1, keepdim=True) + 1e-6).sqrt())
-    torch.testing.assert_close(gate(x), x)
-    nn.init.normal_(gate.excite.weight)
-    mixed = x.clone()
-    mixed[:, :, 1:], mixed[1] = other[:, :, 1:], other[1]
-    for layer in (norm, gate):
-        torch.testing.assert_close(layer(mixed)[0, :, 0], layer(x)[0, :, 0], rtol=1e-14, atol=1e-14)
-    assert not torch.equal(gate(x), x)
+def test_a_norm_looks_at_a_pixel_and_a_gate_starts_open() -> None:
+    x = video()
+    torch.testing.assert_close(RMSNorm(6)(x), x / (x.square().mean(dim=1, keepdim=True) + 1e-6).sqrt())
+    torch.testing.assert_close(SqueezeExcite(6)(x), x)
 
 
 def test_a_gate_is_computed_from_the_attended_mean_of_its_frame() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import re
+import signal
 import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +51,9 @@ def test_a_link_that_appears_between_deletion_and_creation_is_an_error(tmp_path,
 
 def test_a_file_has_the_rights_of_the_umask_and_a_failed_write_leaves_the_old_one_alone(tmp_path, monkeypatch):
     path = tmp_path / "a"
+    with replacing(path) as temporary:
+        temporary.touch(mode=0o600)  # as safetensors makes files
+    assert stat.S_IMODE(path.stat().st_mode) == writing.NEW_FILE_MODE
     write_atomically(path, b"old")
     assert stat.S_IMODE(path.stat().st_mode) == writing.NEW_FILE_MODE
     failing(monkeypatch, 1, ("fsync",))
@@ -70,35 +76,31 @@ def test_a_lock_or_a_growing_file_that_is_a_link_or_a_pipe_is_an_error(opened, t
     assert (tmp_path / "new").exists()
 
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
 @pytest.fixture
-def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen]]:
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Starts a process that holds the lock file `tmp_path / ".lock"`, which says who holds it, or `said` if given."""
     monkeypatch.setattr(writing, "LOCK_SECONDS", 0.0)
-    processes = []
+    fork, started = multiprocessing.get_context("fork"), []
 
-    def start(said: str = "") -> subprocess.Popen:
-        code = f"""if True:
-            import pathlib
-            from tandem.files.writing import hold
-            lock = hold(pathlib.Path({str(tmp_path)!r}) / ".lock")
-            if {said!r}:
-                lock.seek(0), lock.truncate(0), lock.write({said!r}.encode()), lock.flush()
-            print("ready", flush=True)
-            input()
-        """
-        command = [sys.executable, "-c", code]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        processes.append(process)
-        assert process.stdout.readline() == "ready\n"
+    def start(said: str = "") -> Any:
+        is_held = fork.Event()
+
+        def work() -> None:
+            lock = hold(tmp_path / ".lock")
+            if said:
+                lock.seek(0), lock.truncate(0), lock.write(said.encode()), lock.flush()
+            is_held.set()
+            signal.pause()
+
+        started.append(process := fork.Process(target=work))
+        process.start()
+        assert is_held.wait(60)
         return process
 
     yield start
-    for process in processes:
+    for process in started:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 AWAY = "process 7 on node9 since 2026-01-31 12:00:00 UTC"
@@ -111,7 +113,7 @@ def test_a_lock_of_another_machine_is_waited_for_until_its_file_server_frees_it(
         marks.append(phase)
         if len(marks) == 3:
             other.kill()
-            other.wait()
+            other.join()
 
     hold(tmp_path / ".lock", mark).close()
     assert marks == [f"waiting for {tmp_path}, which is in use by {AWAY}"] * 3

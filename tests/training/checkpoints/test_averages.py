@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from tests.processes import Process
+from tests.scripts import names
 from tests.training.disk import busy, failing, left_by_kills
 from tests.training.whole import Whole
 from training.checkpoints.averages import AverageFiles
@@ -46,10 +46,6 @@ def saved(checkpoints: Checkpoints, files: AverageFiles, steps: range) -> Averag
         checkpoints.save(step, {"ema_of.two": averages.state_dict(), "ema": other.state_dict()}, {}, files.write)
         checkpoints.wait()
     return averages
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_an_average_of_another_length_is_the_one_that_training_would_have_made(checkpoints, tmp_path):

@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,40 +64,15 @@ def test_killed_before_and_after_every_file_operation(with_one_saved) -> None:
     assert switch > 5 and len(results) - switch > 5
 
 
-def limit_file_size(limit: int) -> tuple[int, int]:
-    """No file of this process may grow longer, in bytes; returns the limits before."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    return before
-
-
-def test_killed_in_the_middle_of_a_file(with_one_saved, in_a_child) -> None:
-    """The kernel kills the process at the byte that exceeds its limit of a file's size."""
-    limit, killed = 0, True
-    while killed:
-        checkpoints = with_one_saved(limit)
-
-        def action(checkpoints: Checkpoints = checkpoints, limit: int = limit) -> None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
-            limit_file_size(limit)
-            save(checkpoints, 2)
-
-        killed = in_a_child(action) == signal.SIGXFSZ
-        assert value_of(checkpoints) == (1.0 if killed else 2.0)
-        assert_next_save_succeeds(checkpoints)
-        limit += 30
-    assert limit > 200
-
-
 def test_a_disk_that_takes_only_a_part_of_a_file_is_reported_and_the_next_save_succeeds(with_one_saved) -> None:
-    limit, failed = 0, True
+    limit, failed, limits = 0, True, resource.getrlimit(resource.RLIMIT_FSIZE)
     while failed:
         checkpoints = with_one_saved(limit)
-        before = limit_file_size(limit)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))  # of each file of this process, in bytes
         try:
             save(checkpoints, 2)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         failed = checkpoints.failure is not None
         if failed:
             assert os.strerror(errno.EFBIG) in checkpoints.failure and "step_00000002" in checkpoints.failure

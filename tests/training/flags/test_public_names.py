@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -108,87 +109,59 @@ def test_a_run_says_it_at_its_start_and_a_batch_that_does_not_divide_is_told_the
 
 # configs/*/base.yaml against the public defaults: those of the table, and these.
 
-MUSE = "muse-maskgit-pytorch 0.3.5: "
-VQ = "vector-quantize-pytorch 1.11.8: LFQ.__init__"
-MUSICLM = "musiclm-pytorch 0.2.8: "
-MAGVIT = "magvit2-pytorch 0.5.1: "
-FACTS: dict[str, dict[str, tuple[Any, str]]] = {
+# Of each script, by the place where the package says so: what a flag has to be.
+FACTS: dict[str, dict[str, dict[str, Any]]] = {
     "train_vae": {
-        "valid_fraction": (0.0, "DALLE-pytorch 1.6.6: train_vae.py has no validation"),
-        "random_flip": (False, "DALLE-pytorch 1.6.6: train_vae.py, transform"),
-        "straight_through": (False, "DALLE-pytorch 1.6.6: DiscreteVAE.__init__"),
+        "DALLE-pytorch 1.6.6, train_vae.py, which has no validation": {"valid_fraction": 0.0, "random_flip": False},
+        "DiscreteVAE.__init__": {"straight_through": False},
     },
     "train_vqgan": {
-        "random_flip": (True, MUSE + "trainers.py, ImageDataset.transform"),
-        "seed": (42, MUSE + "VQGanVAETrainer.__init__, random_split_seed"),
-        "batch_size": (32, MUSE + "README, batch_size 4 and grad_accum_every 8"),
-        "dim": (256, MUSE + "README"),
-        **dict.fromkeys(("num_layers", "discr_layers"), (4, MUSE + "VQGanVAE.__init__")),
-        "num_resnet_blocks": ((1,), MUSE + "ResnetEncDec.__init__"),
-        "centred": (False, MUSE + "VQGanVAE.forward"),
-        "l2_recon_loss": (False, MUSE + "VQGanVAE.__init__"),
-        "gan_loss": ("hinge", MUSE + "VQGanVAE.__init__, use_hinge_loss"),
-        "quantizer": ("lfq", MUSE + "VQGanVAE.__init__, lookup_free_quantization"),
-        "codebook_size": (65536, MUSE + "VQGanVAE.__init__"),
-        "entropy_loss_weight": (0.1, VQ),
-        "commitment_loss_weight": (0.25, VQ),
-        "codebook_dim": (256, MUSE + "VQGanVAE.__init__, vq_kwargs"),
-        "vq_decay": (0.8, MUSE + "VQGanVAE.__init__, vq_kwargs"),
-        "vq_cosine": (True, MUSE + "VQGanVAE.__init__, vq_kwargs"),
-        "perceptual": ("vgg", MUSE + "VQGanVAE.forward"),
-        "perceptual_loss_weight": (1.0, MUSE + "VQGanVAE.forward"),
-        "gan_weight": ("adaptive", MUSE + "VQGanVAE.forward"),
-        "gan_weight_scale": (1.0, MUSE + "VQGanVAE.forward"),
-        "penalty": ("one_centred", MUSE + "gradient_penalty"),
-        "penalty_weight": (10.0, MUSE + "gradient_penalty"),
-        "lr_warmup_steps": (0, MUSE + "VQGanVAETrainer"),
-        "lr_schedule": ("constant", MUSE + "VQGanVAETrainer"),
-        "discr_start_step": (0, MUSE + "VQGanVAETrainer.train_step"),
+        "muse-maskgit-pytorch 0.3.5, README: batch_size 4 and grad_accum_every 8": {"batch_size": 32, "dim": 256},
+        "trainers.py, ImageDataset.transform; random_split_seed": {"random_flip": True, "seed": 42},
+        "VQGanVAETrainer": {"lr_warmup_steps": 0, "lr_schedule": "constant", "discr_start_step": 0},
+        "VQGanVAE.__init__": {
+            "num_layers": 4, "discr_layers": 4, "l2_recon_loss": False, "gan_loss": "hinge", "quantizer": "lfq",
+            "codebook_size": 65536,
+        },
+        "ResnetEncDec.__init__": {"num_resnet_blocks": (1,)},
+        "VQGanVAE.__init__, vq_kwargs": {"codebook_dim": 256, "vq_decay": 0.8, "vq_cosine": True},
+        "vector-quantize-pytorch 1.11.8, LFQ.__init__": {"entropy_loss_weight": 0.1, "commitment_loss_weight": 0.25},
+        "VQGanVAE.forward, gradient_penalty": {
+            "centred": False, "perceptual": "vgg", "perceptual_loss_weight": 1.0, "gan_weight": "adaptive",
+            "gan_weight_scale": 1.0, "penalty": "one_centred", "penalty_weight": 10.0,
+        },
     },
     "train_mulan": {
-        **dict.fromkeys(("audio_dim", "text_dim"), (512, MUSICLM + "README")),
-        **dict.fromkeys(("audio_depth", "text_depth"), (6, MUSICLM + "README")),
-        "heads": (8, MUSICLM + "README"),
-        "dim_head": (64, MUSICLM + "README"),
-        "dim_latent": (128, MUSICLM + "MuLaN.__init__"),
-        "patch_size": (16, MUSICLM + "AudioSpectrogramTransformer.__init__"),
-        "patch_dropout": (0.25, MUSICLM + "AudioSpectrogramTransformer.__init__"),
-        "max_text_tokens": (256, MUSICLM + "TextTransformer.__init__"),
-        "loss": ("decoupled", MUSICLM + "MuLaN.__init__, decoupled_contrastive_learning"),
-        "hierarchical_layers": (0, MUSICLM + "MuLaN.__init__, hierarchical_contrastive_loss"),
-        "duplicates": ("negatives", MUSICLM + "SoftmaxContrastiveLearning.forward compares all pairs"),
-        "init_temperature": (10.0, MUSICLM + "SoftmaxContrastiveLearning.__init__, init_temp"),
-        "weight_decay": (0.0, MUSICLM + "MuLaNTrainer.__init__: Adam or Lion without it"),
-        "lr_warmup_steps": (0, MUSICLM + "MuLaNTrainer"),
-        "lr_schedule": ("constant", MUSICLM + "MuLaNTrainer: no scheduler"),
+        "musiclm-pytorch 0.2.8, README": {
+            "audio_dim": 512, "text_dim": 512, "audio_depth": 6, "text_depth": 6, "heads": 8, "dim_head": 64,
+        },
+        "AudioSpectrogramTransformer.__init__": {"patch_size": 16, "patch_dropout": 0.25},
+        "TextTransformer.__init__": {"max_text_tokens": 256},
+        "MuLaN.__init__": {"dim_latent": 128, "loss": "decoupled", "hierarchical_layers": 0},
+        "SoftmaxContrastiveLearning, whose forward compares all pairs": {
+            "duplicates": "negatives", "init_temperature": 10.0,
+        },
+        "MuLaNTrainer: Adam or Lion, without a scheduler": {
+            "weight_decay": 0.0, "lr_warmup_steps": 0, "lr_schedule": "constant",
+        },
     },
     "train_tokenizer": {
-        "batch_size": (32, MAGVIT + "README, batch_size 4 and grad_accum_every 8"),
-        "image_size": (128, MAGVIT + "README"),
-        "init_dim": (64, MAGVIT + "README"),
-        "max_dim": (512, MAGVIT + "README"),
-        "max_steps": (1_000_000, MAGVIT + "README, num_train_steps"),
-        "codebook_size": (1024, MAGVIT + "README"),
-        "residual_kernel": (3, MAGVIT + "VideoTokenizer.__init__"),
-        "input_kernel": (7, MAGVIT + "VideoTokenizer.__init__"),
-        "output_kernel": (3, MAGVIT + "VideoTokenizer.__init__"),
-        "pad_mode": ("constant", MAGVIT + "VideoTokenizer.__init__"),
-        "separate_first_frame": (False, MAGVIT + "VideoTokenizer.__init__"),
-        "entropy_loss_weight": (0.1, MAGVIT + "VideoTokenizer.__init__, lfq_entropy_loss_weight"),
-        "commitment_loss_weight": (1.0, MAGVIT + "VideoTokenizer.__init__, lfq_commitment_loss_weight"),
-        "diversity_gamma": (2.5, MAGVIT + "VideoTokenizer.__init__, lfq_diversity_gamma"),
-        "soft_clamp": (10.0, MAGVIT + "VideoTokenizer.__init__, lfq_soft_clamp_input_value"),
-        "perceptual": ("vgg", MAGVIT + "VideoTokenizer.__init__"),
-        "perceptual_loss_weight": (0.1, MAGVIT + "VideoTokenizer.__init__"),
-        "gan_weight_scale": (1.0, MAGVIT + "VideoTokenizer.__init__, adversarial_loss_weight"),
-        "penalty_weight": (10.0, MAGVIT + "VideoTokenizer.__init__, grad_penalty_loss_weight"),
-        "penalty": ("zero_centred", MAGVIT + "gradient_penalty"),
-        "weight_decay": (0.01, MAGVIT + "optimizer.py, get_optimizer"),
-        "betas": ((0.9, 0.99), MAGVIT + "optimizer.py, get_optimizer"),
-        "ema_decay": (0.99999, "ema-pytorch: EMA.__init__, beta 0.9999 at every tenth update"),
-        "lr_schedule": ("constant", MAGVIT + "VideoTokenizerTrainer.__init__, scheduler None"),
+        "magvit2-pytorch 0.5.1, README: batch_size 4 and grad_accum_every 8": {
+            "batch_size": 32, "image_size": 128, "init_dim": 64, "max_dim": 512, "max_steps": 1_000_000,
+            "codebook_size": 1024,
+        },
+        "VideoTokenizer.__init__": {
+            "residual_kernel": 3, "input_kernel": 7, "output_kernel": 3, "pad_mode": "constant",
+            "separate_first_frame": False, "entropy_loss_weight": 0.1, "commitment_loss_weight": 1.0,
+            "diversity_gamma": 2.5, "soft_clamp": 10.0, "perceptual": "vgg", "perceptual_loss_weight": 0.1,
+            "gan_weight_scale": 1.0, "penalty_weight": 10.0,
+        },
+        "gradient_penalty": {"penalty": "zero_centred"},
+        "optimizer.py, get_optimizer": {"weight_decay": 0.01, "betas": (0.9, 0.99)},
+        "VideoTokenizerTrainer.__init__, scheduler None": {"lr_schedule": "constant"},
+        "ema-pytorch, EMA.__init__: beta 0.9999 at every tenth update": {"ema_decay": 0.99999},
     },
-}
+}  # fmt: skip
 
 
 def based(script: Script) -> argparse.Namespace:
@@ -204,7 +177,7 @@ def test_the_base_configuration_has_the_public_defaults(name: str) -> None:
     theirs = {row.flag: row.default_there for row in rows(f"{name}.py")[1] if row.default_there != "(needed)"}
     said = {flag: yaml.safe_load(text) for flag, text in theirs.items() if flag in args and text and flag not in others}
     read = vars(script.module.build_parser().with_values(said))
-    expected = {flag: read[flag] for flag in said} | {flag: value for flag, (value, _) in FACTS[name].items()}
+    expected = {flag: read[flag] for flag in said} | dict(ChainMap(*FACTS[name].values()))
     assert {flag: args[flag] for flag in expected} == expected
 
 

@@ -53,13 +53,6 @@ def test_use_of_codes_pools_over_batches_and_processes():
         assert torch.equal(found, counts)
 
 
-def test_perplexity_of_uniform_use_is_the_number_of_codes_and_of_one_code_is_one():
-    single = 5 * torch.eye(16, dtype=torch.int64)[3]
-    for counts, used in ((torch.full((16,), 3), 16), (single, 1)):
-        expected = {"codes_used": used, "codes_used_fraction": used / 16, "perplexity": used}
-        assert code_statistics(counts) == pytest.approx(expected)
-
-
 def test_perplexity_of_worked_example():
     # Shares 1/2, 1/4, 1/4: entropy 1.5 ln 2.
     assert code_statistics(torch.tensor([4, 2, 0, 2]))["perplexity"] == pytest.approx(2**1.5)

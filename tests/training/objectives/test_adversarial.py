@@ -35,14 +35,6 @@ def test_hinge_losses_of_a_worked_example() -> None:
     assert hinge_generator_loss(FAKE).item() == pytest.approx(2.75 / 2)
 
 
-@pytest.mark.parametrize("name", ADVERSARIAL_LOSSES)
-def test_each_side_gains_by_moving_the_logits_its_own_way_in_fp32(name: str) -> None:
-    loss, zero = ADVERSARIAL_LOSSES[name], torch.zeros(1)
-    assert loss.discriminator(zero + 0.1, zero - 0.1) < loss.discriminator(zero, zero)
-    assert loss.generator(zero + 0.1) < loss.generator(zero)
-    assert loss.discriminator(REAL.bfloat16(), FAKE.half()).dtype == loss.generator(FAKE.half()).dtype == torch.float32
-
-
 def test_bce_losses_of_a_worked_example() -> None:
     def s(x: float) -> float:
         return 1 / (1 + math.exp(-x))
@@ -101,24 +93,6 @@ def test_penalty_takes_a_norm_per_image_of_the_sum_of_its_logits() -> None:
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_penalty_trains_the_weights_as_finite_differences_say() -> None:
-    torch.manual_seed(0)
-    model, images = Discriminator.made({"dim": 4, "layers": 1}).double(), torch.rand(2, 3, 8, 8)
-    weight = model.get_parameter("layers.1.0.weight")
-    direction = some(*weight.shape).double()
-    gradient_penalty(model, images).backward()
-    assert weight.grad is not None
-    found, size = (weight.grad * direction).sum().item(), 1e-5  # LeakyReLU's kinks are further away
-    values = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            weight += sign * size * direction
-        values.append(gradient_penalty(model, images).item())
-        with torch.no_grad():
-            weight -= sign * size * direction
-    assert found == pytest.approx((values[0] - values[1]) / (2 * size), rel=1e-2) and abs(found) > 1e-4
-
-
 def test_penalty_leaves_the_images_alone_and_is_finite_where_the_gradient_vanishes() -> None:
     for value, requires_grad in ((1.0, True), (1.0, False), (0.0, False)):
         images = torch.rand(2, 3, 4, 4, requires_grad=requires_grad)
@@ -135,6 +109,8 @@ def test_losses_and_regulariser_of_several_heads_are_sums_over_the_heads() -> No
         expected = loss.discriminator(real[0], fake[0]) + loss.discriminator(real[1], fake[1])
         assert loss.discriminator(real, fake) == expected
         assert loss.generator(fake) == loss.generator(fake[0]) + loss.generator(fake[1])
+        low = loss.discriminator(REAL.bfloat16(), FAKE.half()), loss.generator(FAKE.half())
+        assert {each.dtype for each in low} == {torch.float32}
     both, first, second = LeCam(0.9, heads=2), LeCam(0.9), LeCam(0.9)
     for update in range(3):
         means = some(2, 2, seed=update)

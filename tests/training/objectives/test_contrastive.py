@@ -105,18 +105,6 @@ def test_value_and_gradients_of_ragged_parts_are_those_of_the_formula(
     assert abs(float(results[0].loss - by_the_formula(kind, *inputs, not mask))) > 1e-3, "what is masked is not nothing"
 
 
-@pytest.mark.parametrize("pairs", [2, 7, 512])
-def test_collapsed_embeddings_lose_the_logarithm_of_the_number_of_candidates(pairs: int) -> None:
-    """What a run reports that learns nothing: ln B, or ln(B - 1) without the diagonal (6.236 at 512)."""
-    same = torch.ones(pairs, 1, 4) / 2
-    ids, one = torch.arange(pairs), torch.ones(1)
-    for kind, candidates in (("softmax", pairs), ("decoupled", pairs - 1)):
-        (result,) = shared(kind, [same, same, 14 * one, one, ids], [pairs])
-        assert float(result.loss) == pytest.approx(math.log(candidates), rel=1e-6, abs=2e-6)
-        assert float(result.collapsed) == pytest.approx(math.log(candidates), rel=1e-6, abs=2e-6)
-        assert float(result.audio_variance) == pytest.approx(0.0, abs=1e-6)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("captions", [[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 2, 1, 0, 3], [0, 0, 0, 0, 0, 0, 1]])
 def test_the_collapsed_value_is_the_loss_of_equal_embeddings(kind: str, captions: list[int]) -> None:

@@ -76,17 +76,6 @@ def test_stratified_times_come_once_from_each_stratum_of_the_global_batch(batch_
     assert (counts - 2 * batch_size).abs().max() < 5 * math.sqrt(2 * batch_size), "uniform in the stratum"
 
 
-def test_stratified_times_take_away_nearly_all_of_the_losses_noise() -> None:
-    def deviation(**options: bool) -> float:
-        draws = draws_of(lowres=None, **options)
-        times = torch.stack([draws(step, range(32), 32, (1,))["times"] for step in range(100)])
-        return (torch.cos(times / 1000 * math.pi / 2) ** 2).mean(1).std().item()
-
-    # The mean of 32 values of cos^2 of a uniform angle has deviation 1 / sqrt(8 * 32) = 0.0625; 100 give it to 7 %.
-    assert deviation(stratified=False) == pytest.approx(0.0625, rel=0.3)
-    assert deviation() == pytest.approx(0.0018, rel=0.3)
-
-
 @pytest.mark.parametrize("stratified", [False, True])
 def test_logit_normal_times_have_their_distribution(stratified: bool) -> None:
     draws = draws_of(logit_normal=(-0.5, 1.5), stratified=stratified, lowres=None)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from distributed import Backend
 from tandem.files.exits import Failed
 from tests.processes import Process, on_processes, single
+from tests.training.objectives.test_contrastive import by_the_formula
 from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 from training.objectives.grad_cache import GradCache
 
@@ -62,20 +63,9 @@ def inputs(micro: Any) -> dict[str, Tensor]:
 
 
 def in_one_graph(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the whole batch and its gradients by autograd, in full matrices."""
+    """The loss of the whole batch and its gradients by autograd."""
     model, batch = Towers(dtype), make_batch(dtype)
-    audio, text, scale, bias = model(**inputs(batch))
-    logits = scale[:, None, None] * torch.einsum("ihd,jhd->hij", audio, text)
-    is_pair = torch.eye(BATCH, dtype=torch.bool)
-    is_twin = (batch["caption_ids"][:, None] == batch["caption_ids"]) & ~is_pair
-    if kind == "sigmoid":
-        losses = F.softplus(-torch.where(is_pair, 1.0, -1.0) * (logits + bias[:, None, None]))
-        loss = losses.masked_fill(is_twin, 0).sum() / BATCH
-    else:
-        left_out = is_twin | is_pair if kind == "decoupled" else is_twin
-        kept = logits.masked_fill(left_out, -torch.inf)
-        rows = (kept.logsumexp(1) + kept.logsumexp(2)) / 2 - logits.diagonal(dim1=1, dim2=2)
-        loss = rows.mean(1).sum()
+    loss = by_the_formula(kind, *model(**inputs(batch)), batch["caption_ids"])
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True)
     return loss.detach(), dict(zip(names, gradients, strict=True))

@@ -49,11 +49,6 @@ def test_cubehelix_runs_from_black_to_white_in_even_steps_of_brightness():
     assert colours[0].tolist() == [0, 0, 0] and colours[-1].tolist() == [1, 1, 1]
     luma = 255 * colours @ torch.tensor([0.3, 0.59, 0.11], dtype=torch.float64)
     assert (luma.diff() > 0).all() and (luma - torch.linspace(0, 255, 256)).abs().max() < 2.0
-    # Worked by hand at the middle: t = 2 pi (1/6 + 1 - 3/4) = 5 pi / 6, x (1 - x) / 2 = 1/8.
-    cos, sin = -math.sqrt(3) / 2, 0.5
-    red = 0.5 + (-0.14861 * cos + 1.78277 * sin) / 8
-    assert cubehelix(3)[1, 0].item() == pytest.approx(red, rel=1e-5)
-    assert cubehelix(3)[1, 2].item() == pytest.approx((0.5 + 1.97294 * cos / 8), rel=1e-5)
 
 
 def test_best_matches_are_ranked_and_the_right_one_is_shown_however_far_behind():

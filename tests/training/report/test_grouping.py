@@ -11,14 +11,10 @@ from training.report.grouping import group_of, groups
 @pytest.mark.parametrize(
     ("metric", "group", "better"),
     [
-        ("valid/loss", "Validation", "low"),
         ("valid/ema_0.05/psnr", "Validation", "high"),
         ("valid_whole/text_to_audio/r10", "Validation of the whole split", "high"),
-        ("valid/text_to_audio/median_rank", "Validation", "low"),
         ("valid/codes_used", "Validation", ""),
         ("unet2/fid", "Losses", "low"),
-        ("discr_loss", "Losses", ""),
-        ("loss", "Losses", "low"),
         ("unet2/grad_norm", "Optimisation", ""),
         ("codes_used", "Other values", ""),
         ("samples_per_second", "Costs", ""),

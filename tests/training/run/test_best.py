@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.scripts import names
 from tests.training.disk import busy, failing, left_by_kills
 from training.run.best import BestModel
 
@@ -38,10 +39,6 @@ def content(folder: Path) -> tuple[float, int]:
     values = {float((best / name).read_text()) for name in ("model.safetensors", "config.json")} | {facts["value"]}
     assert len(values) == 1 and facts["metric"] == METRIC
     return values.pop(), facts["step"]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def save_all(best: BestModel, values: dict[int, float]) -> list[int]:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -22,17 +20,13 @@ import pytest
 from distributed.engines import replicated
 from distributed.engines.arithmetic import gradient_norm
 from tests.processes import on_processes
-from tests.scripts import VAE, assert_same_run, files, metrics
+from tests.scripts import VAE, assert_same_run, edit_checkpoint, files, metrics, names
 from tests.training.disk import failing
 from training.checkpoints.store import Checkpoints
 from training.run.folder import RunFolder
 from training.run.starts import starts
 
 SIX = ("--max_steps", "6", "--save_every_n_steps", "2")
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def wait_for_saves() -> None:
@@ -247,17 +241,6 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_afresh(copied: Path, go
     assert "--fresh" in VAE.refused(copied, *VAE.eight) and files(copied) == before
 
 
-def edited(folder: Path, edit: Callable[[Any], object]) -> None:
-    """Change the newest checkpoint, as somebody who also changes its checksums."""
-    checkpoint = max((folder / "checkpoints").glob("step_*"))
-    state = json.loads((checkpoint / "state.json").read_text())
-    edit(state["parts"])
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
-            for path in checkpoint.iterdir() if path.name != "SHA256SUMS"]  # fmt: skip
-    (checkpoint / "SHA256SUMS").write_text("".join(sums))
-
-
 @pytest.mark.parametrize(("edit", "expected"), [
     (lambda parts: parts["progress"].update(samples="x"), "x samples"),
     (lambda parts: parts["progress"].update(samples=-8), "-8 samples"),
@@ -269,7 +252,7 @@ def edited(folder: Path, edit: Callable[[Any], object]) -> None:
 def test_a_checkpoint_that_was_edited_and_summed_again_is_one_line(
     copied: Path, edit: Callable[[Any], object], expected: str
 ) -> None:
-    edited(copied, edit)
+    edit_checkpoint(max((copied / "checkpoints").glob("step_*")), edit)
     assert expected in VAE.refused(copied, *VAE.eight, "--max_steps", "9")
 
 
