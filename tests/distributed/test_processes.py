@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -17,17 +15,12 @@ def failing(error: BaseException) -> None:
     raise error
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "said"),
-    [
-        (ValueError("seven\nlines"), UserMistake, "seven"),
-        (OSError(28, "No space left"), UserMistake, "No space left"),
-        (MemoryError("of 7 bytes"), UserMistake, "not enough memory: of 7 bytes"),
-        (RuntimeError("can't allocate memory: 7"), UserMistake, "not enough memory: can't allocate memory: 7"),
-        (CannotGoOn("a worker was killed"), TrainingStopped, "a worker was killed"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("error", "kind", "said"), [
+    (ValueError("seven\nlines"), UserMistake, "seven"), (OSError(28, "No space left"), UserMistake, "No space left"),
+    (MemoryError("of 7 bytes"), UserMistake, "not enough memory: of 7 bytes"),
+    (RuntimeError("can't allocate memory: 7"), UserMistake, "not enough memory: can't allocate memory: 7"),
+    (CannotGoOn("a worker was killed"), TrainingStopped, "a worker was killed"),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("rank", [0, 2])
 def test_what_fails_on_one_process_is_the_same_error_of_one_line_on_all(
     rank: int, error: Exception, kind: type[Exception], said: str
@@ -54,14 +47,10 @@ def test_another_error_is_not_agreed_on(error: Exception) -> None:
     assert raised.value is error
 
 
-@pytest.mark.parametrize("wait", [
-    lambda process, error: list(process.each("data", map(failing, [error]))),
-    lambda process, error: list(process.each("data", Fails(error))),
-])  # fmt: skip
 @pytest.mark.parametrize("error", [ValueError("broken"), CannotGoOn("broken")], ids=repr)
-def test_data_that_one_process_cannot_get_ends_that_process_alone(wait: Callable[..., Any], error: Exception) -> None:
+def test_data_that_one_process_cannot_get_ends_that_process_alone(error: Exception) -> None:
     with pytest.raises(TrainingStopped, match=r"^rank 0: broken$") as stopped:
-        wait(Process(), error)
+        list(Process().each("data", map(failing, [error])))
     assert stopped.value.alone
     assert list(Process().each("data", "ab")) == ["a", "b"]
 
@@ -74,11 +63,3 @@ def test_work_for_after_the_others_is_done_if_nothing_failed(fails: bool) -> Non
         if fails:
             raise ZeroDivisionError
     assert done == ["work"] * (not fails)
-
-
-class Fails:
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __iter__(self) -> Any:
-        raise self._error

@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -43,13 +44,10 @@ def test_a_signal_is_an_answer_and_no_end(number: signal.Signals, request_: Stop
     assert request_.agreed() and request_.agreed()
 
 
-def ended_with(
-    *numbers: signal.Signals,
-    rank: int = 0,
-    ignored: tuple[signal.Signals, ...] = (),
-) -> tuple[int, str]:
-    """Exit status of a process that gets these signals in turn, 7 if it survives them and 8 if it is then asked to
-    stop; and what it says."""
+def forked(
+    do: Callable[[Signals], object], rank: int = 0, ignored: tuple[signal.Signals, ...] = ()
+) -> tuple[int, TextIO]:
+    """A process that hears signals and does something; and what it says."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -59,13 +57,24 @@ def ended_with(
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
         signals = Signals(lambda: False, is_root=rank == 0)
         signals.begin()
+        do(signals)
+    os.close(writer)
+    return child, open(reader)
+
+
+def ended_with(*numbers: signal.Signals, **how: Any) -> tuple[int, str]:
+    """Exit status of a process that gets these signals in turn, 7 if it survives them and 8 if it is then asked to
+    stop; and what it says."""
+
+    def get_them(signals: Signals) -> None:
         for number in numbers:
             os.kill(os.getpid(), number)
             time.sleep(0.01)
         signals.close()  # hears what has come
         os._exit(7 + StopRequest(Communicator(), signals.received).agreed())
-    os.close(writer)
-    with open(reader) as said:
+
+    child, said = forked(get_them, **how)
+    with said:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read()
 
 
@@ -98,20 +107,14 @@ def test_a_closed_terminal_is_a_request_but_not_under_nohup() -> None:
 
 
 def test_signals_are_heard_at_once_although_the_main_thread_is_in_c() -> None:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(writer, 2)
-        sys.stderr = open(2, "w")  # noqa: SIM115  (not what pytest has put there)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        Signals(lambda: False, is_root=True).begin()
+    def wait_for_ever(_: Signals) -> None:
         mutex, c = ctypes.create_string_buffer(128), ctypes.CDLL(None)
         c.pthread_mutex_lock(mutex)
         os.write(2, b"ready\n")
-        c.pthread_mutex_lock(mutex)  # waits for ever, and no signal interrupts it
-    os.close(writer)
-    with open(reader) as said:
+        c.pthread_mutex_lock(mutex)  # no signal interrupts it
+
+    child, said = forked(wait_for_ever)
+    with said:
         assert said.readline() == "ready\n"
         os.kill(child, signal.SIGINT)
         assert "SIGINT" in said.readline()
@@ -119,24 +122,35 @@ def test_signals_are_heard_at_once_although_the_main_thread_is_in_c() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
 
 
+class Watched:
+    """Signals with a watchdog that is asked first whether a process is lost, because launchers then send SIGTERM to the
+    others; it answers when it is `free` to."""
+
+    def __init__(self, is_lost: bool = False) -> None:
+        self.before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.asked, self.free, self.is_lost, self.heard = threading.Event(), threading.Event(), is_lost, list[int]()
+        self.signals = Signals(lambda: False, is_root=True)
+        dog = SimpleNamespace(hear_signal=self.heard.append, verdict_within=self.verdict_within)
+        self.signals.watchdog = dog  # type: ignore[assignment]
+
+    def verdict_within(self, seconds: float) -> bool:
+        self.asked.set()
+        assert self.free.wait(60)
+        return self.is_lost
+
+    def close(self) -> None:
+        self.free.set()
+        self.signals.close()
+        signal.signal(signal.SIGTERM, self.before)
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it(is_lost: bool) -> None:
-    """The watchdog is asked first whether a process is lost, because launchers then send SIGTERM to the others."""
-    begun = threading.Event()
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signals = Signals(lambda: False, is_root=True)
-
-    def verdict_within(seconds: float) -> bool:
-        assert begun.wait(60)
-        return is_lost
-
-    signals.watchdog = SimpleNamespace(hear_signal=int, verdict_within=verdict_within)  # type: ignore[assignment]
+def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it_and_the_watchdog_hears_it(is_lost: bool) -> None:
+    watched = Watched(is_lost)
     os.kill(os.getpid(), signal.SIGTERM)
-    signals.begin()
-    begun.set()
-    signals.close()
-    assert signals.received == {signal.SIGTERM}
-    signal.signal(signal.SIGTERM, before)
+    watched.signals.begin()
+    watched.close()
+    assert watched.signals.received == {signal.SIGTERM} and watched.heard == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
@@ -145,25 +159,14 @@ def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it(is_lost: 
 def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_on(
     numbers: list[signal.Signals], told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM is not told at once: the watchdog is asked first whether a process is lost."""
-    before, asked, saved = signal.signal(signal.SIGTERM, signal.SIG_DFL), threading.Event(), threading.Event()
-
-    def verdict_within(seconds: float) -> bool:
-        asked.set()
-        assert saved.wait(60)
-        return False
-
-    signals = Signals(lambda: False, is_root=True)
-    signals.watchdog = SimpleNamespace(hear_signal=int, verdict_within=verdict_within)  # type: ignore[assignment]
-    signals.begin()
+    watched = Watched()
+    watched.signals.begin()
     for number in numbers:
         os.kill(os.getpid(), number)
-        assert asked.wait(60)
-    signals.all_stop()
+        assert watched.asked.wait(60)
+    watched.signals.all_stop()
     os.write(2, b"saved\n")
-    saved.set()
-    signals.close()
-    signal.signal(signal.SIGTERM, before)
+    watched.close()
     first, last = capfd.readouterr().err.splitlines()
     assert told in first and last == "saved"
 
@@ -185,25 +188,9 @@ def test_in_forked_processes_signals_have_their_default_effect_and_no_descriptor
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_all_ranks_stop_after_the_same_update_whoever_was_signalled_when(world_size: int) -> None:
-    """Rank r hears its signal before update 2 + 3 r; the others hear it from rank 0, one update later."""
-
-    def work(process: Process) -> list[bool]:
-        received: set[int] = set()
-        stop, answers = StopRequest(process.comm, received), []
-        for update in range(6):
-            if update == 2 + 3 * process.rank:
-                received.add(signal.SIGTERM)
-            answers.append(stop.agreed())
-        assert stop.drain() and not stop.drain()  # waits for the sum under way, if there is one
-        return answers
-
-    assert on_processes(world_size, work) == [[False, False, False, True, True, True]] * world_size
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own(world_size: int) -> None:
-    """As above; a signal that arrives after the last bucket has left is heard of one update later."""
+    """Rank r hears its signal before update 2 + 3 r. One that arrives after the last bucket has left is heard of one
+    update later."""
 
     def work(process: Process) -> tuple[list[bool], list[str], list[Tensor]]:
         received: set[int] = set()

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from distributed import Backend, UserMistake
 from distributed.collectives import Communicator
@@ -48,15 +47,6 @@ def global_batch(update: int, width: int = 7) -> Tensor:
 def local(batch: Tensor, backend: Backend) -> Tensor:
     size = len(batch) // backend.world_size
     return batch[backend.rank * size : (backend.rank + 1) * size]
-
-
-def shares(engine: Engine, x: Tensor, backend: Backend) -> Iterator[Tensor]:
-    """The inputs of each forward pass: the whole local batch, or its parts if --batch_parts divides the run."""
-    if not backend.options.plan.batch_parts:
-        yield x.to(backend.device)
-        return
-    for part in engine.micro_batches({"x": x}):
-        yield part["x"]
 
 
 def record(engine: Engine, updates: list[Any], losses: list[float]) -> dict[str, Any]:
@@ -122,16 +112,16 @@ def several_backwards(backend: Backend) -> dict[str, Any]:
     engine = backend.wrap(model, adam(model), name="several")
     updates, message = [], ""
     for update in range(UPDATES):
-        for x in shares(engine, local(global_batch(update), backend), backend):
-            out = engine(x)
-            try:
-                engine.backward(out.square().mean(), retain_graph=True)
-                engine.backward(out.abs().mean())
-            except RuntimeError as error:
-                message = str(error)
-                engine.backward(out.square().mean() + out.abs().mean())
-            engine.backward(engine(x * 0.5).abs().mean())
-            engine.backward(engine(x + 1).mean())
+        x = local(global_batch(update), backend).to(backend.device)
+        out = engine(x)
+        try:
+            engine.backward(out.square().mean(), retain_graph=True)
+            engine.backward(out.abs().mean())
+        except RuntimeError as error:
+            message = str(error)
+            engine.backward(out.square().mean() + out.abs().mean())
+        engine.backward(engine(x * 0.5).abs().mean())
+        engine.backward(engine(x + 1).mean())
         updates.append(engine.step())
     return {"numbers": record(engine, updates, []), "message": message}
 
@@ -153,11 +143,9 @@ def by_items(backend: Backend) -> dict[str, Any]:
     updates = []
     for update in range(UPDATES):
         kept = [row for row in range(BATCH) if row % 5 != update % 5 and row % 7 != 3]
-        total = backend.sum(torch.tensor(float(len([r for r in kept if mine(r, backend)])), device=backend.device))
-        is_kept = torch.tensor([[float(row in kept)] for row in range(BATCH)])
-        for share in shares(engine, local(torch.cat([global_batch(update), is_kept], 1), backend), backend):
-            x = share[share[:, -1] > 0, :-1]
-            engine.backward(engine(x).square().mean(), items=len(x), total=total)
+        x = local(global_batch(update), backend)[local(torch.tensor([row in kept for row in range(BATCH)]), backend)]
+        total = backend.sum(torch.tensor(float(len(x)), device=backend.device))
+        engine.backward(engine(x.to(backend.device)).square().mean(), items=len(x), total=total)
         updates.append(engine.step())
     return record(engine, updates, [])
 
@@ -216,41 +204,6 @@ def idle_parts(backend: Backend) -> dict[str, Any]:
             engine.backward(loss)
         updates.append(engine.step())
     return record(engine, updates, [])
-
-
-def mine(row: int, backend: Backend) -> bool:
-    size = BATCH // backend.world_size
-    return row // size == backend.rank
-
-
-def gan(backend: Backend) -> dict[str, Any]:
-    """Generator and discriminator, adaptive weight, one batch for both steps; the recipe of the Engine contract."""
-    generator, discriminator = mlp([7, 9, 7], seed=4), mlp([7, 8, 1], seed=5)
-    g = backend.wrap(generator, adam(generator), name="generator")
-    d = backend.wrap(discriminator, adam(discriminator), name="discriminator", max_grad_norm=0.05)
-    g_updates, d_updates, weights = [], [], []
-    for update in range(UPDATES):
-        fakes = []
-        with d.frozen():
-            for part in g.micro_batches({"x": local(global_batch(update), backend)}):
-                real = part["x"]
-                fake = g(real)
-                reconstruction, adversarial = (fake - real).abs().mean(), -d.module(fake).mean()
-                top = torch.autograd.grad(reconstruction, fake, retain_graph=True)[0].norm() ** 2
-                bottom = torch.autograd.grad(adversarial, fake, retain_graph=True)[0].norm() ** 2
-                squares = backend.mean({"top": top, "bottom": bottom})
-                # If the weight were computed from a part of the batch, it would depend on the choice of the part.
-                plan = backend.options.plan
-                is_whole = plan.grad_accum_steps == 1 and not plan.batch_parts
-                weight = squares["top"] / max(squares["bottom"], 1e-8) if is_whole else 0.5
-                weights.append(weight)
-                g.backward(reconstruction + weight * adversarial)
-                fakes.append(fake.detach())
-            g_updates.append(g.step())
-        for part, fake in zip(d.micro_batches({"x": local(global_batch(update), backend)}), fakes, strict=True):
-            d.backward(F.relu(1 + d(fake)).mean() + F.relu(1 - d(part["x"])).mean())
-        d_updates.append(d.step())
-    return {"generator": record(g, g_updates, weights), "discriminator": record(d, d_updates, [])}
 
 
 def reloaded(backend: Backend) -> dict[str, Any]:
@@ -380,27 +333,6 @@ def tensors_of(tree: dict[str, Any]) -> Iterator[Tensor]:
             yield value
 
 
-def refused(backend: Backend) -> dict[str, Any]:
-    """Messages of the errors that wrong calls must raise, and whether ``frozen`` froze and thawed the weights."""
-    model = mlp([7, 3], seed=8)
-    engine = backend.wrap(model, adam(model), name="refused")
-    messages = {}
-
-    def note(what: str, error: type[Exception], call: Callable[[], object]) -> None:
-        try:
-            call()
-        except error as raised:
-            messages[what] = str(raised)
-
-    x = local(global_batch(0), backend).to(backend.device)
-    with engine.frozen():
-        leaked = any(p.requires_grad for p in model.parameters())
-        note("forward", RuntimeError, lambda: engine(x))
-        note("backward", RuntimeError, lambda: engine.backward(x.sum()))
-    note("micro_batches", ValueError, lambda: list(engine.micro_batches({"x": x[:-1]})))
-    return {"messages": messages, "leaked": leaked, "thawed": all(p.requires_grad for p in model.parameters())}
-
-
 def collectives(backend: Backend) -> dict[str, Any]:
     """Whether the results of the collectives equal closed forms that hold for any number of processes."""
     world, rank, device = backend.world_size, backend.rank, backend.device
@@ -415,7 +347,6 @@ def collectives(backend: Backend) -> dict[str, Any]:
         "half": backend.sum(torch.full((3,), 1.5, dtype=torch.bfloat16, device=device)).tolist() == [1.5 * world] * 3,
         "mean_of_integers": abs(backend.mean(torch.tensor([rank], device=device)).item() - (world - 1) / 2) < 1e-6,
         "gather": backend.gather(ragged).shape[0] == world * (world + 1) // 2,
-        "gradient_of_gather": gradient_of_gather(backend, ragged),
         "gather_order": backend.gather(ragged)[:, 0].unique(sorted=True).tolist() == ranks.tolist(),
         # As a preview, which the first processes have.
         "gather_of_few": backend.gather(torch.arange(3 * (rank == 0), dtype=torch.uint8, device=device)).tolist()
@@ -424,14 +355,6 @@ def collectives(backend: Backend) -> dict[str, Any]:
         "broadcast": backend.broadcast_object(f"from {rank}") == "from 0",
         "lack_of_memory": lack_of_memory(backend),
     }
-
-
-def gradient_of_gather(backend: Backend, ragged: Tensor) -> bool:
-    """Whether each process gets the sum of what all do with its rows: each weighs all rows by its rank."""
-    own = ragged.clone().requires_grad_()
-    (backend.gather(own).sum() * backend.rank).backward()
-    assert own.grad is not None
-    return torch.equal(own.grad, torch.full_like(own, backend.world_size * (backend.world_size - 1) / 2))
 
 
 def lack_of_memory(backend: Backend) -> bool:
@@ -449,23 +372,13 @@ def lack_of_memory(backend: Backend) -> bool:
 
 def measure(args: argparse.Namespace, backend: Backend) -> None:
     """Measure every contract and write the results to result.json."""
-    result = {
-        "plain": plain(backend),
-        "small_buckets": small_buckets(backend),
-        "skipped": plain(backend, "skipped", spoil_update=3),
-        "several_backwards": several_backwards(backend),
-        "by_items": by_items(backend),
-        "idle_parts": idle_parts(backend),
-        "gan": gan(backend),
-    }
-    if not args.batch_parts:
-        result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
-        result["average"], result["marks_of_a_pass"] = average(backend), marks_of_a_pass(backend)
-        result["saved_bytes"], result["sums_per_update"] = saved_bytes(backend), sums_per_update(backend)
-        if backend.name != "horovod":
-            result["rounded_sums"] = rounded_sums(backend)
-        result["patience"], result["seconds_of_waiting"] = patience(backend), seconds_of_waiting(backend)
-    by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
+    measures = [plain, small_buckets, several_backwards, by_items, idle_parts, reloaded, collectives, average,
+                marks_of_a_pass, saved_bytes, sums_per_update, patience, seconds_of_waiting]  # fmt: skip
+    if backend.name != "horovod":
+        measures.append(rounded_sums)
+    result: dict[str, Any] = {measure.__name__: measure(backend) for measure in measures}
+    result["skipped"] = plain(backend, "skipped", spoil_update=3)
+    by_rank = backend.gather_objects(result["plain"]["grad_norms"])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
     if backend.is_root:
         (Path(args.output_dir) / "result.json").write_text(json.dumps({**result, "description": backend.describe()}))

@@ -15,6 +15,7 @@ from distributed import UserMistake
 from distributed.backends.deepspeed.config import check_for_parts, merge, read_config, refusals, resolve
 from distributed.base import Options
 from distributed.batch import BatchPlan
+from tests.data.helpers import one_line
 from tests.processes import parsed
 
 Json = dict[str, Any]
@@ -32,15 +33,6 @@ def merged() -> Callable[..., argparse.Namespace]:
         return args
 
     return merge_into
-
-
-def refusal(call: Callable[[], object]) -> str:
-    """The one line with which ``call`` refuses."""
-    with pytest.raises(UserMistake) as raised:
-        call()
-    text = str(raised.value)
-    assert "\n" not in text
-    return text
 
 
 def resolved(config: Json, *, precision: str = "fp32", reduce_precision: str = "fp32", **overrides: Any) -> Json:
@@ -61,7 +53,6 @@ SAID = {"batch_size": 24, "grad_accum_steps": 3, "max_grad_norm": 0.5, "precisio
     ("config", "said", "expected"),
     [
         ({"train_batch_size": 32}, {}, {"batch_size": 32, "grad_accum_steps": 1}),
-        ({MICRO: 4}, {}, {"batch_size": 8, "grad_accum_steps": 1}),
         ({ACCUMULATION: 3}, {}, {"batch_size": 12, "grad_accum_steps": 3}),
         ({MICRO: 4, ACCUMULATION: 3}, {}, {"batch_size": 24, "grad_accum_steps": 3}),
         ({"train_batch_size": 24, MICRO: 4, ACCUMULATION: 3}, {}, {"batch_size": 24, "grad_accum_steps": 3}),
@@ -69,7 +60,6 @@ SAID = {"batch_size": 24, "grad_accum_steps": 3, "max_grad_norm": 0.5, "precisio
         ({"train_batch_size": 32, MICRO: 4}, {}, {"batch_size": 32, "grad_accum_steps": 4}),
         ({MICRO: 4}, {"batch_size": 24}, {"batch_size": 24, "grad_accum_steps": 3}),
         ({"gradient_clipping": 0.25}, {}, {"max_grad_norm": 0.25}),
-        ({"gradient_clipping": 1}, {}, {"max_grad_norm": 1}),
         ({"bf16": {"enabled": True}}, {}, {"precision": "bf16"}),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, {}, {"precision": "fp16"}),
         ({"fp16": {"enabled": False}}, {}, {"precision": "fp32"}),
@@ -119,9 +109,7 @@ def test_auto_says_nothing(merged: Any) -> None:
         ({"batch_size": 8}, {MICRO: 3}, ["--batch_size 8", MICRO]),
         ({"grad_accum_steps": 2}, {ACCUMULATION: 4}, ["--grad_accum_steps 2", f"{ACCUMULATION}: 4"]),
         ({"max_grad_norm": 0.5}, {"gradient_clipping": 1.0}, ["--max_grad_norm 0.5", "gradient_clipping: 1.0"]),
-        ({"max_grad_norm": 0.5}, {"gradient_clipping": 0}, ["--max_grad_norm 0.5", "gradient_clipping: 0"]),
         ({"precision": "bf16"}, {"fp16": {"enabled": True}}, ["--precision bf16", "fp16.enabled"]),
-        ({"precision": "fp32"}, {"bf16": {"enabled": True}}, ["--precision fp32", "bf16.enabled"]),
         ({"precision": "fp16"}, {"fp16": {"enabled": False}}, ["--precision fp16", "fp16.enabled"]),
         ({"reduce_precision": "fp32"}, {"communication_data_type": "bf16"},
          ["--reduce_precision fp32", "communication_data_type: bf16"]),
@@ -136,26 +124,17 @@ def test_auto_says_nothing(merged: Any) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_contradiction_is_one_line_that_names_both(said: Json, config: Json, names: list[str], merged: Any) -> None:
-    text = refusal(lambda: merged(config, **said))
+    text = one_line(merged, config, **said, kind=UserMistake)
     assert all(name in text for name in [*names, "ds.json"]), text
 
 
 WRONG_VALUES: dict[str, list[Any]] = {
-    "train_batch_size": ["8", 8.5, True, 0, [8], 10**30],
-    MICRO: ["4", 0],
-    ACCUMULATION: [0, 1.5],
-    "gradient_clipping": ["1.0", -1.0, True, 1e30, 10**30, 10**400],
-    "bf16": [True],
-    "bf16.enabled": ["true"],
-    "fp16": [[]],
-    "fp16.enabled": [1],
-    "optimizer": ["Adam", {}],
-    "optimizer.params": [1e-3],
-    "optimizer.params.lr": ["1e-3"],
-    "scheduler": ["WarmupLR"],
-    "zero_optimization": [2],
+    "train_batch_size": ["8", 8.5, True, 0, [8], 10**30], MICRO: ["4", 0], ACCUMULATION: [0, 1.5],
+    "gradient_clipping": ["1.0", -1.0, True, 1e30, 10**30, 10**400], "bf16": [True], "bf16.enabled": ["true"],
+    "fp16": [[]], "fp16.enabled": [1], "optimizer": ["Adam", {}], "optimizer.params": [1e-3],
+    "optimizer.params.lr": ["1e-3"], "scheduler": ["WarmupLR"], "zero_optimization": [2],
     "zero_optimization.stage": [4, "2", 1.5, True],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG_VALUES.items() for value in values])
@@ -165,28 +144,20 @@ def test_a_value_of_the_wrong_kind_is_one_line_that_names_it(key: str, value: An
         value = {name: value}
     if key.startswith("optimizer."):
         value["type"] = "Adam"
-    text = refusal(lambda: merged({first: value}))
+    text = one_line(merged, {first: value}, kind=UserMistake)
     assert (key if key != "optimizer.params" else "params") in text and "ds.json" in text
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "not JSON"),
-        (b"{]", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b'{"gradient_clipping": NaN}', "not JSON"),
+        *((text, "not JSON") for text in (b"", b"{]", b"\xff\xfe", b'{"gradient_clipping": NaN}', b"[" * 100_000)),
         (b'{"zero_optimization": {"reduce_bucket_size": 1e999}}', "1e999"),
         (b'{"zero_optimization": ' + b" " * (1 << 20) + b"{}}", "1048576 bytes"),
-        (b"[" * 100_000, "not JSON"),
-        (b"[1, 2]", "holds a list"),
-        (b"null", "NoneType"),
+        (b"[1, 2]", "holds a list"), (b"null", "NoneType"),
         (b'{"train_batch_size": 8, "train_batch_size": 16}', "'train_batch_size'"),
         (b'{"bf16": {"enabled": true, "enabled": false}}', "'enabled'"),
-        (b'{"zero_optimizatoin": {}}', "zero_optimization?"),
-        (b'{"fp 16": {}}', "fp16?"),
-        (None, "No such file"),
-        ("a folder", "directory"),
+        (b'{"zero_optimizatoin": {}}', "zero_optimization?"), (None, "No such file"), ("a folder", "directory"),
     ],
 )  # fmt: skip
 def test_a_file_that_holds_no_configuration_is_refused_in_one_line(content: Any, expected: str, tmp_path: Path) -> None:
@@ -195,8 +166,8 @@ def test_a_file_that_holds_no_configuration_is_refused_in_one_line(content: Any,
         path.write_bytes(content)
     elif content == "a folder":
         path.mkdir()
-    text = refusal(lambda: read_config(str(path)))
-    assert expected.format(path=path) in text and str(path) in text
+    text = one_line(read_config, str(path), kind=UserMistake)
+    assert expected in text and str(path) in text
 
 
 def test_keys_of_a_newer_deepspeed_are_left_to_it(tmp_path: Path) -> None:
@@ -302,7 +273,7 @@ def test_batch_parts_excludes_what_computes_differently_from_other_backends_and_
     config: Json, precision: str, named: str | None
 ) -> None:
     if named:
-        assert named in refusal(lambda: check_for_parts(config, precision, "ds.json"))
+        assert named in one_line(check_for_parts, config, precision, "ds.json", kind=UserMistake)
     else:
         check_for_parts(config, precision, "ds.json")
 
