@@ -19,6 +19,7 @@ from tandem.files.reading import DAMAGES, printable
 from .index import Made, PackedStrings, Watched, fingerprint_of, kept, largest, status_of
 from .record import Entry, Record, Wanted
 
+_LONGEST_RUN = 1 << 20  # names that are sorted at a time: about a second
 _TAR = ".tar"
 _ENDING = re.compile(r"\.[a-z0-9_-]{1,12}")
 _MOST_ENDINGS = 8
@@ -100,7 +101,9 @@ def _check_folder(folder: str, what: str, instead: str) -> None:
 
 
 class _Tree:
-    """What a folder holds, found in order: the names of one folder are sorted at a time."""
+    """What a folder holds, found in order. A list of one folder's names is sorted at a time, and no longer one than
+    `_LONGEST_RUN`, because sorting holds the interpreter: the thread that tells the root what this process does would
+    wait for it."""
 
     def __init__(self, folder: str, first: Wanted, beside: Sequence[Wanted]) -> None:
         self._folder, self._first, self._beside = folder, first, beside
@@ -165,16 +168,17 @@ class _Tree:
             if (status.st_dev, status.st_ino) in self._visited:  # they identify the folder under any path
                 return iter(())
             self._visited.add((status.st_dev, status.st_ino))
-            folders, files = self._read(path, relative)
+            folders = list[str]()
+            runs = list(self._read(path, relative, folders))
         except OSError as error:
             raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
         # With the slash, folders stand among files where the paths of their files do.
         inner = ((name, None) for name in sorted(f"{name}/" for name in folders))
-        return heapq.merge(self._samples(path, sorted(files)), inner, key=operator.itemgetter(0))
+        return heapq.merge(self._samples(path, heapq.merge(*runs)), inner, key=operator.itemgetter(0))
 
-    def _read(self, path: str, relative: str) -> tuple[list[str], list[str]]:
-        """The names of the folders in a folder, and of its files."""
-        endings, folders, files = (*self._first.taken, _TAR, *self._endings), list[str](), list[str]()
+    def _read(self, path: str, relative: str, folders: list[str]) -> Iterator[Iterable[str]]:
+        """Sorted names of the files in a folder, in runs; those of the folders in it are appended to `folders`."""
+        endings, files = (*self._first.taken, _TAR, *self._endings), list[str]()
         with os.scandir(path) as entries:
             for entry in entries:
                 name = entry.name
@@ -189,8 +193,12 @@ class _Tree:
                     files.append(name)
                 else:
                     self._skipped[_ending(name)] += 1
+                if len(files) == _LONGEST_RUN:
+                    self._n_files += len(files)
+                    yield PackedStrings(sorted(files))
+                    files.clear()
         self._n_files += len(files)
-        return folders, files
+        yield sorted(files)
 
     def _samples(self, folder: str, names: Iterable[str]) -> Iterator[tuple[str, _Beside | None]]:
         """The samples and tars among the files of a folder. Names that are equal up to their first dot follow each

@@ -45,8 +45,10 @@ _WATCHED = "watched"
 class PackedStrings:
     """Strings that are appended to two flat buffers: a list would take several times their memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, strings: Iterable[str] = ()) -> None:
         self._bytes, self._ends = bytearray(), array("q", [0])
+        for string in strings:
+            self.append(string)
 
     def append(self, string: str) -> None:
         """Add a string. A string that is no valid UTF-8 must come from `os.fsdecode`."""
@@ -60,6 +62,9 @@ class PackedStrings:
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        return (os.fsdecode(bytes(self._bytes[begin:end])) for begin, end in itertools.pairwise(self._ends))
 
 
 class Watched:

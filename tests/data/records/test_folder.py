@@ -29,8 +29,9 @@ NAMES += [os.fsdecode(b"not \xff utf-8.png"), os.fsdecode(b"\x80folder/1.png"), 
 
 @pytest.fixture(autouse=True)
 def keeps_short_lists(monkeypatch) -> None:
-    """With a clock without ticks, and `settle` in its place."""
+    """With a clock without ticks, and `settle` in its place; lists are merged from runs."""
     monkeypatch.setattr(folders, "kept", lambda *arguments: kept(*arguments, fewest=1))
+    monkeypatch.setattr(folders, "_LONGEST_RUN", 3)
     monkeypatch.setattr(index, "_CLOCK_TICK_NS", 0)
 
 
@@ -202,8 +203,7 @@ def test_an_index_that_was_made_to_do_harm_leads_to_no_other_file(forged, tmp_pa
     watched.add("", folder.stat())
     columns, facts = dict(true.columns), dict(true.facts)
     if "tar" in forged:
-        columns["names"] = PackedStrings()
-        columns["names"].append(forged)
+        columns["names"] = PackedStrings([forged])
     facts |= {
         "spelling": {"spellings": ["/../x.txt"]}, "number": {"spellings": []}, "facts": {"skipped": "1"},
         "examples": {"examples": {"texts": [1]}},
