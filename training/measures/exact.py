@@ -10,36 +10,43 @@ import torch
 from torch import Tensor
 
 from .averages import AllReduce, no_reduce
+from .fid import FrechetStatistics, Gaussian
 
-# Features are of the size of 1, and the sums of their products exact for two million samples; so are probabilities.
+# Features are of the size of 1, and sums of their products exact for two million samples; so are probabilities.
 _FEATURE, _PROBABILITY = 2.0**-16, 2.0**-32
 
 
-def on_grid(features: Tensor) -> Tensor:
-    """Feature vectors (b, d), rounded to multiples of 2^-16, float64, for `FrechetStatistics`: it adds 2e-11 to each
-    variance."""
-    return (features.double() / _FEATURE).round() * _FEATURE
-
-
-class InceptionScore:
-    """The inception score of images (Salimans et al. 2016), exp E KL(p(class | image) || p(class)), over all of them at
-    once. Values that are published as a mean over ten parts of the images are a little lower.
+class Features:
+    """What a network sees in samples, for Fréchet distances and the inception score.
 
     Args:
-        logits: Features (b, d) -> logits of classes (b, 1008), such as `Inception.logits`.
+        network: Samples in [0, 1] -> vectors (b, dim), which are rounded to multiples of 2^-16: that adds 2e-11 to each
+            variance. If it has `logits`, as `Inception`, there is an inception score.
     """
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> None:
-        self._logits = logits
-        self._sums = torch.zeros(2 + 1008, dtype=torch.float64, device=device)  # images, sum of p log p, and sums of p
+    def __init__(self, network: Callable[[Tensor], Tensor], dim: int, device: torch.device | str = "cpu") -> None:
+        self._network, self._statistics = network, FrechetStatistics(dim, device)
+        self._logits = getattr(network, "logits", None)
+        self._sums = torch.zeros(2 + 1008, dtype=torch.float64, device=device)  # n, sum of p log p, and sums of p
 
-    def add(self, features: Tensor) -> None:
-        """Add the features of some images (b, d)."""
-        p = self._logits(features).double().softmax(1)
-        terms = torch.cat([torch.ones_like(p[:, :1]), torch.special.xlogy(p, p).sum(1, keepdim=True), p], dim=1)
-        self._sums += ((terms / _PROBABILITY).round() * _PROBABILITY).sum(0)
+    def add(self, samples: Tensor) -> None:
+        """Add samples in [0, 1] on the device of the network."""
+        features = self._network(samples)
+        self._statistics.add((features.double() / _FEATURE).round() * _FEATURE)
+        if self._logits:
+            p = self._logits(features).double().softmax(1)
+            terms = torch.cat([torch.ones_like(p[:, :1]), torch.special.xlogy(p, p).sum(1, keepdim=True), p], dim=1)
+            self._sums += ((terms / _PROBABILITY).round() * _PROBABILITY).sum(0)
 
-    def result(self, all_reduce: AllReduce = no_reduce) -> float:
-        """The score over all processes, from 1 to 1008. Collective: one all-reduce."""
-        count, entropy, *classes = all_reduce(self._sums.clone()).tolist()
-        return math.exp(entropy / count - math.fsum(p / count * math.log(p / count) for p in classes if p))
+    def result(self, all_reduce: AllReduce = no_reduce) -> tuple[Gaussian, dict[str, float]]:
+        """The distribution of the features, on the CPU, and `inception_score` if there is one: exp E KL(p(class |
+        sample) || p(class)) over all samples at once (Salimans et al. 2016), from 1 to 1008. Collective.
+
+        Raises:
+            ValueError: fewer than 2 samples in all.
+        """
+        statistics = Gaussian(*(part.cpu() for part in self._statistics.result(all_reduce)))
+        count, entropy, *sums = all_reduce(self._sums.clone()).tolist()
+        shares = [p / count for p in sums if p]
+        divergence = entropy / count - math.fsum(p * math.log(p) for p in shares) if shares else 0.0
+        return statistics, {"inception_score": math.exp(divergence)} if self._logits else {}
