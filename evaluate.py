@@ -119,7 +119,7 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
     return opened
 
 
-def load(samples: Samples, index: int) -> tuple[Tensor, dict[str, int]]:
+def load(samples: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
     """The pixels of a sample, uint8 (1, ...), which one it is, and a checksum."""
     (pixels,) = samples.load(index).values()
     return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "made": []}
@@ -215,9 +215,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             network = fid.Inception(weights_of(INCEPTION, str(weights), mark), device)
         backend.working("listing the samples")
         side = args.image_size
-        prepared = (
-            f"shorter side resized to {side} pixels (bilinear, antialiased), {side} x {side} cropped from the centre"
-        )
+        prepared = f"shorter side resized to {side} pixels (bilinear, antialiased), then the centre cropped"
         if args.image_folder:
             samples = open_images(args.data, image_size=side, channels=args.channels)
         else:
@@ -266,9 +264,10 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if backend.is_root:
             say_table(values, backend.say)
         if backend.is_root and args.output:
+            of_models = {name: {**values[name], **opened[name].about} for name in opened}
             report = {
                 "data": args.data, "samples": len(everything), "prepared": prepared, "judge_sha256": weights_sha256,
-                **kernel_settings(args, backend), "models": {name: {**values[name], **opened[name].about} for name in opened},
+                **kernel_settings(args, backend), "models": of_models,
             }  # fmt: skip
             write_atomically(Path(args.output).with_suffix(".json"), json_bytes(report))
             draw(args, opened, everything, samples, backend)
