@@ -46,7 +46,7 @@ SHOWN = 6  # samples in the picture
 HEADINGS = {
     "rfid": "rFID", "rfvd": "rFVD", "inception_score": "IS", "psnr": "PSNR", "ssim": "SSIM", "lpips": "LPIPS",
     "dpsnr": "PSNR of motion", "flicker": "flicker", "codes_used": "codes used", "perplexity": "perplexity",
-    "samples_per_second": "per second",
+    "samples_per_second": "samples/s",
 }  # fmt: skip
 _OF_VIDEOS = given("video_folder", "PATH")
 
@@ -167,14 +167,13 @@ def reference(key: Sequence[Any], originals: Features, again: Callable[..., None
     import torch
     from safetensors.torch import load, save
 
-    from tandem.files.reading import DAMAGES, read_bytes
-    from tandem.files.writing import write_atomically
+    from tandem.files import reading, writing
     from training.measures.fid import Gaussian
 
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     path, found = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
-    with contextlib.suppress(*DAMAGES):
-        found = Gaussian(**load(read_bytes(path, 1 << 28)))
+    with contextlib.suppress(*reading.DAMAGES):
+        found = Gaussian(**load(reading.read_bytes(path, 1 << 28)))
     if not backend.any(found is None) and found:
         backend.say(f"the statistics of the originals are those in {path}")
         return found
@@ -183,7 +182,7 @@ def reference(key: Sequence[Any], originals: Features, again: Callable[..., None
     with contextlib.suppress(OSError):  # they are computed again the next time
         if backend.is_root:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, save(found._asdict()))
+            writing.write_atomically(path, save(found._asdict()))
     return found
 
 
@@ -216,17 +215,16 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         backend.working("listing the samples")
         side = args.image_size
         prepared = f"shorter side resized to {side} pixels (bilinear, antialiased), then the centre cropped"
+        make: Any = reconstruction.ReconstructionQuality
         if args.image_folder:
             samples = open_images(args.data, image_size=side, channels=args.channels)
         else:
             samples = open_videos(args.data, image_size=side, num_frames=args.num_frames)
             prepared = f"{args.num_frames} frames from the middle, {prepared}"
+            make = partial(videos.VideoQuality, num_frames=args.num_frames)
     backend.say(f"{len(samples)} samples of {args.data}: {prepared}")
-    make: Any = reconstruction.ReconstructionQuality
-    if args.video_folder:
-        make = partial(videos.VideoQuality, num_frames=args.num_frames)
     quality = {name: make(each.model.num_codes, device=device, losses=(), lpips=lpips) for name, each in opened.items()}
-    features = partial(exact.Features, network, fid.INCEPTION_DIM if args.fid_weights else I3D_DIM, device)
+    features = partial(exact.Features, network, getattr(network, "dim", I3D_DIM), device)
     made_of = {name: features() for name in opened if network}
     notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
 
@@ -253,26 +251,28 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         original = reference(key, features(), again, backend) if network else None
     values: dict[str, dict[str, Any]] = {}
     for place, (name, each) in enumerate(opened.items()):
-        values[name], _ = quality[name].result(backend.sum)
+        found, _ = quality[name].result(backend.sum)
         speed = backend.world_size / median(note["made"][place][1] for note in everything)
-        values[name] |= {"num_codes": each.model.num_codes, "samples_per_second": speed}
         if original:
             made, score = made_of[name].result(backend.sum)
+            found |= score
             backend.working("computing the Fréchet distance")
-            values[name] |= {"rfid" if args.fid_weights else "rfvd": fid.frechet_distance(original, made), **score}
+            if backend.is_root:
+                found["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(original, made)
+        shown = {measure: found[measure] for measure in HEADINGS if measure in found}
+        values[name] = {**shown, "samples_per_second": speed, "num_codes": each.model.num_codes, **each.about}
     with backend.agreement():
         if backend.is_root:
             say_table(values, backend.say)
         if backend.is_root and args.output:
-            of_models = {name: {**values[name], **opened[name].about} for name in opened}
             report = {
                 "data": args.data, "samples": len(everything), "prepared": prepared, "judge_sha256": weights_sha256,
-                **kernel_settings(args, backend), "models": of_models,
+                **kernel_settings(args, backend), "models": values,
             }  # fmt: skip
             write_atomically(Path(args.output).with_suffix(".json"), json_bytes(report))
             draw(args, opened, everything, samples, backend)
-    judges = {"rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)": network,
-              "LPIPS (--lpips_weights)": lpips}  # fmt: skip
+    needs = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
+    judges = {"LPIPS (--lpips_weights)": lpips, needs: network}
     if missing := [what for what, judge in judges.items() if judge is None]:
         backend.say(f"not measured without the weights that they need: {', '.join(missing)}")
 
@@ -284,8 +284,10 @@ def say_table(values: Mapping[str, Mapping[str, Any]], say: Callable[[str], None
     names = [name for name in HEADINGS if any(name in found for found in values.values())]
     rows = [["", *(HEADINGS[name] for name in names)]]
     for model, found in values.items():
-        of_codes = f" of {found['num_codes']}"
-        rows.append([model, *(number(found.get(name)) + of_codes * (name == "codes_used") for name in names)])
+        cells = {name: number(found.get(name)) for name in names}
+        if found["num_codes"]:
+            cells["codes_used"] += f" of {found['num_codes']}"
+        rows.append([model, *cells.values()])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         say("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
