@@ -165,15 +165,16 @@ def reference(key: Sequence[Any], originals: Features, again: Callable[..., None
     """The distribution of the originals' features: what an earlier command has kept of this key; or what is found by
     going through them `again`, which is kept. Collective."""
     import torch
-    from safetensors.torch import load, save
+    from safetensors.torch import save
 
-    from tandem.files import reading, writing
+    from models.files.published import read_state_dict
+    from tandem.files.writing import write_atomically
     from training.measures.fid import Gaussian
 
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     path, found = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
-    with contextlib.suppress(*reading.DAMAGES):
-        found = Gaussian(**load(reading.read_bytes(path, 1 << 28)))
+    with contextlib.suppress(ValueError, TypeError):  # it is not there, or damaged
+        found = Gaussian(**read_state_dict(path))
     if not backend.any(found is None) and found:
         backend.say(f"the statistics of the originals are those in {path}")
         return found
@@ -182,7 +183,7 @@ def reference(key: Sequence[Any], originals: Features, again: Callable[..., None
     with contextlib.suppress(OSError):  # they are computed again the next time
         if backend.is_root:
             path.parent.mkdir(parents=True, exist_ok=True)
-            writing.write_atomically(path, save(found._asdict()))
+            write_atomically(path, save(found._asdict()))
     return found
 
 
