@@ -37,8 +37,6 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from torch import Tensor
 
     from data.samples import Samples
-    from trained import Trained
-    from training.measures.exact import Features
     from training.measures.fid import Gaussian
 
 SHOWN = 6  # samples in the picture
@@ -63,7 +61,7 @@ class Config:
     video_folder: str | None = flag(None, "videos: the same; the clip in the middle of each is measured", PATH)
     output: str | None = flag(None, "write the values to NAME.json, and to NAME.png the samples that the models make "
         "most differently, or that a single one makes worst, under their originals", NAME)
-    image_size: int | None = flag(None, "side of the centre crop (default: the models')", pixels, title="how")
+    image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="how")
     num_frames: int = flag(17, "frames of a clip", size, needs=_OF_VIDEOS)
     fid_weights: str | None = flag(None, "report rFID and inception score by these weights (pt_inception-2015-12-05): "
         "a file, or published, which fetches them", FILE, needs=given("image_folder", "PATH"))
@@ -97,7 +95,7 @@ def reconstructed(model: Any, samples: Tensor, backend: distributed.Backend) -> 
         return model(samples).reconstruction, samples.new_zeros(0).long()
 
 
-def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[str, Trained]:
+def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[str, Any]:
     """The models by the names that the user gives them, on the device of the run. Sets args.image_size and
     args.channels. Raises ValueError, in one line, if there is none or one does not take such samples."""
     import torch
@@ -106,10 +104,8 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
 
     kinds = ("VideoTokenizer",) if args.video_folder else ("DiscreteVAE", "VQGAN", "VideoTokenizer")
     opened = {name: open_model(name, *kinds) for name in args.model}
-    sides, channels = ({getattr(each.model, of) for each in opened.values()} for of in ("image_size", "channels"))
-    if len(channels) > 1 or (len(sides) > 1 and not args.image_size):
-        raise ValueError(f"the models are of images of {sides} pixels and {channels} channels: give --image_size")
-    args.image_size, (args.channels,) = args.image_size or sides.pop(), channels
+    first = opened[args.model[0]].model
+    args.image_size, args.channels = args.image_size or first.image_size, first.channels
     shape = (args.channels, *([args.num_frames] if args.video_folder else []), args.image_size, args.image_size)
     for name, each in opened.items():
         try:
@@ -161,7 +157,7 @@ def go_through(
             raise ValueError(f"{n - log.count} samples of {args.data} could be read: give at least 2, better thousands")
 
 
-def reference(key: Sequence[Any], originals: Features, again: Callable[..., None], backend: Any) -> Gaussian:
+def reference(key: Sequence[Any], originals: Any, again: Callable[..., None], backend: Any) -> Gaussian:
     """The distribution of the originals' features: what an earlier command has kept of this key; or what is found by
     going through them `again`, which is kept. Collective."""
     import torch
@@ -237,7 +233,6 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             seconds = (time.perf_counter() - started) / len(batch)
             for note, of_sample in zip(batch, near, strict=True):
                 note["made"].append([of_sample, seconds])
-            backend.mark("judging")
             quality[name].add(originals, made, codes)
             if network:
                 made_of[name].add(made)
@@ -312,8 +307,8 @@ def draw(args: argparse.Namespace, opened: Any, notes: Sequence[Any], samples: S
         rows = {name: clips[:, :, args.num_frames // 2] for name, clips in rows.items()}
     picture = Path(args.output).with_suffix(".png")
     write_atomically(picture, to_png(grid(rows)))
-    what = "that the models make most differently" if len(opened) > 1 else "that are farthest from their originals"
-    backend.say(f"{picture} shows the samples {what}; from the left, with their PSNR:")
+    of_models = "differ most between models" if len(opened) > 1 else "are worst"
+    backend.say(f"{picture} shows the samples whose reconstructions {of_models}; from the left, with their PSNR:")
     for index in shown:
         backend.say(f"  {samples.name(index)}: {', '.join(f'{of:.2f}' for of in near[index])}")
 
