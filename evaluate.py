@@ -73,6 +73,7 @@ class Config:
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         parser.choose(args, image_folder=None, video_folder=None)
         args.fresh, args.data = False, args.image_folder or args.video_folder
+        args.output = args.output and args.output.removesuffix(".json")
         if not args.data:
             parser.error("give --image_folder or --video_folder")
 
@@ -200,7 +201,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     for name in args.model:
         fetch(name, backend)
     with backend.agreement():
-        if args.output and not Path(args.output).absolute().parent.is_dir():
+        if backend.is_root and args.output and not Path(args.output).absolute().parent.is_dir():
             raise ValueError(f"--output {args.output}: there is no such folder")
         opened = open_models(args, backend)
         lpips = load_lpips(args.lpips_weights, args.image_size, device, mark)
@@ -219,6 +220,10 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             samples = open_videos(args.data, image_size=side, num_frames=args.num_frames)
             prepared = f"{args.num_frames} frames from the middle, {prepared}"
             make = partial(videos.VideoQuality, num_frames=args.num_frames)
+    views = backend.gather_objects([len(samples), samples.fingerprint, device.type])
+    with backend.agreement():
+        if any(view != views[0] for view in views):
+            raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
     backend.say(f"{len(samples)} samples of {args.data}: {prepared}")
     quality = {name: make(each.model.num_codes, device=device, losses=(), lpips=lpips) for name, each in opened.items()}
     features = partial(exact.Features, network, getattr(network, "dim", I3D_DIM), device)
@@ -231,6 +236,8 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             made, codes = reconstructed(each.model, originals, backend)
             near = reconstruction.psnr(originals, made).tolist()  # waits for the device
             seconds = (time.perf_counter() - started) / len(batch)
+            if not made.isfinite().all():
+                raise ValueError(f"{name} makes values that are not finite: with fp16, try --precision bf16 or fp32")
             for note, of_sample in zip(batch, near, strict=True):
                 note["made"].append([of_sample, seconds])
             quality[name].add(originals, made, codes)
@@ -265,7 +272,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 "data": args.data, "samples": len(everything), "prepared": prepared, "judge_sha256": weights_sha256,
                 **kernel_settings(args, backend), "models": values,
             }  # fmt: skip
-            write_atomically(Path(args.output).with_suffix(".json"), json_bytes(report))
+            write_atomically(Path(f"{args.output}.json"), json_bytes(report))
             draw(args, opened, everything, samples, backend)
     needs = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
     judges = {"LPIPS (--lpips_weights)": lpips, needs: network}
@@ -305,10 +312,10 @@ def draw(args: argparse.Namespace, opened: Any, notes: Sequence[Any], samples: S
         rows |= {name: reconstructed(each.model, rows["original"], backend)[0] for name, each in opened.items()}
     if args.video_folder:
         rows = {name: clips[:, :, args.num_frames // 2] for name, clips in rows.items()}
-    picture = Path(args.output).with_suffix(".png")
+    picture = Path(f"{args.output}.png")
     write_atomically(picture, to_png(grid(rows)))
     of_models = "differ most between models" if len(opened) > 1 else "are worst"
-    backend.say(f"{picture} shows the samples whose reconstructions {of_models}; from the left, with their PSNR:")
+    backend.say(f"{picture} shows the samples whose reconstructions {of_models}; from the left, with PSNR row by row:")
     for index in shown:
         backend.say(f"  {samples.name(index)}: {', '.join(f'{of:.2f}' for of in near[index])}")
 

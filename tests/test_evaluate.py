@@ -28,6 +28,7 @@ import models.files.published
 import trained
 import training.measures.fid
 from benchmarks.launching import Launcher, run
+from distributed.processes import Processes
 from models.perceptual import PerceptualLoss
 from tests.models.test_perceptual import part, published
 from tests.test_encode_images import vae
@@ -61,8 +62,8 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report_of(*flags: Any, output: Path) -> dict[str, Any]:
-    evaluate.main([*map(str, flags), "--output", str(output), "--num_workers", "0", "--batch_size", "4"])
-    found: dict[str, Any] = json.loads(output.with_suffix(".json").read_text())
+    evaluate.main([*map(str, flags), "--output", f"{output}.json", "--num_workers", "0", "--batch_size", "4"])
+    found: dict[str, Any] = json.loads(Path(f"{output}.json").read_text())
     return found
 
 
@@ -324,6 +325,27 @@ def test_a_file_that_cannot_be_read_is_named_and_left_out(
 
 # Mistakes.
 
+
+def refused(capsys: pytest.CaptureFixture[str], *flags: Any) -> str:
+    """The one line of an error, which ends the process with code 2."""
+    with pytest.raises(SystemExit) as raised:
+        evaluate.main([*map(str, flags), "--num_workers", "0"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert raised.value.code == 2 and line.startswith("evaluate.py: error: ")
+    return str(line)
+
+
+def test_processes_that_see_other_files_and_a_model_that_is_not_finite_end_in_a_line(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", at / "a", *PHOTOS(at)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Processes, "gather_objects", lambda self, value: [value, [len(IMAGES), "other names", "cpu"]])
+        assert "do not see the same files" in refused(capsys, *flags)
+    monkeypatch.setattr(evaluate, "reconstructed", lambda model, x, backend: (x / 0, model.encode(x)))
+    assert "not finite" in refused(capsys, *flags)
+
+
 Flags = Callable[[Path], list[Any]]
 PHOTOS: Flags = lambda at: ["--image_folder", at / "photos"]  # noqa: E731
 MISTAKES: dict[str, tuple[Flags, str]] = {
@@ -349,7 +371,4 @@ MISTAKES: dict[str, tuple[Flags, str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line(mistake: str, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, said = MISTAKES[mistake]
-    with pytest.raises(SystemExit) as raised:
-        evaluate.main([*map(str, flags(at)), "--num_workers", "0"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert raised.value.code == 2 and line.startswith("evaluate.py: error: ") and said in line
+    assert said in refused(capsys, *flags(at))

@@ -27,7 +27,7 @@ class Network:
 
 
 def samples() -> Tensor:
-    return torch.rand(50, DIM, generator=torch.Generator().manual_seed(0)) * 3
+    return torch.randn(50, DIM, generator=torch.Generator().manual_seed(0)).exp()
 
 
 def sums(*parts: Tensor) -> Features:
