@@ -270,7 +270,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if backend.is_root and args.output:
             report = {
                 "data": args.data, "samples": len(everything), "prepared": prepared, "judge_sha256": weights_sha256,
-                **kernel_settings(args, backend), "models": values,
+                "batch_size": args.batch_size, **kernel_settings(args, backend), "models": values,
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
             draw(args, opened, everything, samples, backend)

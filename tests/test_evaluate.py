@@ -25,14 +25,17 @@ from torch_fidelity.metric_isc import isc_features_to_metric
 
 import evaluate
 import models.files.published
+import models.i3d
 import trained
 import training.measures.fid
 from benchmarks.launching import Launcher, run
+from data.sets import open_videos
 from distributed.processes import Processes
 from models.perceptual import PerceptualLoss
 from tests.models.test_perceptual import part, published
 from tests.test_encode_images import vae
 from tests.training.measures.test_fid import random_inception
+from training.measures.fid import FrechetStatistics, frechet_distance
 
 MODELS = ("a", "b")
 
@@ -208,6 +211,25 @@ def test_images_and_clips_of_a_video_tokenizer(at: Path, tmp_path: Path) -> None
     assert of_clips["samples"] == 9 and of_clips["prepared"].startswith("3 frames from the middle")
     found = values(of_clips, at / "films")
     assert found["dpsnr"] > 0 and found["flicker"] > 0 and found["psnr"] != values(of_images, at / "films")["psnr"]
+
+
+@torch.no_grad()
+def test_rfvd_is_the_distance_of_the_features_of_clips(
+    at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = torch.randn(3 * 3 * SIZE**2, 400, generator=torch.Generator().manual_seed(0)) / SIZE
+    monkeypatch.setattr(models.i3d, "i3d_features", lambda *given: lambda videos: videos.flatten(1) @ project)
+    (tmp_path / "i3d.pt").write_bytes(b"weights")
+    flags = ["--video_folder", at / "clips", "--num_frames", 3, "--fvd_weights", tmp_path / "i3d.pt"]
+    found = values(report_of("--model", at / "films", *flags, output=tmp_path / "values"), at / "films")
+    samples = open_videos(str(at / "clips"), image_size=SIZE, num_frames=3)
+    clips = torch.stack([samples.load(index)["videos"] for index in range(len(samples))]).float() / 255
+    model, gaussians = video_tokenizer(), []
+    for each in (clips, model.decode(model.encode(clips))):
+        statistics = FrechetStatistics(400)
+        statistics.add(each.flatten(1) @ project)
+        gaussians.append(statistics.result())
+    assert found["rfvd"] == pytest.approx(frechet_distance(*gaussians), rel=1e-4) and "inception_score" not in found
 
 
 # What is said and shown.
