@@ -69,8 +69,7 @@ def test_distance_exists_where_both_covariances_are_singular() -> None:
     assert found == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.fixture(scope="module")
-def inception_weights() -> dict[str, Tensor]:
+def random_inception() -> dict[str, Tensor]:
     """Random weights under the names of FID's Inception, which are torchvision's."""
     with torch.device("meta"):
         shapes = torchvision.models.inception_v3(weights=None, aux_logits=False, init_weights=False, num_classes=1008)
@@ -86,6 +85,11 @@ def inception_weights() -> dict[str, Tensor]:
             ones = name.endswith(("running_var", "bn.weight"))
             weights[name] = torch.full(value.shape, 1.0 if ones else 0.0, dtype=torch.float16)
     return weights
+
+
+@pytest.fixture(scope="module")
+def inception_weights() -> dict[str, Tensor]:
+    return random_inception()
 
 
 def test_inception_gives_2048_numbers_of_each_image_in_8_bits(inception_weights: dict[str, Tensor]) -> None:

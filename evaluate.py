@@ -1,0 +1,330 @@
+"""Measure trained autoencoders on images or videos: how near reconstructions are to the originals, and how much of the
+codebook is used.
+
+    python evaluate.py --model runs/vqgan --image_folder photos/ --fid_weights published --lpips_weights published
+    torchrun --nproc_per_node 8 evaluate.py --compare runs/a runs/b vae.pt --image_folder photos/ --output eval.json
+    deepspeed evaluate.py --model runs/tokenizer --video_folder clips/ --fvd_weights i3d.pt
+    horovodrun -np 8 python evaluate.py --model runs/tokenizer --image_folder photos/
+
+The values are the same, to the last bit, for every launcher and any number of processes: batches do not depend on it,
+and sums are exact. docs/evaluation.md says how everything is measured, and how papers do it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from hub import fetch
+from tandem.converters import FILE, FOLDER, NAME, PATH, pixels, size
+from tandem.fields import flag, given
+from training.flags.parser import ArgumentParser
+from training.flags.shared import add_computation_arguments, kernel_settings
+
+if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
+    from torch import Tensor
+
+    from data.samples import Samples
+    from training.measures.fid import Gaussian
+
+SHOWN = 6  # samples in the picture
+# What the table shows, by the names in the JSON file.
+HEADINGS = {
+    "rfid": "rFID", "rfvd": "rFVD", "inception_score": "IS", "psnr": "PSNR", "ssim": "SSIM", "lpips": "LPIPS",
+    "dpsnr": "PSNR of motion", "flicker": "flicker", "codes_used": "codes used", "perplexity": "perplexity",
+    "samples_per_second": "samples/s",
+}  # fmt: skip
+_OF_VIDEOS = given("video_folder", "PATH")
+
+
+@dataclass
+class Config:
+    """What is measured, on what and how."""
+
+    # fmt: off
+    model: list[str] | None = flag(None, "trained autoencoders, a row each: runs, checkpoints, model/ folders, public "
+        "packages' files, or USER/NAME of the Hugging Face Hub", FOLDER, nargs="+", also="compare", required=True,
+        title="what is measured")
+    image_folder: str | None = flag(None, "images: a folder, tars, a table or manifest, or demo:shapes", PATH)
+    video_folder: str | None = flag(None, "videos: the same; the clip in the middle of each is measured", PATH)
+    output: str | None = flag(None, "write the values to NAME.json, and to NAME.png the samples that the models make "
+        "most differently, or that a single one makes worst, under their originals", NAME)
+    image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="how")
+    num_frames: int = flag(17, "frames of a clip", size, needs=_OF_VIDEOS)
+    fid_weights: str | None = flag(None, "report rFID and inception score by these weights (pt_inception-2015-12-05): "
+        "a file, or published, which fetches them", FILE, needs=given("image_folder", "PATH"))
+    fvd_weights: str | None = flag(None, "report rFVD by these weights of I3D (a state dict)", FILE, needs=_OF_VIDEOS)
+    lpips_weights: str | None = flag(None, "report LPIPS by these weights: a file, a folder, or published", FILE)
+    # fmt: on
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        parser.choose(args, image_folder=None, video_folder=None)
+        args.fresh, args.data = False, args.image_folder or args.video_folder
+        args.output = args.output and args.output.removesuffix(".json")
+        if not args.data:
+            parser.error("give --image_folder or --video_folder")
+
+
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser("evaluate.py", "Measure trained autoencoders.", is_root=distributed.launched_as_root)
+    parser.usage = "%(prog)s --model DIR [DIR ...] (--image_folder PATH | --video_folder PATH) [flags]"
+    parser.add_config(Config)
+    add_computation_arguments(parser, batch_size=32, unit="SAMPLES", num_workers_help="loader processes per process")
+    distributed.add_arguments(parser, trains=False)
+    return parser
+
+
+def reconstructed(model: Any, samples: Tensor, backend: distributed.Backend) -> tuple[Tensor, Tensor]:
+    """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
+    backend.mark("reconstructing")
+    with backend.autocast():
+        if model.num_codes:
+            return model.decode(codes := model.encode(samples)), codes
+        return model(samples).reconstruction, samples.new_zeros(0).long()
+
+
+def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[str, Any]:
+    """The models by the names that the user gives them, on the device of the run. Sets args.image_size and
+    args.channels. Raises ValueError, in one line, if there is none or one does not take such samples."""
+    import torch
+
+    from trained import open_model
+
+    kinds = ("VideoTokenizer",) if args.video_folder else ("DiscreteVAE", "VQGAN", "VideoTokenizer")
+    opened = {name: open_model(name, *kinds) for name in args.model}
+    first = opened[args.model[0]].model
+    args.image_size, args.channels = args.image_size or first.image_size, first.channels
+    shape = (args.channels, *([args.num_frames] if args.video_folder else []), args.image_size, args.image_size)
+    for name, each in opened.items():
+        try:
+            reconstructed(each.model.to(backend.device), torch.zeros(1, *shape, device=backend.device), backend)
+        except ValueError as error:
+            raise ValueError(f"{name} takes no such samples: {error}") from None
+    return opened
+
+
+def load(samples: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
+    """The pixels of a sample, uint8 (1, ...), which one it is, and a checksum."""
+    (pixels,) = samples.load(index).values()
+    return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "made": []}
+
+
+def go_through(
+    samples: Samples, args: argparse.Namespace, backend: distributed.Backend, doing: str, use: Callable[..., None]
+) -> None:
+    """Call `use` with the samples, in [0, 1], and the notes of `load` of each batch of this process. Collective. Raises
+    UserMistake, in one line, if too many samples cannot be read; AskedToStop after a signal."""
+    from data.bad_samples import BadSampleLog
+    from data.feed import to_unit_range
+    from data.stores.encoding import load_pieces
+    from data.workers import Loader
+    from tandem.files.exits import AskedToStop
+
+    n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
+    batches = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
+    read = partial(load_pieces, partial(load, samples), samples.describe)
+    loaded = iter(Loader(read, batches[rank::world], args.num_workers))
+    for done in range(0, len(batches), world):
+        if backend.stop_requested(now=True):
+            backend.say("asked to stop, with nothing written; the same command starts over")
+            raise AskedToStop
+        if done // world % 10 == 9:
+            backend.say(f"{doing} {done * args.batch_size} of {n}")
+        with backend.agreement():
+            if done + rank < len(batches):
+                batch, notes, broken = next(loaded)
+                bad += broken
+                if notes:
+                    use(to_unit_range(batch.to(backend.device)), [note for _, note in notes])
+    log = BadSampleLog(n)
+    for sample in log.share(bad, backend.gather_objects):
+        backend.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
+    with backend.agreement():
+        log.check()
+        if n - log.count < 2:
+            raise ValueError(f"{n - log.count} samples of {args.data} could be read: give at least 2, better thousands")
+
+
+def reference(key: Sequence[Any], originals: Any, again: Callable[..., None], backend: Any) -> Gaussian:
+    """The distribution of the originals' features: what an earlier command has kept of this key; or what is found by
+    going through them `again`, which is kept. Collective."""
+    import torch
+    from safetensors.torch import save
+
+    from models.files.published import read_state_dict
+    from tandem.files.writing import write_atomically
+    from training.measures.fid import Gaussian
+
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    path, found = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
+    with contextlib.suppress(ValueError, TypeError):  # it is not there, or damaged
+        found = Gaussian(**read_state_dict(path))
+    if not backend.any(found is None) and found:
+        backend.say(f"the statistics of the originals are those in {path}")
+        return found
+    again("judged originals", lambda samples, _: originals.add(samples))
+    found, _ = originals.result(backend.sum)
+    with contextlib.suppress(OSError):  # they are computed again the next time
+        if backend.is_root:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, save(found._asdict()))
+    return found
+
+
+def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
+    """Measure the models and say what was found. Raises AskedToStop after a signal."""
+    import torch
+
+    from data.sets import open_images, open_videos
+    from data.stores.output import json_bytes, sha256_of
+    from models.files.published import INCEPTION, PUBLISHED, weights_of
+    from models.i3d import I3D_DIM, i3d_features
+    from models.perceptual import load_lpips
+    from tandem.files.fetching import fetched
+    from tandem.files.writing import write_atomically
+    from training.measures import exact, fid, reconstruction, videos
+
+    device, mark = backend.device, partial(backend.mark, "fetching weights")
+    for name in args.model:
+        fetch(name, backend)
+    with backend.agreement():
+        if backend.is_root and args.output and not Path(args.output).absolute().parent.is_dir():
+            raise ValueError(f"--output {args.output}: there is no such folder")
+        opened = open_models(args, backend)
+        lpips = load_lpips(args.lpips_weights, args.image_size, device, mark)
+        weights = fetched(INCEPTION, mark) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
+        weights_sha256 = sha256_of([Path(weights)]) if weights else None
+        network: Any = i3d_features(args.fvd_weights, args.num_frames, device)
+        if args.fid_weights:
+            network = fid.Inception(weights_of(INCEPTION, str(weights), mark), device)
+        backend.working("listing the samples")
+        side = args.image_size
+        prepared = f"shorter side resized to {side} pixels (bilinear, antialiased), then the centre cropped"
+        make: Any = reconstruction.ReconstructionQuality
+        if args.image_folder:
+            samples = open_images(args.data, image_size=side, channels=args.channels)
+        else:
+            samples = open_videos(args.data, image_size=side, num_frames=args.num_frames)
+            prepared = f"{args.num_frames} frames from the middle, {prepared}"
+            make = partial(videos.VideoQuality, num_frames=args.num_frames)
+    views = backend.gather_objects([len(samples), samples.fingerprint, device.type])
+    with backend.agreement():
+        if any(view != views[0] for view in views):
+            raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
+    backend.say(f"{len(samples)} samples of {args.data}: {prepared}")
+    quality = {name: make(each.model.num_codes, device=device, losses=(), lpips=lpips) for name, each in opened.items()}
+    features = partial(exact.Features, network, getattr(network, "dim", I3D_DIM), device)
+    made_of = {name: features() for name in opened if network}
+    notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
+
+    def use(originals: Tensor, batch: list[dict[str, Any]]) -> None:
+        for name, each in opened.items():
+            started = time.perf_counter()
+            made, codes = reconstructed(each.model, originals, backend)
+            near = reconstruction.psnr(originals, made).tolist()  # waits for the device
+            seconds = (time.perf_counter() - started) / len(batch)
+            if not made.isfinite().all():
+                raise ValueError(f"{name} makes values that are not finite: with fp16, try --precision bf16 or fp32")
+            for note, of_sample in zip(batch, near, strict=True):
+                note["made"].append([of_sample, seconds])
+            quality[name].add(originals, made, codes)
+            if network:
+                made_of[name].add(made)
+        notes.extend(batch)
+
+    again = partial(go_through, samples, args, backend)
+    with torch.no_grad():
+        again("measured", use)
+        everything = sorted(itertools.chain(*backend.gather_objects(notes)), key=lambda note: note["index"])
+        checksums = [note["checksum"] for note in everything]
+        key = [weights_sha256, samples.fingerprint, prepared, checksums]
+        original = reference(key, features(), again, backend) if network else None
+    values: dict[str, dict[str, Any]] = {}
+    for place, (name, each) in enumerate(opened.items()):
+        found, _ = quality[name].result(backend.sum)
+        speed = backend.world_size / median(note["made"][place][1] for note in everything)
+        if original:
+            made, score = made_of[name].result(backend.sum)
+            found |= score
+            backend.working("computing the Fréchet distance")
+            if backend.is_root:
+                found["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(original, made)
+        shown = {measure: found[measure] for measure in HEADINGS if measure in found}
+        values[name] = {**shown, "samples_per_second": speed, "num_codes": each.model.num_codes, **each.about}
+    with backend.agreement():
+        if backend.is_root:
+            say_table(values, backend.say)
+        if backend.is_root and args.output:
+            report = {
+                "data": args.data, "samples": len(everything), "prepared": prepared, "judge_sha256": weights_sha256,
+                "batch_size": args.batch_size, **kernel_settings(args, backend), "models": values,
+            }  # fmt: skip
+            write_atomically(Path(f"{args.output}.json"), json_bytes(report))
+            draw(args, opened, everything, samples, backend)
+    needs = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
+    judges = {"LPIPS (--lpips_weights)": lpips, needs: network}
+    if missing := [what for what, judge in judges.items() if judge is None]:
+        backend.say(f"not measured without the weights that they need: {', '.join(missing)}")
+
+
+def say_table(values: Mapping[str, Mapping[str, Any]], say: Callable[[str], None]) -> None:
+    """Print a row for each model, with a column for each value that there is."""
+    from training.run.table import number
+
+    names = [name for name in HEADINGS if any(name in found for found in values.values())]
+    rows = [["", *(HEADINGS[name] for name in names)]]
+    for model, found in values.items():
+        cells = {name: number(found.get(name)) for name in names}
+        if found["num_codes"]:
+            cells["codes_used"] += f" of {found['num_codes']}"
+        rows.append([model, *cells.values()])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        say("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
+
+
+def draw(args: argparse.Namespace, opened: Any, notes: Sequence[Any], samples: Samples, backend: Any) -> None:
+    """Write the picture of the samples whose PSNR differs most between models, or is lowest of a single one."""
+    import torch
+
+    from data.feed import to_unit_range
+    from tandem.files.writing import write_atomically
+    from training.pictures.images import grid, to_png
+
+    near = {note["index"]: [near for near, _ in note["made"]] for note in notes}
+    spread = {index: max(of) - min(of) if len(of) > 1 else -of[0] for index, of in near.items()}
+    shown = sorted(near, key=lambda index: spread[index], reverse=True)[:SHOWN]
+    rows = {"original": to_unit_range(torch.cat([load(samples, index)[0] for index in shown]).to(backend.device))}
+    with torch.no_grad():
+        rows |= {name: reconstructed(each.model, rows["original"], backend)[0] for name, each in opened.items()}
+    if args.video_folder:
+        rows = {name: clips[:, :, args.num_frames // 2] for name, clips in rows.items()}
+    picture = Path(f"{args.output}.png")
+    write_atomically(picture, to_png(grid(rows)))
+    of_models = "differ most between models" if len(opened) > 1 else "are worst"
+    backend.say(f"{picture} shows the samples whose reconstructions {of_models}; from the left, with PSNR row by row:")
+    for index in shown:
+        backend.say(f"  {samples.name(index)}: {', '.join(f'{of:.2f}' for of in near[index])}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse(argv)
+    distributed.launch_inference(lambda backend: evaluate(args, backend), parser, args)
+
+
+if __name__ == "__main__":
+    main()

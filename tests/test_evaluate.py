@@ -1,0 +1,396 @@
+"""evaluate.py against independent computations, for any number of processes; mistakes, and commands that are stopped
+or repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lpips
+import numpy as np
+import pytest
+import torch
+from filling import IMAGES, SIZE, mulan, saved, video_tokenizer, vqgan, write_images, write_videos
+from PIL import Image, ImageOps
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from torch import Tensor
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+from torch_fidelity.metric_isc import isc_features_to_metric
+
+import evaluate
+import models.files.published
+import models.i3d
+import trained
+import training.measures.fid
+from benchmarks.launching import Launcher, run
+from data.sets import open_videos
+from distributed.processes import Processes
+from models.perceptual import PerceptualLoss
+from tests.models.test_perceptual import part, published
+from tests.test_encode_images import vae
+from tests.training.measures.test_fid import random_inception
+from training.measures.fid import FrechetStatistics, frechet_distance
+
+MODELS = ("a", "b")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_one_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setenv("TORCH_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models, of images and of videos."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for seed, name in enumerate(MODELS):
+        saved(folder / name, vqgan(seed))
+    saved(folder / "vae", vae())
+    saved(folder / "films", video_tokenizer())
+    saved(folder / "rgba", vqgan(channels=4))
+    saved(folder / "mulan", mulan())
+    write_images(folder / "photos")
+    write_videos(folder / "clips")
+    return folder
+
+
+def report_of(*flags: Any, output: Path) -> dict[str, Any]:
+    evaluate.main([*map(str, flags), "--output", f"{output}.json", "--num_workers", "0", "--batch_size", "4"])
+    found: dict[str, Any] = json.loads(Path(f"{output}.json").read_text())
+    return found
+
+
+def without_speed(report: dict[str, Any]) -> dict[str, Any]:
+    for of_model in report["models"].values():
+        assert of_model.pop("samples_per_second") > 0
+    return report
+
+
+def values(report: dict[str, Any], model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = report["models"][str(model)]
+    return found
+
+
+class TinyInception:
+    """What is asked of Inception, with 8 numbers for an image."""
+
+    dim, seen = 8, 0
+
+    def __init__(self, weights: Any, device: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._project = torch.randn(3 * SIZE**2, self.dim, generator=generator) / SIZE
+        self._head = torch.randn(self.dim, 1008, generator=generator)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        TinyInception.seen += len(images)
+        return images.flatten(1) @ self._project
+
+    def logits(self, features: Tensor) -> Tensor:
+        return features @ self._head
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags that ask for rFID by a tiny network."""
+    monkeypatch.setattr(training.measures.fid, "Inception", TinyInception)
+    monkeypatch.setattr(models.files.published, "weights_of", lambda *given: {})
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "tiny.pth").write_bytes(b"weights")
+    return ["--fid_weights", str(tmp_path / "tiny.pth")]
+
+
+# Independent computations.
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of weights of the published shapes, random with a fixed seed: nobody may fetch the published ones here."""
+    folder = tmp_path_factory.mktemp("judges")
+    torch.save(random_inception(), folder / "inception.pth")
+    torch.manual_seed(0)
+    torch.save(published(PerceptualLoss("lpips")), folder / "lpips.pth")
+    return {"--fid_weights": folder / "inception.pth", "--lpips_weights": folder / "lpips.pth"}
+
+
+@pytest.fixture(scope="module")
+def compared(at: Path, judges: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a command that compares two models by everything that there is."""
+    folder = tmp_path_factory.mktemp("compared")
+    report_of(*command(at, judges), output=folder / "values")
+    return folder
+
+
+def command(at: Path, judges: dict[str, Path]) -> list[Any]:
+    flags = [word for flag in judges.items() for word in flag]
+    return ["--compare", *(at / name for name in MODELS), "--image_folder", at / "photos", *flags]
+
+
+def prepared(path: Path) -> Tensor:
+    """As papers do it, by Pillow alone: the centre of a picture whose shorter side is resized."""
+    with Image.open(path) as picture:
+        square = ImageOps.fit(picture.convert("RGB"), (SIZE, SIZE), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.asarray(square).copy()).permute(2, 0, 1).float() / 255
+
+
+@torch.no_grad()
+def test_values_are_those_of_scikit_image_torch_fidelity_and_lpips(
+    at: Path, compared: Path, judges: dict[str, Path]
+) -> None:
+    found = values(json.loads((compared / "values.json").read_text()), at / "b")
+    model, images = vqgan(1), torch.stack([prepared(at / "photos" / name) for name in IMAGES])
+    codes = model.encode(images)
+    made = model.decode(codes).clamp(0, 1)
+
+    pairs = [(x.double().numpy(), y.double().numpy()) for x, y in zip(images, made, strict=True)]
+    psnrs = [peak_signal_noise_ratio(x, y, data_range=1) for x, y in pairs]
+    assert found["psnr"] == pytest.approx(np.mean(psnrs), rel=1e-6)
+    how = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
+    ssims = [structural_similarity(x, y, data_range=1, channel_axis=0, **how) for x, y in pairs]
+    assert found["ssim"] == pytest.approx(np.mean(ssims), abs=1e-6)
+
+    counts = np.bincount(codes.flatten().numpy(), minlength=512)
+    shares = counts[counts > 0] / counts.sum()
+    assert (found["codes_used"], found["num_codes"]) == (len(shares), 512)
+    assert found["perplexity"] == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
+
+    with torch.device("meta"):
+        package = lpips.LPIPS(net="vgg", pnet_rand=True, pretrained=False, verbose=False)
+    ours = torch.load(judges["--lpips_weights"])
+    trunk = {name: ours[f"features.{name.split('.', 2)[2]}"] for name in package.state_dict() if "slice" in name}
+    package.load_state_dict({**trunk, **part(ours, "lin")}, strict=False, assign=True)
+    assert found["lpips"] == pytest.approx(package(made, images, normalize=True).mean().item(), rel=1e-5)
+
+    layers, weights = ["2048", "logits_unbiased"], str(judges["--fid_weights"])
+    extractor = FeatureExtractorInceptionV3("inception", layers, feature_extractor_weights_path=weights)
+    (real, _), (fake, logits) = (extractor((each * 255).round().byte()) for each in (images, made))
+    score = isc_features_to_metric(logits, splits=1, shuffle=False)["inception_score_mean"]
+    assert found["inception_score"] == pytest.approx(score, rel=1e-6)
+    # Of fewer images than numbers, tr (A B)^1/2 is the sum of the singular values of x y^T, centred.
+    x, y = ((each - each.mean(0)).double() / len(each[:-1]) ** 0.5 for each in (real, fake))
+    means = (real.double().mean(0) - fake.double().mean(0)).square().sum()
+    expected = means + x.square().sum() + y.square().sum() - 2 * torch.linalg.svdvals(x @ y.T).sum()
+    assert expected > 0.1 and found["rfid"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_four_processes_find_the_bits_of_one(
+    at: Path, compared: Path, judges: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))  # where nothing is kept of the originals
+    output = tmp_path / "values"
+    words = [*command(at, judges), "--output", output, "--num_workers", 1, "--batch_size", 4]
+    finished = run(Launcher("torchrun", 4), "evaluate.py", [*map(str, words)])
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("rFID") == 1, finished.output
+    one, four = (without_speed(json.loads((of / "values.json").read_text())) for of in (compared, tmp_path))
+    assert four == one
+    assert (tmp_path / "values.png").read_bytes() == (compared / "values.png").read_bytes()
+
+
+@torch.no_grad()
+def test_images_and_clips_of_a_video_tokenizer(at: Path, tmp_path: Path) -> None:
+    of_images = report_of("--model", at / "films", "--image_folder", at / "photos", output=tmp_path / "images")
+    images = torch.stack([prepared(at / "photos" / name) for name in IMAGES])
+    model = video_tokenizer()
+    psnrs = [
+        peak_signal_noise_ratio(x.numpy(), y.clamp(0, 1).numpy(), data_range=1)
+        for x, y in zip(images, model.decode(model.encode(images)), strict=True)
+    ]
+    assert values(of_images, at / "films")["psnr"] == pytest.approx(np.mean(psnrs), rel=1e-5)
+    flags = ["--video_folder", at / "clips", "--num_frames", 3]
+    of_clips = report_of("--model", at / "films", *flags, output=tmp_path / "clips")
+    assert of_clips["samples"] == 9 and of_clips["prepared"].startswith("3 frames from the middle")
+    found = values(of_clips, at / "films")
+    assert found["dpsnr"] > 0 and found["flicker"] > 0 and found["psnr"] != values(of_images, at / "films")["psnr"]
+
+
+@torch.no_grad()
+def test_rfvd_is_the_distance_of_the_features_of_clips(
+    at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = torch.randn(3 * 3 * SIZE**2, 400, generator=torch.Generator().manual_seed(0)) / SIZE
+    monkeypatch.setattr(models.i3d, "i3d_features", lambda *given: lambda videos: videos.flatten(1) @ project)
+    (tmp_path / "i3d.pt").write_bytes(b"weights")
+    flags = ["--video_folder", at / "clips", "--num_frames", 3, "--fvd_weights", tmp_path / "i3d.pt"]
+    found = values(report_of("--model", at / "films", *flags, output=tmp_path / "values"), at / "films")
+    samples = open_videos(str(at / "clips"), image_size=SIZE, num_frames=3)
+    clips = torch.stack([samples.load(index)["videos"] for index in range(len(samples))]).float() / 255
+    model, gaussians = video_tokenizer(), []
+    for each in (clips, model.decode(model.encode(clips))):
+        statistics = FrechetStatistics(400)
+        statistics.add(each.flatten(1) @ project)
+        gaussians.append(statistics.result())
+    assert found["rfvd"] == pytest.approx(frechet_distance(*gaussians), rel=1e-4) and "inception_score" not in found
+
+
+# What is said and shown.
+
+
+@torch.no_grad()
+def test_the_table_and_the_picture_show_where_models_differ(
+    at: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of(*command(at, {}), output=tmp_path / "values")
+    said = capsys.readouterr().out.splitlines()
+    heading, a, b = (line.split() for line in said[1:4])
+    assert heading == ["PSNR", "SSIM", "codes", "used", "perplexity", "samples/s"]
+    assert (a[0], b[0]) == (str(at / "a"), str(at / "b"))
+    assert a[1] == f"{values(report, at / 'a')['psnr']:.2f}" and a[4:6] == ["of", "512"]
+    assert said[-1].endswith("without the weights that they need: LPIPS (--lpips_weights), rFID and IS (--fid_weights)")
+
+    images = torch.stack([prepared(at / "photos" / name) for name in IMAGES])
+    made = [model.decode(model.encode(images)).clamp(0, 1) for model in (vqgan(0), vqgan(1))]
+    psnrs = [-10 * (images - each).square().mean((1, 2, 3)).log10() for each in made]
+    order = (psnrs[0] - psnrs[1]).abs().argsort(descending=True)[:6].tolist()
+    assert [line.split(":")[0].strip() for line in said[-7:-1]] == [IMAGES[place] for place in order]
+    picture = np.asarray(Image.open(tmp_path / "values.png"))
+    place = order[0]
+    shown = (images[place].permute(1, 2, 0) * 255).round().byte().repeat_interleave(8, 0).repeat_interleave(8, 1)
+    corners = np.lib.stride_tricks.sliding_window_view(picture[2, :, 0], 128)
+    left = int((corners == shown[0, :, 0].numpy()).all(1).argmax())
+    np.testing.assert_array_equal(picture[2:130, left : left + 128], shown.numpy())
+
+
+def test_one_model_shows_what_it_makes_worst(at: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report_of("--model", at / "vae", "--image_folder", at / "photos", output=tmp_path / "values")
+    near = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[-7:-1]]
+    assert near == sorted(near)
+
+
+def test_a_model_without_codes_has_no_columns_of_codes(
+    at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Continuous(torch.nn.Module):
+        image_size, channels, num_codes = SIZE, 3, 0
+
+        def forward(self, images: Tensor) -> Any:
+            return SimpleNamespace(reconstruction=images * 0.9, codes=None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trained, "open_model", lambda *given: trained.Trained(Continuous(), {}, None))
+        found = values(report_of("--model", "vae", "--image_folder", at / "photos", output=tmp_path / "v"), Path("vae"))
+    assert not {"codes_used", "perplexity"} & found.keys() and found["psnr"] > 15
+    assert capsys.readouterr().out.splitlines()[1].split() == ["PSNR", "SSIM", "samples/s"]
+
+
+# Commands that are repeated or stopped.
+
+
+def test_statistics_of_originals_are_kept_for_the_same_pixels_and_weights_alone(
+    at: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    photos = shutil.copytree(at / "photos", tmp_path / "photos")
+    flags = ["--model", at / "a", "--image_folder", photos, *tiny]
+
+    def seen() -> tuple[int, dict[str, Any]]:
+        TinyInception.seen = 0
+        report = report_of(*flags, output=tmp_path / "values")
+        return TinyInception.seen, without_speed(report)
+
+    n = len(IMAGES)
+    first = seen()
+    assert first[0] == 2 * n
+    assert seen() == (n, first[1])
+    (kept,) = (tmp_path / "home" / "hub" / "statistics").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert seen() == (2 * n, first[1])
+    Image.new("RGB", (24, 20), "red").save(photos / IMAGES[0])
+    changed = seen()
+    assert changed[0] == 2 * n and values(changed[1], at / "a")["rfid"] != values(first[1], at / "a")["rfid"]
+    (tmp_path / "tiny.pth").write_bytes(b"others")
+    assert seen()[0] == 2 * n
+
+
+def test_a_command_that_is_stopped_writes_nothing_and_can_be_repeated(
+    at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reconstructed, calls = evaluate.reconstructed, []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return reconstructed(*given)
+
+    flags = ["--model", at / "a", "--image_folder", at / "photos"]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "reconstructed", interrupted)
+        with pytest.raises(SystemExit) as raised:
+            report_of(*flags, output=tmp_path / "values")
+    assert raised.value.code == 75 and not list(tmp_path.iterdir())
+    assert "nothing written; the same command starts over" in capsys.readouterr().out
+    assert report_of(*flags, output=tmp_path / "values")["samples"] == len(IMAGES)
+
+
+def test_a_file_that_cannot_be_read_is_named_and_left_out(
+    at: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = shutil.copytree(at / "photos", tmp_path / "photos")
+    (photos / IMAGES[1]).write_bytes(b"no picture")
+    broken = report_of("--model", at / "a", "--image_folder", photos, output=tmp_path / "broken")
+    assert capsys.readouterr().out.count(IMAGES[1]) == 1
+    (photos / IMAGES[1]).unlink()
+    whole = report_of("--model", at / "a", "--image_folder", photos, output=tmp_path / "whole")
+    assert broken["samples"] == len(IMAGES) - 1
+    # The rest of an image's batch may round differently.
+    assert values(broken, at / "a")["psnr"] == pytest.approx(values(whole, at / "a")["psnr"], rel=1e-5)
+
+
+# Mistakes.
+
+
+def refused(capsys: pytest.CaptureFixture[str], *flags: Any) -> str:
+    """The one line of an error, which ends the process with code 2."""
+    with pytest.raises(SystemExit) as raised:
+        evaluate.main([*map(str, flags), "--num_workers", "0"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert raised.value.code == 2 and line.startswith("evaluate.py: error: ")
+    return str(line)
+
+
+def test_processes_that_see_other_files_and_a_model_that_is_not_finite_end_in_a_line(
+    at: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", at / "a", *PHOTOS(at)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Processes, "gather_objects", lambda self, value: [value, [len(IMAGES), "other names", "cpu"]])
+        assert "do not see the same files" in refused(capsys, *flags)
+    monkeypatch.setattr(evaluate, "reconstructed", lambda model, x, backend: (x / 0, model.encode(x)))
+    assert "not finite" in refused(capsys, *flags)
+
+
+Flags = Callable[[Path], list[Any]]
+PHOTOS: Flags = lambda at: ["--image_folder", at / "photos"]  # noqa: E731
+MISTAKES: dict[str, tuple[Flags, str]] = {
+    "no data": (lambda at: ["--model", at / "a"], "give --image_folder or --video_folder"),
+    "two kinds of data": (lambda at: ["--model", at / "a", *PHOTOS(at), "--video_folder", at / "clips"], "exclude"),
+    "no model": (lambda at: ["--model", at / "photos", *PHOTOS(at)], "expected a run folder"),
+    "another kind of model": (lambda at: ["--model", at / "mulan", *PHOTOS(at)], "holds a MuLaN"),
+    "no videos": (lambda at: ["--model", at / "a", "--video_folder", at / "clips"], "not a VideoTokenizer"),
+    "two numbers of channels": (lambda at: ["--compare", at / "a", at / "rgba", *PHOTOS(at)], "rgba takes no such"),
+    "a size that does not fit": (lambda at: ["--model", at / "a", *PHOTOS(at), "--image_size", 18], "a takes no such"),
+    "a fixed size": (lambda at: ["--model", at / "vae", *PHOTOS(at), "--image_size", 32], "vae takes no such"),
+    "frames": (
+        lambda at: ["--model", at / "films", "--video_folder", at / "clips", "--num_frames", 4], "use 3 or 5"
+    ),
+    "no weights": (lambda at: ["--model", at / "a", *PHOTOS(at), "--fid_weights", at / "none.pth"], "none.pth"),
+    "weights of videos": (lambda at: ["--model", at / "a", *PHOTOS(at), "--fvd_weights", "i.pt"], "no effect"),
+    "no folder": (lambda at: ["--model", at / "a", *PHOTOS(at), "--output", at / "none" / "values"], "no such folder"),
+    "a single image": (lambda at: ["--model", at / "a", "--image_folder", at / "photos/cats/old"], "at least 2"),
+    "training": (lambda at: ["--model", at / "a", *PHOTOS(at), "--batch_parts", 2], "trains nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(mistake: str, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, said = MISTAKES[mistake]
+    assert said in refused(capsys, *flags(at))
