@@ -51,7 +51,9 @@ def encode_batches(
     return (_encode_shard(itertools.islice(loaded, len(each)), encode, batch_size) for each in requests)
 
 
-def load_pieces(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
+def load_pieces(
+    load: Load, describe: Describe, indices: range
+) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
     """The pieces (n, ...) of all samples; of each sample how many these are, and its note; what cannot be read."""
     pieces, notes, bad = [torch.zeros(0)], [], []
     for index in indices:
