@@ -3,9 +3,9 @@
 #   make test    install every backend, build Horovod (Python <= 3.11), run every test
 # and: test-all (every combination, before a release), test-avx2 (tests that train, as on a smaller CPU), lint, bench
 # (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by side; the same bits
-# of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at random; MACHINES=2: on
-# machines of lab), fuzz MINUTES=10 (damaged files for every tool), faults (how many of a hundred seeded faults the tests
-# find: half an hour, in which a second start goes on), lab (several machines, made of Linux namespaces)
+# of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at random), fuzz MINUTES=10
+# (damaged files for every tool), faults (how many of a hundred seeded faults the tests find: half an hour, in which a
+# second start goes on), lab (several machines, made of Linux namespaces)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
@@ -72,9 +72,8 @@ parity: $(VENV)/.complete
 	    $(BIN)/python scripts/parity.py --processes 2 4 --batch_parts 8 --script train_$$script.py || exit; done
 
 MINUTES ?= 10
-MACHINES ?= 1
 torture: $(VENV)/.complete
-	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES) --machines $(MACHINES)
+	$(BIN)/python tests/torture/torture.py --minutes $(MINUTES)
 
 SEED ?= 0
 fuzz: $(VENV)/.complete
@@ -87,7 +86,7 @@ faults: $(VENV)/.complete
 # Root, and: apt-get install iproute2 openssh-server pdsh openmpi-bin slurmctld slurmd slurm-client munge gcc
 # A test whose programs are not there is skipped and names them.
 lab: $(VENV)/.complete
-	$(BIN)/python -m pytest tests/lab tests/torture -m "long or not long" -rs
+	$(BIN)/python -m pytest tests/lab -m "long or not long" -rs
 
 # The plain installation: enough for one process and for torchrun.
 $(VENV)/.installed: setup.py pyproject.toml

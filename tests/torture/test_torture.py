@@ -13,21 +13,13 @@ from pathlib import Path
 
 import pytest
 import torture_checks as checks
-from lab import missing
-from torture import TOOLS, main
-from torture_plan import draw_plan, draw_plan_over_machines
-
-# Rank 0 of two is killed in a save, then an old checkpoint cannot be deleted, and the result is compared bit for bit.
-ON_ONE = ["--seed", "2353", "--trials", "1", "--launchers", "python", "torchrun"]
-# A link is cut in a save, then all processes of a machine are killed in one, and one machine finishes the run.
-ON_TWO = ["--machines", "2", "--seed", "20", "--trials", "1", "--launchers", "torchrun"]
+from torture_plan import draw_plan
 
 
-@pytest.mark.parametrize("flags", [ON_ONE, pytest.param(ON_TWO, marks=pytest.mark.long)], ids=["one", "two machines"])
-def test_a_short_torture_loses_nothing(flags: list[str]) -> None:
-    if flags is ON_TWO and (lacks := missing(*TOOLS)):
-        pytest.skip(f"no machines here: {lacks}")
-    plan = [*flags, "--kills", "2", "--minutes", "60"]
+def test_a_short_torture_loses_nothing() -> None:
+    """Rank 0 of two is killed in a save, then an old checkpoint cannot be deleted, and the result is compared bit for
+    bit."""
+    plan = ["--seed", "2353", "--trials", "1", "--launchers", "python", "torchrun", "--kills", "2", "--minutes", "60"]
     command = [sys.executable, str(Path(__file__).with_name("torture.py")), *plan]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as torture:
         try:
@@ -37,17 +29,7 @@ def test_a_short_torture_loses_nothing(flags: list[str]) -> None:
     assert torture.returncode == 0, output
     assert output.endswith("nothing was lost\n")
     # Planned faults may be missing: a run may be finished before their moment comes.
-    counts = re.search(r"(\d+) kills and (\d+) polite signals, (\d+) other faults", output)
-    assert counts and sum(map(int, counts.groups())) >= 1, output
-
-
-def test_what_a_torture_over_machines_lacks_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(SystemExit):
-        main(["--machines", "2"])
-    assert capsys.readouterr().err.endswith("error: no machines here: network namespaces need Linux and root\n")
+    assert (counted := re.search(r"(\d+) faults", output)) and int(counted[1]) >= 1, output
 
 
 def write_checkpoint(run: Path, step: int, left_out: Sequence[str] = ()) -> Path:
@@ -81,13 +63,12 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def check(run: Path, tolerance: float = 0.0) -> None:
+def check(run: Path) -> None:
     """All that is checked of the files of a run which was asked to stop, and of one that ended."""
     checks.check_checkpoints(run, [3, 6, 9], 2, FILES)
     checks.check_kept_up(run, [9], 3)
-    checks.check_same_run(run, run.with_name("reference"), 9, tolerance)
+    checks.check_same_run(run, run.with_name("reference"))
     checks.check_polite_end("asked to stop: saved update 9; run the same", run, 20)
-    checks.check_polite_end("nothing is heard", run, 20, is_heard=False)
 
 
 def replace(name: str, old: str, new: str) -> Callable[[Path], object]:
@@ -104,10 +85,7 @@ def log_another(run: Path) -> None:
 LAST = "checkpoints/step_00000009"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped bit of the newest": (replace(f"{LAST}/model.safetensors", "9", "8"), "step_00000009 is damaged"),
-    "and of the oldest": (replace("checkpoints/step_00000003/model.safetensors", "3", "2"), "step_00000003 is damaged"),
-    "a missing file": (lambda run: (run / LAST / "state.json").unlink(), "damaged: state.json"),
     "missing sums": (lambda run: (run / LAST / "SHA256SUMS").unlink(), "has no SHA256SUMS"),
-    "empty sums": (lambda run: (run / LAST / "SHA256SUMS").write_text(""), "damaged"),
     "an unlisted file": (lambda run: (run / LAST / "ema.safetensors").touch(), "damaged: ema"),
     "a part that is missing with its sum": (lambda run: write_checkpoint(run, 9, ["state.json"]), "instead of"),
     "a newest checkpoint that is gone": (lambda run: shutil.rmtree(run / LAST), "are gone"),
@@ -131,11 +109,9 @@ def test_each_kind_of_loss_is_found(damage: str, run: Path) -> None:
 
 def test_what_is_no_loss_is_not_taken_for_one(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step_00000003")  # of which the two newest are kept
-    replace("metrics.jsonl", "0.25}", "0.25000000000000006}")(run)
-    check(run, tolerance=1e-5)
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 10, "lo')  # torn by a kill
-    check(run, tolerance=1e-5)
+    check(run)
 
 
 @pytest.mark.parametrize(("there", "reached"), [([], 6), ([3], 9)])
@@ -153,11 +129,9 @@ TRAINED = "61 images to train on\nupdate {step:>2}/20  0.5000\n"
 @pytest.mark.parametrize(
     ("log", "newest", "complaint"),
     [
-        (TRAINED.format(step=1), 6, "went on with update 1"),
         (TRAINED.format(step=8), 6, "went on with update 8"),
         (TRAINED.format(step=7), 6, "did not say"),
         ("resumed from {run}/checkpoints/step_00000003\n", 6, "step_00000003, though the newest checkpoint was 6"),
-        ("resumed from {run}/checkpoints/step_00000003\n", None, "was None"),
         ("[0]<stderr>:resumed from {run}/checkpoints/step_00000006\n" + TRAINED.format(step=7), 6, None),
         (TRAINED.format(step=1), None, None),
         ("killed before it said anything\n", 6, None),
@@ -192,8 +166,6 @@ def test_a_traceback_of_a_process_is_found_and_one_of_a_launcher_is_not() -> Non
         checks.check_last_words(
             of_torchrun + '[0]:  File "/a/train_vae.py", line 3, in main\nKeyError: 1', "train_vae.py"
         )
-    said = "node2: stopped: rank 1: lost contact with rank 0 at update 6\nupdate  7/20\n"
-    assert checks.last_words(said) == ["stopped: rank 1: lost contact with rank 0 at update 6"]
 
 
 NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]
@@ -210,16 +182,3 @@ def test_a_plan_follows_from_its_seed_and_plans_hold_every_fault_of_every_launch
             "a taken port", "SIGKILL to worker", "SIGTERM to last, in a validation",
             "SIGKILL to everything"}  # fmt: skip
     assert what <= {blow.fault for plan in plans for blow in plan.blows}
-
-
-def test_plans_over_machines_hold_every_fault_of_every_launcher() -> None:
-    names = [*NAMES, "mpirun"]
-    plans = [draw_plan_over_machines(7, trial, names, 4) for trial in range(60)]
-    assert plans == [draw_plan_over_machines(7, trial, names, 4) for trial in range(60)]
-    blows = [blow for plan in plans for blow in plan.blows]
-    on_two = {(blow.launcher.name, blow.victims) for blow in blows if blow.launcher.machines == 2}
-    assert on_two == {
-        (name, what) for name in names[1:] for what in ("root", "last", "launcher", "machine", "power", "link")
-    }
-    assert not any(blow.victims in ("machine", "power", "link") for blow in blows if blow.launcher.machines == 1)
-    assert {blow.launcher.name for blow in blows if blow.launcher.machines == 1} == set(NAMES)

@@ -2,7 +2,6 @@
 
     python tests/torture/torture.py --minutes 10                        # make torture
     python tests/torture/torture.py --seed 7 --only 3                   # trial 3 of seed 7 again
-    python tests/torture/torture.py --machines 2                        # machines of tests/lab; as root
 
 Trials alternate. In the first kind backend and processes stay, and every metric of every update, the final weights and
 the last checkpoint must equal an uninterrupted run's bit for bit. In the second kind each start has another backend and
@@ -10,10 +9,6 @@ number of processes, and the losses must agree with one process's. Among the kil
 also in a validation; a job that is frozen for some seconds, and an old checkpoint that cannot be deleted, neither
 of which may end a run; a loader's worker that is killed; a port that is taken. After every fault all checkpoints are
 verified with none of the product's code. Ends with exit code 1 if anything was lost, and keeps that trial's folder.
-
-With --machines 2, each start of a trial has another launcher, on one machine or two. Machines die, links between them
-are cut, and processes are killed, stopped and asked to stop. With --batch_parts the result must equal one process's bit
-for bit. No start may hang, end with a traceback, or leave a process on a machine.
 """
 
 from __future__ import annotations
@@ -35,9 +30,8 @@ from pathlib import Path
 
 import psutil
 
-sys.path.extend(str(Path(__file__).resolve().parents[2] / folder) for folder in ("tests/launch", "tests/lab", "."))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from lab import missing
 from torture_checks import (
     Lost,
     check_checkpoints,
@@ -49,7 +43,6 @@ from torture_checks import (
     checkpoint_path,
     checkpoint_steps,
     finished_step,
-    last_words,
     loss_difference,
     next_line,
     read_metrics,
@@ -57,11 +50,10 @@ from torture_checks import (
     unfinished_saves,
     verified_files,
 )
-from torture_machines import TOOLS, SpreadJob
-from torture_plan import MOMENTS, VALIDATE_EVERY, Blow, Plan, Spread, draw_plan, draw_plan_over_machines
+from torture_plan import MOMENTS, VALIDATE_EVERY, Blow, Plan, draw_plan
 from torture_tally import Start, Tally
 
-from benchmarks.launching import HANG_SECONDS, ONE_PROCESS, Job, Launcher, send, tool
+from benchmarks.launching import HANG_SECONDS, ONE_PROCESS, Job, Launcher, send
 
 # A relative 1e-5 is allowed, as tests/launch/test_scripts.py does: rounding alone gives about 1e-7, and a change of
 # backend adds nothing to it, because states are handed over in full fp32.
@@ -73,15 +65,11 @@ FLAGS = ["--image_size", "64", "--num_layers", "2", "--num_tokens", "64", "--hid
          "--ema_decay", "0.9", "--batch_size", "12", "--max_steps", str(UPDATES), "--epochs", "100",
          "--log_every_n_steps", "1", "--sample_every_n_steps", "0", "--validate_every_n_steps",
          str(VALIDATE_EVERY)]  # fmt: skip
-# 4 parts are the same on 1, 2 and 4 processes. A start that lacks a process ends after 2 minutes and one of grace.
-OVER_MACHINES = ["--batch_parts", "4", "--timeout_minutes", "2", "--sample_every_n_steps", "7"]
 NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]
 EXIT_CODE = 75  # exit code of train_vae.py after it was asked to stop
 
 
-def wait_for_moment(
-    job: Job | SpreadJob, blow: Blow, run: Path, newest: int, startup_seconds: float
-) -> list[psutil.Process]:
+def wait_for_moment(job: Job, blow: Blow, run: Path, newest: int, startup_seconds: float) -> list[psutil.Process]:
     """Wait for the moment of the blow. Returns the training processes, or none if the job ended before the moment."""
     leftover, seconds = unfinished_saves(run), MOMENTS[blow.moment][1] * blow.delay
     if blow.moment == "start-up":
@@ -106,7 +94,7 @@ def wait_for_moment(
     return ranks
 
 
-def poll(job: Job | SpreadJob, condition: Callable[[], bool], pause: float = 0.0002) -> bool:
+def poll(job: Job, condition: Callable[[], bool], pause: float = 0.0002) -> bool:
     """Wait for the condition. Returns whether it came true before the job's end.
 
     Raises:
@@ -121,16 +109,14 @@ def poll(job: Job | SpreadJob, condition: Callable[[], bool], pause: float = 0.0
     return True
 
 
-def strike(job: Job | SpreadJob, blow: Blow, ranks: Sequence[psutil.Process], run: Path) -> bool:
+def strike(job: Job, blow: Blow, ranks: Sequence[psutil.Process], run: Path) -> bool:
     """Returns False if there is nothing to strike."""
-    if isinstance(job, SpreadJob):
-        job.strike(blow, ranks)
-    elif blow.victims == "checkpoint":
+    if blow.victims == "checkpoint":
         return protect(checkpoint_path(run, checkpoint_steps(run)[0]))
-    elif blow.is_harmless:
+    if blow.is_harmless:
         frozen = job.everything()
         send(frozen, blow.signal)
-        time.sleep(blow.restored_after or 0)
+        time.sleep(blow.restored_after)
         send(frozen, signal.SIGCONT)
     elif blow.victims == "worker":
         workers = [child for rank in ranks for child in rank.children() if child.cmdline() == rank.cmdline()]
@@ -168,9 +154,8 @@ def taken(port: int) -> socket.socket:
 
 
 class Torture:
-    def __init__(self, folder: Path, machines: int) -> None:
-        self.folder, self._flags = folder, [*FLAGS, *(OVER_MACHINES if machines > 1 else [])]
-        self.tally = Tally()
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tally = folder, Tally()
         self._references: dict[Launcher, tuple[Path, float]] = {}  # run folders, with the seconds that the runs took
         self._commands: list[str] = []  # commands of the present trial
         self._fault = ""  # the newest fault of the present trial
@@ -180,7 +165,6 @@ class Torture:
         folder.mkdir()
         self._commands, blows = [], self.tally.struck
         mode = f"{plan.last}, bit for bit" if plan.stays else "each start on another backend"
-        mode += ", bit for bit" if plan.in_parts else ""
         say(f"trial {number}: {mode}; {' '.join(plan.flags)}")
         try:
             reference, _ = self._reference(plan.last if plan.stays else ONE_PROCESS)
@@ -216,18 +200,13 @@ class Torture:
     @contextlib.contextmanager
     def _job(
         self, launcher: Launcher, run: Path, flags: Sequence[str], log: Path, blow: Blow | None = None
-    ) -> Iterator[Job | SpreadJob]:
-        flags = [*self._flags, *flags, "--output_dir", str(run)]
-        job: Job | SpreadJob
+    ) -> Iterator[Job]:
+        command = launcher.command(SCRIPT, [*FLAGS, *flags, "--output_dir", str(run)])
         with contextlib.ExitStack() as stack:
-            if isinstance(launcher, Spread):
-                job = SpreadJob(launcher, SCRIPT, flags, log)
-            else:
-                command = launcher.command(SCRIPT, flags)
-                if blow and blow.victims == "port":
-                    stack.enter_context(taken(int(command[command.index("--master_port") + 1])))
-                # Temporary files lie beside the log: those of killed processes are deleted together with its folder.
-                job = Job(command, SCRIPT, log, TMPDIR=str(log.parent))
+            if blow and blow.victims == "port":
+                stack.enter_context(taken(int(command[command.index("--master_port") + 1])))
+            # Temporary files lie beside the log: those of killed processes are deleted together with its folder.
+            job = Job(command, SCRIPT, log, TMPDIR=str(log.parent))
             stack.callback(job.kill)
             self._commands.append(" ".join(job.command))
             yield job
@@ -235,14 +214,13 @@ class Torture:
     def _start(self, run: Path, log: Path, blow: Blow | None, plan: Plan) -> bool:
         """Start the run once, strike if that is planned, check what is left. Returns whether the run is finished."""
         launcher = blow.launcher if blow else plan.last
-        newest, saves, updates = max(checkpoint_steps(run), default=None), unfinished_saves(run), len(read_metrics(run))
+        newest, saves = max(checkpoint_steps(run), default=None), unfinished_saves(run)
         first = next_line(run)
         self._fault = blow.fault if blow else "no fault"
         with self._job(launcher, run, plan.flags, log, blow) as job:
             start = self._strike(job, run, blow, newest or 0)
         trained, in_save = trained_steps(start.log), bool(unfinished_saves(run) - saves)
-        start.left_validation = bool(start.code) and next_line(run) in checkpoint_steps(run)
-        self.tally.count(launcher, start, trained, in_save, updates)
+        self.tally.count(launcher, start, in_save)
         reference, _ = self._reference(ONE_PROCESS)
         check_checkpoints(run, start.before, plan.keep, verified_files(checkpoint_path(reference, UPDATES)))
         check_continuation(start.log, newest, first, run)
@@ -251,19 +229,16 @@ class Torture:
         check_last_words(start.log, SCRIPT)
         said = f"updates {trained[0]} to {trained[-1]}" if trained else "no update"
         ended = f"{start.blow}, {start.blow.moment}" if start.blow else f"exit code {start.code}"
-        why = f"; {start.seconds:.0f} s, {last_words(start.log)[:2]}" if plan.in_parts else ""
-        say(f"  {launcher}: {said}; {ended}{', inside a save' if in_save else ''}{why}")
+        say(f"  {launcher}: {said}; {ended}{', inside a save' if in_save else ''}")
         if start.code and (start.blow is None or start.blow.is_harmless):
             raise Lost(f"it failed by itself with exit code {start.code}:\n{start.log[-3000:]}")
         if start.blow and start.blow.is_polite and trained:
-            # deepspeed first ends pdsh, through which its processes on other machines speak.
-            is_mute = isinstance(launcher, Spread) and (launcher.name, launcher.machines) == ("deepspeed", 2)
-            check_polite_end(start.log, run, UPDATES, is_heard=not (is_mute and start.blow.victims == "launcher"))
+            check_polite_end(start.log, run, UPDATES)
             if launcher.name == "python" and "asked to stop" in start.log and start.code != EXIT_CODE:
                 raise Lost(f"a run that was asked to stop ended with exit code {start.code}")
         return start.code == 0
 
-    def _strike(self, job: Job | SpreadJob, run: Path, blow: Blow | None, newest: int) -> Start:
+    def _strike(self, job: Job, run: Path, blow: Blow | None, newest: int) -> Start:
         """Wait for the moment of the blow, strike, and wait for the job's end.
 
         Raises:
@@ -290,9 +265,8 @@ class Torture:
         """
         if len(read_metrics(run)) != UPDATES or finished_step(run) != UPDATES:
             raise Lost(f"{len(read_metrics(run))} of {UPDATES} updates at the end; model/ holds {finished_step(run)}")
-        if plan.stays or plan.in_parts:
-            # A validation is spread over the processes, in parts or not: docs/same_numbers.md.
-            check_same_run(run, reference, UPDATES, TOLERANCE if plan.in_parts else 0.0)
+        if plan.stays:
+            check_same_run(run, reference)
             return
         difference = loss_difference(run, reference)
         self.tally.difference = max(self.tally.difference, difference)
@@ -311,32 +285,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--trials", type=int, default=sys.maxsize, help="stop after so many in which something happened to a run"
     )
     parser.add_argument("--kills", type=int, default=4, help="kills and other faults in a trial (default: 4)")
-    parser.add_argument("--machines", type=int, choices=[1, 2], default=1, help="2: see above; needs root and iproute2")
     parser.add_argument("--seed", type=int, help="of the plan (default: drawn, and printed)")
     parser.add_argument("--only", type=int, metavar="TRIAL", help="this trial alone")
-    installed = [name for name in NAMES if tool(name).exists()]
-    names = [*NAMES, "mpirun"]
-    parser.add_argument(
-        "--launchers", nargs="+", choices=names, help="default: all that are there; mpirun on 2 machines"
-    )
+    installed = [name for name in NAMES if (Path(sys.executable).parent / name).exists()]
+    parser.add_argument("--launchers", nargs="+", choices=NAMES, default=installed, help="default: all that are there")
     args = parser.parse_args(argv)
-    if args.machines > 1 and (lacks := missing(*TOOLS)):
-        parser.error(f"no machines here: {lacks}")
-    if args.machines == 1 and "mpirun" in (args.launchers or []):
-        parser.error("mpirun is for --machines 2")
-    draw = draw_plan_over_machines if args.machines > 1 else draw_plan
-    launchers = args.launchers or [*installed, *(["mpirun"] if args.machines > 1 else [])]
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))  # so that every `finally` ends its job
-    torture = Torture(Path(tempfile.mkdtemp(prefix="torture-")), args.machines)
-    say(f"seed {seed}; {', '.join(launchers)}; {args.kills} kills in a trial; in {torture.folder}")
+    torture = Torture(Path(tempfile.mkdtemp(prefix="torture-")))
+    say(f"seed {seed}; {', '.join(args.launchers)}; {args.kills} kills in a trial; in {torture.folder}")
     deadline = time.monotonic() + 60 * args.minutes
     try:
         for trial in itertools.count() if args.only is None else [args.only]:
             if time.monotonic() > deadline or torture.tally.trials_with_blows >= args.trials:
                 break
-            torture.trial(trial, draw(seed, trial, launchers, args.kills))
+            torture.trial(trial, draw_plan(seed, trial, args.launchers, args.kills))
     finally:
         say(f"seed {seed}: {torture.tally}")
         if not torture.tally.lost:

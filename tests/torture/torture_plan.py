@@ -16,23 +16,6 @@ MOMENTS = {"start-up": (2, 1.1), "update": (2, 0.06), "save": (5, 0.03), "saved"
            "end": (5, 0.3)}  # fmt: skip
 VALIDATE_EVERY = 4
 POLITE = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-# Blows over machines, with their relative frequencies.
-_OVER_MACHINES = [
-    (2, "root", signal.SIGKILL), (2, "last", signal.SIGKILL), (3, "launcher", signal.SIGKILL),
-    (3, "machine", signal.SIGKILL), (2, "power", signal.SIGKILL), (6, "link", signal.SIGKILL),
-    (1, "root", signal.SIGTERM), (1, "last", signal.SIGTERM), (2, "launcher", signal.SIGTERM),
-    (1, "root", signal.SIGSTOP), (2, "last", signal.SIGSTOP),
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Spread(Launcher):
-    """A launcher on machines of a lab, with one process on each; or with all on one."""
-
-    machines: int = 1
-
-    def __str__(self) -> str:
-        return f"{super().__str__()} on {self.machines}"
 
 
 @dataclass(frozen=True)
@@ -45,13 +28,10 @@ class Blow:
     delay: float  # fraction in [0, 1] of the longest delay in MOMENTS
     signal: signal.Signals
     # "root", "last" or "all" ranks, "launcher" alone, or "everything": loader workers too; a loader's "worker", the
-    # oldest "checkpoint", which can be deleted no more, or the "port" of the launcher, which is taken. Over machines
-    # also all processes of a "machine", its "power", or its "link"
+    # oldest "checkpoint", which can be deleted no more, or the "port" of the launcher, which is taken
     victims: str
     killed_after: float | None = None  # seconds after a polite signal; None: the run may take its time
-    machine: int = 0  # index of the machine that is struck, or of the one whose launcher is
-    # Seconds after which a link, or a stopped process, is set going again; None: when the others have ended.
-    restored_after: float | None = None
+    restored_after: float = 0.0  # seconds after which what was stopped is set going again
 
     @property
     def is_polite(self) -> bool:
@@ -64,19 +44,15 @@ class Blow:
         return self.victims == "checkpoint" or (self.victims, self.signal) == ("everything", signal.SIGSTOP)
 
     @property
-    def is_kill(self) -> bool:
-        return not (self.is_polite or self.is_harmless or self.victims == "port")
-
-    @property
     def fault(self) -> str:
         """What it is, for the tally."""
         return f"{self}, in a validation" if self.moment == "validation" else str(self)
 
     def __str__(self) -> str:
-        what = f"{self.victims} cut" if self.victims in ("link", "power") else f"{self.signal.name} to {self.victims}"
-        what = {"checkpoint": "a protected checkpoint", "port": "a taken port"}.get(self.victims, what)
+        what = {"checkpoint": "a protected checkpoint", "port": "a taken port"}
         then = "" if self.killed_after is None else ", then SIGKILL"
-        return f"{what}{then}{'' if self.restored_after is None else ' for a moment'}"
+        then += " for a moment" if self.restored_after else ""
+        return what.get(self.victims, f"{self.signal.name} to {self.victims}") + then
 
 
 @dataclass(frozen=True)
@@ -89,7 +65,6 @@ class Plan:
     num_workers: int
     blows: list[Blow]
     last: Launcher  # the launcher of the last start, which finishes the run
-    in_parts: bool = False  # --batch_parts: the result must be equal bit for bit though the launcher changes
 
     @property
     def flags(self) -> list[str]:
@@ -143,39 +118,6 @@ def _other_fault(draw: random.Random, start: Launcher, after: int, delay: float)
         return Blow(start, moment, after, delay, signal.SIGSTOP, "everything", restored_after=seconds)
     moment = {"checkpoint": "saved", "worker": "update", "port": "start-up"}[victims]
     return Blow(start, moment, after, delay, signal.SIGKILL, victims)
-
-
-def draw_plan_over_machines(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
-    """Like `draw_plan`, where each start has another launcher, on one machine or on two."""
-    draw = random.Random(f"{seed}/{trial}/machines")
-
-    def launcher() -> Spread:
-        fitting = {1: [name for name in names if name != "mpirun"], 2: [name for name in names if name != "python"]}
-        machines = draw.choice([number for number in (1, 2, 2, 2) if fitting[number]])
-        name = draw.choice(fitting[machines])
-        how = draw.choice(_stages(name, 1 if name == "python" else 2))
-        return Spread(how.name, how.processes, how.zero_stage, how.backend, machines)
-
-    def blow(is_last: bool) -> Blow:
-        left_out = {"validation", *([] if is_last else ["end"])}
-        weights = [0 if moment in left_out else weight for moment, (weight, _) in MOMENTS.items()]
-        (moment,) = draw.choices(list(MOMENTS), weights)
-        start, after, delay, machine = launcher(), draw.randint(1, 4), draw.random(), draw.randrange(2)
-        blows = [each for each in _OVER_MACHINES if start.machines > 1 or each[1] in ("root", "last", "launcher")]
-        if start.name == "python":
-            blows = [each for each in blows if each[1] == "root"]
-        if start.name == "mpirun":  # it gives its processes no time to save
-            blows = [each for each in blows if each[1:] != ("launcher", signal.SIGTERM)]
-        ((_, victims, number),) = draw.choices(blows, [weight for weight, _, _ in blows])
-        restored_after = None
-        if (victims == "link" or number == signal.SIGSTOP) and (start.processes == 1 or draw.random() < 0.3):
-            restored_after = draw.uniform(0, 8)
-        delay = delay**3 if moment == "save" else delay
-        return Blow(start, moment, after, delay, number, victims, None, machine, restored_after)
-
-    save_every, keep, num_workers = draw.randint(1, 3), draw.randint(1, 3), draw.randint(0, 2)
-    blows = [blow(i == kills - 1) for i in range(kills)]
-    return Plan(False, save_every, keep, num_workers, blows, launcher(), in_parts=True)
 
 
 def _stages(name: str, processes: int) -> list[Launcher]:
