@@ -17,17 +17,12 @@ def failing(error: BaseException) -> None:
     raise error
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "said"),
-    [
-        (ValueError("seven\nlines"), UserMistake, "seven"),
-        (OSError(28, "No space left"), UserMistake, "No space left"),
-        (MemoryError("of 7 bytes"), UserMistake, "not enough memory: of 7 bytes"),
-        (RuntimeError("can't allocate memory: 7"), UserMistake, "not enough memory: can't allocate memory: 7"),
-        (CannotGoOn("a worker was killed"), TrainingStopped, "a worker was killed"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("error", "kind", "said"), [
+    (ValueError("seven\nlines"), UserMistake, "seven"), (OSError(28, "No space left"), UserMistake, "No space left"),
+    (MemoryError("of 7 bytes"), UserMistake, "not enough memory: of 7 bytes"),
+    (RuntimeError("can't allocate memory: 7"), UserMistake, "not enough memory: can't allocate memory: 7"),
+    (CannotGoOn("a worker was killed"), TrainingStopped, "a worker was killed"),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("rank", [0, 2])
 def test_what_fails_on_one_process_is_the_same_error_of_one_line_on_all(
     rank: int, error: Exception, kind: type[Exception], said: str

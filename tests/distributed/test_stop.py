@@ -120,24 +120,35 @@ def test_signals_are_heard_at_once_although_the_main_thread_is_in_c() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
 
 
+class Watched:
+    """Signals with a watchdog that is asked first whether a process is lost, because launchers then send SIGTERM to the
+    others; it answers when it is `free` to."""
+
+    def __init__(self, is_lost: bool = False) -> None:
+        self.before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.asked, self.free, self.is_lost, self.heard = threading.Event(), threading.Event(), is_lost, list[int]()
+        self.signals = Signals(lambda: False, is_root=True)
+        dog = SimpleNamespace(hear_signal=self.heard.append, verdict_within=self.verdict_within)
+        self.signals.watchdog = dog  # type: ignore[assignment]
+
+    def verdict_within(self, seconds: float) -> bool:
+        self.asked.set()
+        assert self.free.wait(60)
+        return self.is_lost
+
+    def close(self) -> None:
+        self.free.set()
+        self.signals.close()
+        signal.signal(signal.SIGTERM, self.before)
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it(is_lost: bool) -> None:
-    """The watchdog is asked first whether a process is lost, because launchers then send SIGTERM to the others."""
-    begun = threading.Event()
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signals = Signals(lambda: False, is_root=True)
-
-    def verdict_within(seconds: float) -> bool:
-        assert begun.wait(60)
-        return is_lost
-
-    signals.watchdog = SimpleNamespace(hear_signal=int, verdict_within=verdict_within)  # type: ignore[assignment]
+def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it_and_the_watchdog_hears_it(is_lost: bool) -> None:
+    watched = Watched(is_lost)
     os.kill(os.getpid(), signal.SIGTERM)
-    signals.begin()
-    begun.set()
-    signals.close()
-    assert signals.received == {signal.SIGTERM}
-    signal.signal(signal.SIGTERM, before)
+    watched.signals.begin()
+    watched.close()
+    assert watched.signals.received == {signal.SIGTERM} and watched.heard == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
@@ -146,25 +157,14 @@ def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it(is_lost: 
 def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_on(
     numbers: list[signal.Signals], told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM is not told at once: the watchdog is asked first whether a process is lost."""
-    before, asked, saved = signal.signal(signal.SIGTERM, signal.SIG_DFL), threading.Event(), threading.Event()
-
-    def verdict_within(seconds: float) -> bool:
-        asked.set()
-        assert saved.wait(60)
-        return False
-
-    signals = Signals(lambda: False, is_root=True)
-    signals.watchdog = SimpleNamespace(hear_signal=int, verdict_within=verdict_within)  # type: ignore[assignment]
-    signals.begin()
+    watched = Watched()
+    watched.signals.begin()
     for number in numbers:
         os.kill(os.getpid(), number)
-        assert asked.wait(60)
-    signals.all_stop()
+        assert watched.asked.wait(60)
+    watched.signals.all_stop()
     os.write(2, b"saved\n")
-    saved.set()
-    signals.close()
-    signal.signal(signal.SIGTERM, before)
+    watched.close()
     first, last = capfd.readouterr().err.splitlines()
     assert told in first and last == "saved"
 

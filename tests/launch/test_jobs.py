@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-import jobs as runner
 import pytest
 from jobs import Jobs, Task
 
-from benchmarks.launching import Finished, Launcher
+from benchmarks.launching import Launcher
 from distributed import Backend
 
 TWO = Launcher("torchrun", 2)
@@ -46,25 +45,3 @@ def test_a_task_that_fails_on_one_rank_alone_has_failed_with_its_error_and_the_n
     with pytest.raises(AssertionError, match=r"failed on rank 1:\n(.*\n)*KeyError: 'on rank 1 alone'"):
         jobs.output(TWO, "rounded", "fails_on_rank_1")
     assert jobs.output(TWO, "rounded", "passes") == jobs.path(TWO, "rounded", "passes")
-
-
-@pytest.mark.parametrize("has_done", [[], ["passes"], ["passes", "fails_on_rank_1"]], ids=len)
-def test_a_job_is_started_once_and_if_it_ends_badly_what_it_has_not_done_has_failed(
-    has_done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that fails after its last task has done none."""
-    jobs, starts = jobs_of(tmp_path, "passes", "fails_on_rank_1"), []
-
-    def run(launcher: Launcher, script: str, flags: list[str]) -> Finished:
-        starts.append(flags)
-        done = [f"{jobs.path(TWO, 'bits', name)}\n" for name in has_done]
-        Path(flags[0]).with_suffix(".done").write_text("".join(done))
-        return Finished(1, "the launcher says why")
-
-    monkeypatch.setattr(runner, "run", run)
-    if len(has_done) == 1:
-        jobs.output(TWO, "bits", "passes")
-    for name in ["passes", "fails_on_rank_1"][len(has_done) % 2 :]:
-        with pytest.raises(AssertionError, match="the launcher says why"):
-            jobs.output(TWO, "bits", name)
-    assert len(starts) == 1

@@ -5,11 +5,12 @@ With --batch_parts it has the same bits. Without, it agrees to rounding.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,18 @@ from safetensors.torch import load_file
 
 from benchmarks.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
 from models.files.towers import read_text_tower
-from tests.models.towers import audio_folder
-from tests.scripts import RUN, SCRIPTS, assert_same_bits, files, metrics, shared_state, without_clocks, words
+from tests.models.towers import audio_folder, text_folder
+from tests.scripts import (
+    RUN,
+    SCRIPTS,
+    VOCABULARY,
+    assert_same_bits,
+    files,
+    metrics,
+    shared_state,
+    without_clocks,
+    words,
+)
 
 TWO = Launcher("torchrun", 2)
 # Each backend and number of processes has one job; backends that shard have one of either kind.
@@ -95,9 +106,11 @@ def flags(name: str, folder: Path) -> list[str]:
     script, more = VARIANTS[name]
     without = {"mulan-musiclm": ("n_mels",), "mulan-frozen": OWN_SIZES}.get(name, ())
     tiny = {key: value for key, value in SCRIPTS[script].tiny.items() if key not in without}
-    data = f"{SCRIPTS[script].data.demonstration}:64" if name != "vae" else sixty_photos(folder / "photos")
+    data = f"{SCRIPTS[script].data.demonstration}:64"
+    if name == "vae":
+        data = str(in_one_step(folder / "photos", sixty_photos))
     if name == "mulan-frozen":
-        more = {**more, "text_tower": text_tower(folder), "audio_tower": audio_tower(folder)}
+        more = {**more, "text_tower": text_tower(folder), "audio_tower": in_one_step(folder / "audio", audio_folder)}
     return words({**COMMON, SCRIPTS[script].data.flag: data, **tiny, **more})
 
 
@@ -119,54 +132,29 @@ def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
         yield Task(name, VARIANTS[name][0], [*flags(name, jobs.folder), *how])
 
 
-def sixty_photos(folder: Path) -> Path:
+def sixty_photos(folder: Path) -> None:
     """Single-coloured photos, three of which are broken."""
-    if not folder.exists():
-        made = Path(tempfile.mkdtemp(dir=folder.parent))
-        for index in range(N_PHOTOS):
-            path = made / f"{index:03d}.png"
-            Image.new("RGB", (40, 30), (4 * index, 2 * index, 255 - index)).save(path)
-            if index in BROKEN:
-                path.write_bytes(path.read_bytes()[:60])
-        in_one_step(made, folder)
-    return folder
+    for index in range(N_PHOTOS):
+        path = folder / f"{index:03d}.png"
+        Image.new("RGB", (40, 30), (4 * index, 2 * index, 255 - index)).save(path)
+        if index in BROKEN:
+            path.write_bytes(path.read_bytes()[:60])
 
 
 def text_tower(folder: Path) -> Path:
-    """A small text tower of CLIP in the folder, with the names of open_clip."""
-    draws, dim = torch.Generator().manual_seed(0), 16
-    shapes = {"token_embedding.weight": (49408, dim), "positional_embedding": (24, dim)}
-    norms = ["ln_final"]
-    for layer in ("transformer.resblocks.0", "transformer.resblocks.1"):
-        norms += [f"{layer}.ln_1", f"{layer}.ln_2"]
-        shapes |= {f"{layer}.attn.in_proj_weight": (3 * dim, dim), f"{layer}.attn.in_proj_bias": (3 * dim,)}
-        for part, sides in (("attn.out_proj", (dim, dim)), ("mlp.c_fc", (24, dim)), ("mlp.c_proj", (dim, 24))):
-            shapes |= {f"{layer}.{part}.weight": sides, f"{layer}.{part}.bias": sides[:1]}
-    shapes |= {f"{norm}.{end}": (dim,) for norm in norms for end in ("weight", "bias")}
-    path = folder / "text_tower.pt"
+    """A small BERT."""
+    sizes = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 24}
+    return in_one_step(folder / "text_tower", lambda made: text_folder(made, "bert", **sizes))
+
+
+def in_one_step(path: Path, write: Callable[[Path], object]) -> Path:
+    """Have a folder written and then renamed, because other workers of pytest list jobs at the same time; theirs are
+    the same."""
     if not path.exists():
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            torch.save({name: torch.randn(shape, generator=draws) / 4 for name, shape in shapes.items()}, file)
-        in_one_step(Path(file.name), path)
+        write(made := Path(tempfile.mkdtemp(dir=path.parent)))
+        with contextlib.suppress(OSError):
+            os.rename(made, path)
     return path
-
-
-def audio_tower(folder: Path) -> Path:
-    """A small AST in the folder."""
-    path = folder / "audio_tower"
-    if not path.exists():
-        made = Path(tempfile.mkdtemp(dir=folder))
-        audio_folder(made)
-        in_one_step(made, path)
-    return path
-
-
-def in_one_step(made: Path, path: Path) -> None:
-    """Rename, because other workers of pytest list jobs at the same time; theirs are the same."""
-    try:
-        os.rename(made, path)
-    except OSError:
-        assert path.exists()
 
 
 def pictures(run_folder: Path) -> dict[str, np.ndarray]:
