@@ -78,15 +78,6 @@ def test_the_square_is_a_largest_one_of_its_region_and_in_its_middle_unless_it_i
     assert all(is_in_the_middle) is (place == "center")
 
 
-def test_crops_depend_on_seed_epoch_and_index_alone():
-    squares = {
-        (seed, epoch, index): Crop("random", (0.1, 0.9), seed).cut(epoch, index)(300, 200)
-        for seed in (0, 1) for epoch in (0, 1) for index in (0, 1)
-    }  # fmt: skip
-    assert len(set(squares.values())) == 8
-    assert squares[1, 0, 1] == Crop("random", (0.1, 0.9), 1).cut(0, 1)(300, 200)
-
-
 def places(path: Path, width: int, height: int) -> Path:
     """An image whose red says the column of a pixel, and its green the row."""
     columns, rows = np.meshgrid(np.arange(width), np.arange(height))

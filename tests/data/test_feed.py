@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from data.feed import Feed, to_unit_range
-from data.records import remote
 from tests.data.conditions import write_tars
 from tests.data.helpers import assert_same, ids, one_line
 from tests.data.sources import CONDITIONED, IMAGES, RUN, VIDEOS, N, in_folder, training, words
@@ -195,26 +194,3 @@ def test_shards_in_order_need_shards(tmp_path):
     text = one_line(in_shards, Process(), feed().samples)
     assert "--shuffle shards" in text and "'PATH'" in text and "--shuffle samples" in text
     assert "--shuffle samples" in one_line(in_shards, Process(), valid_fraction=0.9)
-
-
-def test_shards_from_a_server_are_fetched_into_the_cache_before_they_are_read(tmp_path, monkeypatch):
-    class Remote(Shards):
-        source = SimpleNamespace(shards=Shards.source.shards, paths=[f"s3://bucket/{i}.tar" for i in range(7)])
-
-    configured: list[tuple] = []
-    fetched: list[str] = []
-    monkeypatch.setattr(remote, "configure", lambda *arguments: configured.append(arguments))
-    monkeypatch.setattr(
-        remote, "fetch_shards", lambda addresses, shards: fetched.extend(addresses[shard.start] for shard in shards)
-    )
-    opened = in_shards(Process(), Remote(), cache_dir=str(tmp_path), cache_gb=3, num_workers=0)
-    ((*said, kept, at_once),) = configured
-    assert (*said, at_once) == (str(tmp_path), 3, 8)
-    assert set(kept) == {Remote.source.paths[shard.start // 8] for shard in opened.train_set.ranges} and len(kept) == 5
-    trained = training(opened, 2)
-    later = {index // 8 for batch in training(in_shards(Process()), 5)[2:] for index in batch["ids"]}
-    assert len(trained) == 2 and sorted(int(address[12:-4]) for address in fetched) == sorted(later)
-    fetched.clear()
-    training(in_shards(Process(), Remote(), cache_dir=str(tmp_path), cache_gb=3, num_workers=2), 1)
-    in_shards(Process(), Remote(), cache_dir=str(tmp_path), cache_gb=3, num_workers=2)._order(0)
-    assert not fetched, "not where workers are forked"

@@ -15,7 +15,7 @@ from PIL import Image
 
 from data.bad_samples import NotASample
 from data.decoding.images import FORMATS
-from data.embeddings import IMAGE, KINDS, EmbeddingField
+from data.embeddings import KINDS
 from data.fields import TEXTS, texts_of
 from data.records.own import OwnData
 from data.records.record import Entry
@@ -23,7 +23,7 @@ from data.sets import open_conditioned, open_images, open_sounds, open_videos, w
 from data.tokenizers import open_tokenizer
 from tests.data.decoding.films import SIDE, numbers, picture, write_video
 from tests.data.helpers import Items, OfOne, global_batches, ids, named, one_line, write_tar
-from tests.data.sources import BATCH, VIDEOS, gif, image, npy, training, video
+from tests.data.sources import BATCH, VIDEOS, gif, image, training, video
 from tests.scripts import TOKENIZER
 
 N = 12
@@ -286,10 +286,3 @@ def test_short_videos_are_left_out_silently_and_damaged_ones_counted(tmp_path):
     for i in range(8):
         write_video(tmp_path / f"{i}.mkv", 1)
     assert "it has 1 frame for a clip of 3" in one_line(feed().start, 0)
-
-
-def test_a_file_of_an_embedding_may_be_in_memory():
-    """As in a binary column of a table."""
-    row = np.arange(6, dtype=np.float32)
-    record = {"image_embed": Entry.in_memory(npy(row), "set.parquet[0]")}
-    np.testing.assert_array_equal(EmbeddingField(IMAGE, (6,)).load(record, 0)["image_embed"], row)

@@ -9,7 +9,6 @@ from data.samples import Samples
 from data.sets import open_images
 from data.stream import ValidationStream
 from tests.data.helpers import assert_same, global_batches, ids, one_line, stream
-from tests.scripts import write_images
 
 N = 30
 
@@ -45,14 +44,6 @@ def test_streams_leave_the_random_state_of_the_training_alone(intact, num_worker
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_vanished_file_is_a_bad_file(tmp_path):
-    write_images(tmp_path / "set", 10)
-    images = open_images(str(tmp_path / "set"), image_size=4)
-    (tmp_path / "set/04.png").unlink()
-    (bad,) = next(iter(stream(images, 20)))["bad"]  # meets it twice
-    assert (bad.index, bad.path) == (4, str(tmp_path / "set/04.png"))
-
-
 @pytest.mark.parametrize(("n", "n_tried", "num_workers"), [(12, 12, 0), (12, 12, 2), (150, 100, 0)])
 def test_search_for_a_readable_sample_ends_after_100(n, n_tried, num_workers, tmp_path):
     for i in range(n):
@@ -86,7 +77,3 @@ def test_validation_can_be_repeated_with_the_same_workers(intact):
     assert_same(list(batches), list(batches))
     next(iter(batches))  # given up after one batch
     assert len(list(batches)) == len(batches) == 4
-
-
-def test_empty_validation_has_no_batches(intact):
-    assert [[*steps] for steps in validation(intact, 2, 0)] == [[], []]

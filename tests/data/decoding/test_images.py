@@ -155,11 +155,6 @@ def test_centre_is_cropped(tmp_path, size):
     assert (picture == torch.tensor([0, 255, 0]).view(3, 1, 1)).all()
 
 
-def test_small_image_is_enlarged(tmp_path):
-    Image.new("RGB", (5, 7), LEFT).save(tmp_path / "a.png")
-    assert_halves(decode_image(Entry(str(tmp_path / "a.png")), 32, 3), LEFT, LEFT, 0)
-
-
 def test_resize_equals_pillows_antialiased_resize(tmp_path):
     image = photo(80, 60)
     image.save(tmp_path / "a.png")

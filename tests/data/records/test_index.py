@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import socket
 import time
 from array import array
 from collections.abc import Callable
@@ -156,14 +155,6 @@ def test_it_is_kept_in_the_cache_of_the_user_where_the_folder_takes_none_or_in_m
     own_cache.unlink()
     assert content(kept("s3://bucket/set", "test", lambda: made(file), fewest=1))[0] == ROWS
     assert len(list((own_cache / "tandem/lists").iterdir())) == 1
-
-
-def test_machines_that_share_a_home_share_indices_of_addresses_and_no_others(file, own_cache, monkeypatch):
-    places = []
-    for host in ("one", "two"):
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        places.append([index._places(path, "kind")[-1] for path in ("s3://bucket/a", str(file))])
-    assert [one == other for one, other in zip(*places, strict=True)] == [True, False]
 
 
 def test_who_may_not_read_a_set_may_not_read_the_index_of_it(tmp_path):
