@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests import fault_proxy
 
 TOKEN = "hf_stand_in"
 LARGE = 1 << 20  # bytes; larger files have the checksums of LFS
@@ -206,14 +208,5 @@ class Handler(BaseHTTPRequestHandler):
 def serving() -> Iterator[Hub]:
     """A server, until the context ends."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OneHandler", (Handler,), {"hub": hub}))
-    server.daemon_threads = True
-    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with fault_proxy.serving(type("OneHandler", (Handler,), {"hub": hub})) as hub.endpoint:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

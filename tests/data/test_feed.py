@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,33 +13,13 @@ import torch
 from data.feed import Feed, to_unit_range
 from tests.data.conditions import write_tars
 from tests.data.helpers import assert_same, ids, one_line
-from tests.data.sources import CONDITIONED, IMAGES, RUN, VIDEOS, N, in_folder, training, words
+from tests.data.sources import CONDITIONED, IMAGES, VIDEOS, N, in_folder, training
 from tests.processes import Process, on_processes
 
 
 def feed(process: Process | None = None, **flags: Any) -> Feed:
     """130 images, of which 26 are for validation: 4 steps of 6 and 7, where a batch has 8."""
     return IMAGES.feed(process, **{"image_folder": "demo:shapes:130", "crop": None, "crop_area": None, **flags})
-
-
-def valid_images(count: int = 26) -> torch.Tensor:
-    opened = feed()
-    return torch.stack([opened.samples.load(index)["images"] for index in list(opened.valid_set)[:count]])
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("count", [1, 6, 7, 8, 20, 26, 100])
-def test_preview_is_the_beginning_of_the_validation_split_on_every_process_and_at_every_start(world_size, count):
-    def preview(process: Process) -> torch.Tensor:
-        opened = feed(process)
-        opened.start(40 * (count % 2))
-        shown = opened.preview(count)
-        assert shown["positions"] == list(range(len(shown["images"]))), "lists come from all processes as tensors do"
-        return shown["images"]
-
-    expected = valid_images(count)
-    assert len(expected) == min(count, 26)
-    assert all(torch.equal(shown, expected) for shown in on_processes(world_size, preview))
 
 
 def test_preview_without_validation_is_the_beginning_of_the_first_batch():
@@ -143,54 +121,8 @@ def test_a_set_to_test_is_still_held_out_of_the_first_set_which_flags_of_shards_
     assert f"{valid} have 5 numbers, those to train on 6" in one_line(CONDITIONED.feed, **flags)
 
 
-class Shards:
-    """56 samples in seven shards; each is its index."""
-
-    fingerprint = skipped = ""
-    source = SimpleNamespace(shards=[range(8 * i, 8 * i + 8) for i in range(7)])
-
-    def __len__(self) -> int:
-        return 56
-
-    def describe(self, index: int) -> str:
-        return str(index)
-
-    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, torch.Tensor]:
-        return {"images": torch.tensor(index)}
-
-
-def in_shards(process: Process, samples: Any = None, **flags: Any) -> Feed:
-    said = {"shuffle": "shards", "batch_size": 8, "image_folder": "demo:shapes", "valid_fraction": 0.2, **flags}
-    args = IMAGES.script.parsed(*words({**RUN, **said}))
-    opened = Shards() if samples is None else samples
-    return Feed(lambda: opened, args, process, noun="sample", source="PATH")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_shards_in_order_are_the_same_for_any_number_of_processes_and_a_resumed_run_goes_on_in_them(world_size):
-    def of_process(process: Process) -> tuple[list[dict], list[dict], list[int]]:
-        whole = training(in_shards(process), 12)
-        feed = in_shards(process)
-        return whole, training(feed, 5, start=7 * 8), ids(feed.validation())
-
-    whole, resumed, valid = zip(*on_processes(world_size, of_process), strict=True)
-    trained = [sorted(itertools.chain(*(batch["ids"] for batch in parts))) for parts in zip(*whole, strict=True)]
-    again = [sorted(itertools.chain(*(batch["ids"] for batch in parts))) for parts in zip(*resumed, strict=True)]
-    assert again == trained[7:]
-    held_out = sorted(itertools.chain(*valid))
-    assert {index // 8 for index in held_out} == {held_out[0] // 8, held_out[-1] // 8} and len(held_out) == 16
-    epoch = sorted(itertools.chain(*trained[:5]))
-    assert sorted([*epoch, *held_out]) == list(range(56)), "whole shards are held out"
-    assert len({index // 8 for index in itertools.chain(*trained[:2])}) <= 3, "five shards are read as 2 and 3"
-    assert trained == _of_one_process()
-
-
-@cache
-def _of_one_process() -> list[list[int]]:
-    return [sorted(batch["ids"]) for batch in training(in_shards(Process()), 12)]
-
-
-def test_shards_in_order_need_shards(tmp_path):
-    text = one_line(in_shards, Process(), feed().samples)
-    assert "--shuffle shards" in text and "'PATH'" in text and "--shuffle samples" in text
-    assert "--shuffle samples" in one_line(in_shards, Process(), valid_fraction=0.9)
+def test_shards_in_order_need_shards_and_some_to_train_on(tmp_path):
+    text = one_line(feed, shuffle="shards")
+    assert "--shuffle shards" in text and "'demo:shapes:130'" in text and "--shuffle samples" in text
+    tars = write_tars(tmp_path / "tars", "npy", shards=3, each=8)
+    assert "--shuffle samples" in one_line(CONDITIONED.feed, image_folder=tars, shuffle="shards", valid_fraction=0.9)

@@ -61,8 +61,6 @@ def test_splits_that_leave_less_than_a_batch_show_the_arithmetic(n, fraction, n_
     text = one_line(split_samples, n, fraction, 0, 0, at_least=8)
     assert f"takes {n_valid} " in text and f"leaves {n - n_valid} to train on" in text
 
-
-def test_splits_that_leave_nothing_to_train_on_are_refused():
     text = one_line(split_samples, 20, 0.2, 0.1, 0, at_least=8)
     assert "--valid_fraction 0.2 takes 8" in text and "--test_fraction 0.1 8" in text and "leaves 4" in text
     assert "leaves 0 to train on" in one_line(split_samples, 20, 0.7, 0.3, 0, 1)

@@ -102,29 +102,22 @@ def test_a_process_that_does_not_come_is_named(came: int) -> None:
         agree_on_start(store, Launch("torchrun", came, 0, 2), wait)
 
 
-def test_processes_whose_torchrun_was_killed_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens there
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(closed.getsockname()[1])}
-        for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(torch_comm, "TRY_SECONDS", 0.01)
-        with pytest.raises(ConnectionError, match="torchrun has ended: nobody answers at"):
-            torch_comm.init_process_group(Launch("torchrun", world_size=2), torch.device("cpu"), 60)
-
-
-def test_a_machine_whose_root_does_not_come_ends_with_its_address_after_the_timeout_and_not_later(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("launch", "minutes", "has_ended", "said"), [
+    (Launch("torchrun", world_size=2), 60, "True", "torchrun has ended: nobody answers at"),
+    (Launch("slurm", 1, 0, 2), 0.001, "", r"^rank 0 did not come within 0\.001 minutes: .* 127\.0\.0\.1, port"),
+])  # fmt: skip
+def test_who_waits_for_a_torchrun_that_was_killed_ends_at_once_and_for_a_root_that_does_not_come_after_the_timeout(
+    launch: Launch, minutes: float, has_ended: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(closed.getsockname()[1]))
-        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(closed.getsockname()[1])}
+        for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": has_ended}.items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr(torch_comm, "TRY_SECONDS", 0.01)
         monkeypatch.setattr(torch_comm, "GRACE_SECONDS", 0)
-        with pytest.raises(ConnectionError, match=r"^rank 0 did not come within 0\.001 minutes: .* 127\.0\.0\.1, port"):
-            torch_comm.init_process_group(Launch("slurm", 1, 0, 2), torch.device("cpu"), 0.001)
+        with pytest.raises(ConnectionError, match=said):
+            torch_comm.init_process_group(launch, torch.device("cpu"), minutes)
 
 
 def test_an_address_by_which_machines_reach_one_another_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,18 +232,6 @@ def test_an_output_dir_that_one_machine_alone_sees_is_told_before_it_is_too_late
 
 
 @pytest.mark.long
-def test_a_copy_of_the_data_that_was_cut_short_is_told_before_the_first_update(make_lab: Callable[..., Lab]) -> None:
-    lab = make_lab()
-    for name, count in (("photos", 40), ("own", 39)):
-        (lab.folder / name).mkdir()
-        for index in range(count):
-            (lab.folder / name / f"{index}.png").write_bytes(b"")
-    lab[1].hide(lab.folder / "photos", lab.folder / "own")
-    said = ended(train(lab, "--image_folder", str(lab.folder / "photos")), code=1)[0].output  # the code of torchrun
-    assert "rank 1 (on node2) sees 39 images in " in said and re.search(r"exitcode\s*: 2 ", said), said
-
-
-@pytest.mark.long
 def test_a_start_waits_for_the_folder_of_a_run_on_a_machine_that_is_cut_off_until_that_machine_has_died(
     make_lab: Callable[..., Lab],
 ) -> None:
