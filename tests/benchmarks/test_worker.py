@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import worker
 from benchmarks.jobs import PYTHON, TORCHRUN, JobFailed, Launcher, measure, run
 from benchmarks.training import SMALL_MODELS
 from tests.scripts import VAE, words
@@ -31,37 +26,6 @@ def check(launcher: Launcher, script: str, flags: Sequence[str], sides: list[str
     for of_side in measured.values():
         assert len(of_side["samples_per_second"]) == 2
         assert of_side["memory_bytes"]["updates"] >= of_side["memory_bytes"]["before"]
-
-
-class OneProcess(worker.Side):
-    """A side that has nothing to update."""
-
-    samples_per_update = 1
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def finish(self) -> None:
-        for _ in self.turns():
-            pass
-
-
-def test_a_side_that_has_had_its_turns_does_not_go_on_beside_those_of_the_others(tmp_path: Path) -> None:
-    sides = [
-        OneProcess(worker.build_parser().parse_args([
-            "--folder", str(tmp_path), "--sides", "script,reference", "--side", side, "--rounds", "1", "--turns", "1",
-            "--updates", "1", "--warmup", "0",
-        ]), torch.device("cpu"))
-        for side in ("script", "reference")
-    ]  # fmt: skip
-    first = threading.Thread(target=sides[0].finish, daemon=True)
-    first.start()
-    turns = sides[1].turns()
-    next(turns)  # in the turn of the second one, which the first has given it
-    first.join(timeout=1)  # only how long it could go on: the assertion holds on a slower machine too
-    assert first.is_alive() and (tmp_path / "turn-1").exists()
-    assert next(turns, None) is None
-    first.join()
 
 
 def test_processes_in_distributed_data_parallel_take_turns_with_the_script() -> None:

@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -44,13 +45,10 @@ def test_a_signal_is_an_answer_and_no_end(number: signal.Signals, request_: Stop
     assert request_.agreed() and request_.agreed()
 
 
-def ended_with(
-    *numbers: signal.Signals,
-    rank: int = 0,
-    ignored: tuple[signal.Signals, ...] = (),
-) -> tuple[int, str]:
-    """Exit status of a process that gets these signals in turn, 7 if it survives them and 8 if it is then asked to
-    stop; and what it says."""
+def forked(
+    do: Callable[[Signals], object], rank: int = 0, ignored: tuple[signal.Signals, ...] = ()
+) -> tuple[int, TextIO]:
+    """A process that hears signals and does something; and what it says."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -60,13 +58,24 @@ def ended_with(
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
         signals = Signals(lambda: False, is_root=rank == 0)
         signals.begin()
+        do(signals)
+    os.close(writer)
+    return child, open(reader)
+
+
+def ended_with(*numbers: signal.Signals, **how: Any) -> tuple[int, str]:
+    """Exit status of a process that gets these signals in turn, 7 if it survives them and 8 if it is then asked to
+    stop; and what it says."""
+
+    def get_them(signals: Signals) -> None:
         for number in numbers:
             os.kill(os.getpid(), number)
             time.sleep(0.01)
         signals.close()  # hears what has come
         os._exit(7 + StopRequest(Communicator(), signals.received).agreed())
-    os.close(writer)
-    with open(reader) as said:
+
+    child, said = forked(get_them, **how)
+    with said:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read()
 
 
@@ -99,20 +108,14 @@ def test_a_closed_terminal_is_a_request_but_not_under_nohup() -> None:
 
 
 def test_signals_are_heard_at_once_although_the_main_thread_is_in_c() -> None:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(writer, 2)
-        sys.stderr = open(2, "w")  # noqa: SIM115  (not what pytest has put there)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        Signals(lambda: False, is_root=True).begin()
+    def wait_for_ever(_: Signals) -> None:
         mutex, c = ctypes.create_string_buffer(128), ctypes.CDLL(None)
         c.pthread_mutex_lock(mutex)
         os.write(2, b"ready\n")
-        c.pthread_mutex_lock(mutex)  # waits for ever, and no signal interrupts it
-    os.close(writer)
-    with open(reader) as said:
+        c.pthread_mutex_lock(mutex)  # no signal interrupts it
+
+    child, said = forked(wait_for_ever)
+    with said:
         assert said.readline() == "ready\n"
         os.kill(child, signal.SIGINT)
         assert "SIGINT" in said.readline()

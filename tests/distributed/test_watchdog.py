@@ -8,9 +8,7 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,33 +140,6 @@ def test_what_a_process_waited_for_is_added_up_and_alone_it_waits_for_no_other(
     dog.mark("phase")
     assert dog.waited == {"communication": communication, "data": 11.0}
     dog.stop()
-
-
-def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
-    """As in a terminal that is stopped: the main thread hangs in a write to stderr, and holds its lock."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(writing, 2)
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        dog = dog_of(1)
-        # As its thread does when the root says so: alone, this process has no root.
-        threading.Thread(target=dog._pronounce, args=["the verdict"], daemon=True).start()
-        with contextlib.suppress(BaseException):
-            while True:
-                sys.stderr.write("x" * 100_000)
-        os._exit(99)
-    try:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
-            time.sleep(0.05)
-        assert ended[0] and os.waitstatus_to_exitcode(ended[1]) == 1
-    finally:
-        if not ended[0]:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
 
 
 def watched(work: Callable[[Watchdog], Any]) -> Callable[[Process], Any]:
@@ -305,19 +276,6 @@ def test_who_is_no_process_of_the_job_is_not_listened_to(liveness: Liveness) -> 
 def test_who_does_not_say_which_process_it_is_is_sent_away(liveness: Liveness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.liveness.TICK_SECONDS", 0.01)
     assert socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS).recv(1) == b""
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_other_machines_may_come_by_either_version_of_ip(address: str) -> None:
-    if address == "::1" and not (socket.has_dualstack_ipv6() and os.path.exists("/proc/net/if_inet6")):
-        pytest.skip("this machine has no IPv6")
-    liveness = Liveness("", 1, TIMEOUT_TICKS)
-    try:
-        with socket.create_connection((address, liveness.port), timeout=PATIENCE_SECONDS) as connection:
-            connection.sendall(to_line("here", liveness.token, 0))
-            assert connection.makefile("rb").readline() == to_line("beat")
-    finally:
-        liveness.stop()
 
 
 def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: Liveness) -> None:

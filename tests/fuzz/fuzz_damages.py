@@ -192,43 +192,23 @@ OF_KIND: dict[str, list[Content]] = {
 ANY: list[Content] = [bits, header_bits, words, cut, moved]
 
 
-def _pipe(rng: random.Random, path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _endless(rng: random.Random, path: Path) -> None:
-    path.symlink_to(rng.choice(["/dev/zero", "/dev/stdin", "/proc/self/mem", "/dev/full"]))
-
-
-def _outside(rng: random.Random, path: Path) -> None:
-    path.symlink_to(rng.choice(["outside/secret", "../outside/secret", "../outside", "nowhere", path.name, "."]))
-
-
-def _bottomless(rng: random.Random, path: Path) -> None:
-    path.write_bytes(b"{" if rng.randrange(2) else b"")
-    os.truncate(path, HUGE)
-
-
-def _folder(rng: random.Random, path: Path) -> None:
-    path.mkdir()
-
-
-def _missing(rng: random.Random, path: Path) -> None:
-    pass
-
-
-IN_ITS_PLACE: list[Callable[[random.Random, Path], None]] = [
-    _pipe, _endless, _outside, _outside, _bottomless, _folder, _missing
-]  # fmt: skip
+ENDLESS = ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/dev/full"]
+ELSEWHERE = ["outside/secret", "../outside/secret", "../outside", "nowhere", "."]
+IN_ITS_PLACE: dict[str, Callable[[random.Random, Path], object]] = {
+    "pipe": lambda rng, path: os.mkfifo(path), "folder": lambda rng, path: path.mkdir(),
+    "missing": lambda rng, path: None, "endless": lambda rng, path: path.symlink_to(rng.choice(ENDLESS)),
+    **{f"link {i}": lambda rng, path: path.symlink_to(rng.choice([*ELSEWHERE, path.name])) for i in range(2)},
+    "bottomless": lambda rng, path: (path.write_bytes(rng.choice([b"{", b""])), os.truncate(path, HUGE)),
+}  # fmt: skip
 
 
 def damage(rng: random.Random, path: Path) -> str:
     """Damage a file; returns what was done, for the report."""
     if rng.randrange(8) == 0:
-        make = rng.choice(IN_ITS_PLACE)
+        what = rng.choice([*IN_ITS_PLACE])
         path.unlink()
-        make(rng, path)
-        return f"{path}: {make.__name__.strip('_')}"
+        IN_ITS_PLACE[what](rng, path)
+        return f"{path}: {what}"
     content, done = path.read_bytes(), []
     for _ in range(rng.choice([1, 1, 1, 2])):
         change = rng.choice([*OF_KIND.get(path.suffix, []), rng.choice(ANY)])

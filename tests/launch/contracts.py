@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from distributed import Backend, Engine, UserMistake
 from distributed.collectives import Communicator
@@ -222,36 +221,6 @@ def mine(row: int, backend: Backend) -> bool:
     return row // size == backend.rank
 
 
-def gan(backend: Backend) -> dict[str, Any]:
-    """Generator and discriminator, adaptive weight, one batch for both steps; the recipe of the Engine contract."""
-    generator, discriminator = mlp([7, 9, 7], seed=4), mlp([7, 8, 1], seed=5)
-    g = backend.wrap(generator, adam(generator), name="generator")
-    d = backend.wrap(discriminator, adam(discriminator), name="discriminator", max_grad_norm=0.05)
-    g_updates, d_updates, weights = [], [], []
-    for update in range(UPDATES):
-        fakes = []
-        with d.frozen():
-            for part in g.micro_batches({"x": local(global_batch(update), backend)}):
-                real = part["x"]
-                fake = g(real)
-                reconstruction, adversarial = (fake - real).abs().mean(), -d.module(fake).mean()
-                top = torch.autograd.grad(reconstruction, fake, retain_graph=True)[0].norm() ** 2
-                bottom = torch.autograd.grad(adversarial, fake, retain_graph=True)[0].norm() ** 2
-                squares = backend.mean({"top": top, "bottom": bottom})
-                # If the weight were computed from a part of the batch, it would depend on the choice of the part.
-                plan = backend.options.plan
-                is_whole = plan.grad_accum_steps == 1 and not plan.batch_parts
-                weight = squares["top"] / max(squares["bottom"], 1e-8) if is_whole else 0.5
-                weights.append(weight)
-                g.backward(reconstruction + weight * adversarial)
-                fakes.append(fake.detach())
-            g_updates.append(g.step())
-        for part, fake in zip(d.micro_batches({"x": local(global_batch(update), backend)}), fakes, strict=True):
-            d.backward(F.relu(1 + d(fake)).mean() + F.relu(1 - d(part["x"])).mean())
-        d_updates.append(d.step())
-    return {"generator": record(g, g_updates, weights), "discriminator": record(d, d_updates, [])}
-
-
 def reloaded(backend: Backend) -> dict[str, Any]:
     """Halfway, the state is saved and loaded into a fresh engine, which must continue as if nothing had happened.
     Wrapping a model changes nothing."""
@@ -379,27 +348,6 @@ def tensors_of(tree: dict[str, Any]) -> Iterator[Tensor]:
             yield value
 
 
-def refused(backend: Backend) -> dict[str, Any]:
-    """Messages of the errors that wrong calls must raise, and whether ``frozen`` froze and thawed the weights."""
-    model = mlp([7, 3], seed=8)
-    engine = backend.wrap(model, adam(model), name="refused")
-    messages = {}
-
-    def note(what: str, error: type[Exception], call: Callable[[], object]) -> None:
-        try:
-            call()
-        except error as raised:
-            messages[what] = str(raised)
-
-    x = local(global_batch(0), backend).to(backend.device)
-    with engine.frozen():
-        leaked = any(p.requires_grad for p in model.parameters())
-        note("forward", RuntimeError, lambda: engine(x))
-        note("backward", RuntimeError, lambda: engine.backward(x.sum()))
-    note("micro_batches", ValueError, lambda: list(engine.micro_batches({"x": x[:-1]})))
-    return {"messages": messages, "leaked": leaked, "thawed": all(p.requires_grad for p in model.parameters())}
-
-
 def collectives(backend: Backend) -> dict[str, Any]:
     """Whether the results of the collectives equal closed forms that hold for any number of processes."""
     world, rank, device = backend.world_size, backend.rank, backend.device
@@ -456,16 +404,15 @@ def measure(args: argparse.Namespace, backend: Backend) -> None:
         "several_backwards": several_backwards(backend),
         "by_items": by_items(backend),
         "idle_parts": idle_parts(backend),
-        "gan": gan(backend),
     }
     if not args.batch_parts:
-        result |= {"reloaded": reloaded(backend), "refused": refused(backend), "collectives": collectives(backend)}
+        result |= {"reloaded": reloaded(backend), "collectives": collectives(backend)}
         result["average"], result["marks_of_a_pass"] = average(backend), marks_of_a_pass(backend)
         result["saved_bytes"], result["sums_per_update"] = saved_bytes(backend), sums_per_update(backend)
         if backend.name != "horovod":
             result["rounded_sums"] = rounded_sums(backend)
         result["patience"], result["seconds_of_waiting"] = patience(backend), seconds_of_waiting(backend)
-    by_rank = backend.gather_objects([result["plain"]["grad_norms"], result["gan"]["discriminator"]["grad_norms"]])
+    by_rank = backend.gather_objects(result["plain"]["grad_norms"])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
     if backend.is_root:
         (Path(args.output_dir) / "result.json").write_text(json.dumps({**result, "description": backend.describe()}))

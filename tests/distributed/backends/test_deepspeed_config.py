@@ -61,7 +61,6 @@ SAID = {"batch_size": 24, "grad_accum_steps": 3, "max_grad_norm": 0.5, "precisio
     ("config", "said", "expected"),
     [
         ({"train_batch_size": 32}, {}, {"batch_size": 32, "grad_accum_steps": 1}),
-        ({MICRO: 4}, {}, {"batch_size": 8, "grad_accum_steps": 1}),
         ({ACCUMULATION: 3}, {}, {"batch_size": 12, "grad_accum_steps": 3}),
         ({MICRO: 4, ACCUMULATION: 3}, {}, {"batch_size": 24, "grad_accum_steps": 3}),
         ({"train_batch_size": 24, MICRO: 4, ACCUMULATION: 3}, {}, {"batch_size": 24, "grad_accum_steps": 3}),
@@ -69,7 +68,6 @@ SAID = {"batch_size": 24, "grad_accum_steps": 3, "max_grad_norm": 0.5, "precisio
         ({"train_batch_size": 32, MICRO: 4}, {}, {"batch_size": 32, "grad_accum_steps": 4}),
         ({MICRO: 4}, {"batch_size": 24}, {"batch_size": 24, "grad_accum_steps": 3}),
         ({"gradient_clipping": 0.25}, {}, {"max_grad_norm": 0.25}),
-        ({"gradient_clipping": 1}, {}, {"max_grad_norm": 1}),
         ({"bf16": {"enabled": True}}, {}, {"precision": "bf16"}),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, {}, {"precision": "fp16"}),
         ({"fp16": {"enabled": False}}, {}, {"precision": "fp32"}),
@@ -119,9 +117,7 @@ def test_auto_says_nothing(merged: Any) -> None:
         ({"batch_size": 8}, {MICRO: 3}, ["--batch_size 8", MICRO]),
         ({"grad_accum_steps": 2}, {ACCUMULATION: 4}, ["--grad_accum_steps 2", f"{ACCUMULATION}: 4"]),
         ({"max_grad_norm": 0.5}, {"gradient_clipping": 1.0}, ["--max_grad_norm 0.5", "gradient_clipping: 1.0"]),
-        ({"max_grad_norm": 0.5}, {"gradient_clipping": 0}, ["--max_grad_norm 0.5", "gradient_clipping: 0"]),
         ({"precision": "bf16"}, {"fp16": {"enabled": True}}, ["--precision bf16", "fp16.enabled"]),
-        ({"precision": "fp32"}, {"bf16": {"enabled": True}}, ["--precision fp32", "bf16.enabled"]),
         ({"precision": "fp16"}, {"fp16": {"enabled": False}}, ["--precision fp16", "fp16.enabled"]),
         ({"reduce_precision": "fp32"}, {"communication_data_type": "bf16"},
          ["--reduce_precision fp32", "communication_data_type: bf16"]),
@@ -141,21 +137,12 @@ def test_a_contradiction_is_one_line_that_names_both(said: Json, config: Json, n
 
 
 WRONG_VALUES: dict[str, list[Any]] = {
-    "train_batch_size": ["8", 8.5, True, 0, [8], 10**30],
-    MICRO: ["4", 0],
-    ACCUMULATION: [0, 1.5],
-    "gradient_clipping": ["1.0", -1.0, True, 1e30, 10**30, 10**400],
-    "bf16": [True],
-    "bf16.enabled": ["true"],
-    "fp16": [[]],
-    "fp16.enabled": [1],
-    "optimizer": ["Adam", {}],
-    "optimizer.params": [1e-3],
-    "optimizer.params.lr": ["1e-3"],
-    "scheduler": ["WarmupLR"],
-    "zero_optimization": [2],
+    "train_batch_size": ["8", 8.5, True, 0, [8], 10**30], MICRO: ["4", 0], ACCUMULATION: [0, 1.5],
+    "gradient_clipping": ["1.0", -1.0, True, 1e30, 10**30, 10**400], "bf16": [True], "bf16.enabled": ["true"],
+    "fp16": [[]], "fp16.enabled": [1], "optimizer": ["Adam", {}], "optimizer.params": [1e-3],
+    "optimizer.params.lr": ["1e-3"], "scheduler": ["WarmupLR"], "zero_optimization": [2],
     "zero_optimization.stage": [4, "2", 1.5, True],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG_VALUES.items() for value in values])
@@ -172,21 +159,13 @@ def test_a_value_of_the_wrong_kind_is_one_line_that_names_it(key: str, value: An
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "not JSON"),
-        (b"{]", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b'{"gradient_clipping": NaN}', "not JSON"),
+        *((text, "not JSON") for text in (b"", b"{]", b"\xff\xfe", b'{"gradient_clipping": NaN}', b"[" * 100_000)),
         (b'{"zero_optimization": {"reduce_bucket_size": 1e999}}', "1e999"),
         (b'{"zero_optimization": ' + b" " * (1 << 20) + b"{}}", "1048576 bytes"),
-        (b"[" * 100_000, "not JSON"),
-        (b"[1, 2]", "holds a list"),
-        (b"null", "NoneType"),
+        (b"[1, 2]", "holds a list"), (b"null", "NoneType"),
         (b'{"train_batch_size": 8, "train_batch_size": 16}', "'train_batch_size'"),
         (b'{"bf16": {"enabled": true, "enabled": false}}', "'enabled'"),
-        (b'{"zero_optimizatoin": {}}', "zero_optimization?"),
-        (b'{"fp 16": {}}', "fp16?"),
-        (None, "No such file"),
-        ("a folder", "directory"),
+        (b'{"zero_optimizatoin": {}}', "zero_optimization?"), (None, "No such file"), ("a folder", "directory"),
     ],
 )  # fmt: skip
 def test_a_file_that_holds_no_configuration_is_refused_in_one_line(content: Any, expected: str, tmp_path: Path) -> None:
@@ -196,7 +175,7 @@ def test_a_file_that_holds_no_configuration_is_refused_in_one_line(content: Any,
     elif content == "a folder":
         path.mkdir()
     text = refusal(lambda: read_config(str(path)))
-    assert expected.format(path=path) in text and str(path) in text
+    assert expected in text and str(path) in text
 
 
 def test_keys_of_a_newer_deepspeed_are_left_to_it(tmp_path: Path) -> None:
