@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -42,6 +46,13 @@ def parsed(*flags: str, **values: Any) -> argparse.Namespace:
 def single(**values: Any) -> Backend:
     """The real backend of one process, to be entered."""
     return distributed.from_args(parsed(distributed_backend="single", **values))
+
+
+def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, in the folder of the repository."""
+    command, variables = [sys.executable, "-c", program], {**os.environ, **environment}
+    root = Path(__file__).resolve().parents[1]
+    return subprocess.run(command, env=variables, cwd=root, capture_output=True, text=True)
 
 
 class Process(Backend):

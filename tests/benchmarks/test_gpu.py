@@ -67,14 +67,11 @@ def test_a_job_ends_with_its_part_and_is_not_started_after_it(plan: Plan) -> Non
 @pytest.mark.parametrize("flags_of", ["demonstration", "tiny", "large"])
 def test_every_script_takes_the_flags_of_its_models(script: Any, flags_of: str, plan: Plan) -> None:
     full = Plan(False, True, plan.scripts, plan.precisions, plan.folder)
+    data = [f"--{script.data.flag}", script.data.demonstration]
     flags = {
         "demonstration": lambda: [*checks.model_flags(script.name, False), "--deterministic"],
         "tiny": lambda: speed_part.model_flags_of(plan, script.name),
-        "large": lambda: [
-            f"--{script.data.flag}",
-            script.data.demonstration,
-            *speed_part.model_flags_of(full, script.name),
-        ],
+        "large": lambda: [*data, *speed_part.model_flags_of(full, script.name)],
     }[flags_of]()
     args = script.parsed(*flags)
     assert ":" in str(getattr(args, script.data.flag)) and args.batch_size % 2 == 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.launching import JobFailed
-from benchmarks.report import NoTime, Row, compared, results, table
+from benchmarks.report import NoTime, Row, compared, results
 
 
 @pytest.mark.parametrize(("ours", "met"), [([98.0, 110.0, 120.0], "yes"), ([90.0, 96.0, 120.0], "NO"), ([97.0], "yes")])
@@ -37,11 +36,3 @@ def test_an_error_is_a_row_and_what_was_measured_before_it_is_written(
         ("a", "failed: KeyError: 'x'", True), ("b", "exit code 3: a|b", True), ("c", "too late", False)
     ]  # fmt: skip
     assert len(rows) == 6 and "## b" in capsys.readouterr().out
-
-
-def test_a_table_has_the_columns_of_all_its_rows_and_json_no_infinity() -> None:
-    rows = [Row("first", {"x": 1.0}, part="p"), Row("second", {"y": math.inf}, "a|b", part="p")]
-    assert table(rows).splitlines()[-4:] == [
-        "|  | x | y | note |", "|---|---|---|---|", "| first | 1 |  |  |", "| second |  | inf | a\\|b |"
-    ]  # fmt: skip
-    assert json.loads(json.dumps(rows[1].as_json(), allow_nan=False))["values"] == {"y": "inf"}

@@ -71,9 +71,6 @@ def test_embeddings_beside_the_images_are_read_from_tars_and_folders(tmp_path, k
         assert widths_of(found) == WIDTHS
         assert_images_are(found, range(12))
     assert opened(tars).describe(5) == f"{tars}/00001.tar/000010001.png"
-    kinds = ("txt", "json", *kinds)
-    narrow = {number: {**members(number, *kinds), kinds[2]: npy(embedding(number)[:5])} for number in range(12)}
-    assert opened(write_tars(tmp_path / "narrow", but=narrow)).fingerprint != opened(tars).fingerprint
 
 
 def test_embeddings_in_files_of_rows_are_found_by_the_number_of_the_tar_and_the_end_of_the_key(tmp_path):

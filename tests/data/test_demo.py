@@ -7,8 +7,6 @@ import itertools
 import math
 import pickle
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -29,7 +27,8 @@ from data.demo import (
     is_held_out,
     open_demo,
 )  # fmt: skip
-from tests.data.helpers import ROOT, one_line
+from tests.data.helpers import one_line
+from tests.processes import python
 
 DRAWN = {
     "shapes": ("image", 16, 4), "scenes": ("image", 16, 3), "moving": ("clip", 16, 3), "tones": ("sound", 16000, 32000)
@@ -58,33 +57,15 @@ def caption(source: DemoSource, index: int) -> str:
 
 def test_samples_are_the_same_in_every_process_and_depend_on_the_seed() -> None:
     program = "from tests.data.test_demo import DRAWN, digest; print(*map(digest, DRAWN))"
-    command = [sys.executable, "-c", program]
-    other = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    for kind, elsewhere in zip(DRAWN, other.stdout.split(), strict=True):
+    for kind, elsewhere in zip(DRAWN, python(program).stdout.split(), strict=True):
         assert elsewhere == digest(kind) != digest(kind, seed=1)
 
 
-@pytest.mark.parametrize("kind", DRAWN)
-def test_augmentation_changes_sounds_alone(kind: str) -> None:
-    source = DemoSource(kind, 3)
-    plain, again, other = draw(source, 2), draw(source, 2, epoch=1), draw(source, 2, epoch=1, augment=True)
-    assert torch.equal(plain, again)
-    assert torch.equal(plain, other) == (kind != "tones")
-    with pytest.raises(IndexError):
-        source.record(3)
-
-
 def test_a_name_is_a_demonstration_a_mistake_or_a_path() -> None:
-    def opened(spec: str, kind: str = "scenes") -> DemoSource | None:
-        return open_demo(spec, kind, seed=3)
-
-    source = opened("demo:shapes:12")
-    assert source and (len(source), source.seed, source.describe(3)) == (12, 3, "demo:shapes[3]")
-    assert source.examples("image") and not source.examples("sound")
-    assert len(opened("demo:shapes") or ()) == 4096 and opened("photos") is None
-    assert "the only one is demo:shapes" in one_line(opened, "demo:tones")
+    assert len(open_demo("demo:shapes", "scenes", 3) or ()) == 4096 and open_demo("photos", "scenes", 3) is None
+    assert "the only one is demo:shapes" in one_line(open_demo, "demo:tones", "scenes", 3)
     for number in ("0", "-1", "1x", "4194305", "9" * 100):
-        assert "no number from 1 to 4194304" in one_line(opened, f"demo:shapes:{number}")
+        assert "no number from 1 to 4194304" in one_line(open_demo, f"demo:shapes:{number}", "scenes", 3)
 
 
 def crescent_area() -> float:
@@ -144,14 +125,6 @@ def test_sentences_are_conditions() -> None:
     assert torch.equal(short["image_embed"], whole["image_embed"])
     for text in ("a red star", "a red star top left, on grey", "a red star top left on dark"):
         assert "is no caption of demo:shapes" in one_line(condition_of, text)
-
-
-def test_one_scene_moves_at_every_length_and_speed_of_a_clip() -> None:
-    clips = DemoSource("moving", 5)
-    for index in range(5):
-        cut = clips.record(index)["clip"]
-        assert torch.equal(cut(16, 9)[:, :3], cut(16, 3)) and torch.equal(cut(16, 9)[:, ::4], cut(16, 3, 4))
-        assert not torch.equal(cut(16, 3)[:, 0], cut(16, 3)[:, 2])
 
 
 def test_captions_of_sounds_are_true() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import distributed
 from distributed import Backend, UserMistake, backends
+from tests.data.helpers import one_line
 from tests.processes import parsed
 
 STARTED_BY: dict[str, dict[str, str]] = {
@@ -101,9 +103,7 @@ def test_what_does_not_fit_together_is_refused_in_one_line(
 ) -> None:
     start(launcher)
     monkeypatch.setattr(backends.all_backends()["horovod"], "is_available", lambda: True)
-    with pytest.raises(UserMistake, match=said) as raised:
-        chosen(flags, batch_size=12 if flags else 7)
-    assert "\n" not in str(raised.value)
+    assert re.search(said, one_line(chosen, flags, batch_size=12 if flags else 7, kind=UserMistake))
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,8 @@ def test_a_backend_that_is_not_installed_or_broken_says_how_to_install_it(
     else:
         monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else find_spec(module))
         assert distributed.available() == {b: b != name for b in NAMES}
-    with pytest.raises(UserMistake) as raised:
-        chosen(f"--distributed_backend {name}").__enter__()
-    facts = [hint, "_ZN2at" if is_broken else "single"]
-    assert all(fact in str(raised.value) for fact in facts) and "\n" not in str(raised.value)
+    said = one_line(lambda: chosen(f"--distributed_backend {name}").__enter__(), kind=UserMistake)
+    assert hint in said and ("_ZN2at" if is_broken else "single") in said
 
 
 @pytest.mark.parametrize(("environ", "is_root"), [({}, True), ({"RANK": "1", "WORLD_SIZE": "2"}, False),

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 
 from distributed import Backend, devices
 from distributed.devices import allow_open_files, gpu_id, local_device, own_threads, shared_gpu, use_tf32
+from tests.processes import python
 
 
 @pytest.fixture
@@ -113,7 +111,6 @@ def test_a_process_keeps_its_part_of_the_cores_busy_or_as_many_as_it_was_told(
     assert own_threads(lambda here: [here if other == "itself" else other for other in others]) == expected
 
 
-ROOT = Path(__file__).resolve().parents[2]
 ONE_OF_512 = """
 import resource, sys, distributed
 from tandem.files.exits import Failed
@@ -134,10 +131,7 @@ for hard in (4096, 1000):
 
 
 def test_the_limit_of_open_files_is_raised_before_512_processes_connect() -> None:
-    environment = {**os.environ, "RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "512"}
-    finished = subprocess.run(
-        [sys.executable, "-c", ONE_OF_512], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    finished = python(ONE_OF_512, RANK="8", LOCAL_RANK="0", WORLD_SIZE="512")
     assert finished.stdout.split("\n") == ["1792 4096", "1000 1000", ""], finished.stderr  # 256 and 3 for each process
     (said,) = (line for line in finished.stderr.splitlines() if "that is all" not in line)
     assert all(fact in said for fact in ("rank 8 of 512", " 1000 files", " 1792;", "ulimit -Hn"))

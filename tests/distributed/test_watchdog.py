@@ -217,27 +217,6 @@ def members(liveness: Liveness) -> list[Member]:
     return [Member(liveness, "here", liveness.token, rank) for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("said", "heard"),
-    [
-        ([], ["end", "lost contact with rank 1 at update 0 (starting)"]),
-        (["failed", "KeyError: 'x'"], ["end", "lost contact with rank 1 at update 0 (starting): KeyError: 'x'"]),
-        (["left"], ["left"]),  # from the root, which leaves too
-    ],
-)
-def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(
-    said: list[str], heard: list[str], liveness: Liveness
-) -> None:
-    first, second = members(liveness)
-    assert second._file.readline()  # it is known
-    if said:
-        second.say(*said)
-    second.connection.shutdown(socket.SHUT_RDWR)
-    if said == ["left"]:
-        liveness.stop()
-    assert first.hears() == heard
-
-
 def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Liveness._run  # private: nothing but the thread itself can be late
 
@@ -276,22 +255,6 @@ def test_who_is_no_process_of_the_job_is_not_listened_to(liveness: Liveness) -> 
 def test_who_does_not_say_which_process_it_is_is_sent_away(liveness: Liveness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.liveness.TICK_SECONDS", 0.01)
     assert socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS).recv(1) == b""
-
-
-def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: Liveness) -> None:
-    first, _ = members(liveness)
-    assert first._file.readline()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(reading, 1)  # as long as the parent has not written
-        os._exit(0)
-    try:
-        liveness.stop()
-        assert first.hears() == ["left"] and first.hears() == []
-    finally:
-        os.write(writing, b"x")
-        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize(("number", "asks"), [(signal.SIGTERM, True), (signal.SIGCHLD, False)])

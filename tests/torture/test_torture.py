@@ -107,13 +107,6 @@ def test_each_kind_of_loss_is_found(damage: str, run: Path) -> None:
         check(run)
 
 
-def test_what_is_no_loss_is_not_taken_for_one(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints" / "step_00000003")  # of which the two newest are kept
-    with (run / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 10, "lo')  # torn by a kill
-    check(run)
-
-
 TRAINED = "61 images to train on\nupdate {step:>2}/20  0.5000\n"
 
 
@@ -135,28 +128,6 @@ def test_a_silent_fresh_start_is_found(log: str, newest: int | None, complaint: 
     else:
         with pytest.raises(checks.Lost, match=complaint):
             checks.check_continuation(log, newest, (newest or 0) + 1, tmp_path)
-
-
-def test_a_run_that_was_stopped_before_its_evaluation_logs_the_update_again(run: Path) -> None:
-    assert checks.next_line(run) == 10
-    (run / LAST / "state.json").write_text('{"parts": {"progress": {"unfinished_line": {"loss": 1.0}}}}')
-    assert checks.next_line(run) == 10, "the line follows the evaluation"
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
-    assert checks.next_line(run) == 9
-    checks.check_polite_end("asked to stop: saved update 9; run the same", run, 20)
-    for log in ("asked to stop: saved update 10; run the same", "stopped"):
-        with pytest.raises(checks.Lost):
-            checks.check_polite_end(log, run, 20)
-
-
-def test_a_traceback_of_a_process_is_found_and_one_of_a_launcher_is_not() -> None:
-    of_torchrun = 'Traceback (most recent call last):\n  File "/bin/torchrun", line 8\nChildFailedError: train_vae.py\n'
-    checks.check_last_words(of_torchrun, "train_vae.py")
-    with pytest.raises(checks.Lost, match="ended with a traceback"):
-        checks.check_last_words(
-            of_torchrun + '[0]:  File "/a/train_vae.py", line 3, in main\nKeyError: 1', "train_vae.py"
-        )
 
 
 NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]

@@ -15,6 +15,7 @@ from distributed import UserMistake
 from distributed.backends.deepspeed.config import check_for_parts, merge, read_config, refusals, resolve
 from distributed.batch import BatchPlan
 from distributed.options import Options
+from tests.data.helpers import one_line
 from tests.processes import parsed
 
 Json = dict[str, Any]
@@ -32,15 +33,6 @@ def merged() -> Callable[..., argparse.Namespace]:
         return args
 
     return merge_into
-
-
-def refusal(call: Callable[[], object]) -> str:
-    """The one line with which ``call`` refuses."""
-    with pytest.raises(UserMistake) as raised:
-        call()
-    text = str(raised.value)
-    assert "\n" not in text
-    return text
 
 
 def resolved(config: Json, *, precision: str = "fp32", reduce_precision: str = "fp32", **overrides: Any) -> Json:
@@ -132,7 +124,7 @@ def test_auto_says_nothing(merged: Any) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_contradiction_is_one_line_that_names_both(said: Json, config: Json, names: list[str], merged: Any) -> None:
-    text = refusal(lambda: merged(config, **said))
+    text = one_line(merged, config, **said, kind=UserMistake)
     assert all(name in text for name in [*names, "ds.json"]), text
 
 
@@ -152,7 +144,7 @@ def test_a_value_of_the_wrong_kind_is_one_line_that_names_it(key: str, value: An
         value = {name: value}
     if key.startswith("optimizer."):
         value["type"] = "Adam"
-    text = refusal(lambda: merged({first: value}))
+    text = one_line(merged, {first: value}, kind=UserMistake)
     assert (key if key != "optimizer.params" else "params") in text and "ds.json" in text
 
 
@@ -174,7 +166,7 @@ def test_a_file_that_holds_no_configuration_is_refused_in_one_line(content: Any,
         path.write_bytes(content)
     elif content == "a folder":
         path.mkdir()
-    text = refusal(lambda: read_config(str(path)))
+    text = one_line(read_config, str(path), kind=UserMistake)
     assert expected in text and str(path) in text
 
 
@@ -281,7 +273,7 @@ def test_batch_parts_excludes_what_computes_differently_from_other_backends_and_
     config: Json, precision: str, named: str | None
 ) -> None:
     if named:
-        assert named in refusal(lambda: check_for_parts(config, precision, "ds.json"))
+        assert named in one_line(check_for_parts, config, precision, "ds.json", kind=UserMistake)
     else:
         check_for_parts(config, precision, "ds.json")
 

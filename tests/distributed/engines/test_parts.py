@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from distributed.engines import parts as parts_module
 from distributed.engines.parts import GradientParts
-from tests.processes import Process, on_processes
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.processes import Process, on_processes, python
 
 
 class Weights(nn.Module):
@@ -103,6 +96,5 @@ with single(batch_parts=4):
     assert os.environ["MKL_CBWR"] == "AUTO,STRICT"
     assert torch.get_num_threads() == 1 and torch.are_deterministic_algorithms_enabled()
 """
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}  # which the backend overrules
-    finished = subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True)
+    finished = python(script, OMP_NUM_THREADS="2")  # which the backend overrules
     assert finished.returncode == 0, finished.stderr[-2000:]
