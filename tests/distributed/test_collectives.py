@@ -64,19 +64,6 @@ def test_sum_of_a_tensor_is_exact_and_leaves_the_argument_alone(
     assert Communicator().sum_tensor(alone).data_ptr() != alone.data_ptr()
 
 
-def test_scalars_of_all_kinds_travel_together_in_fp64_and_a_mean_is_their_sum_over_the_processes() -> None:
-    def work(process: Process) -> Any:
-        values = {"int": 2**40 + process.rank, "float": 0.1, "tensor": torch.tensor(1.5), "flag": process.rank == 1}
-        total = process.sum(values)
-        assert len(process.comm.calls) == 1
-        ints = torch.tensor([process.rank, 1])
-        return total, process.mean(values)["int"], process.mean(ints).tolist(), process.any(process.rank == 2)
-
-    expected = {"int": 3 * 2**40 + 3, "float": 0.1 + 0.1 + 0.1, "tensor": 4.5, "flag": 1.0}
-    assert on_processes(3, work) == [(expected, 2**40 + 1, [1.0, 1.0], True)] * 3
-    assert Process().sum({}) == {}
-
-
 def test_objects_of_any_length_arrive_and_bytes_of_the_roots_do_not_grow_with_the_processes() -> None:
     objects = [None, {"path": "bilder/größe.png", "n": [1, 2.5, True]}, "x" * 1000]
 

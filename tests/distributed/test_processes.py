@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -49,14 +47,10 @@ def test_another_error_is_not_agreed_on(error: Exception) -> None:
     assert raised.value is error
 
 
-@pytest.mark.parametrize("wait", [
-    lambda process, error: list(process.each("data", map(failing, [error]))),
-    lambda process, error: list(process.each("data", Fails(error))),
-])  # fmt: skip
 @pytest.mark.parametrize("error", [ValueError("broken"), CannotGoOn("broken")], ids=repr)
-def test_data_that_one_process_cannot_get_ends_that_process_alone(wait: Callable[..., Any], error: Exception) -> None:
+def test_data_that_one_process_cannot_get_ends_that_process_alone(error: Exception) -> None:
     with pytest.raises(TrainingStopped, match=r"^rank 0: broken$") as stopped:
-        wait(Process(), error)
+        list(Process().each("data", map(failing, [error])))
     assert stopped.value.alone
     assert list(Process().each("data", "ab")) == ["a", "b"]
 
@@ -69,11 +63,3 @@ def test_work_for_after_the_others_is_done_if_nothing_failed(fails: bool) -> Non
         if fails:
             raise ZeroDivisionError
     assert done == ["work"] * (not fails)
-
-
-class Fails:
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __iter__(self) -> Any:
-        raise self._error

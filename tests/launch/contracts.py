@@ -48,15 +48,6 @@ def local(batch: Tensor, backend: Backend) -> Tensor:
     return batch[backend.rank * size : (backend.rank + 1) * size]
 
 
-def shares(engine: Engine, x: Tensor, backend: Backend) -> Iterator[Tensor]:
-    """The inputs of each forward pass: the whole local batch, or its parts if --batch_parts divides the run."""
-    if not backend.options.plan.batch_parts:
-        yield x.to(backend.device)
-        return
-    for part in engine.micro_batches({"x": x}):
-        yield part["x"]
-
-
 def record(engine: Engine, updates: list[Any], losses: list[float]) -> dict[str, Any]:
     state = engine.state_dict()
     return {
@@ -120,16 +111,16 @@ def several_backwards(backend: Backend) -> dict[str, Any]:
     engine = backend.wrap(model, adam(model), name="several")
     updates, message = [], ""
     for update in range(UPDATES):
-        for x in shares(engine, local(global_batch(update), backend), backend):
-            out = engine(x)
-            try:
-                engine.backward(out.square().mean(), retain_graph=True)
-                engine.backward(out.abs().mean())
-            except RuntimeError as error:
-                message = str(error)
-                engine.backward(out.square().mean() + out.abs().mean())
-            engine.backward(engine(x * 0.5).abs().mean())
-            engine.backward(engine(x + 1).mean())
+        x = local(global_batch(update), backend).to(backend.device)
+        out = engine(x)
+        try:
+            engine.backward(out.square().mean(), retain_graph=True)
+            engine.backward(out.abs().mean())
+        except RuntimeError as error:
+            message = str(error)
+            engine.backward(out.square().mean() + out.abs().mean())
+        engine.backward(engine(x * 0.5).abs().mean())
+        engine.backward(engine(x + 1).mean())
         updates.append(engine.step())
     return {"numbers": record(engine, updates, []), "message": message}
 
@@ -151,11 +142,9 @@ def by_items(backend: Backend) -> dict[str, Any]:
     updates = []
     for update in range(UPDATES):
         kept = [row for row in range(BATCH) if row % 5 != update % 5 and row % 7 != 3]
-        total = backend.sum(torch.tensor(float(len([r for r in kept if mine(r, backend)])), device=backend.device))
-        is_kept = torch.tensor([[float(row in kept)] for row in range(BATCH)])
-        for share in shares(engine, local(torch.cat([global_batch(update), is_kept], 1), backend), backend):
-            x = share[share[:, -1] > 0, :-1]
-            engine.backward(engine(x).square().mean(), items=len(x), total=total)
+        x = local(global_batch(update), backend)[local(torch.tensor([row in kept for row in range(BATCH)]), backend)]
+        total = backend.sum(torch.tensor(float(len(x)), device=backend.device))
+        engine.backward(engine(x.to(backend.device)).square().mean(), items=len(x), total=total)
         updates.append(engine.step())
     return record(engine, updates, [])
 
@@ -214,11 +203,6 @@ def idle_parts(backend: Backend) -> dict[str, Any]:
             engine.backward(loss)
         updates.append(engine.step())
     return record(engine, updates, [])
-
-
-def mine(row: int, backend: Backend) -> bool:
-    size = BATCH // backend.world_size
-    return row // size == backend.rank
 
 
 def reloaded(backend: Backend) -> dict[str, Any]:
@@ -362,7 +346,6 @@ def collectives(backend: Backend) -> dict[str, Any]:
         "half": backend.sum(torch.full((3,), 1.5, dtype=torch.bfloat16, device=device)).tolist() == [1.5 * world] * 3,
         "mean_of_integers": abs(backend.mean(torch.tensor([rank], device=device)).item() - (world - 1) / 2) < 1e-6,
         "gather": backend.gather(ragged).shape[0] == world * (world + 1) // 2,
-        "gradient_of_gather": gradient_of_gather(backend, ragged),
         "gather_order": backend.gather(ragged)[:, 0].unique(sorted=True).tolist() == ranks.tolist(),
         # As a preview, which the first processes have.
         "gather_of_few": backend.gather(torch.arange(3 * (rank == 0), dtype=torch.uint8, device=device)).tolist()
@@ -372,14 +355,6 @@ def collectives(backend: Backend) -> dict[str, Any]:
         "any": backend.any(rank == world - 1) and not backend.any(False),
         "lack_of_memory": lack_of_memory(backend),
     }
-
-
-def gradient_of_gather(backend: Backend, ragged: Tensor) -> bool:
-    """Whether each process gets the sum of what all do with its rows: each weighs all rows by its rank."""
-    own = ragged.clone().requires_grad_()
-    (backend.gather(own).sum() * backend.rank).backward()
-    assert own.grad is not None
-    return torch.equal(own.grad, torch.full_like(own, backend.world_size * (backend.world_size - 1) / 2))
 
 
 def lack_of_memory(backend: Backend) -> bool:
@@ -397,21 +372,12 @@ def lack_of_memory(backend: Backend) -> bool:
 
 def measure(args: argparse.Namespace, backend: Backend) -> None:
     """Measure every contract and write the results to result.json."""
-    result = {
-        "plain": plain(backend),
-        "small_buckets": small_buckets(backend),
-        "skipped": plain(backend, "skipped", spoil_update=3),
-        "several_backwards": several_backwards(backend),
-        "by_items": by_items(backend),
-        "idle_parts": idle_parts(backend),
-    }
-    if not args.batch_parts:
-        result |= {"reloaded": reloaded(backend), "collectives": collectives(backend)}
-        result["average"], result["marks_of_a_pass"] = average(backend), marks_of_a_pass(backend)
-        result["saved_bytes"], result["sums_per_update"] = saved_bytes(backend), sums_per_update(backend)
-        if backend.name != "horovod":
-            result["rounded_sums"] = rounded_sums(backend)
-        result["patience"], result["seconds_of_waiting"] = patience(backend), seconds_of_waiting(backend)
+    measures = [plain, small_buckets, several_backwards, by_items, idle_parts, reloaded, collectives, average,
+                marks_of_a_pass, saved_bytes, sums_per_update, patience, seconds_of_waiting]  # fmt: skip
+    if backend.name != "horovod":
+        measures.append(rounded_sums)
+    result: dict[str, Any] = {measure.__name__: measure(backend) for measure in measures}
+    result["skipped"] = plain(backend, "skipped", spoil_update=3)
     by_rank = backend.gather_objects(result["plain"]["grad_norms"])
     result["same_norms_on_all_ranks"] = all(norms == by_rank[0] for norms in by_rank)
     if backend.is_root:

@@ -11,7 +11,7 @@ import contracts
 import pytest
 from jobs import Jobs, Task
 
-from benchmarks.launching import CHOSEN, CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
+from benchmarks.launching import CHOSEN_ON_TWO, ONE_PROCESS, ZERO_STAGES, Launcher
 
 LAUNCHERS = [
     Launcher("torchrun", 2),
@@ -20,7 +20,6 @@ LAUNCHERS = [
     Launcher("deepspeed", 3, zero_stage=3),
     *CHOSEN_ON_TWO,
 ]
-IN_PARTS = [Launcher("torchrun", 4), Launcher("horovodrun", 2), *ZERO_STAGES, *CHOSEN]
 # Sums of a few dozen fp32 numbers in another order differ by some 1e-7 of the largest; Adam's first updates divide a
 # gradient by its own size, which lets a tiny one change more: 5e-6 of the largest entry of a tensor after 6 updates.
 TOLERANCE = 5e-6
@@ -31,13 +30,6 @@ def accumulation_of(launcher: Launcher) -> int:
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
-    if kind == "bits" and launcher in [ONE_PROCESS, *IN_PARTS]:
-        flags = [*contracts.FLAGS, "--max_grad_norm", "0.1", "--batch_parts", "4"]
-        if launcher.name == "deepspeed":  # without this, ZeRO 3 would not shard so small a model
-            config = jobs.folder / f"parts-{launcher}.json"
-            config.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
-            flags += ["--deepspeed_config", str(config)]
-        yield Task("contracts-in-parts", "contracts.measure", flags)
     if kind == "rounded" and launcher in [ONE_PROCESS, *LAUNCHERS]:
         for steps in [1, 2] if launcher == ONE_PROCESS else [accumulation_of(launcher)]:
             flags = [*contracts.FLAGS, "--max_grad_norm", "0.1", "--grad_accum_steps", str(steps)]
@@ -47,10 +39,6 @@ def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
 def measured(jobs: Jobs, launcher: Launcher, accumulation: int) -> dict[str, Any]:
     folder = jobs.output(launcher, "rounded", f"contracts-{accumulation}")
     return dict(json.loads((folder / "result.json").read_text()))
-
-
-def in_parts(jobs: Jobs, launcher: Launcher) -> dict[str, Any]:
-    return dict(json.loads((jobs.output(launcher, "bits", "contracts-in-parts") / "result.json").read_text()))
 
 
 @pytest.fixture(scope="session", params=LAUNCHERS, ids=str)
@@ -92,23 +80,6 @@ def test_losses_norms_weights_and_moments_equal_those_of_one_process(
     contract: str, ours: dict[str, Any], reference: dict[str, Any]
 ) -> None:
     assert_close(ours[contract], reference[contract], contract)
-
-
-@pytest.mark.parametrize("contract", ["plain", "small_buckets", "skipped", "by_items", "several_backwards"])
-@pytest.mark.parametrize("who", IN_PARTS, ids=str)
-def test_in_parts_losses_norms_weights_and_moments_have_the_bits_of_one_process(
-    contract: str, who: Launcher, jobs: Jobs
-) -> None:
-    ours, reference = (in_parts(jobs, each)[contract] for each in (who, ONE_PROCESS))
-    if contract == "several_backwards" and who.zero_stage == 3:
-        # ZeRO 3 keeps no graph for a second backward pass. It must add the two losses instead, and so rounds
-        # differently from one process.
-        assert "ZeRO 3" in ours["message"]
-        return
-    losses = [result.pop("losses", []) for result in (ours, reference)]
-    # Logged means are fp64 sums, whose last bits may differ.
-    assert losses[0] == pytest.approx(losses[1], rel=1e-14, nan_ok=True)
-    assert repr(ours) == repr(reference)  # NaN is NaN there
 
 
 def test_any_number_of_backward_calls_adds_up_or_raises(

@@ -6,6 +6,7 @@ With --batch_parts it has the same bits. Without, it agrees to rounding.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -127,6 +128,10 @@ def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
     everything = sorted({name for names in chosen_here.values() for name in names})
     for name in everything if launcher == ONE_PROCESS else chosen_here.get(launcher, []):
         how = ["--batch_parts", "4"]
+        if kind == "bits" and launcher.zero_stage == 3:  # without this, it would not shard so small models
+            config = jobs.folder / "sharded.json"
+            config.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+            how += ["--deepspeed_config", str(config)]
         if kind == "rounded":
             how = [*of_rounding(name), "--grad_accum_steps", "1" if launcher == ONE_PROCESS else "2"]
         yield Task(name, VARIANTS[name][0], [*flags(name, jobs.folder), *how])
