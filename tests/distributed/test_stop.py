@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distributed.collectives import Communicator
 from distributed.engines.reducer import GradientReducer
@@ -186,6 +186,30 @@ def test_in_forked_processes_signals_have_their_default_effect_and_no_descriptor
         os._exit(os.waitpid(grandchild, 0)[1] or not is_default)
     assert os.waitpid(child, 0)[1] == 0
     signals.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_request_travels_with_the_gradients_and_needs_no_collective_of_its_own(world_size: int) -> None:
+    """Rank r hears its signal before update 2 + 3 r. One that arrives after the last bucket has left is heard of one
+    update later."""
+
+    def work(process: Process) -> tuple[list[bool], list[str], list[Tensor]]:
+        received: set[int] = set()
+        stop, answers = StopRequest(process.comm, received), []
+        weight = nn.Parameter(torch.zeros(3))
+        reducer = GradientReducer([weight], process.comm, "toy", passenger=stop)
+        for update in range(6):
+            if update == 2 + 3 * process.rank:
+                received.add(signal.SIGTERM)
+            reducer.backward(weight.sum(), torch.tensor(1.0), 0, False)
+            reducer.finish()
+            answers.append(stop.agreed())
+        return answers, process.comm.calls, reducer.gradients
+
+    for answers, calls, gradients in on_processes(world_size, work):
+        assert answers == [False, False, True, True, True, True]
+        assert calls == ["toy.gradients.0"] * 6  # in one list with the sums
+        assert [gradient.shape for gradient in gradients] == [(4,)]  # 3 in 16 bytes; the flag is none of them
 
 
 def test_a_request_of_this_call_travels_with_the_next_gradients_or_with_a_sum_of_its_own_at_once() -> None:
