@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -22,9 +24,9 @@ from distributed import torch_comm
 from distributed.backends.horovod import HorovodBackend
 from distributed.launchers import Launch
 from distributed.torch_comm import Start, agree_on_start
-from tests.processes import python
 
 PATIENCE = timedelta(seconds=60)  # only ends a hang
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, torch, distributed
 from tests.processes import parsed
@@ -41,7 +43,9 @@ for task in os.listdir("/proc/self/task"):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the names of threads from /proc")
 def test_no_thread_of_the_process_group_outlives_the_backend() -> None:
     # A thread that frees a tensor while the interpreter shuts down aborts the process (pytorch/pytorch#179291).
-    finished = python(PROGRAM, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT),
+                   "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
+    finished = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert not [name for name in finished.stdout.split() if "gloo" in name or "tcpstore" in name], finished.stdout
 
@@ -98,22 +102,29 @@ def test_a_process_that_does_not_come_is_named(came: int) -> None:
         agree_on_start(store, Launch("torchrun", came, 0, 2), wait)
 
 
-@pytest.mark.parametrize(("launch", "minutes", "has_ended", "said"), [
-    (Launch("torchrun", world_size=2), 60, "True", "torchrun has ended: nobody answers at"),
-    (Launch("slurm", 1, 0, 2), 0.001, "", r"^rank 0 did not come within 0\.001 minutes: .* 127\.0\.0\.1, port"),
-])  # fmt: skip
-def test_who_waits_for_a_torchrun_that_was_killed_ends_at_once_and_for_a_root_that_does_not_come_after_the_timeout(
-    launch: Launch, minutes: float, has_ended: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_whose_torchrun_was_killed_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(closed.getsockname()[1])}
-        for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": has_ended}.items():
+        for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(torch_comm, "TRY_SECONDS", 0.01)
+        with pytest.raises(ConnectionError, match="torchrun has ended: nobody answers at"):
+            torch_comm.init_process_group(Launch("torchrun", world_size=2), torch.device("cpu"), 60)
+
+
+def test_a_machine_whose_root_does_not_come_ends_with_its_address_after_the_timeout_and_not_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(closed.getsockname()[1]))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        monkeypatch.setattr(torch_comm, "TRY_SECONDS", 0.01)
         monkeypatch.setattr(torch_comm, "GRACE_SECONDS", 0)
-        with pytest.raises(ConnectionError, match=said):
-            torch_comm.init_process_group(launch, torch.device("cpu"), minutes)
+        with pytest.raises(ConnectionError, match=r"^rank 0 did not come within 0\.001 minutes: .* 127\.0\.0\.1, port"):
+            torch_comm.init_process_group(Launch("slurm", 1, 0, 2), torch.device("cpu"), 0.001)
 
 
 def test_an_address_by_which_machines_reach_one_another_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +154,9 @@ devices.shared_gpu = lambda gpus: f"they share a GPU: {{gpus}}"
 with distributed.from_args(parsed("--distributed_backend", "{backend}", batch_size=1)):
     print("started")
 """
-    finished = python(program, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT=str(free_port()))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port()),
+                   "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # fmt: skip
+    finished = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert "they share a GPU: [None]" in finished.stderr.splitlines()[-1] and not finished.stdout
 
 

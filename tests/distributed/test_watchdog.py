@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ import torch
 
 from distributed import Launch, TrainingStopped, watchdog
 from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
+from distributed.signals import Signals
 from distributed.watchdog import Watchdog
 from tests.processes import Process, Root, on_processes
 
@@ -142,6 +146,48 @@ def test_what_a_process_waited_for_is_added_up_and_alone_it_waits_for_no_other(
     dog.stop()
 
 
+def beat_of(dog: Watchdog) -> dict[str, Any]:
+    kind, mark = json.loads(dog.beat())
+    assert kind == "beat"
+    return mark
+
+
+def test_marks_count_and_keep_the_update_they_do_not_name() -> None:
+    dog = dog_of(1)
+    dog.mark("forward", update=3)
+    dog.mark("forward", gathers=True)  # for which no rank is blamed while another one stands
+    assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True}
+    dog.mark("computing")
+    assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False}
+
+
+def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
+    """As in a terminal that is stopped: the main thread hangs in a write to stderr, and holds its lock."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writing, 2)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        dog = dog_of(1)
+        # As its thread does when the root says so: alone, this process has no root.
+        threading.Thread(target=dog._pronounce, args=["the verdict"], daemon=True).start()
+        with contextlib.suppress(BaseException):
+            while True:
+                sys.stderr.write("x" * 100_000)
+        os._exit(99)
+    try:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+            time.sleep(0.05)
+        assert ended[0] and os.waitstatus_to_exitcode(ended[1]) == 1
+    finally:
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+
+
 def watched(work: Callable[[Watchdog], Any]) -> Callable[[Process], Any]:
     """Work of a process with its own watchdog, whose thread has the name of its rank meanwhile."""
 
@@ -217,6 +263,27 @@ def members(liveness: Liveness) -> list[Member]:
     return [Member(liveness, "here", liveness.token, rank) for rank in range(2)]
 
 
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        ([], ["end", "lost contact with rank 1 at update 0 (starting)"]),
+        (["failed", "KeyError: 'x'"], ["end", "lost contact with rank 1 at update 0 (starting): KeyError: 'x'"]),
+        (["left"], ["left"]),  # from the root, which leaves too
+    ],
+)
+def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(
+    said: list[str], heard: list[str], liveness: Liveness
+) -> None:
+    first, second = members(liveness)
+    assert second._file.readline()  # it is known
+    if said:
+        second.say(*said)
+    second.connection.shutdown(socket.SHUT_RDWR)
+    if said == ["left"]:
+        liveness.stop()
+    assert first.hears() == heard
+
+
 def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Liveness._run  # private: nothing but the thread itself can be late
 
@@ -257,6 +324,53 @@ def test_who_does_not_say_which_process_it_is_is_sent_away(liveness: Liveness, m
     assert socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS).recv(1) == b""
 
 
+def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
+    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.liveness.TICK_SECONDS", 0.01)
+    accept, tick, tried = socket.socket.accept, Judge.tick, [0]  # of each tick, how often
+
+    def accept_later(listener: socket.socket) -> Any:
+        tried[-1] += 1
+        if sum(tried) <= 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    monkeypatch.setattr(Judge, "tick", lambda *args: (tried.append(0), tick(*args))[1])
+    assert Member(liveness, "here", liveness.token, 0)._file.readline() == to_line("beat")
+    assert sum(tried) == 4 and max(tried) == 1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_other_machines_may_come_by_either_version_of_ip(address: str) -> None:
+    if address == "::1" and not (socket.has_dualstack_ipv6() and os.path.exists("/proc/net/if_inet6")):
+        pytest.skip("this machine has no IPv6")
+    liveness = Liveness("", 1, TIMEOUT_TICKS)
+    try:
+        with socket.create_connection((address, liveness.port), timeout=PATIENCE_SECONDS) as connection:
+            connection.sendall(to_line("here", liveness.token, 0))
+            assert connection.makefile("rb").readline() == to_line("beat")
+    finally:
+        liveness.stop()
+
+
+def test_a_worker_that_was_forked_does_not_keep_the_connections_open(liveness: Liveness) -> None:
+    first, _ = members(liveness)
+    assert first._file.readline()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading, 1)  # as long as the parent has not written
+        os._exit(0)
+    try:
+        liveness.stop()
+        assert first.hears() == ["left"] and first.hears() == []
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+
+
 @pytest.mark.parametrize(("number", "asks"), [(signal.SIGTERM, True), (signal.SIGCHLD, False)])
 def test_the_judge_hears_that_the_job_is_asked_to_end(
     number: signal.Signals, asks: bool, liveness: Liveness, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +383,20 @@ def test_the_judge_hears_that_the_job_is_asked_to_end(
     assert first.hears() == ["met"]
     monkeypatch.setattr(Judge, "tick", lambda _, is_asked: heard.put(is_asked))
     assert heard.get(timeout=PATIENCE_SECONDS) == asks
+
+
+def test_a_signal_reaches_the_watchdog_whatever_the_main_thread_does() -> None:
+    heard = queue.Queue[int]()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    signals = Signals(lambda: False, is_root=False)
+    try:
+        signals.watchdog = SimpleNamespace(hear_signal=heard.put)  # type: ignore[assignment]
+        signals.begin()  # otherwise it would end this process
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.get(timeout=PATIENCE_SECONDS) == signal.SIGTERM
+    finally:
+        signals.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_nothing_piles_up_at_a_process_that_is_stopped(liveness: Liveness) -> None:
@@ -286,6 +414,16 @@ def test_who_waits_to_hear_why_the_job_ends_waits_no_longer_when_this_process_le
     dog.stop()
     assert answers.get(timeout=PATIENCE_SECONDS / 2)
     waiting.join()
+
+
+def test_one_process_has_no_thread_and_explains_only_what_stops_training() -> None:
+    before = threading.active_count()
+    dog = dog_of(1)
+    assert threading.active_count() == before
+    stopped = TrainingStopped("enough")
+    assert dog.explain(stopped) is stopped
+    assert dog.explain(None) is None and dog.explain(RuntimeError("anything")) is None
+    dog.stop()
 
 
 GLOO = (  # PyTorch 2.15's, word for word

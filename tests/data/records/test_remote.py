@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +137,12 @@ def test_entries_are_read_by_few_requests(server):
     assert gets(server) == 1, "500 small steps"
 
 
+def test_a_library_reads_a_table_at_random(server):
+    with remote.open_file(f"{server.address}/table.parquet") as file:
+        table = pq.ParquetFile(file)
+        assert table.read_row_group(7).column("n").to_pylist() == list(range(7000, 8000))
+
+
 @pytest.mark.parametrize("fault", ["cut", "half", 500, 503, 429, "slow"])
 def test_a_server_that_fails_is_asked_again(server, fault, monkeypatch):
     monkeypatch.setattr(remote, "_SECONDS", 1.0)
@@ -233,6 +240,40 @@ def test_an_address_that_cannot_be_read_is_an_error_of_one_line(scheme):
 
 def test_a_server_that_refuses_connections_while_a_file_system_is_made_is_asked_again():
     assert "the connection failed (ConnectionRefusedError), 5 times" in failure(read, "ftp://127.0.0.1:9/a.tar")
+
+
+@pytest.mark.parametrize(
+    "kind, met, n", [(ValueError, OSError, 1), (MemoryError, MemoryError, 1), (OSError, OSError, 5)]
+)
+def test_what_would_fail_again_is_tried_once(server, kind, met, n):
+    def check(_: bytes) -> None:
+        raise kind("again")
+
+    with pytest.raises(met):
+        remote._ask(f"{server.address}/001.tar", "cat_file", check, start=0, end=10)
+    assert gets(server) == n
+
+
+def test_of_a_server_without_ranges_no_more_is_read_than_was_asked_for(servers):
+    seen: list[int] = []
+    address = f"{servers['http'].address}/whole.tar"
+    remote._ask(address, "cat_file", lambda content: seen.append(len(content)), start=0, end=10)
+    assert seen == [11]
+
+
+def test_threads_share_connections_only_if_these_serve_several_requests():
+    for address, is_shared in (("s3://bucket/a", True), ("webhdfs://host/a", False)):
+        kind, lowered = remote._kind(address)
+        with ThreadPoolExecutor(1) as thread:
+            there, again = (thread.submit(remote._filesystem, kind, lowered).result()[0] for _ in range(2))
+        assert there is again and (there is remote._filesystem(kind, lowered)[0]) == is_shared
+
+
+def test_schemes_may_be_written_in_capitals(server):
+    address = server.address.replace("s3", "S3").replace("http", "HTTP")
+    assert read(f"{address}/001.tar") == (server.folder / "001.tar").read_bytes()[5:1005]
+    if address.startswith("S3"):
+        assert remote.listed(f"{address}/00[01].tar") == [f"{server.address}/{number:03d}.tar" for number in range(2)]
 
 
 def test_what_a_listing_says_of_files_is_not_asked_again(servers):
@@ -340,14 +381,17 @@ def test_a_shard_that_is_deleted_while_it_is_read_can_be_read_to_its_end(server,
         assert file.read() == content[1000:]
 
 
-def test_a_shard_that_does_not_fit_or_is_not_trained_on_is_read_by_ranges(server, tmp_path, no_cache):
+def test_a_shard_that_does_not_fit_is_read_by_ranges(server, tmp_path, no_cache):
     remote.configure(str(tmp_path / "cache"), 0.0002)
     assert sample(server, 0) and kept(tmp_path / "cache") == 0
-    remote.configure(str(tmp_path / "other"), 1, [f"{server.address}/000.tar"])
-    assert sample(server, 0) and sample(server, 1) and kept(tmp_path / "other") == 300_000
     addresses = [f"{server.address}/{number:03d}.tar" for number in range(4)]
     text = one_line(remote.configure, str(tmp_path / "cache"), 0.0007, addresses, 3)
     assert "--cache_gb 0.0007" in text and "3 shards" in text and "0.00075 GB" in text
+
+
+def test_shards_that_are_not_trained_on_are_read_by_ranges(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 1, [f"{server.address}/000.tar"])
+    assert sample(server, 0) and sample(server, 1) and kept(tmp_path / "cache") == 300_000
 
 
 def test_a_cache_that_fails_is_gone_round(server, tmp_path, no_cache, monkeypatch):
@@ -392,6 +436,16 @@ def test_files_of_others_in_the_folder_stay(server, tmp_path, no_cache):
     remote.configure(str(tmp_path), 0.0003)
     assert sample(server, 0) and sample(server, 1)
     assert (tmp_path / "thesis.tex").stat().st_size == 1 << 20
+
+
+def test_a_fetch_that_fails_leaves_nothing(server, tmp_path, no_cache):
+    remote.configure(str(tmp_path / "cache"), 1)
+    server.proxy.always = 503
+    with pytest.raises(OSError, match="503"):
+        sample(server, 0)
+    assert kept(tmp_path / "cache") == 0
+    server.proxy.always = None
+    assert sample(server, 0)
 
 
 def test_what_a_killed_process_has_left_is_used_by_nobody_and_deleted_when_room_is_needed(tmp_path):

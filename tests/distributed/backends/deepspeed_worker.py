@@ -120,6 +120,47 @@ def run(name: str, folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(measure(backend, args, CONFIGS[name])))
 
 
+def run_released(folder: Path) -> None:
+    """ZeRO 3 with weights that it does not keep whole, in buckets smaller than the model, into ``released.json``."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    from distributed.backends.deepspeed import config
+
+    def deep_model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
+        return nn.Sequential(*layers)
+
+    config.BUCKET_ELEMENTS = 300
+    path = folder / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    with distributed.from_args(parsed("--deepspeed_config", str(path), batch_size=8)) as backend:
+        model, plain = deep_model(), deep_model()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=SCRIPT_RATE)
+        engine = backend.wrap(model, script_optimizer(model))
+        whole: list[int] = []
+        for layer in model:
+            layer.register_forward_pre_hook(
+                lambda *_: whole.append(
+                    sum(p.ds_numel for p in model.parameters() if p.ds_status == ZeroParamStatus.AVAILABLE)
+                )
+            )
+        found: dict[str, Any] = {"loss": [], "expected": []}
+        for update in range(UPDATES):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(update))
+            for losses, forward, backward in (
+                (found["loss"], engine, engine.backward), (found["expected"], plain, torch.autograd.backward)
+            ):  # fmt: skip
+                loss = forward(x).square().mean()
+                backward(loss)
+                losses.append(loss.item())
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        found["most_gathered"] = max(whole[len(whole) // 2 :])  # in the first updates it looks at the order of layers
+        (folder / "released.json").write_text(json.dumps(found))
+
+
 def run_renamed(folder: Path) -> None:
     """What is said if DeepSpeed has other names inside, into ``renamed.json``."""
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -143,7 +184,7 @@ def main() -> None:
 
     script_optimizer(make_model())
     cases = {name: partial(run, name) for name in CONFIGS}
-    for case in cases.values():
+    for case in (*cases.values(), run_released):
         child = os.fork()
         if child == 0:
             case(folder)

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,49 @@ def test_a_version_with_other_names_inside_ends_in_one_line_that_names_them(fold
     said = str(json.loads((folder / "renamed.json").read_text()))
     assert "\n" not in said
     assert all(fact in said for fact in ("ZeRO 2 ", "engine._backward_prologue", "optimizer.update_lp_params"))
+
+
+def test_zero_3_gives_gathered_weights_back_and_gathers_no_further_ahead_than_a_bucket(folder: Path) -> None:
+    """Six layers of 272 numbers, buckets of 300: whole are the layer that computes and two buckets at most."""
+    ours = measured(folder, "released")
+    assert ours["most_gathered"] <= 2 * 300 + 272
+    assert ours["loss"] == pytest.approx(ours["expected"], rel=1e-5)
+
+
+TENSORS, BYTES = 6, 82_944  # of the worker's model
+
+
+def in_words(counts: dict[str, int]) -> Iterator[str]:
+    for kind, number in counts.items():
+        if not kind.startswith("bytes"):
+            each, of_tensor = (number // TENSORS, " per tensor") if number >= TENSORS else (number, "")
+            times = round(counts[f"bytes of {kind}"] / BYTES)
+            weights = f", {times} x the weights" if times else ""
+            yield f"{each} {kind if each > 1 else kind.removesuffix('s')}{of_tensor}{weights}"
+
+
+def test_what_deepspeed_exchanges_does_not_grow_with_the_processes_but_for_its_padding() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, WORKER.with_name("many_processes_worker.py")]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    found = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    cases = [*((s, n) for s in range(4) for n in (8, 512)), (0, 8), (2, 8)]
+    assert [(case["stage"], case["processes"]) for case in found] == cases, finished.stderr
+    # Buckets of 5000 numbers. At ZeRO 0 a bucket is sent as soon as it holds more; at ZeRO 2 the largest gradient, of
+    # 8192, makes it larger, and the norm is a sum too.
+    assert [case["update"]["sums"] for case in found[-2:]] == [3, 1 + 4]
+    found = found[:-2]
+    rows = []
+    for few, many in zip(found[0::2], found[1::2], strict=True):
+        for phase in ("update", "checkpoint"):
+            for kind, number in many[phase].items():
+                padding = 512 * 4 * (TENSORS if few["stage"] == 3 else 2) * (3 if phase == "checkpoint" else 1)
+                grown = number - few[phase][kind]
+                assert 0 <= grown <= (padding if kind.startswith("bytes") else 0), (few, many)
+        assert few["averages"] == many["averages"] == {}, "an average is made of what a process holds"
+        gathered = many["checkpoint of averages"].get("gathers", 0)
+        assert gathered == (2 * TENSORS if few["stage"] == 3 else 0), "a gather per tensor of both averages"
+        update, checkpoint = ("; ".join(in_words(few[phase])) for phase in ("update", "checkpoint"))
+        rows.append(f"| `--zero_stage {few['stage']}` | {update} | {checkpoint or 'none'} |")
+    text = (WORKER.parents[3] / "docs" / "clusters.md").read_text()
+    assert [row for row in rows if row not in text] == [], rows
