@@ -129,13 +129,13 @@ def go_through(
     UserMistake, in one line, if too many samples cannot be read; AskedToStop after a signal."""
     from data.bad_samples import BadSampleLog
     from data.feed import to_unit_range
-    from data.stores.encoding import load_pieces
+    from data.stores.encoding import load_each
     from data.workers import Loader
     from tandem.files.exits import AskedToStop
 
     n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
     batches = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
-    read = partial(load_pieces, partial(load, samples), samples.describe)
+    read = partial(load_each, partial(load, samples), samples.describe)
     loaded = iter(Loader(read, batches[rank::world], args.num_workers))
     for done in range(0, len(batches), world):
         if backend.stop_requested(now=True):

@@ -46,14 +46,12 @@ def encode_batches(
             own piece alone: with padded batches it depends neither on the processes nor on the other samples.
     """
     requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
-    loader = Loader(functools.partial(load_pieces, load, describe), list(itertools.chain(*requests)), num_workers)
+    loader = Loader(functools.partial(load_each, load, describe), list(itertools.chain(*requests)), num_workers)
     loaded = iter(loader)
     return (_encode_shard(itertools.islice(loaded, len(each)), encode, batch_size) for each in requests)
 
 
-def load_pieces(
-    load: Load, describe: Describe, indices: range
-) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
+def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
     """The pieces (n, ...) of all samples; of each sample how many these are, and its note; what cannot be read."""
     pieces, notes, bad = [torch.zeros(0)], [], []
     for index in indices:
