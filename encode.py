@@ -1,17 +1,19 @@
 """Write the codes of a folder of images with a trained DiscreteVAE or VQGAN, or of videos and images with a trained
-VideoTokenizer; or decode codes to images or videos.
+VideoTokenizer; or the latents of images with a VQGAN that has no codes; or decode them to images or videos.
 
     python encode.py --model runs/vqgan --image_folder photos/ --output codes/
     torchrun --nproc_per_node 8 encode.py --model runs/tokenizer --video_folder clips/ --output codes/
     deepspeed encode.py --model runs/tokenizer --video_folder clips/ --output codes/
     horovodrun -np 8 python encode.py --model runs/tokenizer --video_folder clips/ --output codes/
     python encode.py --model runs/vqgan --decode codes/ --output images/
+    python encode.py --model runs/vae --image_folder photos/ --output latents/ --latent sample --with_flip --scaled
     python encode.py --model runs/tokenizer --decode codes/ --output videos/ --format mp4
 
 The files are the same, byte for byte, for every launcher and any number of processes, loader workers and threads. Run
 the same command again to continue after an interruption. Videos of any length go through the model frame by frame, in
 the same memory (their codes are kept until the shard is written, and attend_time keeps all earlier frames, unless
---time_window of the training limits it). data/stores/codes.py says what is in codes/. They load in two lines:
+--time_window of the training limits it). data/stores/codes.py says what is in codes/, and data/stores/latents.py what
+is in latents/. Codes load in two lines:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # a row per line of index.jsonl
     of_video = codes[line["row"]:][:line["code_frames"]]  # line: json.loads of a line of codes/index.jsonl
@@ -28,8 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
-from tandem.converters import FOLDER, PATH, frame_rate, pixels, positive_int, size
-from tandem.fields import flag, given, without
+from tandem.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
+from tandem.fields import flag, given, when, without
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, add_places, kernel_settings
 
@@ -49,6 +51,7 @@ DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
 # What flags need to have an effect.
 _ENCODING = without("decode")
 _OF_IMAGES, _OF_VIDEOS = given("image_folder", "PATH"), given("video_folder", "PATH")
+_OF_LATENTS = ("latent", "latent_dtype", "with_flip", "scaled", "seed")  # flags for models without codes
 
 
 @dataclass
@@ -68,12 +71,12 @@ class Config:
         "folder, with subfolders; or of a csv or jsonl manifest, or of webdataset tars; demo:moving draws its own",
         PATH,
     )
-    decode: str | None = flag(None, "make images or videos of the codes in this folder", FOLDER)
+    decode: str | None = flag(None, "make images or videos of the codes or latents in this folder", FOLDER)
     format: str | None = flag(
         None,
-        "of codes: safetensors (default), or npy, for images: a .npy beside each; of "
-        "decoded videos: mp4 (default), gif (holds a whole video in memory) or png, a folder of frames for each video. "
-        "One frame is always a png",
+        "of codes and latents: safetensors (default), or npy, for images: a .npy beside each, or of latents one for "
+        "each image and its label; of decoded videos: mp4 (default), gif (holds a whole video in memory) or png, a "
+        "folder of frames for each video. One frame is always a png",
         choices=("safetensors", "npy", "png", "mp4", "gif"),
     )
 
@@ -93,11 +96,27 @@ class Config:
     )
     report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
 
+    latent: str = flag(
+        "mean",
+        "keep means, samples, or moments (means and standard deviations, for trainers that sample)",
+        choices=("mean", "sample", "moments"),
+        title="latents of a model without codes",
+        needs=_OF_IMAGES,
+    )
+    latent_dtype: str = flag("fp16", "of the numbers", choices=("fp16", "bf16", "fp32"), needs=_OF_IMAGES)
+    with_flip: bool = flag(False, "keep the latents of the mirrored images, too", needs=_OF_IMAGES)
+    scaled: bool = flag(
+        False, "keep (latent - shift_factor) * scaling_factor, both of the model's config.json", needs=_OF_IMAGES
+    )
+    seed: int = flag(0, "of the samples", non_negative_int, needs=when("latent", "sample"))
+
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         parser.choose(args, image_folder=None, video_folder=None, decode=None)
         if not (args.image_folder or args.video_folder or args.decode):
             parser.error("nothing to do: give --image_folder, --video_folder or --decode")
+        if args.format == "npy" and args.latent_dtype == "bf16":
+            parser.error("--format npy knows no --latent_dtype bf16; give fp16 or fp32")
         try:
             settle_kinds(args, *kinds_of(args))
         except ValueError as error:
@@ -124,7 +143,7 @@ def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
 
 
 def build_parser() -> ArgumentParser:
-    text = "Write the codes of images or videos with a trained tokenizer, or make images or videos of codes."
+    text = "Write the codes or latents of images, or codes of videos, with a trained tokenizer, or decode them."
     parser = ArgumentParser("encode.py", text, is_root=distributed.launched_as_root)
     parser.usage = (
         "%(prog)s --model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR [flags]"
@@ -146,15 +165,18 @@ class Coder(NamedTuple):
 
     kind: "images" or "videos".
     settings: what the files depend on.
-    open: opens the set to be encoded at images of this side: [h', w'] of its codes; its samples; and the indices of
-        those of each shard -> their codes. Raises ValueError, in one line, if the model does not take them.
+    stored: the class of a folder of codes or latents.
+    open: opens the set to be encoded at images of this side: what the index says of its rows, "grid" and "dtype" among
+        it; its samples; and the indices of those of each shard -> their rows. Raises ValueError, in one line, if the
+        model does not take them.
     ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
     write: stored codes, shard, files: writes the files of a shard.
     """
 
     kind: str
     settings: dict[str, Any]
-    open: Callable[[int], tuple[list[int], Samples, Encode]]
+    stored: type[StoredCodes]
+    open: Callable[[int], tuple[dict[str, Any], Samples, Encode]]
     ending: str
     frames_per_code: int | None
     write: Callable[[StoredCodes, int, Sequence[Path]], None]
@@ -170,7 +192,7 @@ def computed(
 
 
 def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
-    """Images in batches, through a DiscreteVAE or a VQGAN.
+    """Images in batches, through a DiscreteVAE or a VQGAN, to codes or to latents.
 
     All batches are padded to one size, because at a fixed size neither the place of an image in its batch nor the other
     images change its codes. With another size or number of threads, a CPU chooses other kernels, whose latents were
@@ -179,17 +201,22 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     import torch
 
     from data.feed import to_unit_range
+    from data.labels import open_labelled
     from data.sets import open_images
-    from data.stores.codes import decode_images
+    from data.stores.codes import StoredCodes, code_settings, decode_images
     from data.stores.encoding import encode_batches
+    from data.stores.latents import Latents, StoredLatents
     from models.files.building import require_room
+    from training.noise import Noise
 
     count = args.batch_size
+    latents = None if model.num_codes else Latents(model, args, Noise(args.seed, "latents"))
 
     def encode(images: Tensor) -> Tensor:
-        return computed(backend, "encoding", model.encode, to_unit_range(images.to(backend.device))).cpu()
+        method = latents.encode if latents else model.encode
+        return computed(backend, "encoding", method, to_unit_range(images.to(backend.device))).cpu()
 
-    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
+    def open_set(side: int) -> tuple[dict[str, Any], Samples, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
             raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
         require_room(f"a batch of {count} images of {side} pixels", count, model.channels, side, side)
@@ -197,26 +224,33 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
             grid = list(encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
             raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
-        images = open_images(args.image_folder, image_size=side, channels=model.channels)
+        what, run = {"image_size": side, "channels": model.channels}, encode_batches
+        if latents:
+            images, classes = open_labelled(args.image_folder, **what)
+            about, run = latents.settings(grid, classes), latents.shards
+        else:
+            images, about = open_images(args.image_folder, **what), code_settings(model.num_codes, grid)
         load = functools.partial(load_alone, images)
         how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
-        return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how)
+        return about, images, lambda shards: run(load, images.describe, shards, encode, **how)
 
     decode = functools.partial(computed, backend, "decoding", model.decode)
     write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
-    return Coder("images", {"batch_size": count}, open_set, ".png", None, write)
+    stored = StoredLatents if latents else StoredCodes
+    return Coder("images", {"batch_size": count}, stored, open_set, ".png", None, write)
 
 
 def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """An image as a batch of one, with nothing to be said of it."""
-    return images.load(index)["images"][None], {}
+    """An image as a batch of one, and what is said of it."""
+    sample = images.load(index)
+    return sample.pop("images")[None], sample
 
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
     from data.feed import to_unit_range
     from data.sets import open_videos
-    from data.stores.codes import FRAME_FOLDER, code_dtype, decode_videos
+    from data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, code_settings, decode_videos
     from data.stores.encoding import PIECE_FRAMES, encode_streams
     from models.files.building import require_room
     from models.video.causal import StreamState
@@ -242,7 +276,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         state = StreamState()
         return lambda codes: computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
 
-    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
+    def open_set(side: int) -> tuple[dict[str, Any], Samples, Encode]:
         check_side("--image_size", side, model.pixels_per_code)
         require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
@@ -252,14 +286,14 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
             return clips.frames(videos.source.record(index))
 
         how = {"frames_per_code": model.frames_per_code, "num_threads": threads}
-        grid = [side // model.pixels_per_code] * 2
-        return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
+        about = code_settings(model.num_codes, [side // model.pixels_per_code] * 2)
+        return about, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
 
     write_film: Any = write_mp4 if args.format != "gif" else lambda file, *film: file.write(to_gif(*film))
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
     settings = {**speed, "frames_per_code": model.frames_per_code}
-    return Coder("videos", settings, open_set, ending, model.frames_per_code, write)
+    return Coder("videos", settings, StoredCodes, open_set, ending, model.frames_per_code, write)
 
 
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
@@ -273,6 +307,10 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     if kind not in kinds_of(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
     settle_kinds(args, kind)
+    if model.num_codes and (said := [name for name in _OF_LATENTS if name in args.on_command_line]):
+        raise ValueError(f"--{said[0]} is for latents, and the model in {args.model} makes codes; leave it out")
+    if args.report and not model.num_codes:
+        raise ValueError(f"--report counts codes, and the model in {args.model} makes latents; leave it out")
     make = video_coder if kind == "videos" else image_coder
     coder = make(model.to(backend.device).requires_grad_(False), args, backend)
     return model, coder, {**about, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
@@ -280,36 +318,33 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Encode a folder of images or videos. Raises AskedToStop after a signal."""
-    import numpy as np
     import torch
 
     from data.records.rows import parts_of
-    from data.stores.codes import CODES, StoredCodes, code_dtype
     from data.stores.output import OutputFolder, names_sha256
-    from data.stores.shards import ShardWriter
     from training.measures.averages import code_statistics
 
     fetch(args.model, backend)
     with backend.agreement():
         model, coder, about = open_coder(args, backend)
         backend.working("listing the samples")
-        side, kind, dtype = args.image_size or model.image_size, coder.kind, code_dtype(model.num_codes)
-        grid, samples, codes = coder.open(side)
+        side, kind = args.image_size or model.image_size, coder.kind
+        of_rows, samples, codes = coder.open(side)
         names = [samples.name(index) for index in range(len(samples))]
         parts = parts_of(samples.source)  # of files, if a manifest asks for parts
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
-        "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),
-        "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
+        "task": "encode", **about, **of_rows, "image_size": side, kind: len(names),
+        "names_sha256": names_sha256([*names, *parts]),
         f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    shards = ShardWriter(output, CODES, np.zeros((0, *grid), dtype), names, per_shard, npy=args.format == "npy")
+    shards = coder.stored.writer(output, names, per_shard, npy=args.format == "npy")
     n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
-    backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of codes: {args.output}")
+    backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of {coder.stored.name}: {args.output}")
     if args.report:
         with backend.agreement():
-            counts = StoredCodes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
+            counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
         if n:
             speed = f"{n} {kind} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
@@ -318,16 +353,17 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
-    """Decode a folder of codes to images or videos. Raises AskedToStop after a signal."""
-    from data.stores.codes import StoredCodes, decoded_files
+    """Decode a folder of codes or latents to images or videos. Raises AskedToStop after a signal."""
+    from data.stores.codes import decoded_files
     from data.stores.output import OutputFolder
 
     fetch(args.model, backend)
     with backend.agreement():
-        codes = StoredCodes(args.decode)
         _, coder, about = open_coder(args, backend)
+        codes = coder.stored(args.decode)
         if codes.index.get("weights_sha256") != about["weights_sha256"]:
-            raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
+            what = f"the {codes.name} in {args.decode}"
+            raise ValueError(f"{what} are not those of {args.model}: give the model that made them")
         files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
     settings = {"task": "decode", **about, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)

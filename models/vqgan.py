@@ -130,6 +130,14 @@ class VQGAN(Pretrained):
         check_images(images, self.channels)
         return self.quantizer.codes(self._encode(images))
 
+    @torch.no_grad()
+    def moments(self, images: Tensor) -> Tensor:
+        """Means and, behind them, standard deviations of continuous latents of images as for `encode`: fp32
+        (b, 2 d, h / 2^n, w / 2^n), neither shifted nor scaled. Raises what `encode` raises."""
+        check_images(images, self.channels)
+        mean, log_variance = self.quantizer.gaussian(self._encode(images))
+        return torch.cat([mean, (0.5 * log_variance).exp()], dim=1)
+
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (b, h', w'), or codes (b, n) of a square grid, row by row, or latents (b, d, h', w') -> images fp32
         (b, c, h, w), about [0, 1] and not clamped.

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +40,8 @@ from torch import Tensor
 from tandem.files.reading import open_regular
 from tandem.files.writing import create, replacing
 
-from .output import explained_write
-from .shards import COUNT, LINES_FILE, Array, Stored, explained, stays_inside
+from .output import OutputFolder, explained_write
+from .shards import COUNT, LINES_FILE, Array, ShardWriter, Stored, explained, stays_inside
 
 CODES = "codes"
 _DTYPES = (np.uint8, np.uint16, np.int32)
@@ -59,6 +59,11 @@ def code_dtype(num_codes: int) -> np.dtype:
     return next(np.dtype(dtype) for dtype in _DTYPES if num_codes - 1 <= np.iinfo(dtype).max)
 
 
+def code_settings(num_codes: int, grid: list[int]) -> dict[str, Any]:
+    """What the index says of rows of codes of this shape."""
+    return {"num_codes": num_codes, "grid": grid, "dtype": str(code_dtype(num_codes))}
+
+
 class StoredCodes(Stored):
     """A complete folder of codes. The constructor and the methods raise ValueError, in one line, if there are no codes,
     or not all of them yet, or a file is not what the index says.
@@ -66,8 +71,10 @@ class StoredCodes(Stored):
     by_shard: the lines of index.jsonl.
     """
 
+    name: ClassVar[str] = CODES
+
     def __init__(self, folder: str | Path) -> None:
-        super().__init__(folder, CODES)
+        super().__init__(folder, self.name)
         shards = self.index["shards"]
         self.by_shard: list[list[Mapping[str, Any]]] = [[] for _ in shards]
         rows = [0] * len(shards)
@@ -84,6 +91,17 @@ class StoredCodes(Stored):
                 rows[shard] += count
             if rows != [entry["rows"] for entry in shards]:
                 raise ValueError("its numbers of rows are not those of the index")
+
+    @classmethod
+    def writer(cls, output: OutputFolder, *items: Any, npy: bool) -> ShardWriter:
+        """What fills a folder with such shards, whose settings say the shape of the rows; `items`: names and number per
+        shard, see `ShardWriter`."""
+        empty = np.zeros((0, *output.settings["grid"]), output.settings["dtype"])
+        return ShardWriter(output, CODES, empty, *items, npy=npy)
+
+    def rows(self, shard: int) -> Tensor:
+        """What the model decodes of a shard, int64 (n, h, w)."""
+        return torch.from_numpy(self.load(shard).astype(np.int64))
 
     def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
         """How often each code occurs in shards, (num_codes,)."""
@@ -131,10 +149,10 @@ def decode_images(
 ) -> None:
     """Write those images of a shard that do not exist or are incomplete; `num_threads` threads compress them.
 
-    `decode` maps codes int64 (batch_size, h', w'), padded with 0, to images (batch_size, c, h, w) in [0, 1], on any
+    `decode` maps rows of `codes` (batch_size, ...), padded with 0, to images (batch_size, c, h, w) in [0, 1], on any
     device. Raises ValueError, in one line, if the codes are damaged.
     """
-    rows = torch.from_numpy(codes.load(shard).astype(np.int64))
+    rows = codes.rows(shard)
     for first in range(0, len(rows), batch_size):
         batch = rows.new_zeros(batch_size, *rows.shape[1:])
         batch[: len(rows) - first] = rows[first : first + batch_size]
@@ -156,7 +174,7 @@ def decode_videos(
     returns their frames (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises ValueError,
     in one line, if the codes are damaged or a file cannot be written.
     """
-    rows, first = torch.from_numpy(codes.load(shard).astype(np.int64)), 0
+    rows, first = codes.rows(shard), 0
     for line, path in zip(codes.by_shard[shard], files, strict=True):
         of_video, first = rows[first : first + line[COUNT]], first + line[COUNT]
         frames = itertools.islice(pixels_of(of_video.split(_PIECE_CODES), open_stream()), line["frames"])
