@@ -128,6 +128,9 @@ class StoredLatents(StoredCodes):
                 raise ValueError(f"it holds {latents.dtype}, not {index['dtype']}")
             if index["latent"] == "moments":
                 latents = latents.chunk(2, dim=1)[0]
-            if not index["scaled"]:
-                return latents.float()
-            return latents.float() / index["scaling_factor"] + index["shift_factor"]
+            latents = latents.float()
+            if index["scaled"]:
+                latents = latents / index["scaling_factor"] + index["shift_factor"]
+            if not latents.isfinite().all():
+                raise ValueError("not all of its numbers are finite")
+            return latents
