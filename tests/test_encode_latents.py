@@ -27,6 +27,7 @@ from torchvision.datasets import ImageFolder
 
 from data.labels import open_labelled
 from data.stores.codes import output_names
+from tests.data.records.tables import save_to_disk, table
 from tests.scripts import files, lines
 from tests.test_encode_images import pixels
 from training.noise import Noise
@@ -175,10 +176,9 @@ def test_classes_in_a_manifest_are_the_labels(source, tmp_path):
 
 
 def test_classes_of_a_table_have_the_numbers_that_they_have_there(source, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["zebra", "ant"])})
-    rows = {"image": [str(source / name) for name in IMAGES[:3]], "label": [1, 0, 1]}
-    datasets.Dataset.from_dict(rows, kinds).save_to_disk(tmp_path / "table")
+    kinds = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["zebra", "ant"]}}
+    pictures = [{"bytes": (source / name).read_bytes(), "path": None} for name in IMAGES[:3]]
+    save_to_disk(tmp_path / "table", table({"image": pictures, "label": [1, 0, 1]}, kinds))
     images, names = open_labelled(str(tmp_path / "table"), image_size=SIZE, channels=3)
     assert [*names] == ["zebra", "ant"] and [images.load(number)["label"] for number in range(3)] == [1, 0, 1]
 
