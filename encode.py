@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
 
     from data.samples import Samples
     from data.stores.codes import StoredCodes
-    from data.stores.shards import Encode
+    from data.stores.shards import Encode, ShardWriter
     from models import VideoTokenizer
 
 DEMO_FRAMES = 41  # of a clip that is drawn
@@ -96,27 +96,19 @@ class Config:
     )
     report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
 
+    with_flip: bool = flag(False, "mirrored images, too", needs=_OF_IMAGES, title="latents of a model without codes")
     latent: str = flag(
-        "mean",
-        "keep means, samples, or moments (means and standard deviations, for trainers that sample)",
-        choices=("mean", "sample", "moments"),
-        title="latents of a model without codes",
-        needs=_OF_IMAGES,
+        "mean", "mean, a sample, or both moments of each", choices=("mean", "sample", "moments"), needs=_OF_IMAGES
     )
-    latent_dtype: str = flag("fp16", "of the numbers", choices=("fp16", "bf16", "fp32"), needs=_OF_IMAGES)
-    with_flip: bool = flag(False, "keep the latents of the mirrored images, too", needs=_OF_IMAGES)
-    scaled: bool = flag(
-        False, "keep (latent - shift_factor) * scaling_factor, both of the model's config.json", needs=_OF_IMAGES
-    )
-    seed: int = flag(0, "of the samples", non_negative_int, needs=when("latent", "sample"))
+    latent_dtype: str = flag("fp16", "type of the numbers", choices=("fp16", "bf16", "fp32"), needs=_OF_IMAGES)
+    scaled: bool = flag(False, "(latent - shift_factor) * scaling_factor, of its config.json", needs=_OF_IMAGES)
+    seed: int = flag(0, "seed of the samples", non_negative_int, needs=when("latent", "sample"))
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         parser.choose(args, image_folder=None, video_folder=None, decode=None)
         if not (args.image_folder or args.video_folder or args.decode):
             parser.error("nothing to do: give --image_folder, --video_folder or --decode")
-        if args.format == "npy" and args.latent_dtype == "bf16":
-            parser.error("--format npy knows no --latent_dtype bf16; give fp16 or fp32")
         try:
             settle_kinds(args, *kinds_of(args))
         except ValueError as error:
@@ -165,10 +157,10 @@ class Coder(NamedTuple):
 
     kind: "images" or "videos".
     settings: what the files depend on.
-    stored: the class of a folder of codes or latents.
-    open: opens the set to be encoded at images of this side: what the index says of its rows, "grid" and "dtype" among
-        it; its samples; and the indices of those of each shard -> their rows. Raises ValueError, in one line, if the
-        model does not take them.
+    stored, writer: a folder of codes or latents, and what fills one.
+    open: opens the set to be encoded at images of this side: the shape of its rows, [h', w'] of codes, (v, 2 d, h', w')
+        of latents; its samples; and the indices of those of each shard -> their rows. Raises ValueError, in one line,
+        if the model does not take them.
     ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
     write: stored codes, shard, files: writes the files of a shard.
     """
@@ -176,7 +168,8 @@ class Coder(NamedTuple):
     kind: str
     settings: dict[str, Any]
     stored: type[StoredCodes]
-    open: Callable[[int], tuple[dict[str, Any], Samples, Encode]]
+    writer: Callable[..., ShardWriter]
+    open: Callable[[int], tuple[list[int], Samples, Encode]]
     ending: str
     frames_per_code: int | None
     write: Callable[[StoredCodes, int, Sequence[Path]], None]
@@ -201,22 +194,24 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     import torch
 
     from data.feed import to_unit_range
-    from data.labels import open_labelled
     from data.sets import open_images
-    from data.stores.codes import StoredCodes, code_settings, decode_images
+    from data.stores.codes import StoredCodes, decode_images
     from data.stores.encoding import encode_batches
-    from data.stores.latents import Latents, StoredLatents
+    from data.stores.latents import LatentWriter, StoredLatents, open_labelled
+    from data.stores.shards import ShardWriter
     from models.files.building import require_room
     from training.noise import Noise
 
     count = args.batch_size
-    latents = None if model.num_codes else Latents(model, args, Noise(args.seed, "latents"))
 
     def encode(images: Tensor) -> Tensor:
-        method = latents.encode if latents else model.encode
-        return computed(backend, "encoding", method, to_unit_range(images.to(backend.device))).cpu()
+        values = to_unit_range(images.to(backend.device))
+        if model.num_codes:
+            return computed(backend, "encoding", model.encode, values).cpu()
+        views = [values, values.flip(-1)][: 1 + args.with_flip]
+        return torch.stack([computed(backend, "encoding", model.moments, view) for view in views], 1).cpu()
 
-    def open_set(side: int) -> tuple[dict[str, Any], Samples, Encode]:
+    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
             raise ValueError(f"--image_size {side}: this model takes {model.image_size} alone; leave it out")
         require_room(f"a batch of {count} images of {side} pixels", count, model.channels, side, side)
@@ -224,20 +219,19 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
             grid = list(encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
             raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
-        what, run = {"image_size": side, "channels": model.channels}, encode_batches
-        if latents:
-            images, classes = open_labelled(args.image_folder, **what)
-            about, run = latents.settings(grid, classes), latents.shards
-        else:
-            images, about = open_images(args.image_folder, **what), code_settings(model.num_codes, grid)
+        open_set_of = open_images if model.num_codes else open_labelled
+        images = open_set_of(args.image_folder, image_size=side, channels=model.channels)
         load = functools.partial(load_alone, images)
         how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
-        return about, images, lambda shards: run(load, images.describe, shards, encode, **how)
+        return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how)
 
     decode = functools.partial(computed, backend, "decoding", model.decode)
     write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
-    stored = StoredLatents if latents else StoredCodes
-    return Coder("images", {"batch_size": count}, stored, open_set, ".png", None, write)
+    if model.num_codes:
+        return Coder("images", {"batch_size": count}, StoredCodes, ShardWriter, open_set, ".png", None, write)
+    settings = {"batch_size": count, **{name: getattr(args, name) for name in _OF_LATENTS}}
+    writer = functools.partial(LatentWriter, Noise(args.seed, "latents"))
+    return Coder("images", settings, StoredLatents, writer, open_set, ".png", None, write)
 
 
 def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
@@ -250,8 +244,9 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
     from data.feed import to_unit_range
     from data.sets import open_videos
-    from data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, code_settings, decode_videos
+    from data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
     from data.stores.encoding import PIECE_FRAMES, encode_streams
+    from data.stores.shards import ShardWriter
     from models.files.building import require_room
     from models.video.causal import StreamState
     from models.video.layers import check_side
@@ -276,7 +271,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         state = StreamState()
         return lambda codes: computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
 
-    def open_set(side: int) -> tuple[dict[str, Any], Samples, Encode]:
+    def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         check_side("--image_size", side, model.pixels_per_code)
         require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
@@ -286,14 +281,14 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
             return clips.frames(videos.source.record(index))
 
         how = {"frames_per_code": model.frames_per_code, "num_threads": threads}
-        about = code_settings(model.num_codes, [side // model.pixels_per_code] * 2)
-        return about, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
+        grid = [side // model.pixels_per_code] * 2
+        return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
 
     write_film: Any = write_mp4 if args.format != "gif" else lambda file, *film: file.write(to_gif(*film))
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
     settings = {**speed, "frames_per_code": model.frames_per_code}
-    return Coder("videos", settings, StoredCodes, open_set, ending, model.frames_per_code, write)
+    return Coder("videos", settings, StoredCodes, ShardWriter, open_set, ending, model.frames_per_code, write)
 
 
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
@@ -307,10 +302,11 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     if kind not in kinds_of(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
     settle_kinds(args, kind)
-    if model.num_codes and (said := [name for name in _OF_LATENTS if name in args.on_command_line]):
-        raise ValueError(f"--{said[0]} is for latents, and the model in {args.model} makes codes; leave it out")
-    if args.report and not model.num_codes:
-        raise ValueError(f"--report counts codes, and the model in {args.model} makes latents; leave it out")
+    makes, idle = ("codes", _OF_LATENTS) if model.num_codes else ("latents", ["report"])
+    if said := [name for name in idle if name in args.on_command_line]:
+        raise ValueError(f"--{said[0]} has no effect: the model in {args.model} makes {makes}; leave it out")
+    if args.scaled and not (model.num_codes or model.saved_config()["scaling_factor"]):
+        raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
     make = video_coder if kind == "videos" else image_coder
     coder = make(model.to(backend.device).requires_grad_(False), args, backend)
     return model, coder, {**about, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
@@ -318,9 +314,11 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Encode a folder of images or videos. Raises AskedToStop after a signal."""
+    import numpy as np
     import torch
 
     from data.records.rows import parts_of
+    from data.stores.codes import code_dtype
     from data.stores.output import OutputFolder, names_sha256
     from training.measures.averages import code_statistics
 
@@ -329,20 +327,22 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         model, coder, about = open_coder(args, backend)
         backend.working("listing the samples")
         side, kind = args.image_size or model.image_size, coder.kind
-        of_rows, samples, codes = coder.open(side)
+        dtype = code_dtype(model.num_codes) if model.num_codes else np.dtype("float32")
+        grid, samples, codes = coder.open(side)
         names = [samples.name(index) for index in range(len(samples))]
         parts = parts_of(samples.source)  # of files, if a manifest asks for parts
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
-        "task": "encode", **about, **of_rows, "image_size": side, kind: len(names),
-        "names_sha256": names_sha256([*names, *parts]),
+        "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),
+        "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
         f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    shards = coder.stored.writer(output, names, per_shard, npy=args.format == "npy")
+    empty = np.zeros((0, *grid), dtype)
+    shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")
     n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
     backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of {coder.stored.name}: {args.output}")
-    if args.report:
+    if args.report and model.num_codes:
         with backend.agreement():
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
@@ -362,8 +362,9 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         _, coder, about = open_coder(args, backend)
         codes = coder.stored(args.decode)
         if codes.index.get("weights_sha256") != about["weights_sha256"]:
-            what = f"the {codes.name} in {args.decode}"
-            raise ValueError(f"{what} are not those of {args.model}: give the model that made them")
+            raise ValueError(
+                f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
+            )
         files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
     settings = {"task": "decode", **about, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)

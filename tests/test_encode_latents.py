@@ -25,8 +25,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torchvision.datasets import ImageFolder
 
-from data.labels import open_labelled
 from data.stores.codes import output_names
+from data.stores.latents import open_labelled
 from tests.data.records.tables import save_to_disk, table
 from tests.scripts import files, lines
 from tests.test_encode_images import pixels
@@ -78,8 +78,8 @@ def test_means_are_those_of_the_encoder_and_labels_those_of_an_image_folder(mode
     assert found["labels"].tolist() == labels == [2, 2, 0, 0, 0, 2, 2, 1, 1] and found["labels"].dtype == torch.int64
     assert [line["label"] for line in lines(folder / "index.jsonl")] == labels
     said = index(folder)
-    assert (said["classes"], said["grid"], said["dtype"]) == (["cats", "z"], [4, 4, 4], "fp16")
-    assert (said["latent"], said["scaled"], said["scaling_factor"], said["shift_factor"]) == ("mean", False, 0.5, 0.25)
+    assert (said["grid"], said["latent"], said["latent_dtype"], said["scaled"]) == ([1, 8, 4, 4], "mean", "fp16", False)
+    assert (said["config"]["scaling_factor"], said["config"]["shift_factor"]) == (0.5, 0.25)
 
 
 def test_mirrored_images_have_latents_of_their_own(model, source, gaussian, tmp_path):
@@ -126,7 +126,7 @@ def test_shorter_numbers_are_the_fp32_ones_rounded_once(model, source, tmp_path)
 
 
 def test_npy_files_are_one_per_image_and_label_as_fast_dit_lists_them(model, source, tmp_path):
-    folder = SCRIPT.fill(model, source, tmp_path / "a", FLIP, "--format", "npy")
+    folder = SCRIPT.fill(model, source, tmp_path / "a", FLIP, "--format", "npy", "--latent_dtype", "bf16")
     shards = columns(folder)
     features, labels = (sorted(os.listdir(folder / name)) for name in ("features", "labels"))
     assert features == labels and len(features) == 18
@@ -134,7 +134,8 @@ def test_npy_files_are_one_per_image_and_label_as_fast_dit_lists_them(model, sou
     for name, of_one in (("latents", plain), ("latents_flip", [file for file in features if "flip" in file])):
         read = [np.load(folder / "features" / file) for file in of_one]
         assert {each.shape for each in read} == {(1, 4, 4, 4)}
-        np.testing.assert_array_equal(np.concatenate(read), shards[name].numpy())
+        assert {each.dtype for each in read} == {np.dtype("float32")}
+        np.testing.assert_array_equal(np.concatenate(read), shards[name].float().numpy())
         np.testing.assert_array_equal(
             np.concatenate([np.load(folder / "labels" / file) for file in of_one]), shards["labels"].numpy()
         )
@@ -169,8 +170,8 @@ def test_images_in_tars_get_the_latents_of_their_folder(model, source, tmp_path)
 def test_classes_in_a_manifest_are_the_labels(source, tmp_path):
     rows = [{"path": str(source / name), "cls": label} for name, label in zip(IMAGES, (3, "1", 0, "dog"), strict=False)]
     (tmp_path / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    images, names = open_labelled(str(tmp_path / "images.jsonl"), image_size=SIZE, channels=3)
-    assert not names and [images.load(number)["label"] for number in range(3)] == [3, 1, 0]
+    images = open_labelled(str(tmp_path / "images.jsonl"), image_size=SIZE, channels=3)
+    assert [images.load(number)["label"] for number in range(3)] == [3, 1, 0]
     with pytest.raises(ValueError, match="its class is 'dog'"):
         images.load(3)
 
@@ -179,13 +180,12 @@ def test_classes_of_a_table_have_the_numbers_that_they_have_there(source, tmp_pa
     kinds = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["zebra", "ant"]}}
     pictures = [{"bytes": (source / name).read_bytes(), "path": None} for name in IMAGES[:3]]
     save_to_disk(tmp_path / "table", table({"image": pictures, "label": [1, 0, 1]}, kinds))
-    images, names = open_labelled(str(tmp_path / "table"), image_size=SIZE, channels=3)
-    assert [*names] == ["zebra", "ant"] and [images.load(number)["label"] for number in range(3)] == [1, 0, 1]
+    images = open_labelled(str(tmp_path / "table"), image_size=SIZE, channels=3)
+    assert [images.load(number)["label"] for number in range(3)] == [1, 0, 1]
 
 
 def test_images_without_classes_have_the_label_0(tmp_path):
-    images, names = open_labelled("demo:shapes:4", image_size=SIZE, channels=3)
-    assert not names and images.load(3)["label"] == 0
+    assert open_labelled("demo:shapes:4", image_size=SIZE, channels=3).load(3)["label"] == 0
 
 
 @pytest.mark.parametrize("how", [(), ("--scaled",), ("--latent", "moments", "--scaled", FLIP)], ids=str)
@@ -216,12 +216,11 @@ def far_away(tmp: Path) -> Path:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
-    "a sample of codes": (lambda tmp: {"--model": of_codes(tmp), "--latent": "sample"}, "--latent is for latents"),
-    "codes mirrored": (lambda tmp: {"--model": of_codes(tmp), "--with_flip": None}, "--with_flip is for latents"),
-    "a report without codes": (lambda tmp: {"--report": None}, "--report counts codes"),
+    "a sample of codes": (lambda tmp: {"--model": of_codes(tmp), "--latent": "sample"}, "--latent has no effect"),
+    "codes mirrored": (lambda tmp: {"--model": of_codes(tmp), "--with_flip": None}, "--with_flip has no effect"),
+    "a report without codes": (lambda tmp: {"--report": None}, "makes latents"),
     "no scale": (lambda tmp: {"--model": without_scale(tmp), "--scaled": None}, "no scaling_factor"),
     "a seed of nothing": (lambda tmp: {"--seed": 1}, "--seed has no effect with --latent mean"),
-    "bf16 as npy": (lambda tmp: {"--format": "npy", "--latent_dtype": "bf16"}, "--latent_dtype bf16"),
     "beyond fp16": (lambda tmp: {"--model": far_away(tmp)}, "not finite in fp16: give --latent_dtype"),
 }  # fmt: skip
 

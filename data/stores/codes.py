@@ -40,11 +40,11 @@ from torch import Tensor
 from tandem.files.reading import open_regular
 from tandem.files.writing import create, replacing
 
-from .output import OutputFolder, explained_write
-from .shards import COUNT, LINES_FILE, Array, ShardWriter, Stored, explained, stays_inside
+from .output import explained_write
+from .shards import COUNT, LINES_FILE, Array, Stored, explained, stays_inside
 
 CODES = "codes"
-_DTYPES = (np.uint8, np.uint16, np.int32)
+_DTYPES = ("uint8", "uint16", "int32")
 FRAME_FOLDER = ".frames"  # ending of the folder of a video's frames
 _PIECE_CODES = 4  # frames of codes that are decoded at once
 _END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
@@ -57,11 +57,6 @@ Write = Callable[[BinaryIO, Iterator[npt.NDArray[np.uint8]], float], None]
 def code_dtype(num_codes: int) -> np.dtype:
     """The smallest of uint8, uint16 and int32 that holds the codes 0 to num_codes - 1."""
     return next(np.dtype(dtype) for dtype in _DTYPES if num_codes - 1 <= np.iinfo(dtype).max)
-
-
-def code_settings(num_codes: int, grid: list[int]) -> dict[str, Any]:
-    """What the index says of rows of codes of this shape."""
-    return {"num_codes": num_codes, "grid": grid, "dtype": str(code_dtype(num_codes))}
 
 
 class StoredCodes(Stored):
@@ -91,13 +86,6 @@ class StoredCodes(Stored):
                 rows[shard] += count
             if rows != [entry["rows"] for entry in shards]:
                 raise ValueError("its numbers of rows are not those of the index")
-
-    @classmethod
-    def writer(cls, output: OutputFolder, *items: Any, npy: bool) -> ShardWriter:
-        """What fills a folder with such shards, whose settings say the shape of the rows; `items`: names and number per
-        shard, see `ShardWriter`."""
-        empty = np.zeros((0, *output.settings["grid"]), output.settings["dtype"])
-        return ShardWriter(output, CODES, empty, *items, npy=npy)
 
     def rows(self, shard: int) -> Tensor:
         """What the model decodes of a shard, int64 (n, h, w)."""

@@ -115,8 +115,8 @@ class ShardWriter:
                 self._write_index(counted)
         return sum(len(self._items[k]) for k in todo), log.count, seconds
 
-    def columns(self, rows: Tensor, notes: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The tensors of a file, each (n, ...), by name."""
+    def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
+        """The tensors of a file, each (n, ...), by name, of the rows of the items with these numbers."""
         return {self._name: rows}
 
     def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
@@ -130,7 +130,7 @@ class ShardWriter:
         rows = torch.cat([torch.as_tensor(part).to(self._empty.dtype) for part in (self._empty, *encoded.parts)])
         notes, bad = encoded.notes, [[sample.index, sample.reason] for sample in encoded.bad]
         assert (len(notes) + len(bad), _rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
-        columns = self.columns(rows, notes)
+        columns = self.columns(rows, notes, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
         for name, array in self.arrays(shard, columns) if self._with_npy else ():
             content = io.BytesIO()  # before the shard, which says that all is whole
             np.save(content, array, allow_pickle=False)
@@ -146,11 +146,10 @@ class ShardWriter:
         """The items of a shard that could not be read, by relative path. Raises one of `_DAMAGES` if there is no such
         shard, or not all of what it says of itself is true."""
         about = self._about(shard)
-        count, empty = _rows(about["notes"]), self.columns(self._empty, [])
+        count, empty = _rows(about["notes"]), self.columns(self._empty, [], [])
         shapes = {name: (count, *column.shape[1:]) for name, column in empty.items()}
-        found = read_columns(self.output.path / self._file(shard), shapes, about["sha256"])
-        if any(column.dtype != empty[name].dtype for name, column in found.items()):
-            raise ValueError("it holds numbers of another type")
+        dtypes = [_dtype(column) for column in empty.values()]
+        read_columns(self.output.path / self._file(shard), shapes, dtypes, about["sha256"])
         if len(about["notes"]) + len(about["bad"]) != len(self._items[shard]):
             raise ValueError("it holds other items")
         return [BadSample(index, self._names[index], reason) for index, reason in about["bad"]]
@@ -209,14 +208,12 @@ class Stored:
                     raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
 
     @contextlib.contextmanager
-    def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[Any]) -> Iterator[Array]:
+    def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
         """The rows of a shard, checked against the index; what the body raises is explained, too."""
         entry = self.index["shards"][shard]
         with explained(path := self.folder / entry["file"]):
-            rows = read_columns(path, {self._name: (entry["rows"], *shape)}, entry["sha256"])[self._name].numpy()
-            if rows.dtype not in dtypes:
-                raise ValueError(f"it holds {rows.dtype}, not {' or '.join(str(np.dtype(dtype)) for dtype in dtypes)}")
-            yield rows
+            shapes = {self._name: (entry["rows"], *shape)}
+            yield read_columns(path, shapes, dtypes, entry["sha256"])[self._name].numpy()
 
     def lines(self) -> Iterator[Mapping[str, Any]]:
         """The lines of index.jsonl, one at a time. Their checksum is compared at the end."""
@@ -234,8 +231,8 @@ def shard_bytes(columns: Mapping[str, Tensor], **about: Any) -> bytes:
     return save({name: column.contiguous() for name, column in columns.items()}, {"about": text})
 
 
-def read_columns(path: Path, shapes: Mapping[str, Sequence[int]], sha256: str) -> dict[str, Tensor]:
-    """The tensors of a shard, which are of these shapes. Raises one of many errors if it is damaged: see
+def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], sha256: str) -> dict[str, Tensor]:
+    """The tensors of a shard, of these shapes and some of these types. Raises one of many errors if it is damaged: see
     `explained`."""
     columns = {}
     with safe_open(check_regular(path), "pt") as file:
@@ -246,6 +243,8 @@ def read_columns(path: Path, shapes: Mapping[str, Sequence[int]], sha256: str) -
             if (found := file.get_slice(name).get_shape()) != list(shape):  # a header may claim any size
                 raise ValueError(f"it holds a shape of {tuple(found)}, not {tuple(shape)}")
             columns[name] = file.get_tensor(name)
+            if (kind := _dtype(columns[name])) not in dtypes:
+                raise ValueError(f"it holds {kind}, not {' or '.join(dtypes)}")
     if _sha256(columns) != sha256:
         raise ValueError("its checksum is not that of the index")
     return columns
@@ -253,10 +252,13 @@ def read_columns(path: Path, shapes: Mapping[str, Sequence[int]], sha256: str) -
 
 def _sha256(columns: Mapping[str, Tensor]) -> str:
     """Of the numbers of all columns, in the order of their names."""
-    digest = hashlib.sha256()
-    for _, column in sorted(columns.items()):
-        digest.update(column.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    numbers = (columns[name].flatten().view(torch.uint8).numpy().data for name in sorted(columns))
+    return hashlib.sha256(b"".join(numbers)).hexdigest()
+
+
+def _dtype(column: Tensor) -> str:
+    """As NumPy calls it."""
+    return str(column.dtype).removeprefix("torch.")
 
 
 def _rows(notes: Iterable[Mapping[str, Any]]) -> int:
