@@ -143,11 +143,13 @@ class VQGAN(Pretrained):
         (b, c, h, w), about [0, 1] and not clamped.
 
         Raises:
-            ValueError: codes (b, n) whose n is not a square, or codes beyond the codebook.
+            ValueError: codes (b, n) whose n is not a square, codes beyond the codebook, or latents of another shape.
         """
         if self.num_codes:
             check_codes(codes, self.num_codes)
             codes = as_square(codes) if codes.dim() == 2 else codes
+        elif codes.dim() != 4 or codes.shape[1] != self.quantizer.dim:
+            raise ValueError(f"latents of shape {tuple(codes.shape)}: give (b, {self.quantizer.dim}, h', w')")
         return self._decode(self.quantizer.decode_codes(codes))[0]
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from filling import (
     stamps,
 )
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from data.stores.output import sha256_of
@@ -230,6 +231,17 @@ def damage_shard(folder: Path, name: str, rows: np.ndarray) -> None:
     change_index(folder, shards=[{**first, "sha256": hashlib.sha256(rows.tobytes()).hexdigest()}, *rest])
 
 
+def narrowed(folder: Path, name: str) -> None:
+    """Half of the channels of latents in the first shard, and no mirrored images."""
+    columns = load_file(folder / f"{name}-00000.safetensors")
+    kept = {name: torch.from_numpy(columns[name][:, :2].copy()), "labels": torch.from_numpy(columns["labels"])}
+    first, *rest = index(folder)["shards"]
+    (folder / first["file"]).write_bytes(shard_bytes(kept))
+    with safe_open(folder / first["file"], "np") as file:
+        sha256 = json.loads(file.metadata()["about"])["sha256"]
+    change_index(folder, shards=[{**first, "sha256": sha256}, *rest])
+
+
 def shard_of(value: int, shape: tuple[int, ...], dtype: Any) -> Callable[[Path, str], None]:
     return lambda folder, name: damage_shard(folder, name, np.full(shape, value, dtype))
 
@@ -268,6 +280,9 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "latents alone": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float16), "latents_flip"),
     "latents of another type": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float64), "float64, not float16"),
     "latents of no width": ([LATENTS], lambda f, name: change_index(f, grid=[2, "8", 4, 4]), "cannot read"),
+    "latents of another model": (
+        [LATENTS], lambda f, name: (narrowed(f, name), change_index(f, grid=[1, 4, 4, 4])), "give (b, 4, h', w')",
+    ),
     "no scale": ([LATENTS], lambda f, name: change_index(f, config={}), "scaling_factor"),
     "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not (9, 4, 4)"),
     "more frames than codes": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, frames=6), "6 frames and 3"),
