@@ -1,17 +1,19 @@
 """Write the codes of a folder of images with a trained DiscreteVAE or VQGAN, or of videos and images with a trained
-VideoTokenizer; or decode codes to images or videos.
+VideoTokenizer; or the latents of images with a VQGAN that has no codes; or decode them to images or videos.
 
     python encode.py --model runs/vqgan --image_folder photos/ --output codes/
     torchrun --nproc_per_node 8 encode.py --model runs/tokenizer --video_folder clips/ --output codes/
     deepspeed encode.py --model runs/tokenizer --video_folder clips/ --output codes/
     horovodrun -np 8 python encode.py --model runs/tokenizer --video_folder clips/ --output codes/
     python encode.py --model runs/vqgan --decode codes/ --output images/
+    python encode.py --model runs/vae --image_folder photos/ --output latents/ --latent sample --with_flip --scaled
     python encode.py --model runs/tokenizer --decode codes/ --output videos/ --format mp4
 
 The files are the same, byte for byte, for every launcher and any number of processes, loader workers and threads. Run
 the same command again to continue after an interruption. Videos of any length go through the model frame by frame, in
 the same memory (their codes are kept until the shard is written, and attend_time keeps all earlier frames, unless
---time_window of the training limits it). data/stores/codes.py says what is in codes/. They load in two lines:
+--time_window of the training limits it). data/stores/codes.py says what is in codes/, and data/stores/latents.py what
+is in latents/. Codes load in two lines:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # a row per line of index.jsonl
     of_video = codes[line["row"]:][:line["code_frames"]]  # line: json.loads of a line of codes/index.jsonl
@@ -28,8 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
 from hub import fetch
-from tandem.converters import FOLDER, PATH, frame_rate, pixels, positive_int, size
-from tandem.fields import flag, given, without
+from tandem.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
+from tandem.fields import flag, given, when, without
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, add_places, kernel_settings
 
@@ -39,7 +41,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
 
     from data.fields import Samples
     from data.stores.codes import StoredCodes
-    from data.stores.shards import Encode
+    from data.stores.shards import Encode, ShardWriter
     from models import VideoTokenizer
 
 DEMO_FRAMES = 41  # of a clip that is drawn
@@ -49,6 +51,7 @@ DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
 # What flags need to have an effect.
 _ENCODING = without("decode")
 _OF_IMAGES, _OF_VIDEOS = given("image_folder", "PATH"), given("video_folder", "PATH")
+_OF_LATENTS = ("latent", "latent_dtype", "with_flip", "scaled", "seed")  # flags for models without codes
 
 
 @dataclass
@@ -68,12 +71,12 @@ class Config:
         "folder, with subfolders; or of a csv or jsonl manifest, or of webdataset tars; demo:moving draws its own",
         PATH,
     )
-    decode: str | None = flag(None, "make images or videos of the codes in this folder", FOLDER)
+    decode: str | None = flag(None, "make images or videos of the codes or latents in this folder", FOLDER)
     format: str | None = flag(
         None,
-        "of codes: safetensors (default), or npy, for images: a .npy beside each; of "
-        "decoded videos: mp4 (default), gif (holds a whole video in memory) or png, a folder of frames for each video. "
-        "One frame is always a png",
+        "of codes and latents: safetensors (default), or npy, for images: a .npy beside each, or of latents one for "
+        "each image and its label; of decoded videos: mp4 (default), gif (holds a whole video in memory) or png, a "
+        "folder of frames for each video. One frame is always a png",
         choices=("safetensors", "npy", "png", "mp4", "gif"),
     )
 
@@ -92,6 +95,14 @@ class Config:
         "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_ENCODING
     )
     report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
+
+    with_flip: bool = flag(False, "mirrored images, too", needs=_OF_IMAGES, title="latents of a model without codes")
+    latent: str = flag(
+        "mean", "mean, a sample, or both moments of each", choices=("mean", "sample", "moments"), needs=_OF_IMAGES
+    )
+    latent_dtype: str = flag("fp16", "type of the numbers", choices=("fp16", "bf16", "fp32"), needs=_OF_IMAGES)
+    scaled: bool = flag(False, "(latent - shift_factor) * scaling_factor, of its config.json", needs=_OF_IMAGES)
+    seed: int = flag(0, "seed of the samples", non_negative_int, needs=when("latent", "sample"))
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
@@ -124,7 +135,7 @@ def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
 
 
 def build_parser() -> ArgumentParser:
-    text = "Write the codes of images or videos with a trained tokenizer, or make images or videos of codes."
+    text = "Write the codes or latents of images, or codes of videos, with a trained tokenizer, or decode them."
     parser = ArgumentParser("encode.py", text, is_root=distributed.launched_as_root)
     parser.usage = (
         "%(prog)s --model DIR (--image_folder PATH | --video_folder PATH | --decode DIR) --output DIR [flags]"
@@ -146,14 +157,18 @@ class Coder(NamedTuple):
 
     kind: "images" or "videos".
     settings: what the files depend on.
-    open: opens the set to be encoded at images of this side: [h', w'] of its codes; its samples; and the indices of
-        those of each shard -> their codes. Raises ValueError, in one line, if the model does not take them.
+    stored, writer: a folder of codes or latents, and what fills one.
+    open: opens the set to be encoded at images of this side: the shape of its rows, [h', w'] of codes, (v, 2 d, h', w')
+        of latents; its samples; and the indices of those of each shard -> their rows. Raises ValueError, in one line,
+        if the model does not take them.
     ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
     write: stored codes, shard, files: writes the files of a shard.
     """
 
     kind: str
     settings: dict[str, Any]
+    stored: type[StoredCodes]
+    writer: Callable[..., ShardWriter]
     open: Callable[[int], tuple[list[int], Samples, Encode]]
     ending: str
     frames_per_code: int | None
@@ -170,7 +185,7 @@ def computed(
 
 
 def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
-    """Images in batches, through a DiscreteVAE or a VQGAN.
+    """Images in batches, through a DiscreteVAE or a VQGAN, to codes or to latents.
 
     All batches are padded to one size, because at a fixed size neither the place of an image in its batch nor the other
     images change its codes. With another size or number of threads, a CPU chooses other kernels, whose latents were
@@ -180,14 +195,21 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
 
     from data.feed import to_unit_range
     from data.sets import open_images
-    from data.stores.codes import decode_images
+    from data.stores.codes import StoredCodes, decode_images
     from data.stores.encoding import encode_batches
+    from data.stores.latents import LatentWriter, StoredLatents, open_labelled
+    from data.stores.shards import ShardWriter
     from models.files.building import require_room
+    from training.noise import Noise
 
     count = args.batch_size
 
     def encode(images: Tensor) -> Tensor:
-        return computed(backend, "encoding", model.encode, to_unit_range(images.to(backend.device))).cpu()
+        values = to_unit_range(images.to(backend.device))
+        if model.num_codes:
+            return computed(backend, "encoding", model.encode, values).cpu()
+        views = [values, values.flip(-1)][: 1 + args.with_flip]
+        return torch.stack([computed(backend, "encoding", model.moments, view) for view in views], 1).cpu()
 
     def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
@@ -197,27 +219,34 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
             grid = list(encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
             raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
-        images = open_images(args.image_folder, image_size=side, channels=model.channels)
+        open_set_of = open_images if model.num_codes else open_labelled
+        images = open_set_of(args.image_folder, image_size=side, channels=model.channels)
         load = functools.partial(load_alone, images)
         how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
         return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how)
 
     decode = functools.partial(computed, backend, "decoding", model.decode)
     write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
-    return Coder("images", {"batch_size": count}, open_set, ".png", None, write)
+    if model.num_codes:
+        return Coder("images", {"batch_size": count}, StoredCodes, ShardWriter, open_set, ".png", None, write)
+    settings = {"batch_size": count, **{name: getattr(args, name) for name in _OF_LATENTS}}
+    writer = functools.partial(LatentWriter, Noise(args.seed, "latents"))
+    return Coder("images", settings, StoredLatents, writer, open_set, ".png", None, write)
 
 
 def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """An image as a batch of one, with nothing to be said of it."""
-    return images.load(index)["images"][None], {}
+    """An image as a batch of one, and what is said of it."""
+    sample = images.load(index)
+    return sample.pop("images")[None], sample
 
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
     from data.feed import to_unit_range
     from data.sets import open_videos
-    from data.stores.codes import FRAME_FOLDER, code_dtype, decode_videos
+    from data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
     from data.stores.encoding import PIECE_FRAMES, encode_streams
+    from data.stores.shards import ShardWriter
     from models.files.building import require_room
     from models.video.causal import StreamState
     from models.video.layers import check_side
@@ -259,7 +288,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
     settings = {**speed, "frames_per_code": model.frames_per_code}
-    return Coder("videos", settings, open_set, ending, model.frames_per_code, write)
+    return Coder("videos", settings, StoredCodes, ShardWriter, open_set, ending, model.frames_per_code, write)
 
 
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
@@ -273,6 +302,11 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     if kind not in kinds_of(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
     settle_kinds(args, kind)
+    makes, idle = ("codes", _OF_LATENTS) if model.num_codes else ("latents", ["report"])
+    if said := [name for name in idle if name in args.on_command_line]:
+        raise ValueError(f"--{said[0]} has no effect: the model in {args.model} makes {makes}; leave it out")
+    if args.scaled and not (model.num_codes or model.saved_config()["scaling_factor"]):
+        raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
     make = video_coder if kind == "videos" else image_coder
     coder = make(model.to(backend.device).requires_grad_(False), args, backend)
     return model, coder, {**about, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
@@ -284,16 +318,16 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     import torch
 
     from data.records.rows import parts_of
-    from data.stores.codes import CODES, StoredCodes, code_dtype
+    from data.stores.codes import code_dtype
     from data.stores.output import OutputFolder, names_sha256
-    from data.stores.shards import ShardWriter
     from training.measures.averages import code_statistics
 
     fetch(args.model, backend)
     with backend.agreement():
         model, coder, about = open_coder(args, backend)
         backend.working("listing the samples")
-        side, kind, dtype = args.image_size or model.image_size, coder.kind, code_dtype(model.num_codes)
+        side, kind = args.image_size or model.image_size, coder.kind
+        dtype = code_dtype(model.num_codes) if model.num_codes else np.dtype("float32")
         grid, samples, codes = coder.open(side)
         names = [samples.name(index) for index in range(len(samples))]
         parts = parts_of(samples.source)  # of files, if a manifest asks for parts
@@ -304,12 +338,13 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    shards = ShardWriter(output, CODES, np.zeros((0, *grid), dtype), names, per_shard, npy=args.format == "npy")
+    empty = np.zeros((0, *grid), dtype)
+    shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")
     n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
-    backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of codes: {args.output}")
-    if args.report:
+    backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of {coder.stored.name}: {args.output}")
+    if args.report and model.num_codes:
         with backend.agreement():
-            counts = StoredCodes(output.path).counts(range(backend.rank, len(shards), backend.world_size))
+            counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
         if n:
             speed = f"{n} {kind} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
@@ -318,16 +353,18 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
-    """Decode a folder of codes to images or videos. Raises AskedToStop after a signal."""
-    from data.stores.codes import StoredCodes, decoded_files
+    """Decode a folder of codes or latents to images or videos. Raises AskedToStop after a signal."""
+    from data.stores.codes import decoded_files
     from data.stores.output import OutputFolder
 
     fetch(args.model, backend)
     with backend.agreement():
-        codes = StoredCodes(args.decode)
         _, coder, about = open_coder(args, backend)
+        codes = coder.stored(args.decode)
         if codes.index.get("weights_sha256") != about["weights_sha256"]:
-            raise ValueError(f"the codes in {args.decode} are not those of {args.model}: give the model that made them")
+            raise ValueError(
+                f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
+            )
         files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
     settings = {"task": "decode", **about, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)

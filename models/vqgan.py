@@ -130,16 +130,26 @@ class VQGAN(Pretrained):
         check_images(images, self.channels)
         return self.quantizer.codes(self._encode(images))
 
+    @torch.no_grad()
+    def moments(self, images: Tensor) -> Tensor:
+        """Means and, behind them, standard deviations of continuous latents of images as for `encode`: fp32
+        (b, 2 d, h / 2^n, w / 2^n), neither shifted nor scaled. Raises what `encode` raises."""
+        check_images(images, self.channels)
+        mean, log_variance = self.quantizer.gaussian(self._encode(images))
+        return torch.cat([mean, (0.5 * log_variance).exp()], dim=1)
+
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (b, h', w'), or codes (b, n) of a square grid, row by row, or latents (b, d, h', w') -> images fp32
         (b, c, h, w), about [0, 1] and not clamped.
 
         Raises:
-            ValueError: codes (b, n) whose n is not a square, or codes beyond the codebook.
+            ValueError: codes (b, n) whose n is not a square, codes beyond the codebook, or latents of another shape.
         """
         if self.num_codes:
             check_codes(codes, self.num_codes)
             codes = as_square(codes) if codes.dim() == 2 else codes
+        elif codes.dim() != 4 or codes.shape[1] != self.quantizer.dim:
+            raise ValueError(f"latents of shape {tuple(codes.shape)}: give (b, {self.quantizer.dim}, h', w')")
         return self._decode(self.quantizer.decode_codes(codes))[0]
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from filling import (
     EMBED,
+    LATENTS,
     SIZE,
     TOKENIZE,
     TOKENIZE_VIDEOS,
@@ -33,6 +34,7 @@ from filling import (
     vqgan,
 )
 from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa: F401
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from data.stores.output import sha256_of
@@ -41,7 +43,7 @@ from models import DiscreteVAE, Discriminator
 from tests.scripts import files, lines
 from tests.training.disk import failing, left_by_kills
 
-CODERS = [TOKENIZE, TOKENIZE_VIDEOS]
+CODERS = [TOKENIZE, LATENTS, TOKENIZE_VIDEOS]
 ALL = [*CODERS, EMBED]
 
 
@@ -60,7 +62,8 @@ def test_shards_and_index_say_the_same(script, whole, model):
     said = index(whole)
     assert [shard["rows"] for shard in said["shards"]] == script.shard_rows()
     for shard in said["shards"]:
-        content = load_file(whole / shard["file"])[script.shards].tobytes()
+        columns = sorted(load_file(whole / shard["file"]).items())
+        content = b"".join(column.tobytes() for _, column in columns)
         assert shard["sha256"] == hashlib.sha256(content).hexdigest()
     firsts = [(i // 4, sum(script.lengths[i // 4 * 4 : i])) for i in range(9)]
     assert [(line["shard"], line["row"]) for line in lines(whole / "index.jsonl")] == firsts
@@ -150,7 +153,7 @@ def test_a_signal_finishes_the_shard_under_way_and_exits_with_75(script, whole, 
         filling.write_atomically(path, content)
 
     on_write(write_and_signal)
-    later = {EMBED.name: ["--query", "not yet"], TOKENIZE.name: ["--report"]}.get(script.name, [])
+    later = {"embeddings": ["--query", "not yet"], "codes": ["--report"]}.get(script.shards, [])
     with pytest.raises(SystemExit) as raised:
         script.fill(model, source, tmp_path, *later)
     assert raised.value.code == 75
@@ -168,12 +171,15 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(script, whole, mod
 
 OTHER_FLAGS = [
     (ALL, "per_shard", 5, "_per_shard was 4 and is now 5"),
-    ([TOKENIZE, EMBED], "batch_size", 4, "batch_size was 3 and is now 4"),
+    ([TOKENIZE, LATENTS, EMBED], "batch_size", 4, "batch_size was 3 and is now 4"),
     (ALL, "precision", "bf16", 'precision was "fp32" and is now "bf16"'),
     (ALL, "cpu_threads", 2, "cpu_threads was 1 and is now 2"),
     (CODERS, "image_size", 20, "image_size was 16 and is now 20"),
     ([TOKENIZE_VIDEOS], "fps", 5, "fps was null and is now 5.0"),
-    ([TOKENIZE], "format", "npy", "format was"),
+    ([TOKENIZE, LATENTS], "format", "npy", "format was"),
+    ([LATENTS], "latent", "mean", 'latent was "sample" and is now "mean"'),
+    ([LATENTS], "latent_dtype", "bf16", 'latent_dtype was "fp16" and is now "bf16"'),
+    ([LATENTS], "seed", 1, "seed was 0 and is now 1"),
     ([EMBED], "max_clips", 2, "max_clips was 6 and is now 2"),
 ]
 
@@ -225,9 +231,20 @@ def damage_first_line(folder: Path, **changes: Any) -> None:
 
 def damage_shard(folder: Path, name: str, rows: np.ndarray) -> None:
     """Other content of the first shard, with the checksum to it."""
-    (folder / f"{name}-00000.safetensors").write_bytes(shard_bytes(name, rows))
+    (folder / f"{name}-00000.safetensors").write_bytes(shard_bytes({name: torch.from_numpy(rows)}))
     first, *rest = index(folder)["shards"]
     change_index(folder, shards=[{**first, "sha256": hashlib.sha256(rows.tobytes()).hexdigest()}, *rest])
+
+
+def narrowed(folder: Path, name: str) -> None:
+    """Half of the channels of latents in the first shard, and no mirrored images."""
+    columns = load_file(folder / f"{name}-00000.safetensors")
+    kept = {name: torch.from_numpy(columns[name][:, :2].copy()), "labels": torch.from_numpy(columns["labels"])}
+    first, *rest = index(folder)["shards"]
+    (folder / first["file"]).write_bytes(shard_bytes(kept))
+    with safe_open(folder / first["file"], "np") as file:
+        sha256 = json.loads(file.metadata()["about"])["sha256"]
+    change_index(folder, shards=[{**first, "sha256": sha256}, *rest])
 
 
 def shard_of(value: int, shape: tuple[int, ...], dtype: Any) -> Callable[[Path, str], None]:
@@ -265,6 +282,13 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "a row twice": (CODERS, lambda f, name: damage_first_line(f, row=1), "not in order"),
     "codes outside the codebook": ([TOKENIZE], shard_of(512, (4, 4, 4), np.uint16), "outside"),
     "video codes outside the codebook": ([TOKENIZE_VIDEOS], shard_of(512, (9, 4, 4), np.uint16), "outside"),
+    "latents alone": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float16), "latents_flip"),
+    "latents of another type": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float64), "float64, not float16"),
+    "latents of no width": ([LATENTS], lambda f, name: change_index(f, grid=[2, "8", 4, 4]), "cannot read"),
+    "latents of another model": (
+        [LATENTS], lambda f, name: (narrowed(f, name), change_index(f, grid=[1, 4, 4, 4])), "give (b, 4, h', w')",
+    ),
+    "no scale": ([LATENTS], lambda f, name: change_index(f, config={}), "scaling_factor"),
     "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not (9, 4, 4)"),
     "more frames than codes": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, frames=6), "6 frames and 3"),
     "a rate of 0": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, fps=0), "0 frames per second"),

@@ -25,7 +25,11 @@ class Rows:
     Args:
         columns: In which columns each that is wanted is looked for, the first one first.
         folder: What paths in cells are relative to.
+
+    classes: by column, the names of classes that stand there, in their order, where a table says them.
     """
+
+    classes: Mapping[str, Sequence[str]] = {}
 
     def __init__(self, columns: Mapping[Wanted, Sequence[str]], folder: str) -> None:
         self.columns, self._folder = columns, folder

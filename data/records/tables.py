@@ -150,7 +150,7 @@ class TableSource(Rows):
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
         self._times = [name for name in TIMES if name in kinds]
         chosen = [*dict.fromkeys(itertools.chain(*columns.values(), self._times))]
-        self._classes = {
+        self.classes = {
             name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
         }
         types = {name: kinds[name] for name in chosen}
@@ -184,7 +184,7 @@ class TableSource(Rows):
         columns, row = self._part(number), index - int(self._ends[number])
         with _in_one_line("the row cannot be read"):
             cells = {name: _plain(column[row]) for name, column in columns.items()}
-        for name, classes in self._classes.items():
+        for name, classes in self.classes.items():
             if isinstance(at := cells[name], int):
                 cells[name] = str(classes[at]) if 0 <= at < len(classes) else None
         return cells

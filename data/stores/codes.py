@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ from .output import explained_write
 from .shards import COUNT, LINES_FILE, Array, Stored, explained, stays_inside
 
 CODES = "codes"
-_DTYPES = (np.uint8, np.uint16, np.int32)
+_DTYPES = ("uint8", "uint16", "int32")
 FRAME_FOLDER = ".frames"  # ending of the folder of a video's frames
 _PIECE_CODES = 4  # frames of codes that are decoded at once
 _END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
@@ -66,8 +66,10 @@ class StoredCodes(Stored):
     by_shard: the lines of index.jsonl.
     """
 
+    name: ClassVar[str] = CODES
+
     def __init__(self, folder: str | Path) -> None:
-        super().__init__(folder, CODES)
+        super().__init__(folder, self.name)
         shards = self.index["shards"]
         self.by_shard: list[list[Mapping[str, Any]]] = [[] for _ in shards]
         rows = [0] * len(shards)
@@ -84,6 +86,10 @@ class StoredCodes(Stored):
                 rows[shard] += count
             if rows != [entry["rows"] for entry in shards]:
                 raise ValueError("its numbers of rows are not those of the index")
+
+    def rows(self, shard: int) -> Tensor:
+        """What the model decodes of a shard, int64 (n, h, w)."""
+        return torch.from_numpy(self.load(shard).astype(np.int64))
 
     def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
         """How often each code occurs in shards, (num_codes,)."""
@@ -131,10 +137,10 @@ def decode_images(
 ) -> None:
     """Write those images of a shard that do not exist or are incomplete; `num_threads` threads compress them.
 
-    `decode` maps codes int64 (batch_size, h', w'), padded with 0, to images (batch_size, c, h, w) in [0, 1], on any
+    `decode` maps rows of `codes` (batch_size, ...), padded with 0, to images (batch_size, c, h, w) in [0, 1], on any
     device. Raises ValueError, in one line, if the codes are damaged.
     """
-    rows = torch.from_numpy(codes.load(shard).astype(np.int64))
+    rows = codes.rows(shard)
     for first in range(0, len(rows), batch_size):
         batch = rows.new_zeros(batch_size, *rows.shape[1:])
         batch[: len(rows) - first] = rows[first : first + batch_size]
@@ -156,7 +162,7 @@ def decode_videos(
     returns their frames (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises ValueError,
     in one line, if the codes are damaged or a file cannot be written.
     """
-    rows, first = torch.from_numpy(codes.load(shard).astype(np.int64)), 0
+    rows, first = codes.rows(shard), 0
     for line, path in zip(codes.by_shard[shard], files, strict=True):
         of_video, first = rows[first : first + line[COUNT]], first + line[COUNT]
         frames = itertools.islice(pixels_of(of_video.split(_PIECE_CODES), open_stream()), line["frames"])

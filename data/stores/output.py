@@ -55,9 +55,10 @@ class OutputFolder:
                     raise ValueError(f"{reason}; give another --output") from None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file of the folder whole or not at all, even if the process is killed. Raises ValueError, in one
-        line, if the file cannot be written."""
+        """Write a file of the folder, or of one inside it, whole or not at all, even if the process is killed. Raises
+        ValueError, in one line, if the file cannot be written."""
         with explained_write(self.path / name):
+            (self.path / name).parent.mkdir(exist_ok=True)
             writing.write_atomically(self.path / name, content)
 
     def rounds(self, shards: Sequence[int], done: str) -> Iterator[int | None]:

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.torch import save
+from torch import Tensor
 
 from tandem.files.reading import DAMAGES, LONGEST_JSON_BYTES, check_regular, parse_json, read_bytes, read_lines
 
@@ -62,13 +64,14 @@ class ShardWriter:
         empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
         names: Relative paths of all items, in order.
         per_shard: Items of a shard, readable or not; the last may have fewer.
-        npy: Whether the rows stand in a codes-00000.npy, too, for those who cannot read safetensors.
+        npy: Whether `arrays` are written, too, for those who cannot read safetensors.
     """
 
     def __init__(
-        self, output: OutputFolder, name: str, empty: Array, names: Sequence[str], per_shard: int, *, npy: bool = False
+        self, output: OutputFolder, name: str, empty: Any, names: Sequence[str], per_shard: int, *, npy: bool = False
     ) -> None:
-        self.output, self._name, self._empty, self._names, self._with_npy = output, name, empty, names, npy
+        self.output, self._name, self._names, self._with_npy = output, name, names, npy
+        self._empty = torch.as_tensor(empty)
         numbers = range(len(names))
         self._items = [numbers[first : first + per_shard] for first in range(0, len(names), per_shard)]
 
@@ -112,19 +115,27 @@ class ShardWriter:
                 self._write_index(counted)
         return sum(len(self._items[k]) for k in todo), log.count, seconds
 
+    def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
+        """The tensors of a file, each (n, ...), by name, of the rows of the items with these numbers."""
+        return {self._name: rows}
+
+    def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
+        """The .npy files of a shard, by name."""
+        yield f"{self._name}-{shard:05d}.npy", columns[self._name].numpy()
+
     def _file(self, shard: int) -> str:
         return f"{self._name}-{shard:05d}.safetensors"
 
     def _write(self, shard: int, encoded: Encoded) -> None:
-        arrays = [np.asarray(part) for part in (self._empty, *encoded.parts)]
-        rows = np.concatenate(arrays, dtype=self._empty.dtype, casting="unsafe")
+        rows = torch.cat([torch.as_tensor(part).to(self._empty.dtype) for part in (self._empty, *encoded.parts)])
         notes, bad = encoded.notes, [[sample.index, sample.reason] for sample in encoded.bad]
         assert (len(notes) + len(bad), _rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
-        if self._with_npy:  # before the shard, which says that both are whole
-            content = io.BytesIO()
-            np.save(content, rows, allow_pickle=False)
-            self.output.write(f"{self._name}-{shard:05d}.npy", content.getvalue())
-        self.output.write(self._file(shard), shard_bytes(self._name, rows, notes=notes, bad=bad))
+        columns = self.columns(rows, notes, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
+        for name, array in self.arrays(shard, columns) if self._with_npy else ():
+            content = io.BytesIO()  # before the shard, which says that all is whole
+            np.save(content, array, allow_pickle=False)
+            self.output.write(name, content.getvalue())
+        self.output.write(self._file(shard), shard_bytes(columns, notes=notes, bad=bad))
 
     def _about(self, shard: int) -> Any:
         """What the metadata of an existing shard say."""
@@ -135,8 +146,10 @@ class ShardWriter:
         """The items of a shard that could not be read, by relative path. Raises one of `_DAMAGES` if there is no such
         shard, or not all of what it says of itself is true."""
         about = self._about(shard)
-        shape = (_rows(about["notes"]), *self._empty.shape[1:])
-        read_rows(self.output.path / self._file(shard), self._name, shape, [self._empty.dtype], about["sha256"])
+        count, empty = _rows(about["notes"]), self.columns(self._empty, [], [])
+        shapes = {name: (count, *column.shape[1:]) for name, column in empty.items()}
+        dtypes = [_dtype(column) for column in empty.values()]
+        read_columns(self.output.path / self._file(shard), shapes, dtypes, about["sha256"])
         if len(about["notes"]) + len(about["bad"]) != len(self._items[shard]):
             raise ValueError("it holds other items")
         return [BadSample(index, self._names[index], reason) for index, reason in about["bad"]]
@@ -195,11 +208,12 @@ class Stored:
                     raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
 
     @contextlib.contextmanager
-    def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[Any]) -> Iterator[Array]:
+    def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
         """The rows of a shard, checked against the index; what the body raises is explained, too."""
         entry = self.index["shards"][shard]
         with explained(path := self.folder / entry["file"]):
-            yield read_rows(path, self._name, (entry["rows"], *shape), dtypes, entry["sha256"])
+            shapes = {self._name: (entry["rows"], *shape)}
+            yield read_columns(path, shapes, dtypes, entry["sha256"])[self._name].numpy()
 
     def lines(self) -> Iterator[Mapping[str, Any]]:
         """The lines of index.jsonl, one at a time. Their checksum is compared at the end."""
@@ -211,32 +225,40 @@ class Stored:
             raise ValueError("its checksum is not that of the index")
 
 
-def shard_bytes(name: str, rows: Array, **about: Any) -> bytes:
+def shard_bytes(columns: Mapping[str, Tensor], **about: Any) -> bytes:
     """The content of a shard. One entry of metadata holds everything: several would be in no fixed order."""
-    text = json.dumps({"sha256": _sha256(rows), **about})
-    return save({name: rows}, {"about": text})
+    text = json.dumps({"sha256": _sha256(columns), **about})
+    return save({name: column.contiguous() for name, column in columns.items()}, {"about": text})
 
 
-def read_rows(path: Path, name: str, shape: Sequence[int], dtypes: Sequence[Any], sha256: str) -> Array:
-    """The rows of a shard, of this shape and one of these types. Raises one of many errors if it is damaged: see
+def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], sha256: str) -> dict[str, Tensor]:
+    """The tensors of a shard, of these shapes and some of these types. Raises one of many errors if it is damaged: see
     `explained`."""
-    if not all(type(side) is int and side >= 0 for side in shape) or math.prod(shape) > _MOST_NUMBERS:
-        raise ValueError(
-            f"the index claims a shape of {tuple(shape)} for it, and it can have {_MOST_NUMBERS} numbers at most"
-        )
-    with safe_open(check_regular(path), "np") as file:
-        if (found := file.get_slice(name).get_shape()) != list(shape):  # a header may claim any size
-            raise ValueError(f"it holds a shape of {tuple(found)}, not {tuple(shape)}")
-        rows: Array = file.get_tensor(name)
-    if rows.dtype not in dtypes:
-        raise ValueError(f"it holds {rows.dtype}, not {' or '.join(str(np.dtype(dtype)) for dtype in dtypes)}")
-    if _sha256(rows) != sha256:
+    columns = {}
+    with safe_open(check_regular(path), "pt") as file:
+        for name, shape in shapes.items():
+            if not all(type(side) is int and side >= 0 for side in shape) or math.prod(shape) > _MOST_NUMBERS:
+                claimed = f"the index claims a shape of {tuple(shape)} for it"
+                raise ValueError(f"{claimed}, and it can have {_MOST_NUMBERS} numbers at most")
+            if (found := file.get_slice(name).get_shape()) != list(shape):  # a header may claim any size
+                raise ValueError(f"it holds a shape of {tuple(found)}, not {tuple(shape)}")
+            columns[name] = file.get_tensor(name)
+            if (kind := _dtype(columns[name])) not in dtypes:
+                raise ValueError(f"it holds {kind}, not {' or '.join(dtypes)}")
+    if _sha256(columns) != sha256:
         raise ValueError("its checksum is not that of the index")
-    return rows
+    return columns
 
 
-def _sha256(rows: Array) -> str:
-    return hashlib.sha256(np.ascontiguousarray(rows).data).hexdigest()
+def _sha256(columns: Mapping[str, Tensor]) -> str:
+    """Of the numbers of all columns, in the order of their names."""
+    numbers = (columns[name].flatten().view(torch.uint8).numpy().data for name in sorted(columns))
+    return hashlib.sha256(b"".join(numbers)).hexdigest()
+
+
+def _dtype(column: Tensor) -> str:
+    """As NumPy calls it."""
+    return str(column.dtype).removeprefix("torch.")
 
 
 def _rows(notes: Iterable[Mapping[str, Any]]) -> int:

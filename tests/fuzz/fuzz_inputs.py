@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from filling import mulan, video_tokenizer, vqgan, write_images, write_sounds, write_videos
+from filling import autoencoder, mulan, video_tokenizer, vqgan, write_images, write_sounds, write_videos
 from safetensors.torch import save_file
 
 from data.records import index
@@ -81,6 +81,9 @@ def _tools() -> list[Target]:
           for codes in ("codes", "codes_npy")),
         Target("encode", ["--model", "vqgan", *images, "--images_per_shard", "4", "--output", "codes"],
                ["codes", "vqgan", "images"]),
+        Target("encode", ["--model", "autoencoder", *images, "--output", "out"], ["autoencoder", "images"]),
+        Target("encode", ["--model", "autoencoder", "--decode", "latents", *few, "--output", "out"],
+               ["latents", "autoencoder"]),
         Target("encode", ["--model", "video", *videos, "--output", "out"], ["videos", "video"], 2),
         Target("encode", ["--model", "video", "--video_folder", "videos-manifest/set.jsonl", *few, "--output", "out"],
                ["videos-manifest", "video"], 2),
@@ -138,6 +141,7 @@ def write_inputs(folder: Path) -> None:
     models = vae, vqgan(), mulan(), video_tokenizer(), unets
     for name, model in zip(MODELS, models, strict=True):
         model.save_pretrained(folder / name)
+    autoencoder().save_pretrained(folder / "autoencoder")
     vae.save_dalle(folder / "vae.pt")
     torch.save(public_vqgan("vqgan"), folder / "vqgan.pt")
     laion(folder / "decoder.pth")
@@ -151,6 +155,7 @@ def write_inputs(folder: Path) -> None:
     of_images = ("encode", "--model", "vqgan", "--image_folder", "images")
     _run(folder, "codes", *of_images, "--images_per_shard", "4")
     _run(folder, "codes_npy", *of_images, "--format", "npy")
+    _run(folder, "latents", "encode", "--model", "autoencoder", "--image_folder", "images", "--with_flip", "--scaled")
     _run(folder, "films", "encode", "--model", "video", "--video_folder", "videos")
     _run(folder, "index", "embed", "--model", "mulan", "--audio", "sounds")
     _train(folder, "train_vae", "run", "--image_folder", "demo:shapes:8", "--ema_power", "0.1", "--max_steps", "2")

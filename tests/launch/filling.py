@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ write_atomically = tandem.files.writing.write_atomically
 def vqgan(seed: int = 0, **options: Any) -> VQGAN:
     torch.manual_seed(seed)
     return VQGAN.made({"image_size": SIZE, "dim": 4, "num_layers": 2, "codebook_size": 512, **options}).eval()
+
+
+def autoencoder(seed: int = 0, **options: Any) -> VQGAN:
+    """A VQGAN without codes."""
+    return vqgan(seed, quantizer="kl", scaling_factor=0.5, shift_factor=0.25, **options)
 
 
 def mulan(seed: int = 0, **options: Any) -> MuLaN:
@@ -112,14 +117,15 @@ class Script:
     use: Callable[[Path, Path, Path], list[Any]]  # flags that read a folder: model, folder, another folder
     batch_size: int | None = 3  # None: it has no batches
     lengths: tuple[int, ...] = (1,) * 9  # rows of each input
+    more: tuple[str, ...] = ()  # further flags
 
     def __str__(self) -> str:
-        return f"{self.name}{self.source}"
+        return f"{self.name}{self.source}-{self.shards}"
 
     def flags(self, model: Path, source: Path | str, output: Path, *more: Any) -> list[str]:
         said = ["--model", model, self.source, source, "--output", output, f"--{self.per_shard}", 4]
         sizes = ["--batch_size", self.batch_size] if self.batch_size else []
-        return [str(word) for word in (*said, *sizes, "--num_workers", 0, *more)]
+        return [str(word) for word in (*said, *sizes, "--num_workers", 0, *self.more, *more)]
 
     def fill(self, model: Path, source: Path | str, output: Path, *more: Any) -> Path:
         self.main(self.flags(model, source, output, *more))
@@ -156,6 +162,7 @@ TOKENIZE = Script(
     "encode.py", encode.main, "--image_folder", "images_per_shard", "codes", IMAGES, vqgan,
     write_images, lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
 )  # fmt: skip
+LATENTS = replace(TOKENIZE, shards="latents", model=autoencoder, more=("--latent", "sample", "--with_flip", "--scaled"))
 TOKENIZE_VIDEOS = Script(
     "encode.py", encode.main, "--video_folder", "videos_per_shard", "codes", tuple(VIDEOS),
     video_tokenizer, write_videos,

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,10 @@ TOKENIZE = Job(
     lambda path, seed: filling.write_image(path, seed, 64, 70), N_SHARDS + 3, "of 1024 codes used, perplexity",
     ("--report",),
 )  # fmt: skip
+LATENTS = replace(
+    TOKENIZE, script=filling.LATENTS, sizes={"image_size": 64, "dim": 16},
+    said_once=f"41 images in {N_SHARDS} shards of latents", more=(),
+)  # fmt: skip
 TOKENIZE_VIDEOS = Job(
     filling.TOKENIZE_VIDEOS, "mp4",
     {"image_size": 64, "layers": "residual,compress_space:16,residual,compress_time:16,residual", "init_dim": 8,
@@ -69,7 +73,7 @@ EMBED = Job(
 )  # fmt: skip
 
 
-JOBS = [TOKENIZE, TOKENIZE_VIDEOS, EMBED]
+JOBS = [TOKENIZE, LATENTS, TOKENIZE_VIDEOS, EMBED]
 
 
 @pytest.fixture(scope="module", params=JOBS, ids=str)
@@ -119,7 +123,11 @@ def started(job: Job, command: list[str], output: Path, log: Path, shards: int) 
 # The scripts know nothing of launchers, so that one script shows them: that whose processes tell one another most.
 @pytest.mark.parametrize(
     ("launcher", "job"),
-    [*((None, job) for job in JOBS), *((Launcher(name, 2), EMBED) for name in ("torchrun", "deepspeed", "horovodrun"))],
+    [
+        *((None, job) for job in JOBS),
+        *((Launcher(name, 2), EMBED) for name in ("torchrun", "deepspeed", "horovodrun")),
+        (Launcher("torchrun", 2), LATENTS),
+    ],
     indirect=["job"],
     ids=str,
 )

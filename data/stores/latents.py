@@ -1,0 +1,143 @@
+"""The continuous latents of a folder of images on the disk, as trainers of diffusion transformers read them.
+
+    latents/latents-00000.safetensors    "latents" (n, d, h, w), fp16, bf16 or fp32; "latents_flip", those of the images
+                                         mirrored left to right; "labels" int64 (n,): LightningDiT's names
+    latents/index.jsonl                  {"path": "cats/1.jpg", "shard": 0, "row": 0, "label": 0}, a line per image
+    latents/index.json                   settings, shards and unreadable files; see shards.py
+    latents/features/00000-00000.npy     with --format npy, of shard and row, fp32 (1, d, h, w): fast-DiT's layout; of a
+    latents/labels/00000-00000.npy       mirrored image 00000-00000-flip.npy. Labels are int64 (1,)
+
+Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), means and then standard deviations. They
+are as the encoder gives them, or, if index.json says that they are "scaled", (latent - shift_factor) * scaling_factor,
+of which both numbers stand there in "config". Its "grid" is the shape of the moments of an image: (v, 2 d, h, w), where
+v is 2 with the mirrored one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..fields import Field, ImageField, read_sentence
+from ..records.record import Entry, Record, Wanted
+from ..records.rows import Rows
+from ..samples import Samples
+from ..sets import has, open_records
+from .codes import StoredCodes
+from .shards import Array, ShardWriter, explained, read_columns
+
+if TYPE_CHECKING:
+    from training.noise import Noise
+
+LATENTS, FLIPPED, LABELS = "latents", "latents_flip", "labels"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = ("float16", "bfloat16", "float32", "int64")
+_CLASS = re.compile("[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class LabelField(Field):
+    """ "label": the class of an image, 0, 1, ...
+
+    Args:
+        is_said: Whether the number, or the name of one in a table, stands in a .cls beside the image, or in a column
+            cls or label of its row. Else it follows from the first folder of its name.
+        numbers: Of the classes by name. An image in no folder has the number after the last, which trainers of
+            diffusion transformers take for no class.
+        name_of: index -> the name of the image, as of a `Source`.
+    """
+
+    is_said: bool
+    numbers: Mapping[str, int]
+    name_of: Callable[[int], str]
+
+    wanted: ClassVar[Wanted] = Wanted("class", "class", (".cls",), ("cls", "label"), as_cells=True)
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        if not self.is_said:
+            return {"label": self.numbers.get(_folder(self.name_of(index)), len(self.numbers))}
+        found = record.get(self.wanted.name)
+        text = read_sentence(found) if isinstance(found, Entry) else str(next(iter((found or {}).values()), "")).strip()
+        number = self.numbers.get(text, text)
+        if not _CLASS.fullmatch(str(number)):
+            raise ValueError(f"its class is {text[:40]!r}: its .cls, or cls in its row, has to be a number from 0 on")
+        return {"label": int(number)}
+
+
+def _folder(name: str) -> str:
+    """The first folder of a name; "" if there is none."""
+    return "".join(PurePosixPath(name).parts[:-1][:1])
+
+
+def open_labelled(spec: str, **how: Any) -> Samples:
+    """A set of images with their "label": names of classes have their numbers in a table; or, if no class is said
+    beside an image, folders, or those of the members of tars, have their places, sorted, as torchvision's ImageFolder
+    numbers them. See `open_records` for `spec` and what is raised, and `ImageField` for the arguments."""
+    image, names = ImageField(**how), list[str]()
+    source = open_records(spec, [image.wanted, LabelField.wanted], "shapes", image.seed)
+    is_said = has(source, LabelField.wanted.name)
+    if isinstance(source, Rows):
+        names = [*next(iter(source.classes.values()), [])]
+    elif not is_said:
+        names = sorted({_folder(source.name(index)) for index in range(len(source))} - {""})
+    numbers = {name: number for number, name in enumerate(names)}
+    return Samples(source, [image, LabelField(is_said, numbers, source.name)])
+
+
+class LatentWriter(ShardWriter):
+    """Shards of latents, of rows that are moments fp32 (v, 2 d, h, w): those of an image, and, if v is 2, those of the
+    mirrored one. A sample depends on the noise and on the number of the image alone."""
+
+    def __init__(self, noise: Noise, *what: Any, npy: bool) -> None:
+        super().__init__(*what, npy=npy)
+        self._noise = noise
+
+    def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
+        how, (kept, deviation) = self.output.settings, rows.chunk(2, dim=2)
+        if how["latent"] == "sample":
+            drawn = [self._noise.normal(view, items, kept.shape[2:]) for view in range(kept.shape[1])]
+            kept = kept + deviation * torch.stack(drawn, 1)
+        scale, shift = _scale(how)
+        kept, deviation = (kept - shift) * scale, deviation * scale
+        kept = torch.cat([kept, deviation], 2) if how["latent"] == "moments" else kept
+        kept = kept.to(DTYPES[how["latent_dtype"]])
+        if not kept.isfinite().all():
+            raise ValueError(f"latents are not finite in {how['latent_dtype']}: give --latent_dtype bf16 or fp32")
+        labels = torch.tensor([note["label"] for note in notes], dtype=torch.int64)
+        return {**dict(zip((LATENTS, FLIPPED), kept.unbind(1), strict=False)), LABELS: labels}
+
+    def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
+        for name, ending in ((LATENTS, ""), (FLIPPED, "-flip")):
+            for row, latent in enumerate(columns.get(name, ())):
+                file = f"{shard:05d}-{row:05d}{ending}.npy"
+                yield f"features/{file}", latent[None].float().numpy()
+                yield f"labels/{file}", columns[LABELS][row, None].numpy()
+
+
+class StoredLatents(StoredCodes):
+    """A complete folder of latents. Raises what `StoredCodes` raises."""
+
+    name = LATENTS
+
+    def rows(self, shard: int) -> Tensor:
+        """What the decoder takes, fp32 (n, d, h, w): the latents, or of moments the means, as the encoder gave them."""
+        index, entry = self.index, self.index["shards"][shard]
+        with explained(path := self.folder / entry["file"]):
+            views, width, *sides = index["grid"]
+            shape = (entry["rows"], width if index["latent"] == "moments" else width // 2, *sides)
+            shapes = {LATENTS: shape, **({FLIPPED: shape} if views == 2 else {}), LABELS: shape[:1]}
+            latents = read_columns(path, shapes, _DTYPES, entry["sha256"])[LATENTS].float()
+            scale, shift = _scale(index)
+            return latents[:, : width // 2] / scale + shift
+
+
+def _scale(how: Mapping[str, Any]) -> tuple[float, float]:
+    """What latents are multiplied by, after the other was taken off, as the settings of a folder say it."""
+    config = how["config"]
+    return (config["scaling_factor"], config["shift_factor"] or 0.0) if how["scaled"] else (1.0, 0.0)

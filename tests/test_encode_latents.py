@@ -1,0 +1,240 @@
+"""encode.py of images with a model without codes: latents, those of mirrored images and labels, as trainers of
+diffusion transformers read them; and images of latents. What all scripts that fill folders do is elsewhere, in
+test_filled_folders.py."""
+
+# ruff: noqa: F811  (fixtures are imported)
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import filling
+import numpy as np
+import pytest
+import torch
+from filling import IMAGES, LATENTS, SIZE, autoencoder, index, saved, vqgan
+from filling_fixtures import model, on_one_cpu, source  # noqa: F401
+from PIL import Image
+from safetensors import safe_open
+from torch import Tensor
+from torchvision.datasets import ImageFolder
+
+from data.stores.codes import output_names
+from data.stores.latents import open_labelled
+from tests.data.records.tables import save_to_disk, table
+from tests.scripts import files, lines
+from tests.test_encode_images import pixels
+from training.noise import Noise
+
+SCRIPT = replace(LATENTS, more=())  # without flags of its own
+FLIP = "--with_flip"
+
+
+@pytest.fixture(scope="module")
+def script() -> filling.Script:
+    return SCRIPT
+
+
+@pytest.fixture(scope="module")
+def gaussian(source) -> Mapping[str, tuple[Tensor, Tensor]]:
+    """Means and standard deviations of the images, and of them mirrored, (9, 4, 4, 4), from the layers of the model."""
+    images, made = pixels(source, IMAGES), autoencoder()
+    with torch.no_grad():
+        z = {name: made.encoder(2 * x - 1) for name, x in (("latents", images), ("latents_flip", images.flip(3)))}
+    return {name: (each[:, :4], (each[:, 4:] / 2).exp()) for name, each in z.items()}
+
+
+def columns(folder: Path) -> dict[str, Tensor]:
+    """All of a folder, as LightningDiT's dataset opens it."""
+    found: dict[str, list[Tensor]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                found.setdefault(name, []).append(file.get_slice(name)[:])
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Up to a step of fp16, and to fp32's rounding in batches of other sizes."""
+    torch.testing.assert_close(found.float(), expected, rtol=2**-10, atol=1e-5)
+
+
+def test_means_are_those_of_the_encoder_and_labels_those_of_an_image_folder(model, source, gaussian, tmp_path):
+    folder = SCRIPT.fill(model, source, tmp_path / "latents")
+    found = columns(folder)
+    assert set(found) == {"latents", "labels"} and found["latents"].dtype == torch.float16
+    assert found["latents"].std() > 0.01
+    assert_close(found["latents"], gaussian["latents"][0])
+    assert [line["path"] for line in lines(folder / "index.jsonl")] == list(IMAGES)
+    public = ImageFolder(source, allow_empty=True)
+    of_folders = {os.path.relpath(path, source): label for path, label in public.samples}
+    labels = [of_folders.get(name, len(public.classes)) for name in IMAGES]
+    assert found["labels"].tolist() == labels == [2, 2, 0, 0, 0, 2, 2, 1, 1] and found["labels"].dtype == torch.int64
+    assert [line["label"] for line in lines(folder / "index.jsonl")] == labels
+    said = index(folder)
+    assert (said["grid"], said["latent"], said["latent_dtype"], said["scaled"]) == ([1, 8, 4, 4], "mean", "fp16", False)
+    assert (said["config"]["scaling_factor"], said["config"]["shift_factor"]) == (0.5, 0.25)
+
+
+def test_mirrored_images_have_latents_of_their_own(model, source, gaussian, tmp_path):
+    found = columns(SCRIPT.fill(model, source, tmp_path, FLIP))
+    for name in ("latents", "latents_flip"):
+        assert_close(found[name], gaussian[name][0])
+    assert not torch.equal(found["latents"], found["latents_flip"])
+
+
+def test_samples_add_noise_that_depends_on_seed_image_and_mirroring_alone(model, source, gaussian, tmp_path):
+    how = ("--latent", "sample", "--latent_dtype", "fp32", "--seed", 3)
+    found = columns(SCRIPT.fill(model, source, tmp_path / "a", FLIP, *how))
+    for view, name in enumerate(("latents", "latents_flip")):
+        mean, deviation = gaussian[name]
+        noise = torch.cat([Noise(3, "latents").normal(view, [number], (4, 4, 4)) for number in range(9)])
+        torch.testing.assert_close(found[name], mean + deviation * noise)
+    fewer = filling.broken_copy(source, tmp_path / "source", IMAGES[1])
+    without = columns(SCRIPT.fill(model, fewer, tmp_path / "b", *how))
+    kept = [number for number in range(9) if number != 1]
+    assert torch.equal(without["latents"], found["latents"][kept])
+    assert torch.equal(without["labels"], found["labels"][kept])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_moments_and_scaled_latents_are_those_of_the_same_gaussian(scaled, model, source, gaussian, tmp_path):
+    how = ["--latent_dtype", "fp32", *(["--scaled"] if scaled else [])]
+    mean, deviation = gaussian["latents"]
+    if scaled:
+        mean, deviation = (mean - 0.25) * 0.5, deviation * 0.5
+    found = columns(SCRIPT.fill(model, source, tmp_path / "mean", *how))["latents"]
+    torch.testing.assert_close(found, mean)
+    found = columns(SCRIPT.fill(model, source, tmp_path / "moments", "--latent", "moments", *how))["latents"]
+    torch.testing.assert_close(found, torch.cat([mean, deviation], 1))
+
+
+def test_shorter_numbers_are_the_fp32_ones_rounded_once(model, source, tmp_path):
+    exact, bf16, fp16 = (
+        columns(SCRIPT.fill(model, source, tmp_path / dtype, "--latent_dtype", dtype, FLIP))
+        for dtype in ("fp32", "bf16", "fp16")
+    )
+    for name in ("latents", "latents_flip"):
+        assert exact[name].dtype == torch.float32
+        assert torch.equal(bf16[name], exact[name].bfloat16()) and torch.equal(fp16[name], exact[name].half())
+
+
+def test_npy_files_are_one_per_image_and_label_as_fast_dit_lists_them(model, source, tmp_path):
+    folder = SCRIPT.fill(model, source, tmp_path / "a", FLIP, "--format", "npy", "--latent_dtype", "bf16")
+    shards = columns(folder)
+    features, labels = (sorted(os.listdir(folder / name)) for name in ("features", "labels"))
+    assert features == labels and len(features) == 18
+    plain = [name for name in features if "flip" not in name]
+    for name, of_one in (("latents", plain), ("latents_flip", [file for file in features if "flip" in file])):
+        read = [np.load(folder / "features" / file) for file in of_one]
+        assert {each.shape for each in read} == {(1, 4, 4, 4)}
+        assert {each.dtype for each in read} == {np.dtype("float32")}
+        np.testing.assert_array_equal(np.concatenate(read), shards[name].float().numpy())
+        np.testing.assert_array_equal(
+            np.concatenate([np.load(folder / "labels" / file) for file in of_one]), shards["labels"].numpy()
+        )
+
+
+def tar_of(source: Path, path: Path, labels: Mapping[str, str]) -> Path:
+    """The images in a tar, with those classes beside them."""
+    with tarfile.open(path, "w") as tar:
+        for name in IMAGES:
+            tar.add(source / name, name)
+            if name in labels:
+                member = tarfile.TarInfo(str(Path(name).with_suffix(".cls")))
+                member.size = len(labels[name])
+                tar.addfile(member, io.BytesIO(labels[name].encode()))
+    return path
+
+
+def test_classes_in_a_tar_are_the_labels_and_an_image_without_one_is_left_out(model, source, tmp_path):
+    tar = tar_of(source, tmp_path / "all.tar", {name: f"{7 * n}\n" for n, name in enumerate(IMAGES) if n != 4})
+    folder = SCRIPT.fill(model, tar, tmp_path / "latents")
+    assert columns(folder)["labels"].tolist() == [0, 7, 14, 21, 35, 42, 49, 56]
+    (bad,) = SCRIPT.bad(folder)
+    assert bad["path"] == IMAGES[4] and "its class is ''" in bad["reason"]
+
+
+def test_images_in_tars_get_the_latents_of_their_folder(model, source, tmp_path):
+    folder = SCRIPT.fill(model, source, tmp_path / "a", "--latent", "sample")
+    tar = tar_of(source, tmp_path / "all.tar", {})
+    assert files(SCRIPT.fill(model, tar, tmp_path / "b", "--latent", "sample")) == files(folder)
+
+
+def test_classes_in_a_manifest_are_the_labels(source, tmp_path):
+    rows = [{"path": str(source / name), "cls": label} for name, label in zip(IMAGES, (3, "1", 0, "dog"), strict=False)]
+    (tmp_path / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    images = open_labelled(str(tmp_path / "images.jsonl"), image_size=SIZE, channels=3)
+    assert [images.load(number)["label"] for number in range(3)] == [3, 1, 0]
+    with pytest.raises(ValueError, match="its class is 'dog'"):
+        images.load(3)
+
+
+def test_classes_of_a_table_have_the_numbers_that_they_have_there(source, tmp_path):
+    kinds = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["zebra", "ant"]}}
+    pictures = [{"bytes": (source / name).read_bytes(), "path": None} for name in IMAGES[:3]]
+    save_to_disk(tmp_path / "table", table({"image": pictures, "label": [1, 0, 1]}, kinds))
+    images = open_labelled(str(tmp_path / "table"), image_size=SIZE, channels=3)
+    assert [images.load(number)["label"] for number in range(3)] == [1, 0, 1]
+
+
+def test_images_without_classes_have_the_label_0(tmp_path):
+    assert open_labelled("demo:shapes:4", image_size=SIZE, channels=3).load(3)["label"] == 0
+
+
+@pytest.mark.parametrize("how", [(), ("--scaled",), ("--latent", "moments", "--scaled", FLIP)], ids=str)
+def test_decoded_images_are_the_reconstructions_to_8_bits(how, model, source, gaussian, tmp_path):
+    encoded = SCRIPT.fill(model, source, tmp_path / "latents", "--latent_dtype", "fp32", *how)
+    SCRIPT.main([*map(str, SCRIPT.use(model, encoded, tmp_path / "images")), "--batch_size", "3"])
+    with torch.no_grad():
+        expected = autoencoder().decode(gaussian["latents"][0]).clamp(0, 1).permute(0, 2, 3, 1).numpy() * 255
+    names = output_names(IMAGES, [".png"] * 9)
+    found = np.stack([np.asarray(Image.open(tmp_path / "images" / name)) for name in names])
+    # Half a level of rounding; the rest is fp32, as batches of 9 and of 3, and scaling, change the last bits.
+    assert len(np.unique(found)) > 20 and np.abs(found - expected).max() <= 0.5 + 1e-3
+
+
+def of_codes(tmp: Path) -> Path:
+    return saved(tmp / "m", vqgan())
+
+
+def without_scale(tmp: Path) -> Path:
+    return saved(tmp / "m", vqgan(quantizer="kl"))
+
+
+def far_away(tmp: Path) -> Path:
+    made = autoencoder()
+    with torch.no_grad():
+        made.encoder[-1].bias += 1e6
+    return saved(tmp / "m", made)
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "a sample of codes": (lambda tmp: {"--model": of_codes(tmp), "--latent": "sample"}, "--latent has no effect"),
+    "codes mirrored": (lambda tmp: {"--model": of_codes(tmp), "--with_flip": None}, "--with_flip has no effect"),
+    "a report without codes": (lambda tmp: {"--report": None}, "makes latents"),
+    "no scale": (lambda tmp: {"--model": without_scale(tmp), "--scaled": None}, "no scaling_factor"),
+    "a seed of nothing": (lambda tmp: {"--seed": 1}, "--seed has no effect with --latent mean"),
+    "beyond fp16": (lambda tmp: {"--model": far_away(tmp)}, "not finite in fp16: give --latent_dtype"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gives_one_line(mistake, model, source, tmp_path, capsys):
+    make, expected = MISTAKES[mistake]
+    said = {"--model": model, "--image_folder": source, "--output": tmp_path / "latents", **make(tmp_path)}
+    argv = [word for flag, value in said.items() for word in ([flag] if value is None else [flag, value])]
+    assert expected in SCRIPT.refused(capsys, *argv)
+    assert not list((tmp_path / "latents").glob("*.safetensors"))
+
+
+def test_codes_and_latents_are_not_mistaken_for_one_another(model, source, tmp_path, capsys):
+    latents = SCRIPT.fill(model, source, tmp_path / "latents")
+    said = SCRIPT.refused(capsys, *SCRIPT.use(of_codes(tmp_path), latents, tmp_path / "images"))
+    assert "give the model that made them" in said
