@@ -69,7 +69,8 @@ def build_parser() -> ArgumentParser:
 
     add = command(export, "export", "Write a model folder or a public package's file.",
                   out=("OUT", "folder or file to write"))
-    add("--to", choices=("model", "dalle", "muse", "dalle2", "musiclm"), required=True,
+    add("--to", choices=("model", "dalle", "muse", "dalle2", "musiclm", "diffusers", "taming", "llamagen"),
+        required=True,
         help="a folder of model.safetensors and config.json, DALLE-pytorch's vae-final.pt, a VQGanVAE of "
         "muse-maskgit-pytorch with its discriminator, a decoder of DALLE2-pytorch, or a MuLaN of musiclm-pytorch")
     add("--weights", **weights)
@@ -162,10 +163,10 @@ def new_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
 def export(args: argparse.Namespace) -> None:
     from models.files.public import FORMATS
 
-    is_folder, path = args.to == "model", Path(args.path)
+    is_folder, path = args.to in ("model", "diffusers"), Path(args.path)
     out = new_output(args, is_folder, f"--to {args.to}")
     model, note = load(path, args.weights), None
-    if is_folder:
+    if args.to == "model":
         write_model(model, path, out)
     else:
         public = FORMATS[args.to]

@@ -28,9 +28,12 @@ def find(path: Path) -> tuple[str, Path]:
     for the name of a model on the Hugging Face Hub, its folder in the cache."""
     from models.files.hub import local
     from models.files.pretrained import CONFIG_FILE
+    from models.files.taming import diffusers_folder
     from training.checkpoints.store import latest_checkpoint
 
     path = local(path)
+    if folder := diffusers_folder(path):
+        return "file", folder
     for file, kind in ((path, "file"), (path / "state.json", "checkpoint"), (path / CONFIG_FILE, "model")):
         if file.is_file():
             return kind, path

@@ -17,6 +17,13 @@ from .muse import (
     save_public_vqgan,
 )
 from .musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
+from .taming import (
+    describe_public_autoencoder,
+    is_llamagen,
+    is_public_autoencoder,
+    load_public_autoencoder,
+    save_public_autoencoder,
+)
 
 
 class PublicFormat(NamedTuple):
@@ -40,8 +47,17 @@ def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
     return DiscreteVAE.from_dalle(path)
 
 
-# A file belongs to the first that takes it.
+def _of_taming(layout: str, is_format: Callable[[Path], bool]) -> PublicFormat:
+    return PublicFormat(
+        "VQGAN", is_format, lambda path, weights: load_public_autoencoder(path, layout, weights=weights),
+        lambda model, path: save_public_autoencoder(model, path, layout),
+        lambda path: describe_public_autoencoder(path, layout),
+    )  # fmt: skip
+
+
+# A file, or a folder of diffusers, belongs to the first that takes it.
 FORMATS = {
+    "diffusers": _of_taming("diffusers", Path.is_dir),
     "dalle2": PublicFormat(
         "Decoder", is_public_decoder, lambda path, weights: load_public_decoder(path, weights=weights),
         save_public_decoder, describe_public_decoder,
@@ -54,6 +70,8 @@ FORMATS = {
         "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
         save_public_mulan, describe_public_mulan,
     ),
+    "llamagen": _of_taming("llamagen", is_llamagen),
+    "taming": _of_taming("taming", is_public_autoencoder),
     "dalle": PublicFormat("DiscreteVAE", lambda path: True, _load_dalle, DiscreteVAE.save_dalle, describe_dalle_file),
 }  # fmt: skip
 
