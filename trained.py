@@ -26,9 +26,9 @@ READ: dict[tuple[Path, str], Any] = {}
 def find(path: Path) -> tuple[str, Path]:
     """The kind of ``path`` ("file", "checkpoint" or "model") and its path; for a run folder, its newest checkpoint, and
     for the name of a model on the Hugging Face Hub, its folder in the cache."""
+    from models.files.diffusers import diffusers_folder
     from models.files.hub import local
     from models.files.pretrained import CONFIG_FILE
-    from models.files.taming import diffusers_folder
     from training.checkpoints.store import latest_checkpoint
 
     path = local(path)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..discrete_vae import DiscreteVAE
+from .archive import mentions
 from .dalle2 import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
 from .description import describe_dalle_file
+from .diffusers import describe_folder, load_folder, save_folder
 from .muse import (
     describe_public_vqgan,
     is_public_vqgan,
@@ -17,13 +20,7 @@ from .muse import (
     save_public_vqgan,
 )
 from .musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
-from .taming import (
-    describe_public_autoencoder,
-    is_llamagen,
-    is_public_autoencoder,
-    load_public_autoencoder,
-    save_public_autoencoder,
-)
+from .taming import LLAMAGEN, OF_TAMING, Layout, describe_autoencoder, load_autoencoder, save_autoencoder
 
 
 class PublicFormat(NamedTuple):
@@ -47,17 +44,15 @@ def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
     return DiscreteVAE.from_dalle(path)
 
 
-def _of_taming(layout: str, is_format: Callable[[Path], bool]) -> PublicFormat:
-    return PublicFormat(
-        "VQGAN", is_format, lambda path, weights: load_public_autoencoder(path, layout, weights=weights),
-        lambda model, path: save_public_autoencoder(model, path, layout),
-        lambda path: describe_public_autoencoder(path, layout),
-    )  # fmt: skip
+def _of_taming(layout: Layout, mark: bytes) -> PublicFormat:
+    """Of files that name a weight with this mark."""
+    load, save = partial(load_autoencoder, layout), partial(save_autoencoder, layout)
+    return PublicFormat("VQGAN", partial(mentions, name=mark), load, save, partial(describe_autoencoder, layout))
 
 
 # A file, or a folder of diffusers, belongs to the first that takes it.
 FORMATS = {
-    "diffusers": _of_taming("diffusers", Path.is_dir),
+    "diffusers": PublicFormat("VQGAN", Path.is_dir, load_folder, save_folder, describe_folder),
     "dalle2": PublicFormat(
         "Decoder", is_public_decoder, lambda path, weights: load_public_decoder(path, weights=weights),
         save_public_decoder, describe_public_decoder,
@@ -70,8 +65,8 @@ FORMATS = {
         "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
         save_public_mulan, describe_public_mulan,
     ),
-    "llamagen": _of_taming("llamagen", is_llamagen),
-    "taming": _of_taming("taming", is_public_autoencoder),
+    "llamagen": _of_taming(LLAMAGEN, b"encoder.conv_blocks."),
+    "taming": _of_taming(OF_TAMING, b"encoder.conv_in.weight"),
     "dalle": PublicFormat("DiscreteVAE", lambda path: True, _load_dalle, DiscreteVAE.save_dalle, describe_dalle_file),
 }  # fmt: skip
 
