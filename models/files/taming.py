@@ -9,7 +9,6 @@ configurations keep, and those of the published vector quantizers do not.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from .published import read_state_dict
 from .writing import on_cpu, replacing
 
 GROUPS = 32
+_LARGEST_SCALE = 1e6
 _CODEBOOK = "quantize.embedding.weight"
 _LAYER = re.compile(r"(down|up|mid)(?:_(\d+))?_(block|attn|downsample|upsample)(?:_(\d+))?")
 _OF_DIFFUSION, _AVERAGE = "first_stage_model.", "model_ema."
@@ -247,10 +247,10 @@ def _read(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Tensor], 
 
 def scale(scaling: Any, shift: Any = None) -> dict[str, Any]:
     """The arguments that are the scale of latents, which may be a stranger's. Raises ValueError, in one line, if they
-    are no numbers, or the first is not above 0."""
+    are no such numbers, or the first is not above 0."""
     for name, number in (("scaling_factor", scaling), ("shift_factor", 0.0 if shift is None else shift)):
-        if type(number) not in (int, float) or not abs(number) < math.inf:
-            raise ValueError(f"{name} {str(number)[:80]}: it has to be a number")
+        if type(number) not in (int, float) or not abs(number) < _LARGEST_SCALE:
+            raise ValueError(f"{name} {str(number)[:80]} is no number below {_LARGEST_SCALE}")
     if scaling <= 0:
         raise ValueError(f"scaling_factor {scaling}: it has to be above 0")
     return {"scaling_factor": float(scaling), "shift_factor": None if shift is None else float(shift)}
