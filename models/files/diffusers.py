@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,10 @@ from tandem.files.reading import check_inside, read_json, read_json_or_empty
 
 from ..taming_config import KL
 from ..vqgan import VQGAN
-from .description import describe_weights
 from .published import read_state_dict
-from .taming import GROUPS, Layout, channels_of, errors_of, public_state, scale, translated
+from .taming import GROUPS, Layout, channels_of, public_state, scale
 from .writing import replacing
 
-DIFFUSERS = Layout(
-    "diffusers", ("vq", KL), "{side}_blocks.{index}.{what}", "mid_block.{what}.{before}",
-    {"block": "resnets", "attn": "attentions", "downsample": "downsamplers.0", "upsample": "upsamplers.0",
-     "nin_shortcut": "conv_shortcut", "norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v",
-     "proj_out": "to_out.0", "norm_out": "conv_norm_out"},
-    has_matrices=True,
-)  # fmt: skip
 # Parts of an attention as older versions called them, in whose files Stable Diffusion's autoencoders were published.
 _EARLIER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 _EARLIER_PART = re.compile(rf"(?<=\.)({'|'.join(_EARLIER)})(?=\.(weight|bias)$)")
@@ -34,7 +25,6 @@ _CONFIG = "config.json"
 _FILES = (
     "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin",
 )  # fmt: skip
-_PARTS = ("vae", "vqvae")  # of a pipeline
 _CLASSES = {KL: "AutoencoderKL", "vq": "VQModel"}
 # Of what a model there may have, all that we have, which is what a configuration means that does not say it.
 _CONSTANTS = {
@@ -47,7 +37,7 @@ _MOST_GROUPS = 1 << 16
 def diffusers_folder(path: Path) -> Path | None:
     """The folder of a model of diffusers: the path itself, or in a pipeline that of its autoencoder; None if there is
     none. Reads no more than configurations."""
-    parts = _PARTS if (path / "model_index.json").is_file() else ()
+    parts = ("vae", "vqvae") if (path / "model_index.json").is_file() else ()
     for folder in (path, *(path / part for part in parts)):
         config = read_json_or_empty(folder / _CONFIG)
         if "_class_name" in config and "model" not in config:
@@ -55,32 +45,12 @@ def diffusers_folder(path: Path) -> Path | None:
     return None
 
 
-def load_folder(folder: Path, weights: str = "best") -> VQGAN:
-    """The model in a folder, in eval mode. Runs no code from it.
-
-    Raises:
-        ValueError: one line, if a file is missing, damaged, hostile, of another model, or has what a `VQGAN` lacks; or
-            ``weights``, of a checkpoint, is not "best".
-    """
-    if weights != "best":
-        raise ValueError(f"--weights {weights} is for checkpoints; {folder} holds one set of weights: leave it out")
-    return VQGAN.with_weights(folder, *_read(folder))
-
-
-def describe_folder(folder: Path) -> dict[str, Any]:
-    """Facts about such a folder. Errors: see `load_folder`."""
-    arguments, weights = _read(folder)
-    facts = {"kind": "diffusers folder", "model": "VQGAN", "arguments": arguments, **describe_weights(weights)}
-    return {**facts, "bytes": {(file := _weights_file(folder)).name: file.stat().st_size}}
-
-
 def save_folder(model: VQGAN, folder: Path) -> str:
     """Write weights and configuration as ``from_pretrained`` of diffusers takes them; each file appears whole or not at
     all. Returns what loads it. Raises ValueError, in one line, if diffusers has no such model."""
     state, config = public_state(model, DIFFUSERS), model.saved_config()
-    attention = [
-        "Attn" if level in (config["attention_levels"] or ()) else "" for level in range(len(config["ch_mult"]))
-    ]
+    attended, levels = config["attention_levels"] or (), range(len(config["ch_mult"]))
+    attention = ["Attn" if level in attended else "" for level in levels]
     code, z_channels = channels_of(config)
     said: dict[str, Any] = {
         "_class_name": _CLASSES[config["quantizer"]], "act_fn": "silu",
@@ -105,21 +75,27 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     return f"load it by {said['_class_name']}.from_pretrained" + ("" if config["scaling_factor"] else unknown)
 
 
-def _weights_file(folder: Path) -> Path:
+def _read(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `Layout.read`."""
+    said = read_folder_config(folder)
+    if weights != "best":
+        raise ValueError(f"--weights {weights} is for checkpoints; {folder} holds one set of weights: leave it out")
+    state = read_state_dict(check_inside(weights_file(folder), folder))
+    return {_EARLIER_PART.sub(lambda part: _EARLIER[part[0]], name): weight for name, weight in state.items()}, said
+
+
+def weights_file(folder: Path) -> Path:
+    """The file of a folder's weights, which may not exist."""
     return next((folder / name for name in _FILES if (folder / name).exists()), folder / _FILES[0])
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Constructor arguments and weights of a `VQGAN`."""
-    with errors_of(folder):
-        said = _said_by(read_json(check_inside(folder / _CONFIG, folder)))
-        state = read_state_dict(check_inside(_weights_file(folder), folder))
-        state = {_EARLIER_PART.sub(lambda part: _EARLIER[part[0]], name): weight for name, weight in state.items()}
-        return translated(state, said, DIFFUSERS)
+def read_folder_config(folder: Path) -> dict[str, Any]:
+    """The arguments that a stranger's configuration says and that do not follow from the weights.
 
-
-def _said_by(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a stranger's configuration says and that do not follow from the weights."""
+    Raises:
+        OSError, ValueError: one line, if there is none, or it is of a model that no `VQGAN` is.
+    """
+    config = read_json(check_inside(folder / _CONFIG, folder))
     found, groups = config.get("_class_name"), config.get("norm_num_groups", GROUPS)
     if found not in _CLASSES.values():
         raise ValueError(f"it holds a {str(found)[:80]} of diffusers, and {' and '.join(_CLASSES.values())} are taken")
@@ -129,3 +105,12 @@ def _said_by(config: Mapping[str, Any]) -> dict[str, Any]:
     if type(groups) is not int or not 1 <= groups <= _MOST_GROUPS:
         raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, and 1 to {_MOST_GROUPS} are possible")
     return {"norm_groups": groups, **scale(config.get("scaling_factor", _USUAL_SCALE), config.get("shift_factor"))}
+
+
+DIFFUSERS = Layout(
+    "diffusers", _read, ("vq", KL), "{side}_blocks.{index}.{what}", "mid_block.{what}.{before}",
+    {"block": "resnets", "attn": "attentions", "downsample": "downsamplers.0", "upsample": "upsamplers.0",
+     "nin_shortcut": "conv_shortcut", "norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v",
+     "proj_out": "to_out.0", "norm_out": "conv_norm_out"},
+    has_matrices=True,
+)  # fmt: skip

@@ -11,7 +11,7 @@ from ..discrete_vae import DiscreteVAE
 from .archive import mentions
 from .dalle2 import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
 from .description import describe_dalle_file
-from .diffusers import describe_folder, load_folder, save_folder
+from .diffusers import DIFFUSERS, save_folder
 from .muse import (
     describe_public_vqgan,
     is_public_vqgan,
@@ -44,15 +44,14 @@ def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
     return DiscreteVAE.from_dalle(path)
 
 
-def _of_taming(layout: Layout, mark: bytes) -> PublicFormat:
-    """Of files that name a weight with this mark."""
-    load, save = partial(load_autoencoder, layout), partial(save_autoencoder, layout)
-    return PublicFormat("VQGAN", partial(mentions, name=mark), load, save, partial(describe_autoencoder, layout))
+def _of_taming(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
+    load, describe = partial(load_autoencoder, layout), partial(describe_autoencoder, layout)
+    return PublicFormat("VQGAN", is_format, load, save or partial(save_autoencoder, layout), describe)
 
 
 # A file, or a folder of diffusers, belongs to the first that takes it.
 FORMATS = {
-    "diffusers": PublicFormat("VQGAN", Path.is_dir, load_folder, save_folder, describe_folder),
+    "diffusers": _of_taming(DIFFUSERS, Path.is_dir, save_folder),
     "dalle2": PublicFormat(
         "Decoder", is_public_decoder, lambda path, weights: load_public_decoder(path, weights=weights),
         save_public_decoder, describe_public_decoder,
@@ -65,8 +64,8 @@ FORMATS = {
         "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
         save_public_mulan, describe_public_mulan,
     ),
-    "llamagen": _of_taming(LLAMAGEN, b"encoder.conv_blocks."),
-    "taming": _of_taming(OF_TAMING, b"encoder.conv_in.weight"),
+    "llamagen": _of_taming(LLAMAGEN, lambda path: mentions(path, b"encoder.conv_blocks.")),
+    "taming": _of_taming(OF_TAMING, lambda path: mentions(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat("DiscreteVAE", lambda path: True, _load_dalle, DiscreteVAE.save_dalle, describe_dalle_file),
 }  # fmt: skip
 

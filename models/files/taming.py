@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -50,6 +49,9 @@ class Layout(NamedTuple):
     """A package with taming's body, and how it names the layers."""
 
     package: str
+    read: Callable[[Path, str], tuple[dict[str, Tensor], dict[str, Any]]]
+    """(path, "best", "ema" or "online") -> the state dict of an autoencoder, and the arguments that do not follow from
+    it."""
     quantizers: tuple[str, ...]
     """Those that it has."""
     level: str
@@ -68,15 +70,6 @@ class Layout(NamedTuple):
     """Names and lengths of what is in a file and has no effect."""
 
 
-OF_TAMING = Layout(
-    "taming-transformers and latent diffusion", ("vq", "ibq", KL), "{side}.{level}.{what}", "mid.{what}_{number}"
-)
-LLAMAGEN = Layout(
-    "LlamaGen", ("vq",), "conv_blocks.{index}.{what}", "mid.{order}", {"block": "res"}, is_cosine=True, key="model",
-    unused={"quantize.codebook_used": 65536},
-)  # fmt: skip
-
-
 def public_name(name: str, layout: Layout, levels: int) -> str:
     """The name in a public package of a weight of a `VQGAN` with so many levels; it is one that both have."""
     if name.startswith("quantizer."):
@@ -93,13 +86,13 @@ def public_name(name: str, layout: Layout, levels: int) -> str:
         side=side, level=level, index=level if side == "down" else levels - 1 - level, what=words.get(what, what),
         number=number, before=before, order=2 * before + (what == "attn"),
     )  # fmt: skip
-    numbered = f"{place}.{number}" if number and side != "mid" else place
+    place += f".{number}" if number and side != "mid" else ""
     first, _, last = rest.partition(".")
-    return f"{part}.{numbered}.{words.get(first, first)}.{last}"
+    return f"{part}.{place}.{words.get(first, first)}.{last}"
 
 
 def load_autoencoder(layout: Layout, path: Path, weights: str = "best") -> VQGAN:
-    """The model in a public file, in eval mode. Runs no code from it.
+    """The model in a public file or folder, in eval mode. Runs no code from it.
 
     Args:
         weights: Of a checkpoint that has both: their moving average ("ema" or "best"), or those as trained ("online").
@@ -107,16 +100,15 @@ def load_autoencoder(layout: Layout, path: Path, weights: str = "best") -> VQGAN
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `VQGAN` lacks.
     """
-    with errors_of(path):
-        return VQGAN.with_weights(path, *translated(*_read(layout, path, weights), layout))
+    return VQGAN.with_weights(path, *_read(layout, path, weights))
 
 
 def describe_autoencoder(layout: Layout, path: Path) -> dict[str, Any]:
-    """Facts about such a file. Errors: see `load_autoencoder`."""
-    with errors_of(path):
-        arguments, weights = translated(*_read(layout, path, "best"), layout)
-    facts = {"kind": f"{layout.package} file", "model": "VQGAN", "arguments": arguments, **describe_weights(weights)}
-    return {**facts, "bytes": {path.name: path.stat().st_size}}
+    """Facts about such a file or folder. Errors: see `load_autoencoder`."""
+    arguments, weights = _read(layout, path, "best")
+    kind, files = ("folder", sorted(path.iterdir())) if path.is_dir() else ("file", [path])
+    facts = {"kind": f"{layout.package} {kind}", "model": "VQGAN", "arguments": arguments, **describe_weights(weights)}
+    return {**facts, "bytes": {file.name: file.stat().st_size for file in files}}
 
 
 def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
@@ -136,13 +128,10 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
         raise ValueError(f"{layout.package} has attention at the last level alone: --attention_levels {last}")
     with replacing(path) as unfinished:
         torch.save({layout.key: state}, unfinished)
-    code, z_channels = channels_of(config)
-    made = {
-        "ch": config["dim"], "ch_mult": config["ch_mult"], "num_res_blocks": config["num_resnet_blocks"][0],
-        "attn_resolutions": [side >> level for level in attended], "resolution": side, "z_channels": z_channels,
-        "double_z": not model.num_codes, "embed_dim": code, "n_embed": model.num_codes or None,
-    }  # fmt: skip
-    return "its arguments there: " + ", ".join(f"{name} {value}" for name, value in made.items() if value is not None)
+    (code, z_channels), sides = channels_of(config), [side >> level for level in attended]
+    said = f"ch {config['dim']}, ch_mult {config['ch_mult']}, num_res_blocks {config['num_resnet_blocks'][0]}, "
+    said += f"attn_resolutions {sides} of {side}, z_channels {z_channels}, embed_dim {code}, "
+    return f"its arguments there: {said}" + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
 
 
 def channels_of(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -171,18 +160,18 @@ def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
     return state
 
 
-def translated(
+def _read(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Constructor arguments and weights of a `VQGAN`. Every error is a ValueError of one line that names the path."""
+    try:
+        return _translated(*layout.read(path, weights), layout)
+    except (OSError, ValueError, RuntimeError) as error:
+        said = one_line(error)
+        raise ValueError(said if str(path) in said else f"{path}: {said}") from None
+
+
+def _translated(
     state: Mapping[str, Tensor], said: Mapping[str, Any], layout: Layout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Constructor arguments and weights of a `VQGAN`.
-
-    Args:
-        state: Of a public autoencoder.
-        said: Arguments that do not follow from it.
-
-    Raises:
-        ValueError: one line, naming a weight that is missing or has no counterpart.
-    """
     if any(name.startswith("decoder.adaptive.") for name in state):
         raise ValueError("it is of Open-MAGVIT2, whose body is not taming's: it has adaptive GroupNorms, no attention")
     arguments = {**_arguments(state, layout), **said}
@@ -208,10 +197,8 @@ def _is_ours_alone(name: str) -> bool:
 def _state_of_quantizer(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a quantizer of ours has beside the weights of a file: training goes on from these entries, of which each
     counts as if one vector had chosen it."""
-    if arguments["quantizer"] == KL:
-        return {"quantizer.moments": torch.zeros(3)}
     if arguments["quantizer"] != "vq":
-        return {}
+        return {"quantizer.moments": torch.zeros(3)} if arguments["quantizer"] == KL else {}
     entries = weights["quantizer.codebook"].float()
     entries = F.normalize(entries, dim=-1) if arguments["vq_cosine"] else entries
     return {
@@ -227,22 +214,27 @@ class _Wanted:
         return not str(name).startswith(_OTHERS)
 
 
-def _read(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state dict of an autoencoder, which may be the first stage in the file of a whole latent diffusion, and what
-    the file says beside it: there, the scale of latents; and that the quantizer is IBQ's."""
-    part = {"online": "model state_dict", "ema": "ema state_dict"}.get(weights, "ema model state_dict")
-    found = read_state_dict(path, _Wanted(), part, also=_IGNORED)
+def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `Layout.read`. The autoencoder may be the first stage in the file of a whole latent diffusion, which says the
+    scale of latents."""
+    found = read_state_dict(path, _Wanted(), "state_dict", also=_IGNORED)
     prefix = _OF_DIFFUSION if any(name.startswith(_OF_DIFFUSION) for name in found) else ""
     own = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
     state = {name: tensor for name, tensor in own.items() if not name.startswith((_AVERAGE, *_OTHERS))}
     short = {name: _AVERAGE + name.replace(".", "") for name in state}
     averages = {name: own[short[name]] for name in state if short[name] in own}
-    if weights == "ema" and not averages and layout is OF_TAMING:
+    if weights == "ema" and not averages:
         raise ValueError("--weights ema: it holds no moving average; leave it out")
     said: dict[str, Any] = {"quantizer": "ibq"} if _CODEBOOK in averages else {}
     if prefix and "scale_factor" in found:
         said |= scale(found["scale_factor"].tolist())
     return state if weights == "online" else {**state, **averages}, said
+
+
+def _read_llamagen(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `Layout.read`."""
+    part = {"ema": "ema", "online": "model"}.get(weights, "ema model")
+    return read_state_dict(path, None, part, also=_IGNORED), {}
 
 
 def scale(scaling: Any, shift: Any = None) -> dict[str, Any]:
@@ -262,9 +254,9 @@ def _arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
     def public(layer: str) -> str:
         return public_name(f"encoder.{layer}", layout, 0)  # the encoder's are the same for any number of levels
 
-    def shape(name: str) -> tuple[int, ...]:
-        if name not in state or state[name].ndim != 4:
-            raise ValueError(f"it lacks {name}, the weights of a convolution")
+    def shape(name: str, dimensions: int = 4) -> tuple[int, ...]:
+        if name not in state or state[name].ndim != dimensions:
+            raise ValueError(f"it lacks {name} of {dimensions} dimensions")
         return tuple(state[name].shape)
 
     def there(layer: str) -> list[str]:
@@ -287,20 +279,16 @@ def _arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
     if _CODEBOOK not in state:
         code = shape("post_quant_conv.weight")[1] if has_conv else z_channels
         return {**arguments, "quantizer": KL, "latent_dim": code}
-    if state[_CODEBOOK].ndim != 2:
-        raise ValueError(f"its {_CODEBOOK} is no table of entries")
-    size, code = state[_CODEBOOK].shape
+    size, code = shape(_CODEBOOK, 2)
     of_codes = {"codebook_size": size, "codebook_dim": code, "vq_cosine": layout.is_cosine}
     return {**arguments, "quantizer": "vq", **of_codes}
 
 
-@contextmanager
-def errors_of(path: Path) -> Iterator[None]:
-    """Turn every error of reading a public file or folder into a ValueError of one line that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-    except (ValueError, RuntimeError) as error:
-        said = one_line(error)
-        raise ValueError(said if str(path) in said else f"{path}: {said}") from None
+OF_TAMING = Layout(
+    "taming-transformers and latent diffusion", _read_taming, ("vq", "ibq", KL), "{side}.{level}.{what}",
+    "mid.{what}_{number}",
+)  # fmt: skip
+LLAMAGEN = Layout(
+    "LlamaGen", _read_llamagen, ("vq",), "conv_blocks.{index}.{what}", "mid.{order}", {"block": "res"}, is_cosine=True,
+    key="model", unused={"quantize.codebook_used": 65536},
+)  # fmt: skip
