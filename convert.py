@@ -6,13 +6,16 @@
     python convert.py export PATH --to muse FILE.pt
     python convert.py export PATH --to dalle2 FILE.pth
     python convert.py export PATH --to musiclm FILE.pt
+    python convert.py export PATH --to diffusers DIR
+    python convert.py export PATH --to taming FILE.ckpt
+    python convert.py export PATH --to llamagen FILE.pt
     python convert.py config OLD.json NEW.yaml
     python convert.py average RUN --ema_length 0.07 DIR
     python convert.py push RUN USER/NAME
 
-PATH is a run folder of any script (of which the newest checkpoint is taken), a checkpoint, a model folder, a file of a
-public package, or USER/NAME of a model on the Hugging Face Hub. No code in it is run. OLD.json is a training
-configuration of DALLE2-pytorch.
+PATH is a run folder of any script (of which the newest checkpoint is taken), a checkpoint, a model folder, a file or a
+folder of a public package, or USER/NAME of a model on the Hugging Face Hub. No code in it is run. OLD.json is a
+training configuration of DALLE2-pytorch.
 """
 
 from __future__ import annotations
@@ -69,9 +72,11 @@ def build_parser() -> ArgumentParser:
 
     add = command(export, "export", "Write a model folder or a public package's file.",
                   out=("OUT", "folder or file to write"))
-    add("--to", choices=("model", "dalle", "muse", "dalle2", "musiclm"), required=True,
+    add("--to", required=True,
+        choices=("model", "dalle", "muse", "dalle2", "musiclm", "diffusers", "taming", "llamagen"),
         help="a folder of model.safetensors and config.json, DALLE-pytorch's vae-final.pt, a VQGanVAE of "
-        "muse-maskgit-pytorch with its discriminator, a decoder of DALLE2-pytorch, or a MuLaN of musiclm-pytorch")
+        "muse-maskgit-pytorch with its discriminator, a decoder of DALLE2-pytorch, a MuLaN of musiclm-pytorch, a "
+        "folder of diffusers, or a file of taming-transformers and latent diffusion or of LlamaGen")
     add("--weights", **weights)
 
     add = command(translate, "config", "Turn a training configuration of DALLE2-pytorch into one for train_decoder.py.",
@@ -164,10 +169,10 @@ def new_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
 def export(args: argparse.Namespace) -> None:
     from models.files.public import FORMATS
 
-    is_folder, path = args.to == "model", Path(args.path)
+    is_folder, path = args.to in ("model", "diffusers"), Path(args.path)
     out = new_output(args, is_folder, f"--to {args.to}")
     model, note = load(path, args.weights), None
-    if is_folder:
+    if args.to == "model":
         write_model(model, path, out)
     else:
         public = FORMATS[args.to]
@@ -220,7 +225,7 @@ def translate(args: argparse.Namespace) -> None:
     out, parser = new_output(args, is_folder=False, kind="config"), build_parser()
     try:
         config = read_json(args.path)
-        known = rows("train_decoder.py")[1]
+        known = rows("train_decoder.py")
         lost = list(without_counterpart(config, known))
         model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
         check_arguments(model)

@@ -26,11 +26,14 @@ READ: dict[tuple[Path, str], Any] = {}
 def find(path: Path) -> tuple[str, Path]:
     """The kind of ``path`` ("file", "checkpoint" or "model") and its path; for a run folder, its newest checkpoint, and
     for the name of a model on the Hugging Face Hub, its folder in the cache."""
+    from models.files.diffusers import diffusers_folder
     from models.files.hub import local
     from models.files.pretrained import CONFIG_FILE
     from training.checkpoints.store import latest_checkpoint
 
     path = local(path)
+    if folder := diffusers_folder(path):
+        return "file", folder
     for file, kind in ((path, "file"), (path / "state.json", "checkpoint"), (path / CONFIG_FILE, "model")):
         if file.is_file():
             return kind, path

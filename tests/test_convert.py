@@ -20,6 +20,7 @@ from data.stores.output import sha256_of
 from models import VQGAN, Decoder, DiscreteVAE, MuLaN
 from models.configs import VQGANConfig
 from tests.models.helpers import assert_same_bits
+from tests.models.reference.autoencoders import CASES, WEIGHTS, state_of, written
 from tests.scripts import DECODER, MULAN, VAE, VIDEO_TOKENIZER, edit_checkpoint, files, refusal, words
 from tests.scripts import TOKENIZER as TOKENIZER_FILE
 from tests.scripts import VQGAN as VQGAN_SCRIPT
@@ -277,6 +278,46 @@ def test_a_training_starts_from_a_public_file_with_its_discriminator(vqgan_run: 
     assert not torch.equal(saved(run, "discriminator")[first], saved(vqgan_run, "discriminator")[first])
     line = refused("export", tmp_path / "vae.pt", "--to", "dalle", tmp_path / "x")
     assert "DiscreteVAE" in line and f"{tmp_path / 'vae.pt'} holds a VQGAN" in line
+
+
+@pytest.mark.parametrize(("case", "to", "back"), [
+    ("sd3", "diffusers", WEIGHTS), ("vq", "diffusers", WEIGHTS), ("taming", "taming", ""), ("ldm", "taming", ""),
+])  # fmt: skip
+def test_a_training_goes_on_from_a_public_autoencoder_and_its_weights_go_back(
+    case: str, to: str, back: str, tmp_path: Path
+) -> None:
+    """The run has the shape of the file, without a flag that says it; the codebook has moved, and nothing else."""
+    path, state = written(case, tmp_path), state_of(case)
+    run = VQGAN_SCRIPT.start_from(path, tmp_path / "new", "--image_size", "16", "--discr_layers", "2")
+    adopted, ours = open_model(run, "VQGAN").model.config, CASES[case].ours
+    assert {name: adopted[name] for name in ours if "_factor" not in name}.items() <= ours.items()
+    converted("export", run, "--to", to, tmp_path / "back", "--weights", "online")
+    out = tmp_path / "back" / back
+    written_back = load_file(out) if back else torch.load(out, weights_only=True)["state_dict"]
+    moved = {"quantize.embedding.weight"} & state.keys()
+    assert written_back.keys() == state.keys()
+    assert {name for name in state if not torch.equal(written_back[name], state[name])} == moved
+
+
+def test_the_scale_of_latents_is_kept_where_a_file_says_it_and_else_measured(tmp_path: Path) -> None:
+    for case in ("sd3", "ldm"):
+        path = written(case, tmp_path)
+        run = VQGAN_SCRIPT.start_from(path, tmp_path / f"run-{case}", "--image_size", "16", "--discr_layers", "2")
+        converted("export", run, "--to", "diffusers", tmp_path / f"back-{case}")
+    kept, measured = (json.loads((tmp_path / f"back-{case}" / "config.json").read_text()) for case in ("sd3", "ldm"))
+    assert (kept["scaling_factor"], kept["shift_factor"]) == (1.5305, 0.0609)
+    model = open_model(tmp_path / "run-ldm", "VQGAN").model
+    mean, deviation = model.quantizer.scale()
+    assert (measured["scaling_factor"], measured["shift_factor"]) == pytest.approx((1 / deviation, mean))
+
+
+def test_a_flag_that_contradicts_a_public_autoencoder_is_refused(tmp_path: Path, refused: Any) -> None:
+    said = "--init_from", str(written("sd3", tmp_path)), "--image_folder", "demo:shapes:8", "--output_dir"
+    assert "--norm_groups 16" in VQGAN_SCRIPT.refused_alone(*said, str(tmp_path / "x"), "--norm_groups", "8")
+    assert "--quantizer kl" in VQGAN_SCRIPT.refused_alone(*said, str(tmp_path / "x"), "--quantizer", "vq")
+    assert "holds a VQGAN" in refused("export", tmp_path / "sd3", "--to", "dalle", tmp_path / "x")
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refused("export", tmp_path / "sd3", "--to", "diffusers", tmp_path / "file")
 
 
 @pytest.fixture(scope="module")

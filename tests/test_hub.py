@@ -3,6 +3,7 @@ to it, and the commands run as users run them."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from models import DiscreteVAE
 from models.configs import DiscreteVAEConfig
 from tests.hub_server import TOKEN, Hub, serving
 from tests.models.helpers import assert_same_bits
+from tests.models.reference.autoencoders import written
 from tests.scripts import MULAN, ROOT, VAE, words, write_images
 
 NAME = "alice/faces"
@@ -157,6 +159,20 @@ def test_only_the_files_of_a_model_are_downloaded_and_what_says_which_first(
     paths = [line.split("/")[-1] for line in hub.requests if line.startswith("GET /alice")]
     assert paths[0] == "config.json" and sorted(paths[1:]) == ["model.safetensors", "tokenizer.json"]
     assert "Revision Not Found" in bob.trains_from(f"{NAME}@v2", "fails")
+
+
+def test_an_autoencoder_of_diffusers_is_taken_from_the_hub_as_from_the_disk(
+    hub: Hub, bob: User, tmp_path: Path
+) -> None:
+    files = {path.name: path.read_bytes() for path in written("sd3", tmp_path).iterdir()}
+    hub.publish(NAME, {**files, "diffusion_pytorch_model.bin": b"code", "README.md": b""})
+    said = json.loads(bob.does("convert.py", "inspect", NAME, "--json"))
+    assert said["kind"] == "diffusers folder" and said["arguments"]["shift_factor"] == 0.0609
+    assert hub.downloads(".bin") == []
+    hub.publish("alice/unet", {**files, "config.json": b'{"_class_name": "UNet2DConditionModel"}'})
+    before = len(hub.downloads(".safetensors"))
+    assert "UNet2DConditionModel" in bob.fails("convert.py", "inspect", "alice/unet")
+    assert len(hub.downloads(".safetensors")) == before
 
 
 @pytest.mark.parametrize("content, reason", [

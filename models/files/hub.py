@@ -1,7 +1,7 @@
 """Models on the Hugging Face Hub: which names mean one, how one gets into the local cache, and how one is uploaded.
 
-A model there is a model folder. Only its safetensors and JSON files are downloaded, into the cache of the library
-huggingface_hub (HF_HOME), and they are read like those of a stranger's folder: nothing of them is run.
+A model there is a model folder, or one of diffusers. Only its safetensors and JSON files are downloaded, into the cache
+of the library huggingface_hub (HF_HOME), and they are read like those of a stranger's folder: nothing of them is run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tandem.files.fetching import SECONDS, hub_library
 from tandem.files.reading import one_line
 from tandem.files.writing import say
 
+from .diffusers import diffusers_folder, read_folder_config, weights_file
 from .pretrained import CONFIG_FILE, holds_weights, read_config
 
 LONGEST_NAME = 96  # of a model on the Hub, with its user
@@ -23,7 +24,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # What a model folder may hold, besides a card and a picture.
 _FILES = (
     CONFIG_FILE, "tokenizer.json", "model*.safetensors", "model.safetensors.index.json", "discriminator/config.json",
-    "discriminator/model.safetensors",
+    "discriminator/model.safetensors", "diffusion_pytorch_model.safetensors",
 )  # fmt: skip
 # A path that ends so is meant to be a file, and one that is missing is no reason to ask the Hub.
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".yaml")
@@ -85,9 +86,10 @@ def download(name: str) -> Path:
                 silence = error
         alone = {"local_files_only": silence is not None}
         folder = Path(library.hf_hub_download(model, CONFIG_FILE, revision=revision, **alone)).parent
-        read_config(folder)  # before gigabytes of another kind of model are downloaded
+        check = read_folder_config if diffusers_folder(folder) else read_config
+        check(folder)  # before gigabytes of another kind of model are downloaded
         library.snapshot_download(model, revision=folder.name, allow_patterns=_FILES, **alone)
-        if not holds_weights(folder):
+        if not (holds_weights(folder) or weights_file(folder).is_file()):
             raise ValueError("there is no answer, and the cache does not hold all of it")
     except Exception as error:
         where = library.constants.ENDPOINT

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..discrete_vae import DiscreteVAE
+from .archive import mentions
 from .dalle2 import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
 from .description import describe_dalle_file
+from .diffusers import DIFFUSERS, save_folder
 from .muse import (
     describe_public_vqgan,
     is_public_vqgan,
@@ -18,6 +21,7 @@ from .muse import (
 )
 from .musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
 from .published import check_has_one_set
+from .taming import LLAMAGEN, OF_TAMING, Layout, describe_autoencoder, load_autoencoder, save_autoencoder
 
 
 class PublicFormat(NamedTuple):
@@ -40,8 +44,14 @@ def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
     return DiscreteVAE.from_dalle(path)
 
 
-# A file belongs to the first that takes it.
+def _of_taming(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
+    load, describe = partial(load_autoencoder, layout), partial(describe_autoencoder, layout)
+    return PublicFormat("VQGAN", is_format, load, save or partial(save_autoencoder, layout), describe)
+
+
+# A file, or a folder of diffusers, belongs to the first that takes it.
 FORMATS = {
+    "diffusers": _of_taming(DIFFUSERS, Path.is_dir, save_folder),
     "dalle2": PublicFormat(
         "Decoder", is_public_decoder, lambda path, weights: load_public_decoder(path, weights=weights),
         save_public_decoder, describe_public_decoder,
@@ -54,6 +64,8 @@ FORMATS = {
         "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
         save_public_mulan, describe_public_mulan,
     ),
+    "llamagen": _of_taming(LLAMAGEN, lambda path: mentions(path, b"encoder.conv_blocks.")),
+    "taming": _of_taming(OF_TAMING, lambda path: mentions(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat("DiscreteVAE", lambda path: True, _load_dalle, DiscreteVAE.save_dalle, describe_dalle_file),
 }  # fmt: skip
 

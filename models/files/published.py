@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.files.fetching import Published, fetched
 from tandem.files.reading import check_regular, one_line
 
-from .archive import check_archive, check_old_file, check_sizes
+from .archive import Ignored, check_archive, check_old_file, check_sizes
 
 VGG16 = Published(
     "torchvision's VGG16", ("vgg16-397923af.pth",), "https://download.pytorch.org/models/vgg16-397923af.pth",
@@ -41,20 +41,22 @@ def weights_of(file: Published, given: str, mark: Callable[[], None] = lambda: N
 
 
 def read_state_dict(
-    path: Path, names: Collection[str] | None = None, part: str = "", *, published: str = ""
+    path: Path, names: Container[str] | None = None, part: str = "", *, published: str = "", also: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch.
 
     Args:
         names: Read only these tensors.
-        part: Key of a .pt or .pth file under which the tensors stand, if it has such a key.
+        part: Key of a .pt or .pth file under which the tensors stand, if it has such a key; of several, with spaces
+            between them, the first that it has.
         published: What and where such a file is, for the message about a missing one.
+        also: Classes of objects in a .pt or .pth file that are of no interest, as `ignored` of `check_archive`.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
     """
     try:
-        found = _read(path, names, part)
+        found = _read(path, names, part, also)
     except OSError as error:
         source = f"; give {published}" if published and not path.exists() else ""
         raise ValueError(f"cannot read {path}: {error.strerror or error}{source}") from None
@@ -80,15 +82,16 @@ def check_has_one_set(path: Path, which: str) -> None:
         raise ValueError(f"--weights {which} is for checkpoints; {path} holds one set of weights: leave it out")
 
 
-def _read(path: Path, names: Collection[str] | None, part: str) -> dict[Any, Any]:
+def _read(path: Path, names: Container[str] | None, part: str, also: Collection[str]) -> dict[Any, Any]:
     if check_regular(path).suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if names is None or name in names}  # noqa: SIM118
     in_archive = zipfile.is_zipfile(path)
-    check_archive(path) if in_archive else check_old_file(path)
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=in_archive)
-    if part and isinstance(content, dict):
-        content = content.get(part, content)
+    check_archive(path, also) if in_archive else check_old_file(path)
+    with torch.serialization.safe_globals([(Ignored, name.replace(" ", ".")) for name in also]):
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=in_archive)
+    if isinstance(content, dict):
+        content = next((content[key] for key in part.split() if key in content), content)
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not a dict")
     return {name: value for name, value in content.items() if names is None or name in names}

@@ -23,6 +23,7 @@ from models import DiscreteVAE
 from tests.data.conditions import write_rows, write_tars
 from tests.data.sources import FILES, KINDS
 from tests.models.files.test_dalle2 import laion
+from tests.models.reference.autoencoders import written
 from tests.models.reference.tokenizers import state_of as public_vqgan
 from tests.models.test_clip import write_clip
 from tests.models.test_decoder import decoder
@@ -64,7 +65,7 @@ def _of_training(name: str, inputs: Sequence[str], *flags: str, damaged: int = 1
 def _tools() -> list[Target]:
     found = [
         Target("convert", command, [path])
-        for path in (*MODELS, "vae.pt", "vqgan.pt", "decoder.pth", "run", "sharded")
+        for path in (*MODELS, "vae.pt", "vqgan.pt", "decoder.pth", "run", "sharded", "sd3", "taming.ckpt")
         for command in (["inspect", path], ["export", path, "--to", "model", "out"])
     ]  # fmt: skip
     few = ["--num_workers", "0"]
@@ -145,6 +146,8 @@ def write_inputs(folder: Path) -> None:
     vae.save_dalle(folder / "vae.pt")
     torch.save(public_vqgan("vqgan"), folder / "vqgan.pt")
     laion(folder / "decoder.pth")
+    for case in ("sd3", "taming"):
+        written(case, folder)
     _write_sharded(folder / "sharded", vae)
     write_images(folder / "images")
     write_videos(folder / "videos")

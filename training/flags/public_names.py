@@ -13,10 +13,11 @@ PAGE = HOME / "docs" / "coming_from.md"
 
 
 class Row(NamedTuple):
-    """An argument of a public script or trainer, as its row says it, "" for an empty cell: the name, with the
-    section that it has in a configuration, its default there, the flag without dashes, the default here, and what
-    differs or, without a flag, what to do instead."""
+    """An argument of a public script, trainer or configuration, as its row says it, "" for an empty cell: the name and
+    version of its package, the name, with the section that it has in a configuration, its default there, the flag
+    without dashes, the default here, and what differs or, without a flag, what to do instead."""
 
+    package: str
     key: str
     default_there: str
     flag: str
@@ -29,24 +30,27 @@ class Row(NamedTuple):
         return self.key.rpartition(".")[2]
 
 
-def rows(script: str) -> tuple[str, list[Row]]:
-    """The name and version of the package whose public script or trainer is like `script`, named with its ending, and
-    the rows of its arguments; of a script that has none, "" and none."""
-    head, _, after = PAGE.read_text(encoding="utf-8").partition(f": {script}\n")
-    lines = after.partition("\n## ")[0].splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
-    found = [Row(key.strip("`"), there, flag.strip("`-"), *others) for key, there, flag, *others in cells]
-    return (head.rpartition(" of ")[2] if found else ""), found
+def rows(script: str) -> list[Row]:
+    """The rows of the arguments of all that is public and like `script`, which is named with its ending."""
+    found = []
+    for section in PAGE.read_text(encoding="utf-8").split("\n## "):
+        head, *lines = section.splitlines()
+        title, _, like = head.rpartition(": ")
+        for line in lines if like == script else ():
+            if line.startswith("| `"):
+                key, there, flag, *others = (cell.strip() for cell in line.strip("|").split("|"))
+                package = title.rpartition(" of ")[2]
+                found.append(Row(package, key.strip("`"), there, flag.strip("`-"), *others))
+    return found
 
 
 def instead_of(name: str, script: str) -> str | None:
     """What to do instead of an argument, named without dashes, that a public script or trainer has and the one here has
     not; None for others."""
-    package, known = rows(script)
-    notes = [row.note for row in known if row.name == name and not row.flag]
-    if not notes:
+    row = next((row for row in rows(script) if row.name == name and not row.flag), None)
+    if row is None:
         return None
-    return f"{package} has it: {notes[0]}".replace("convert.py", " ".join(command_of("convert.py")))
+    return f"{row.package} has it: {row.note}".replace("convert.py", " ".join(command_of("convert.py")))
 
 
 def batch_arithmetic(args: argparse.Namespace, world_size: int) -> str | None:

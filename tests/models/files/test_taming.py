@@ -1,0 +1,345 @@
+"""Autoencoders with taming's body from other packages: the public weights give the public codes, latents and images,
+what goes out comes back, and what has no counterpart is refused by its name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models import VQGAN
+from models.configs import VQGANConfig
+from models.files.diffusers import DIFFUSERS, diffusers_folder
+from models.files.public import FORMATS, format_of
+from models.files.taming import LLAMAGEN, OF_TAMING, public_name
+from tests.models.helpers import Call, assert_same_bits, one_line_of, refused, some_images
+from tests.models.reference.autoencoders import CASES, WEIGHTS, images, state_of, stored, stored_output, written
+from trained import find, load
+
+State = dict[str, Tensor]
+FORMAT_OF = {"sd": "diffusers", "sd3": "diffusers", "vq": "diffusers", "taming": "taming", "ldm": "taming",
+             "llamagen": "llamagen", "ibq": "taming"}  # fmt: skip
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+@each_case
+def test_public_weights_give_the_public_codes_latents_and_images(case: str, tmp_path: Path) -> None:
+    """Of the packages themselves, whose outputs are stored."""
+    path = written(case, tmp_path)
+    assert format_of(path) is FORMATS[FORMAT_OF[case]]
+    model = load(path)
+    assert not model.training
+    assert model.config.items() >= {"body": "taming", **CASES[case].ours}.items()
+    encoded, expected = model.encode(images(case)), stored_output(case, "reconstruction") / 2 + 0.5
+    if model.num_codes:
+        assert torch.equal(encoded, stored_output(case, "codes"))
+    else:
+        torch.testing.assert_close(encoded, stored_output(case, "latents"), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(model.decode(encoded), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(images(case)).reconstruction, expected, rtol=0, atol=1e-5)
+
+
+@each_case
+def test_what_is_written_has_every_public_name_and_bit(case: str, tmp_path: Path) -> None:
+    """But for LlamaGen's entries, which it scales to length 1 whenever it uses them, and ours are; IBQ's weights as
+    trained, beside which the average stands in its files."""
+    public, out = FORMATS[FORMAT_OF[case]], tmp_path / "back"
+    public.save(load(written(case, tmp_path)), out)
+    is_folder = public is FORMATS["diffusers"]
+    content = load_file(out / WEIGHTS) if is_folder else torch.load(out, weights_only=True)
+    back = content if is_folder else content["model" if case == "llamagen" else "state_dict"]
+    expected = state_of(case)
+    if case == "ibq":
+        expected = {name: expected[f"model_ema.{name.replace('.', '')}"] for name in back}
+    if case == "llamagen":
+        expected["quantize.codebook_used"] = torch.zeros(65536)
+        entries = expected["quantize.embedding.weight"]
+        torch.testing.assert_close(back["quantize.embedding.weight"].norm(dim=1), torch.ones(len(entries)))
+        expected["quantize.embedding.weight"] = torch.nn.functional.normalize(entries)
+    assert_same_bits(back, expected)
+    assert all(tensor.is_contiguous() for tensor in back.values())
+
+
+@pytest.mark.parametrize("case", ["sd", "sd3", "vq"])
+def test_the_configuration_that_is_written_says_what_the_public_one_says(case: str, tmp_path: Path) -> None:
+    said = FORMATS["diffusers"].save(load(written(case, tmp_path)), tmp_path / "back")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    config = stored(case, "config")
+    assert said == f"load it by {config['_class_name']}.from_pretrained"
+    constants = {"act_fn": "silu", "norm_type": "group", "mid_block_add_attention": True}
+    usual = {"latents_mean": None, "latents_std": None, "lookup_from_codebook": False, **constants}
+    for name in config.keys() - back.keys() - {"_diffusers_version", "force_upcast"}:
+        assert config[name] == usual[name], name
+    assert {name: back[name] for name in back} == {**{name: config[name] for name in back}, "sample_size": 256}
+
+
+def test_a_scale_that_was_measured_is_written_and_one_that_nobody_knows_is_said_to_be_assumed(tmp_path: Path) -> None:
+    model = load(written("ldm", tmp_path))
+    assert "unknown" in str(FORMATS["diffusers"].save(model, tmp_path / "unknown")) and model.config["z_channels"] == 6
+
+
+def with_prefix(prefix: str, state: State) -> State:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def test_the_first_stage_of_a_whole_latent_diffusion_is_taken_from_both_kinds_of_file(tmp_path: Path) -> None:
+    """Stable Diffusion's: a Unet, its average, a text encoder, tables of noise levels; and the scale of latents."""
+    state = state_of("ldm")
+    whole = {
+        "model.diffusion_model.out.weight": torch.ones(2), "model_ema.diffusion_modeloutweight": torch.ones(2),
+        "cond_stage_model.transformer.weight": torch.ones(2), "betas": torch.ones(3),
+        **with_prefix("first_stage_model.", {**state, "loss.logvar": torch.zeros(())}),
+        "scale_factor": torch.tensor(0.25),
+    }  # fmt: skip
+    torch.save({"state_dict": whole, "global_step": 7, "epoch": 1}, tmp_path / "sd.ckpt")
+    save_file(whole, tmp_path / "sd.safetensors")
+    save_file(state, tmp_path / "ae.safetensors")
+    plain = load(written("ldm", tmp_path))
+    for name, scale in (("sd.ckpt", 0.25), ("sd.safetensors", 0.25), ("ae.safetensors", None)):
+        model = load(tmp_path / name)
+        assert_same_bits(model, plain)
+        assert model.config == {**plain.config, "scaling_factor": scale}
+    whole["scale_factor"] = torch.tensor(math.nan)
+    save_file(whole, tmp_path / "nan.safetensors")
+    assert "scaling_factor nan" in one_line_of(load, tmp_path / "nan.safetensors")
+
+
+class ModelCheckpoint:
+    """Of pytorch_lightning, whose objects and names stand in its checkpoints."""
+
+
+def test_the_checkpoints_of_the_public_trainers_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With losses and a discriminator, objects of the trainer, an optimizer; LlamaGen's with an average. No class of
+    them is imported."""
+    module = ModuleType("pytorch_lightning.callbacks.model_checkpoint")
+    module.ModelCheckpoint = ModelCheckpoint  # type: ignore[attr-defined]
+    monkeypatch.setattr(ModelCheckpoint, "__module__", module.__name__)
+    for name in ("pytorch_lightning", "pytorch_lightning.callbacks", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    state = state_of("taming")
+    best = {"best_model_score": torch.tensor(0.3), "best": np.float64(0.25), "mode": ModelCheckpoint()}
+    optimizer = {"state": {0: {"step": 3, "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 1e-4, "params": [0]}]}
+    losses = {
+        "loss.discriminator.main.0.weight": torch.ones(2),
+        "loss.perceptual_loss.lin0.model.1.weight": torch.ones(2),
+    }
+    checkpoint = {"callbacks": {ModelCheckpoint: best}, "optimizer_states": [optimizer], "lr_schedulers": []}
+    torch.save({**checkpoint, "state_dict": {**state, **losses}}, tmp_path / "last.ckpt")
+    average = state_of("llamagen")
+    trained = {name: tensor + 1 for name, tensor in average.items()}
+    training = {"model": trained, "ema": average, "optimizer": optimizer, "discriminator": losses, "steps": 7}
+    torch.save({**training, "args": argparse.Namespace(lr=1e-4)}, tmp_path / "0000007.pt")
+    for name in ("pytorch_lightning", "pytorch_lightning.callbacks", module.__name__):
+        monkeypatch.delitem(sys.modules, name)
+    assert_same_bits(load(tmp_path / "last.ckpt"), load(written("taming", tmp_path)))
+    plain = load(written("llamagen", tmp_path))
+    for which in ("best", "ema"):
+        assert_same_bits(load(tmp_path / "0000007.pt", which), plain)
+    bias = load(tmp_path / "0000007.pt", "online").state_dict()["encoder.conv_in.bias"]
+    assert torch.equal(bias, plain.state_dict()["encoder.conv_in.bias"] + 1)
+
+
+def test_the_average_of_ibq_is_taken_and_its_weights_as_trained_where_they_are_asked_for(tmp_path: Path) -> None:
+    path, state = written("ibq", tmp_path), state_of("ibq")
+    for which, name in (("best", "model_ema.encoderconv_inbias"), ("online", "encoder.conv_in.bias")):
+        model = load(path, which)
+        assert model.config["quantizer"] == "ibq"
+        assert torch.equal(model.state_dict()["encoder.conv_in.bias"], state[name])
+    assert "moving average" in one_line_of(lambda path: load(path, "ema"), written("taming", tmp_path))
+    assert "--weights online" in one_line_of(lambda path: load(path, "online"), written("sd", tmp_path))
+
+
+def test_a_pipeline_older_names_and_other_files_are_read_as_the_folder_itself(tmp_path: Path) -> None:
+    """Of a pipeline that is on the disk its vae; the names of Stable Diffusion's published files; pickled, half
+    precision."""
+    plain = load(written("sd", tmp_path))
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(tmp_path / "sd", pipeline / "vae")
+    (pipeline / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    (pipeline / "unet").mkdir()
+    assert find(pipeline) == ("file", pipeline / "vae") and diffusers_folder(tmp_path) is None
+    assert_same_bits(load(pipeline), plain)
+    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    state = state_of("sd")
+    for new, old in older.items():
+        state = {name.replace(f".{new}.", f".{old}."): tensor for name, tensor in state.items()}
+    assert state.keys() != state_of("sd").keys()
+    (tmp_path / "sd" / WEIGHTS).unlink()
+    torch.save(state, tmp_path / "sd" / "diffusion_pytorch_model.bin")
+    assert_same_bits(load(tmp_path / "sd"), plain)
+    half = {name: tensor.half() for name, tensor in state.items()}
+    save_file(half, tmp_path / "sd" / "diffusion_pytorch_model.fp16.safetensors")
+    rounded = load(tmp_path / "sd").state_dict()
+    assert torch.equal(rounded["encoder.conv_in.weight"], half["encoder.conv_in.weight"].float())
+
+
+def test_the_description_says_what_a_file_is_and_what_follows_from_it(tmp_path: Path) -> None:
+    for case, kind in (("sd", "diffusers folder"), ("llamagen", "LlamaGen file")):
+        path = written(case, tmp_path)
+        facts = format_of(path).describe(path)
+        assert facts["kind"] == kind and facts["model"] == "VQGAN"
+        assert facts["arguments"].items() >= CASES[case].ours.items()
+        assert facts["parameters"] == sum(tensor.numel() for tensor in load(path).state_dict().values())
+
+
+@pytest.mark.parametrize("case", ["taming", "llamagen", "vq"])
+def test_training_goes_on_from_the_loaded_codebook(case: str, tmp_path: Path) -> None:
+    """It is not started again from k-means: an update moves entries that vectors chose, by a fifth of the way to them,
+    and leaves all others where they are."""
+    model = load(written(case, tmp_path)).train()
+    quantizer = model.quantizer
+    before = quantizer.codebook.clone()
+    assert not quantizer.needs_observation
+    chosen = model(images(case)).codes.unique()
+    quantizer.after_update(0, seed=0)
+    others = [code for code in range(len(before)) if code not in chosen]
+    torch.testing.assert_close(quantizer.codebook[others], before[others], rtol=0, atol=2e-4)  # smoothing of the counts
+    assert (quantizer.codebook[chosen] != before[chosen]).any(1).all()
+
+
+def test_names_have_one_counterpart_in_every_layout() -> None:
+    model = VQGAN(VQGANConfig(image_size=16, body="taming", ch_mult=(1, 2, 2), dim=32, attention_levels=(1, 2)))
+    names = [name for name in model.state_dict() if not name.startswith("quantizer.")]
+    for layout in (OF_TAMING, LLAMAGEN, DIFFUSERS):
+        assert len({public_name(name, layout, 3) for name in names}) == len(names)
+    assert public_name("decoder.up_2_block_0.norm1.weight", OF_TAMING, 3) == "decoder.up.2.block.0.norm1.weight"
+    assert public_name("decoder.up_2_block_0.norm1.weight", LLAMAGEN, 3) == "decoder.conv_blocks.0.res.0.norm1.weight"
+    assert public_name("decoder.mid_block_2.conv1.bias", DIFFUSERS, 3) == "decoder.mid_block.resnets.1.conv1.bias"
+
+
+SMALL: dict[str, Any] = {
+    "image_size": 16, "body": "taming", "dim": 32, "ch_mult": [1, 1], "num_resnet_blocks": [1], "quantizer": "vq",
+    "codebook_size": 16, "codebook_dim": 4, "attention_levels": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("to", "other", "complaint"), [
+    ("diffusers", {"quantizer": "fsq", "fsq_levels": [3, 3]}, "fsq"), ("diffusers", {"quantizer": "ibq"}, "ibq"),
+    ("diffusers", {"vq_cosine": True}, "without --vq_cosine"), ("taming", {"vq_cosine": True}, "without --vq_cosine"),
+    ("llamagen", {}, "with --vq_cosine"), ("llamagen", {"quantizer": "kl"}, "kl"),
+    ("llamagen", {"vq_cosine": True, "attention_levels": None}, "--attention_levels 1"),
+    ("taming", {"norm_groups": 16}, "32 groups"), ("taming", {"quant_conv": False}, "quant_conv"),
+    ("diffusers", {"body": "muse", "num_layers": 2}, "--body taming"),
+])  # fmt: skip
+def test_a_model_that_the_public_package_has_not_is_refused(
+    to: str, other: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    assert complaint in refused(FORMATS[to].save, VQGAN.made({**SMALL, **other}), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_ours_goes_to_every_package_that_has_it_and_comes_back(tmp_path: Path) -> None:
+    for number, (to, other) in enumerate([
+        ("diffusers", {}), ("taming", {}), ("taming", {"quantizer": "kl"}), ("llamagen", {"vq_cosine": True}),
+        ("diffusers", {"quantizer": "kl", "norm_groups": 8, "quant_conv": False, "shift_factor": -0.5,
+                       "scaling_factor": 2.0}),
+    ]):  # fmt: skip
+        torch.manual_seed(number)
+        model, path = VQGAN.made({**SMALL, **other}).eval(), tmp_path / str(number)
+        FORMATS[to].save(model, path)
+        back = load(path)
+        assert torch.equal(back.encode(some_images()), model.encode(some_images()))
+        with torch.no_grad():
+            torch.testing.assert_close(back(some_images()).reconstruction, model(some_images()).reconstruction)
+        scale = {name: model.config[name] for name in ("scaling_factor", "shift_factor")}
+        if to == "diffusers":
+            assert back.config.items() >= {**scale, "scaling_factor": scale["scaling_factor"] or 0.18215}.items()
+
+
+def without(state: State, *names: str) -> State:
+    return {name: tensor for name, tensor in state.items() if not name.startswith(names)}
+
+
+STATE = state_of("taming")
+# The file's weights with others, and what the message has to say.
+MISTAKES: list[tuple[Any, str]] = [
+    ({**STATE, "quantize.used": torch.ones(3)}, "it holds quantize.used"),
+    ({**without(STATE, "quantize."), "quantize.embed.weight": torch.ones(50, 8)}, "it holds quantize.embed.weight"),
+    ({**STATE, "transformer.weight": torch.zeros(1)}, "it holds transformer.weight"),
+    ({**STATE, "decoder.adaptive.0.gamma.weight": torch.zeros(1)}, "Open-MAGVIT2"),
+    (without(STATE, "decoder.mid.attn_1.q.bias"), "it lacks decoder.mid.attn_1.q.bias"),
+    (without(STATE, "decoder.up.2.attn.1"), "it lacks decoder.up.2.attn.1.norm.weight"),
+    (without(STATE, "encoder.down."), "have [] channels"),
+    (without(STATE, "post_quant_conv."), "it lacks post_quant_conv.weight"),
+    ({**STATE, "encoder.down.1.block.0.conv1.weight": torch.zeros(33, 32, 3, 3)}, "multiples of 32"),
+    ({**STATE, "encoder.conv_in.weight": torch.zeros(0, 3, 3, 3)}, "multiples of 0"),
+    ({**STATE, "encoder.conv_in.weight": torch.zeros(5)}, "of 4 dimensions"),
+    ({**STATE, "encoder.conv_in.weight": torch.zeros(32, 3, 5, 5)}, "encoder.conv_in.weight should have shape"),
+    ({**STATE, "quantize.embedding.weight": torch.zeros(5)}, "of 2 dimensions"),
+    ({**STATE, "quantize.embedding.weight": torch.zeros(50, 7)}, "should have shape"),
+    ({**STATE, "decoder.conv_out.bias": torch.ones(3).long()}, "of the kind"),
+    ({**STATE, "encoder.x": Call(print, "ran")}, "without running code"), ([STATE], "without running code"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "complaint"), MISTAKES, ids=[said for _, said in MISTAKES])
+def test_another_file_is_refused_in_one_line(
+    state: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"state_dict": state}, tmp_path / "model.ckpt")
+    assert complaint in one_line_of(lambda path: FORMATS["taming"].load(path, "best"), tmp_path / "model.ckpt")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_body_of_other_groups_or_too_many_levels_is_refused(tmp_path: Path) -> None:
+    thin = {
+        name: torch.zeros([each // 2 if each in (32, 64) else each for each in w.shape]) for name, w in STATE.items()
+    }
+    levels = {f"encoder.down.{level}.block.0.conv1.weight": torch.zeros(32, 32, 3, 3) for level in range(3, 20)}
+    for state, complaint in ((thin, "norm_groups 32"), ({**STATE, **levels}, "2 to 12")):
+        torch.save({"state_dict": state}, tmp_path / "model.ckpt")
+        assert complaint in one_line_of(load, tmp_path / "model.ckpt")
+
+
+CONFIGS: dict[str, tuple[Any, str]] = {
+    "another model": ({"_class_name": "UNet2DConditionModel"}, "UNet2DConditionModel"),
+    "cursor": ({"_class_name": "\x1b[2J" * 99}, "?[2J"), "list of a class": ({"_class_name": []}, "[]"),
+    "relu": ({"act_fn": "relu"}, "act_fn"), "spatial": ({"norm_type": "spatial"}, "norm_type"),
+    "middle": ({"mid_block_add_attention": False}, "mid_block_add_attention"),
+    "mean": ({"latents_mean": [0.1] * 4}, "latents_mean"), "groups 0": ({"norm_num_groups": 0}, "norm_num_groups"),
+    "groups": ({"norm_num_groups": "32"}, "norm_num_groups"), "many groups": ({"norm_num_groups": 10**30}, "norm_num"),
+    "no divisor": ({"norm_num_groups": 3}, "norm_groups 3"), "yes": ({"norm_num_groups": True}, "norm_num_groups"),
+    "scale": ({"scaling_factor": "0.2"}, "scaling_factor"), "scale 0": ({"scaling_factor": 0}, "scaling_factor"),
+    "no scale": ({"scaling_factor": None}, "scaling_factor"), "shift": ({"shift_factor": [0]}, "shift_factor"),
+    "scale NaN": ({"scaling_factor": math.nan}, "scaling_factor"),
+    "scale of 400 digits": ({"scaling_factor": 10**400}, "scaling_factor"),
+    "shift inf": ({"shift_factor": math.inf}, "shift_factor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_of_diffusers_that_fits_no_model_of_ours_is_refused_in_one_line(
+    name: str, tmp_path: Path
+) -> None:
+    changed, complaint = CONFIGS[name]
+    folder = written("sd3", tmp_path)
+    (folder / "config.json").write_text(json.dumps({**stored("sd3", "config"), **changed}))
+    said = one_line_of(load, folder)
+    assert complaint in said and said.isprintable() and len(said) < 600
+
+
+def test_a_folder_of_diffusers_that_is_damaged_or_leads_elsewhere_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = written("sd3", tmp_path)
+    weights = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(weights[: len(weights) // 2])
+    assert "without running code" in one_line_of(load, folder)
+    (folder / WEIGHTS).unlink()
+    assert "No such file" in one_line_of(load, folder)
+    (tmp_path / "elsewhere").write_bytes(weights)
+    (folder / WEIGHTS).symlink_to("../elsewhere")
+    assert "is a link that leaves the folder" in one_line_of(load, folder)
+    torch.save({"a": Call(print, "ran")}, folder / "diffusion_pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    assert "without running code" in one_line_of(load, folder)
