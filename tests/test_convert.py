@@ -311,7 +311,7 @@ def test_the_scale_of_latents_is_kept_where_a_file_says_it_and_else_measured(tmp
     assert (measured["scaling_factor"], measured["shift_factor"]) == pytest.approx((1 / deviation, mean))
 
 
-def test_a_flag_that_contradicts_a_public_autoencoder_is_refused(tmp_path: Path, refused: Any) -> None:
+def test_a_flag_that_contradicts_a_public_autoencoder_is_refused(tmp_path: Path) -> None:
     said = "--init_from", str(written("sd3", tmp_path)), "--image_folder", "demo:shapes:8", "--output_dir"
     assert "--norm_groups 16" in VQGAN_SCRIPT.refused_alone(*said, str(tmp_path / "x"), "--norm_groups", "8")
     assert "--quantizer kl" in VQGAN_SCRIPT.refused_alone(*said, str(tmp_path / "x"), "--quantizer", "vq")
