@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
-from .configs import VQGANConfig
+from .configs import VQGANConfig, check_choices
 from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images, group_norm, leaky_relu
 from .files.pretrained import Pretrained
 from .quantizers import make_quantizer
 from .recompute import recomputed
 from .taming import body as taming_body
+from .taming import halvings
 from .taming_config import TAMING
 
 Self = TypeVar("Self", bound="VQGAN")
@@ -57,8 +58,9 @@ class VQGAN(Pretrained):
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__()
         self.config = config.plain()
+        check_choices(config)
         dim, channels = config.dim, config.channels
-        num_layers = len(config.ch_mult) - 1 if config.body == TAMING else config.num_layers
+        num_layers = halvings(config.ch_mult) if config.body == TAMING else config.num_layers
         if not 1 <= num_layers <= 40:
             raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
         _check_side("image_size", config.image_size, num_layers)
