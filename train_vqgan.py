@@ -24,7 +24,7 @@ from hub import start_training, training_parser
 from models.configs import QuantizerLossFlags, VQGANConfig
 from models.taming_config import KL, LatentLossFlags
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
-from tandem.fields import flag
+from tandem.fields import flag, given
 from trained import built, built_discriminator
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
@@ -53,6 +53,14 @@ class LossFlags:
         "file, the discriminator too",
         FOLDER,
         title="model",
+    )
+    train: str = flag(
+        "all",
+        "what learns: all, or the decoder alone, beside the encoder and the codes or latents that --init_from "
+        "has",
+        choices=("all", "decoder"),
+        lasting=True,
+        needs=given("init_from", "DIR"),
     )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
     betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, title="schedule")
@@ -87,7 +95,10 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
     from models import VQGAN
 
-    return built(VQGAN, args)
+    generator: VQGAN = built(VQGAN, args)
+    if args.train == "decoder":
+        generator.freeze_encoder()
+    return generator
 
 
 def build_discriminator(args: argparse.Namespace) -> Discriminator:
@@ -133,7 +144,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     generator.quantizer.connect(backend)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
-    vqgan = backend.wrap(generator, adam(generator.parameters(), betas=args.betas), name="generator")
+    trained = [weight for weight in generator.parameters() if weight.requires_grad]
+    vqgan = backend.wrap(generator, adam(trained, betas=args.betas), name="generator")
     ema = make_ema(vqgan, args.ema_decay, args.ema_power)
     of_critic = adam(discriminator.parameters(), betas=args.discr_betas or args.betas)
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)

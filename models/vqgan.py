@@ -57,6 +57,7 @@ class VQGAN(Pretrained):
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__()
+        self._is_encoder_frozen = False
         self.config = config.plain()
         check_choices(config)
         dim, channels = config.dim, config.channels
@@ -143,6 +144,20 @@ class VQGAN(Pretrained):
             check_codes(codes, self.num_codes)
             codes = as_square(codes) if codes.dim() == 2 else codes
         return self._decode(self.quantizer.decode_codes(codes))[0]
+
+    def freeze_encoder(self) -> None:
+        """Keep the encoder, with quant_conv, and the quantizer, its averages included, as they are; only the decoder,
+        with post_quant_conv, learns."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith("decoder."))
+        self._is_encoder_frozen = True
+        self.train(self.training)
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """As in `nn.Module`, but a frozen quantizer stays in eval mode."""
+        super().train(mode)
+        self.quantizer.train(mode and not self._is_encoder_frozen)
+        return self
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
         """Gradient of a loss with respect to the weight of the decoder's last layer, without a backward pass through
