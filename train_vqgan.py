@@ -56,8 +56,7 @@ class LossFlags:
     )
     train: str = flag(
         "all",
-        "what learns: all, or the decoder alone, beside the encoder and the codes or latents that --init_from "
-        "has",
+        "what learns: all, or the decoder alone, beside the encoder and the codes or latents that --init_from has",
         choices=("all", "decoder"),
         lasting=True,
         needs=given("init_from", "DIR"),
