@@ -24,7 +24,7 @@ from hub import start_training, training_parser
 from models.configs import QuantizerLossFlags, VQGANConfig
 from models.taming_config import KL, LatentLossFlags
 from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
-from tandem.fields import flag, given
+from tandem.fields import flag
 from trained import built, built_discriminator
 from training import schedules
 from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
@@ -56,10 +56,9 @@ class LossFlags:
     )
     train: str = flag(
         "all",
-        "what learns: all, or the decoder alone, beside the encoder and the codes or latents that --init_from has",
+        "what learns: all, or the decoder alone, beside the encoder and the codes or latents of --init_from",
         choices=("all", "decoder"),
         lasting=True,
-        needs=given("init_from", "DIR"),
     )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
     betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, title="schedule")
@@ -73,6 +72,11 @@ class LossFlags:
         needs=VALIDATION,
         title="evaluation",
     )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        if args.train == "decoder" and not args.init_from:
+            parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
 
 
 @dataclass

@@ -130,6 +130,7 @@ def test_the_same_model_in_another_spelling_is_resumed(tmp_path: Path) -> None:
     assert_same_bits(checkpoint(tmp_path / "run", 3), checkpoint(whole, 3))
 
 
+FINETUNED = VQGAN.configs / "finetune_sd_vae.yaml"
 TAMING = ["--body", "taming", "--ch_mult", "1,2,2", "--norm_groups", "4"]
 LATENTS = {
     "kl": [*TAMING, "--quantizer", "kl"],
@@ -212,7 +213,7 @@ def test_a_mistake_gives_one_line(tmp_path: Path) -> None:
         ("--quantizer fsq --commitment_loss_weight 1", "--commitment_loss_weight has no effect with"),
         ("--quantizer vq --diversity_gamma 2", "--diversity_gamma has no effect with --quantizer vq"),
         ("--entropy_anneal_factor 2", "--entropy_anneal_factor has no effect with --entropy_anneal_steps 0"),
-        ("--train decoder", "--train has no effect without --init_from"),
+        ("--train decoder", "--init_from"), (f"--config {FINETUNED}", "--init_from"),
         ("--quantizer fsq --vq_gradient rotation", "--vq_gradient has no effect with --quantizer fsq"),
         ("--quantizer kl", "--codebook_size has no effect with --quantizer kl"),
         ("--latent mode", "--latent has no effect with --quantizer lfq"),
