@@ -16,7 +16,7 @@ import torch
 
 from data.tokenizers import open_tokenizer
 from models import VQGAN
-from tests.scripts import SCRIPTS
+from tests.scripts import SCRIPTS, words
 
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -128,12 +128,13 @@ def test_commands_are_found() -> None:
 
 
 def said_with(config: Path, folder: Path) -> list[str]:
-    """Flags beside a config file: one that trains a decoder alone starts from a model, of the shape that it adopts."""
-    if "train: decoder" not in config.read_text():
-        return ["--config", str(config)]
-    sizes = {"body": "taming", "ch_mult": [1, 2], "dim": 4, "norm_groups": 2, "image_size": 32, "quantizer": "kl"}
-    VQGAN.made({**sizes, "num_resnet_blocks": [1]}).save_pretrained(folder)
-    return ["--config", str(config), "--init_from", str(folder)]
+    """Flags beside a config file: one that trains a decoder alone starts from a model, of whose shape it is."""
+    said = ["--config", str(config)]
+    if "train: decoder" in config.read_text():
+        shape = {"body": "taming", "dim": 4, "norm_groups": 2, "quantizer": "kl"}
+        VQGAN.made({**shape, "num_resnet_blocks": [2]}).save_pretrained(folder)
+        said += words({**shape, "init_from": folder})
+    return said
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
