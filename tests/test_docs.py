@@ -132,7 +132,7 @@ def said_with(config: Path, folder: Path) -> list[str]:
     said = ["--config", str(config)]
     if "train: decoder" in config.read_text():
         shape = {"body": "taming", "dim": 4, "norm_groups": 2, "quantizer": "kl"}
-        VQGAN.made({**shape, "num_resnet_blocks": [2]}).save_pretrained(folder)
+        VQGAN.made(shape).save_pretrained(folder)
         said += words({**shape, "init_from": folder})
     return said
 
