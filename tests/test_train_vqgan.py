@@ -195,6 +195,13 @@ def test_continuous_latents_are_sampled_with_the_noise_of_the_run_and_weighed_by
     assert line["loss"] == pytest.approx(line["recon_loss"] + 0.5 * line["kl"] / 48, rel=1e-6)
 
 
+def test_the_adaptive_weight_is_that_of_the_sampled_latents_however_the_batch_is_cut(tmp_path: Path) -> None:
+    said = [*LATENTS["kl"], "--max_steps", "1", "--discr_start_step", "0", "--grad_accum_steps"]
+    whole, cut = (metrics(trained(tmp_path / parts, *said, parts))[0] for parts in ("1", "4"))
+    for name in ("gan_weight", "recon_loss", "gan_loss", "kl", "discr_loss"):
+        assert cut[name] == pytest.approx(whole[name], rel=1e-4), name
+
+
 # Flags.
 
 
