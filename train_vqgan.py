@@ -179,15 +179,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return {"noise": noise.normal(step, micro["positions"], shape, backend.device)} if is_sampled else {}
 
     judge = Judge(
-        args,
-        vqgan,
-        critic,
-        backend,
-        images=images_of,
-        reconstruction_loss=reconstruction_loss,
+        args, vqgan, critic, backend, images=images_of, drawn=drawn, reconstruction_loss=reconstruction_loss,
         log=run.add,
-        drawn=drawn,
-    )
+    )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
