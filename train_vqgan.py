@@ -54,6 +54,12 @@ class LossFlags:
         FOLDER,
         title="model",
     )
+    train: str = flag(
+        "all",
+        "what learns: all, or the decoder alone, beside the encoder and the codes or latents of --init_from",
+        choices=("all", "decoder"),
+        lasting=True,
+    )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
     betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, title="schedule")
     lr_drop_epochs: tuple[float, ...] | None = flag(
@@ -66,6 +72,11 @@ class LossFlags:
         needs=VALIDATION,
         title="evaluation",
     )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        if args.train == "decoder" and not args.init_from:
+            parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
 
 
 @dataclass
@@ -87,7 +98,10 @@ def build_model(args: argparse.Namespace) -> VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
     from models import VQGAN
 
-    return built(VQGAN, args)
+    generator: VQGAN = built(VQGAN, args)
+    if args.train == "decoder":
+        generator.freeze_encoder()
+    return generator
 
 
 def build_discriminator(args: argparse.Namespace) -> Discriminator:
@@ -133,7 +147,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     generator.quantizer.connect(backend)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
-    vqgan = backend.wrap(generator, adam(generator.parameters(), betas=args.betas), name="generator")
+    trained = [weight for weight in generator.parameters() if weight.requires_grad]
+    vqgan = backend.wrap(generator, adam(trained, betas=args.betas), name="generator")
     ema = make_ema(vqgan, args.ema_decay, args.ema_power)
     of_critic = adam(discriminator.parameters(), betas=args.discr_betas or args.betas)
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
@@ -164,15 +179,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         return {"noise": noise.normal(step, micro["positions"], shape, backend.device)} if is_sampled else {}
 
     judge = Judge(
-        args,
-        vqgan,
-        critic,
-        backend,
-        images=images_of,
-        reconstruction_loss=reconstruction_loss,
+        args, vqgan, critic, backend, images=images_of, drawn=drawn, reconstruction_loss=reconstruction_loss,
         log=run.add,
-        drawn=drawn,
-    )
+    )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,

@@ -88,6 +88,13 @@ class QuantizerConfig(ModelConfig):
         in_weights=True,
         needs=when("quantizer", "vq"),
     )
+    vq_gradient: str = flag(
+        "straight_through",
+        "how the gradient of a codebook entry becomes that of the vector (vq): as it is, or turned and scaled as the "
+        "entry would have to be to lie on the vector (the rotation trick)",
+        choices=("straight_through", "rotation"),
+        needs=when("quantizer", "vq"),
+    )
     fsq_levels: tuple[int, ...] | None = flag(
         None,
         "levels per dimension, instead of those that make --codebook_size (fsq)",

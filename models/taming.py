@@ -7,7 +7,7 @@ Layers have taming's names, with underscores for its points: ``down_0_block_1`` 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -19,6 +19,21 @@ if TYPE_CHECKING:
     from .configs import VQGANConfig
 
 _MOST_LEVELS = 12
+
+
+class NormSwish(nn.GroupNorm):
+    """GroupNorm and then, with `swish`, x sigmoid(x)."""
+
+    def __init__(self, groups: int, channels: int, *, swish: bool = True) -> None:
+        super().__init__(groups, channels, eps=1e-6)
+        self.swish = swish
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return F.silu(x) if self.swish else x
+
+
+Norm = Callable[..., NormSwish]
 
 
 class ResnetBlock(nn.Module):
@@ -49,21 +64,6 @@ class AttentionBlock(nn.Module):
         return x + self.proj_out(mixed.reshape(x.shape))
 
 
-class NormSwish(nn.GroupNorm):
-    """GroupNorm and then, with `swish`, x sigmoid(x)."""
-
-    def __init__(self, groups: int, channels: int, *, swish: bool = True) -> None:
-        super().__init__(groups, channels, eps=1e-6)
-        self.swish = swish
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return F.silu(x, inplace=True) if self.swish else x
-
-
-Norm = Callable[..., NormSwish]
-
-
 class Downsample(nn.Module):
     """(b, c, h, w) -> (b, c, h / 2, w / 2): a 3 x 3 convolution of stride 2, padded below and on the right alone."""
 
@@ -86,6 +86,13 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
+def halvings(ch_mult: Sequence[int]) -> int:
+    """Of the side of an image, by a body with these levels. Raises ValueError, in one line, if they make no body."""
+    if not 2 <= len(ch_mult) <= _MOST_LEVELS or min(ch_mult) < 1:
+        raise ValueError(f"ch_mult {list(ch_mult)}: give 2 to {_MOST_LEVELS} numbers of at least 1")
+    return len(ch_mult) - 1
+
+
 def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
     """Encoder, quantizer and decoder of a `VQGAN`; images are in [-1, 1].
 
@@ -93,8 +100,6 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
         ValueError: one line, if the numbers fit no such body.
     """
     levels, groups = len(config.ch_mult), config.norm_groups
-    if not 2 <= levels <= _MOST_LEVELS or min(config.ch_mult) < 1:
-        raise ValueError(f"ch_mult {list(config.ch_mult)}: give 2 to {_MOST_LEVELS} numbers of at least 1")
     attended = set(config.attention_levels or ())
     if not attended <= set(range(levels)):
         raise ValueError(f"attention_levels {sorted(attended)}: ch_mult has the levels 0 to {levels - 1}")
@@ -113,9 +118,7 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
     quantizer = make_quantizer(config)
     z_channels = config.z_channels or quantizer.dim
     if not config.quant_conv and z_channels != quantizer.dim:
-        raise ValueError(
-            f"z_channels {z_channels} without quant_conv: they have to be {quantizer.dim}, those of a code"
-        )
+        raise ValueError(f"z_channels {z_channels} without quant_conv: give {quantizer.dim}, those of a code")
     encoder: OrderedDict[str, nn.Module] = OrderedDict(conv_in=nn.Conv2d(config.channels, config.dim, 3, padding=1))
     channels = config.dim
     for level, width in enumerate(widths):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import models.perceptual
+from models import VQGAN as VQGAN_MODEL
 from models.perceptual import PerceptualLoss
 from tests.scripts import RUN, VIDEO_TOKENIZER, VQGAN, Script, metrics, words
 from training.objectives import judge
@@ -44,7 +45,8 @@ class Built:
         self.args, self.quantizer = args, model.quantizer
         self.loss, self.images = given["reconstruction_loss"], given["images"]
         self.adversarial = ADVERSARIAL_LOSSES[args.gan_loss]
-        self.gan_weight = args.gan_weight * args.gan_weight_scale
+        adaptive = args.gan_weight == "adaptive"  # of losses as large as those of the source
+        self.gan_weight = args.gan_weight_scale * (1.0 if adaptive else args.gan_weight)
 
 
 def network(*_: Any, **__: Any) -> PerceptualLoss:
@@ -56,15 +58,16 @@ def network(*_: Any, **__: Any) -> PerceptualLoss:
     return loss
 
 
-def built(script: Script, folder: Path) -> Built:
+def built(script: Script, folder: Path, name: str = "", **changes: Any) -> Built:
     """What the script makes of its recipe, with a tiny model and the demonstration's data."""
-    recipe = ["--config", str(script.configs / f"{RECIPES[script]}.yaml")]
+    recipe = ["--config", str(script.configs / f"{name or RECIPES[script]}.yaml")]
     data = {script.data.flag: f"{script.data.demonstration}:64", "output_dir": folder}
-    tiny = words({**RUN, **data, "image_size": 32, "discr_layers": 1, **TINY[script]})
+    tiny = words({**RUN, **data, "image_size": 32, "discr_layers": 1, **(changes or TINY[script])})
     found: list[Built] = []
 
     def stop(_: Any, generator: Any, *__: Any, **given: Any) -> None:
-        found.append(Built(script.parsed(*recipe), generator.module, given))
+        more = ("--init_from", str(changes["init_from"])) if "init_from" in changes else ()
+        found.append(Built(script.parsed(*recipe, *more), generator.module, given))
         raise BuiltError
 
     # The losses that a script builds go nowhere else, and no flag makes a perceptual network narrower than the
@@ -128,6 +131,39 @@ def test_the_generators_losses_stand_to_one_another_as_in_the_source(recipe: tup
     ]
     assert shares == pytest.approx([shares[0]] * len(shares), rel=1e-3)
     assert (built.args.entropy_anneal_steps, built.args.discr_start_step) == (0, 0)
+
+
+SMALL = {"dim": 4, "norm_groups": 2, "num_resnet_blocks": 1}
+# Of taming's VQLPIPSWithDiscriminator, LlamaGen's VQLoss and the model card of ft-MSE: the error of the pixels, and the
+# weights of LPIPS, of the generator's adversarial loss, of the vectors' distance from their entries; and whether the
+# third is adaptive, which follows the range of the images by itself.
+PUBLISHED: dict[str, tuple[Any, float, float, float, bool]] = {
+    "taming_f16": (F.l1_loss, 1.0, 0.8, 1.0, True), "llamagen_f16": (F.mse_loss, 1.0, 0.5, 0.25, False),
+    "finetune_sd_vae": (F.mse_loss, 0.1, 0.5, 0.0, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_losses_around_the_body_of_taming_stand_to_one_another_as_in_the_source(name: str, tmp_path: Path) -> None:
+    error, lpips_weight, gan_weight, commitment_weight, is_adaptive = PUBLISHED[name]
+    changes: dict[str, Any] = SMALL
+    if is_finetuned := name.startswith("finetune"):
+        VQGAN_MODEL.made({"body": "taming", "quantizer": "kl", "image_size": 32, **SMALL, "num_resnet_blocks": [1],
+                          "ch_mult": [1, 2]}).save_pretrained(tmp_path / "model")  # fmt: skip
+        changes = {"init_from": tmp_path / "model"}
+    made = built(VQGAN, tmp_path / "run", name, **changes)
+    drawn = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = made.images({"images": drawn})
+    fake = (images + 0.05 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))).requires_grad_()
+    total, parts = made.loss(fake, images)
+    theirs = error(2 * fake - 1, 2 * images - 1)
+    of_pixels = share(parts["recon_loss"], theirs, fake)
+    assert share(total, theirs + lpips_weight * network()(fake, images), fake) == pytest.approx(of_pixels, rel=1e-3)
+    assert made.gan_weight == pytest.approx(gan_weight * (1 if is_adaptive else of_pixels))
+    assert is_finetuned or made.args.commitment_loss_weight == pytest.approx(commitment_weight * of_pixels)
+    clipped = {"llamagen_f16": (1.0 * of_pixels, 1.0 / (0.5 * 0.5))}.get(name, (0.0, None))
+    assert (made.args.max_grad_norm, made.args.discr_max_grad_norm) == pytest.approx(clipped)
+    assert made.args.penalty_weight == made.args.lecam_weight == 0
 
 
 def shares_of_codes(built: Built) -> list[float]:

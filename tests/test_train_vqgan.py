@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import train_vqgan
 from models import VQGAN as Generator
+from models.quantizers.gaussian import DiagonalGaussian
 from tests.launch.filling import saved
-from tests.scripts import VQGAN, assert_same_bits, checkpoint, metrics, validation_images
+from tests.scripts import (
+    VQGAN,
+    assert_same_bits,
+    checkpoint,
+    final_weights,
+    kill,
+    killed,
+    metrics,
+    validation_images,
+)
 from training.measures.reconstruction import psnr
+from training.noise import Noise
 
 SCRIPT = VQGAN
 
@@ -111,6 +124,78 @@ def test_the_same_model_in_another_spelling_is_resumed(tmp_path: Path) -> None:
     assert_same_bits(checkpoint(tmp_path / "run", 3), checkpoint(whole, 3))
 
 
+FINETUNED = VQGAN.configs / "finetune_sd_vae.yaml"
+TAMING = ["--body", "taming", "--ch_mult", "1,2,2", "--norm_groups", "4"]
+LATENTS = {
+    "kl": [*TAMING, "--quantizer", "kl"],
+    "vq": ["--quantizer", "vq", "--codebook_dim", "4", "--num_layers", "2"],
+    "lfq": [*TAMING, "--quantizer", "lfq", "--codebook_size", "64"],
+}
+
+
+def trained(folder: Path, *more: str) -> Path:
+    VQGAN.main(*VQGAN.flags(folder, *more, without=("num_layers", "codebook_size")))
+    return folder
+
+
+@pytest.mark.parametrize("quantizer", LATENTS)
+def test_the_decoder_alone_can_be_trained_and_resumed(quantizer: str, tmp_path: Path) -> None:
+    """The codebook and the scale of latents stay as well, whose averages no optimizer moves."""
+    first = trained(tmp_path / "first", *LATENTS[quantizer], "--max_steps", "2")
+    flags = ["--init_from", str(first / "model"), "--train", "decoder", "--grad_accum_steps", "2", "--max_steps", "4",
+             "--discr_start_step", "0", "--ema_decay", "0.5", "--save_every_n_steps", "2"]  # fmt: skip
+    whole = trained(tmp_path / "whole", *flags)
+    with killed(VQGAN.in_update(3, kill)):
+        trained(tmp_path / "run", *flags)
+    assert_same_bits(checkpoint(trained(tmp_path / "run", *flags), 4), checkpoint(whole, 4))
+    before, found = final_weights(first), checkpoint(whole, 4)
+    for part in ("generator: weights/", "ema: "):
+        after = {name: found[key] for key in found for name in before if key.startswith(part) and key.endswith(name)}
+        assert after.keys() == before.keys()
+        # What is added to all logits of a softmax changes nothing.
+        of_decoder = {name for name in before if name.startswith("decoder.") and not name.endswith("attn_1.k.bias")}
+        kept = [name for name in before if not name.startswith("decoder.")]
+        assert_same_bits({name: after[name] for name in kept}, {name: before[name] for name in kept})
+        assert [name for name in of_decoder if torch.equal(after[name], before[name])] == []
+    assert not [key for key in found if key.startswith("generator: optimizer/") and "/encoder." in key]
+    ours, theirs = (json.loads((run / "model" / "config.json").read_text()) for run in (whole, first))
+    assert ours == theirs
+    changed = VQGAN.flags(whole, *flags, "--train", "all", without=("num_layers", "codebook_size"))
+    assert "--train" in VQGAN.refused_alone(*changed)
+
+
+@pytest.mark.parametrize("latent", ["sample", "mode"])
+def test_continuous_latents_are_sampled_with_the_noise_of_the_run_and_weighed_by_pixel(
+    latent: str, tmp_path: Path
+) -> None:
+    """The decoder sees samples in training, and means elsewhere."""
+    said = [*LATENTS["kl"], "--latent", latent, "--max_steps", "1", "--kl_loss_weight", "0.5",
+            "--discr_start_step", "9", "--seed", "0"]  # fmt: skip
+    seen: list[tuple[bool, Any]] = []
+    forward = DiagonalGaussian.forward
+
+    def watched(self: DiagonalGaussian, z: torch.Tensor, noise: Any = None) -> Any:
+        seen.append((self.training, noise))
+        return forward(self, z, noise)
+
+    with patch.object(DiagonalGaussian, "forward", watched):
+        line = metrics(trained(tmp_path / "run", *said, "--validate_every_n_steps", "1"))[0]
+    in_training, elsewhere = ([noise for mode, noise in seen if mode == is_on] for is_on in (True, False))
+    assert all(noise is None for noise in elsewhere) and elsewhere
+    expected = Noise(0, "latents").normal(0, range(8), (4, 4, 4))
+    assert len(in_training) == 1
+    assert torch.equal(in_training[0], expected) if latent == "sample" else in_training[0] is None
+    # Of 3 colours and 16 pixels a latent.
+    assert line["loss"] == pytest.approx(line["recon_loss"] + 0.5 * line["kl"] / 48, rel=1e-6)
+
+
+def test_the_adaptive_weight_is_that_of_the_sampled_latents_however_the_batch_is_cut(tmp_path: Path) -> None:
+    said = [*LATENTS["kl"], "--max_steps", "1", "--discr_start_step", "0", "--grad_accum_steps"]
+    whole, cut = (metrics(trained(tmp_path / parts, *said, parts))[0] for parts in ("1", "4"))
+    for name in ("gan_weight", "recon_loss", "gan_loss", "kl", "discr_loss"):
+        assert cut[name] == pytest.approx(whole[name], rel=1e-4), name
+
+
 # Flags.
 
 
@@ -124,6 +209,12 @@ def test_a_mistake_gives_one_line(tmp_path: Path) -> None:
         ("--vq_decay 0.8", "--vq_decay has no effect with --quantizer lfq"),
         ("--quantizer fsq --commitment_loss_weight 1", "--commitment_loss_weight has no effect with"),
         ("--entropy_anneal_factor 2", "--entropy_anneal_factor has no effect with --entropy_anneal_steps 0"),
+        ("--train decoder", "--init_from"), (f"--config {FINETUNED}", "--init_from"),
+        ("--quantizer fsq --vq_gradient rotation", "--vq_gradient has no effect with --quantizer fsq"),
+        ("--quantizer kl", "--codebook_size has no effect with --quantizer kl"),
+        ("--latent mode", "--latent has no effect with --quantizer lfq"),
+        ("--ch_mult 1,2", "--ch_mult has no effect with --body muse"),
+        ("--body taming", "--num_layers has no effect with --body taming"),
     ):  # fmt: skip
         assert text in VQGAN.refused(tmp_path / "run", *said.split()), said
 

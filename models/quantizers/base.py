@@ -113,7 +113,7 @@ class Bottleneck(nn.Module):
     def __init__(self, num_codes: int, dim: int) -> None:
         super().__init__()
         if dim < 1:
-            raise ValueError(f"{dim} channels of a code or a latent: give at least 1")
+            raise ValueError(f"{'codebook_dim' if num_codes else 'latent_dim'} {dim}: give at least 1")
         self.num_codes, self.dim = num_codes, dim
         self.all_reduce = self.gather = of_one_process
         self.rank, self.world_size = 0, 1

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _SMOOTHING = 1e-5  # Laplace smoothing of the counts
 # Pairs of a vector and an entry that are compared at a time: 256 MiB of distances.
 _PAIRS_AT_ONCE = 2**26
+_LEAST_LENGTH = 1e-6  # of a vector: bounds what its gradient is multiplied by
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = 0x45D9F3B  # odd and below 2^31: its product with 32 bits fits an int64
 
@@ -34,6 +35,7 @@ class VectorQuantizer(Quantizer):
 
     The codebook starts from k-means of the first batch, and a dead entry becomes a vector of the batch, drawn by
     (seed, step, k): Zeghidour et al. 2021, "SoundStream", section III-C.
+    With `vq_gradient` "rotation" the gradient reaches the vectors as `rotated` says, instead of straight through.
     With `vq_cosine` the nearest entry is that of the smallest angle: vectors and entries are scaled to length 1.
 
     Raises:
@@ -52,7 +54,7 @@ class VectorQuantizer(Quantizer):
         if not 0 <= config.vq_decay < 1:
             raise ValueError(f"vq_decay {config.vq_decay} is not in [0, 1)")
         super().__init__(config.codebook_size, config.codebook_dim)
-        self.decay, self.cosine = config.vq_decay, config.vq_cosine
+        self.decay, self.cosine, self.rotates = config.vq_decay, config.vq_cosine, config.vq_gradient == "rotation"
         codebook = self._project(torch.randn(self.num_codes, self.dim))
         self.register_buffer("codebook", codebook)
         self.register_buffer("code_counts", torch.ones(self.num_codes))
@@ -130,7 +132,8 @@ class VectorQuantizer(Quantizer):
             self._vectors.append(rows.detach())
             self._codes.append(codes)
         entries = self._look_up(codes)
-        return straight_through(entries, rows), codes, {"commitment": F.mse_loss(rows, entries)}
+        carrier = rotated(rows, entries) if self.rotates else rows
+        return straight_through(entries, carrier), codes, {"commitment": F.mse_loss(rows, entries)}
 
     def _choose(self, rows: Tensor) -> Tensor:
         return nearest(rows, self.codebook)
@@ -154,6 +157,21 @@ class VectorQuantizer(Quantizer):
 
     def _project(self, rows: Tensor) -> Tensor:
         return F.normalize(rows, dim=-1) if self.cosine else rows
+
+
+def rotated(rows: Tensor, entries: Tensor) -> Tensor:
+    """Vectors e (n, d) turned and scaled onto their entries q (n, d), with a gradient as if the turn were a constant:
+    Fifty et al. 2024, "Restructuring Vector Quantization with the Rotation Trick", section 4.2. The angle between a
+    gradient and an entry becomes the angle between the gradient that the vector gets and the vector.
+
+        |q| / |e| (I - 2 r r^T + 2 q1 e1^T) e    with e1 = e / |e|, q1 = q / |q|, r = (e1 + q1) / |e1 + q1|
+    """
+    with torch.no_grad():
+        lengths, of_entries = (each.norm(dim=1, keepdim=True) for each in (rows, entries))
+        e1, q1 = F.normalize(rows, dim=1), F.normalize(entries, dim=1)
+        r, scale = F.normalize(e1 + q1, dim=1), of_entries / lengths.clamp_min(_LEAST_LENGTH)
+    along_r, along_e1 = ((rows * axis).sum(1, keepdim=True) for axis in (r, e1))
+    return scale * (rows - 2 * along_r * r + 2 * along_e1 * q1)
 
 
 def nearest(vectors: Tensor, entries: Tensor) -> Tensor:

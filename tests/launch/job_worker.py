@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import distributed
+from hub import adopt
 
 # A rank that failed waits so long for the others, which may hang in a collective that it has left: then the job ends.
 PATIENCE_SECONDS = 120
@@ -34,6 +35,8 @@ def of_task(task: dict[str, Any]) -> tuple[Any, Callable[[distributed.Backend], 
     args = parser.parse([*task["flags"], "--output_dir", task["output"]])
     if is_script:
         train = importlib.import_module(module).train
+        if args.init_from:
+            adopt(parser, args)
         return args, lambda backend: train(args, parser.settings(args), backend)
     call = getattr(importlib.import_module(module), function)
     return args, lambda backend: call(args, backend, **task.get("more", {}))

@@ -24,6 +24,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from benchmarks.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
+from models import VQGAN
 from models.files.towers import read_text_tower
 from tests.models.towers import audio_folder, text_folder
 from tests.scripts import (
@@ -52,12 +53,20 @@ COMMON = {**RUN, "batch_size": 12, "epochs": 100, "max_steps": 6, "ema_decay": 0
 ADVERSARIAL = {"discr_start_step": 2, "lecam_weight": 0.1, "apply_grad_penalty_every": 2, "max_grad_norm": 0.5}
 HIERARCHICAL = {"hierarchical_layers": 1}
 OWN_SIZES = ("audio_dim", "audio_depth", "text_dim", "text_depth", "n_fft", "hop_length", "n_mels", "patch_size")
+TAMING = {"body": "taming", "ch_mult": "1,2,2", "attention_levels": "1", "norm_groups": 4}
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "vae": ("train_vae", {"max_grad_norm": 0.05, "random_flip": None, "num_images_save": 11}),
     **{
         f"vqgan-{quantizer}": ("train_vqgan", {**ADVERSARIAL, "quantizer": quantizer, **more})
         for quantizer, more in {"lfq": {}, "vq": {}, "fsq": {"fsq_levels": "4,4,4"}, "bsq": {}, "ibq": {}}.items()
     },
+    "taming-kl": ("train_vqgan", {**ADVERSARIAL, **TAMING, "quantizer": "kl"}),
+    "taming-vq": (
+        "train_vqgan",
+        {**ADVERSARIAL, **TAMING, "quantizer": "vq", "codebook_size": 64, "vq_gradient": "rotation"},
+    ),
+    # With `init_from`, a model of continuous latents.
+    "taming-decoder": ("train_vqgan", {**ADVERSARIAL, **TAMING, "quantizer": "kl", "train": "decoder"}),
     # Every third update is one of images, which have nothing for the heads that judge clips.
     **{
         f"tokenizer-{quantizer}": (
@@ -88,30 +97,37 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-def chosen(launchers: list[Launcher]) -> dict[Launcher, list[str]]:
-    """The variants of each launcher: one of each script, in turn, so that each variant has several backends."""
+def chosen(launchers: list[Launcher], *taming: str) -> dict[Launcher, list[str]]:
+    """The variants of each launcher: one of each script, in turn, so that each variant has several backends, and one of
+    the body of taming."""
     if WHOLE_MATRIX:
         return {launcher: list(VARIANTS) for launcher in launchers}
-    by_script = {script: [name for name, (of, _) in VARIANTS.items() if of == script] for script in SCRIPTS}
+    others = {name: of for name, (of, _) in VARIANTS.items() if not name.startswith("taming")}
+    by_script = [[name for name in others if others[name] == script] for script in SCRIPTS]
     return {
-        launcher: [names[place % len(names)] for names in by_script.values()]
+        launcher: [names[place % len(names)] for names in (*by_script, taming)]
         for place, launcher in enumerate(launchers)
     }
 
 
-BITS, ROUNDED = chosen(SAME_BITS), chosen(TO_ROUNDING)
+BITS = chosen(SAME_BITS, "taming-kl")
+ROUNDED = chosen(TO_ROUNDING, "taming-vq", "taming-decoder")
 
 
 def flags(name: str, folder: Path) -> list[str]:
     """Those of a variant, with which any backend and number of processes has to give the same."""
     script, more = VARIANTS[name]
     without = {"mulan-musiclm": ("n_mels",), "mulan-frozen": OWN_SIZES}.get(name, ())
+    if name.startswith("taming"):
+        without = ("num_layers", "codebook_size")
     tiny = {key: value for key, value in SCRIPTS[script].tiny.items() if key not in without}
     data = f"{SCRIPTS[script].data.demonstration}:64"
     if name == "vae":
         data = str(in_one_step(folder / "photos", sixty_photos))
     if name == "mulan-frozen":
         more = {**more, "text_tower": text_tower(folder), "audio_tower": in_one_step(folder / "audio", audio_folder)}
+    if name == "taming-decoder":
+        more = {**more, "init_from": in_one_step(folder / "latents", write_latents)}
     return words({**COMMON, SCRIPTS[script].data.flag: data, **tiny, **more})
 
 
@@ -119,8 +135,8 @@ def of_rounding(name: str) -> list[str]:
     """A code jumps if rounding changes a sign, and Adam makes full steps even from tiny gradients: so adversarial runs
     have a tiny learning rate. They have fewer codes than the batch has vectors: k-means would leave equal codes, and
     rounding would decide which of them is the nearest."""
-    is_adversarial = name.startswith(("vqgan", "tokenizer"))
-    return words({"learning_rate": 1e-7, "codebook_size": 64}) if is_adversarial else []
+    rate = {"learning_rate": 1e-7} if name.startswith(("vqgan", "tokenizer", "taming")) else {}
+    return words({**rate, **({"codebook_size": 64} if name.startswith(("vqgan", "tokenizer")) else {})})
 
 
 def tasks(launcher: Launcher, kind: str, jobs: Jobs) -> Iterator[Task]:
@@ -160,6 +176,13 @@ def in_one_step(path: Path, write: Callable[[Path], object]) -> Path:
         with contextlib.suppress(OSError):
             os.rename(made, path)
     return path
+
+
+def write_latents(folder: Path) -> None:
+    """A small model of continuous latents."""
+    torch.manual_seed(7)
+    shape = {"ch_mult": [1, 2, 2], "attention_levels": [1], "num_resnet_blocks": [2]}
+    VQGAN.made({**TAMING, **shape, "image_size": 16, "dim": 8, "quantizer": "kl"}).save_pretrained(folder)
 
 
 def pictures(run_folder: Path) -> dict[str, np.ndarray]:
@@ -223,7 +246,7 @@ def assert_rounding(name: str, key: str, differences: list[float]) -> None:
     in fp64, in each of the two runs. The curvature of so small a MuLaN turns rounding differences of later weights into
     larger ones of the norm.
     """
-    if name.startswith(("vqgan", "tokenizer")):
+    if name.startswith(("vqgan", "tokenizer", "taming")):
         usual = 4e-4 if key in ("grad_norm", "discr_grad_norm") else 1e-5
         assert sorted(differences)[-2] <= usual and max(differences) <= 2e-2, (name, key, differences)
         return
@@ -251,6 +274,18 @@ def test_a_frozen_text_tower_stays_as_it_was(launcher: Launcher, jobs: Jobs) -> 
     tower = read_text_tower(text_tower(jobs.folder)).weights
     assert_same_bits({name: weights[f"text.encoder.{name}"] for name in tower}, tower)
     assert not torch.equal(weights["text.norms.0.weight"], torch.ones(16))
+
+
+OF_DECODER = [launcher for launcher in TO_ROUNDING if "taming-decoder" in ROUNDED[launcher]]
+
+
+@pytest.mark.parametrize("launcher", OF_DECODER, ids=str)
+def test_a_frozen_encoder_stays_as_it_was_and_the_decoder_does_not(launcher: Launcher, jobs: Jobs) -> None:
+    weights = load_file(jobs.output(launcher, "rounded", "taming-decoder") / "model" / "model.safetensors")
+    before = load_file(jobs.folder / "latents" / "model.safetensors")
+    kept = [name for name in before if not name.startswith("decoder.")]
+    assert_same_bits({name: weights[name] for name in kept}, {name: before[name] for name in kept})
+    assert not torch.equal(weights["decoder.conv_in.weight"], before["decoder.conv_in.weight"])
 
 
 def test_fresh_on_two_processes_renames_the_old_run_once_and_asks_nobody(jobs: Jobs, tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ VAE: dict[str, Any] = {
     "image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "num_resnet_blocks": 0, "hidden_dim": 5
 }  # fmt: skip
 VQGAN: dict[str, Any] = {"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256}
+TAMING: dict[str, Any] = {
+    "body": "taming", "image_size": 16, "dim": 8, "ch_mult": [1, 2, 2], "num_resnet_blocks": [1], "norm_groups": 4,
+    "attention_levels": [1],
+}  # fmt: skip
 TOKENIZER: dict[str, Any] = {
     "image_size": 8, "layers": "residual,compress_space:6,compress_time,residual", "init_dim": 4, "input_kernel": 3,
     "norm": "rms", "codebook_size": 16,

@@ -88,6 +88,15 @@ def vqgan(quantizer: str, **sizes: Any) -> Case:
                 "encoder.0.weight")  # fmt: skip
 
 
+def taming(quantizer: str, **sizes: Any) -> Case:
+    def inputs(model: Any) -> dict[str, Tensor]:
+        noise = {"noise": some(BATCH, *model.latent_shape(16))} if quantizer == "kl" else {}
+        return {**images(model), **noise}
+
+    return Case(VQGAN, {**helpers.TAMING, "quantizer": quantizer, **sizes}, inputs,
+                {"image_size": 32, "gradient_checkpointing": True}, {"dim": 16}, "encoder.conv_in.weight")  # fmt: skip
+
+
 def tokenizer(quantizer: str, **sizes: Any) -> Case:
     sizes = {**helpers.TOKENIZER, "quantizer": quantizer, **sizes}
 
@@ -136,6 +145,8 @@ MODELS = {
     ),
     "lfq": vqgan("lfq"), "vq": vqgan("vq"), "fsq": vqgan("fsq", fsq_levels=[8, 5, 4]), "bsq": vqgan("bsq"),
     "ibq": vqgan("ibq"),
+    "taming-vq": taming("vq", codebook_size=32, codebook_dim=5, z_channels=6),
+    "taming-kl": taming("kl", latent_dim=3, quant_conv=False), "kl": vqgan("kl"),
     "tokenizer-lfq": tokenizer("lfq"), "tokenizer-vq": tokenizer("vq", separate_first_frame=True),
     "tokenizer-fsq": tokenizer(
         "fsq", fsq_levels=[8, 5, 4], norm="none",
@@ -160,9 +171,10 @@ MODELS = {
 }  # fmt: skip
 SAVED = [name for name, case in MODELS.items() if case.other]
 AUTOENCODERS = [name for name, case in MODELS.items() if case.kind in (VQGAN, VideoTokenizer)]
+OF_CODES = [name for name in AUTOENCODERS if not name.endswith("kl")]
 TOWERS = [name for name in MODELS if "mu" in name]
 DISTANCES = ("vgg", "lpips")
-RECOMPUTED = ["lfq", *(name for name in MODELS if "unet" in name or "tokenizer" in name), *TOWERS]
+RECOMPUTED = ["lfq", "taming-kl", *(name for name in MODELS if "unet" in name or "tokenizer" in name), *TOWERS]
 each = pytest.mark.parametrize("name", MODELS)
 
 
@@ -254,7 +266,7 @@ def test_in_half_precision_all_that_has_a_gradient_is_fp32_and_near_and_gradient
     assert computed == any(not torch.equal(found[key], expected[key]) for key in found)
 
 
-@pytest.mark.parametrize("name", ["vae", *QUANTIZERS, "discriminator"])
+@pytest.mark.parametrize("name", ["vae", *QUANTIZERS, "taming-vq", "taming-kl", "discriminator"])
 def test_convolutions_see_activations_channels_last_whatever_the_order_of_the_weights(name: str) -> None:
     """Backends store weights in orders of their own, from which the bits of a result must not follow."""
     model, seen = made(name), []
@@ -309,7 +321,7 @@ def test_hooks_at_the_borders_of_modules_change_no_bit(name: str) -> None:
     assert_same_bits(ours, expected)
 
 
-@pytest.mark.parametrize("name", AUTOENCODERS)
+@pytest.mark.parametrize("name", OF_CODES)
 def test_codes_decode_to_the_bits_of_the_reconstruction_in_both_modes(name: str) -> None:
     model = made(name)
     inputs = MODELS[name].inputs(model)
@@ -331,19 +343,19 @@ PIXELS = {"patch": "pixels", "pad_mode": "reflect"}
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("lfq", {}), ("lfq", {"centred": False}), ("tokenizer-lfq", {}), ("tokenizer-lfq", PIXELS),
-     ("tokenizer-vq", {}), ("tokenizer-vq", PIXELS)],
+    [("lfq", {}), ("lfq", {"centred": False}), ("taming-vq", {}), ("taming-kl", {}), ("tokenizer-lfq", {}),
+     ("tokenizer-lfq", PIXELS), ("tokenizer-vq", {}), ("tokenizer-vq", PIXELS)],
     ids=str,
 )  # fmt: skip
 def test_the_last_layers_gradient_needs_no_pass_through_the_model(name: str, change: dict[str, Any]) -> None:
     """From features and the gradient of the pictures alone; it is autograd's, and in fp32 in any case."""
     model = made(name, **change).train()
     inputs = MODELS[name].inputs(model)
-    for pictures in [inputs["images"]] if name == "lfq" else [inputs["videos"], inputs["videos"][:, :, 0]]:
+    for pictures in [inputs["images"]] if "images" in inputs else [inputs["videos"], inputs["videos"][:, :, 0]]:
         out = model(pictures)
         loss = (out.reconstruction - pictures).abs().sum()
         (at_pictures,) = torch.autograd.grad(loss, out.reconstruction, retain_graph=True)
-        last = model.last_layer if name == "lfq" else model.decoder.conv_out
+        last = model.last_layer if "images" in inputs else model.decoder.conv_out
         weights = [p for weight, p in last.named_parameters() if weight.endswith("weight")]
         expected = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, weights)])
         assert len(weights) == 1 + (name == "tokenizer-vq")

@@ -10,7 +10,7 @@ import torch
 from models import VQGAN
 from models.quantizers import QUANTIZERS
 from tests.models.helpers import VQGAN as SIZES
-from tests.models.helpers import some_images
+from tests.models.helpers import kept_bytes, some_images
 
 
 def tiny(quantizer: str = "lfq", **changes: Any) -> VQGAN:
@@ -38,3 +38,19 @@ def test_a_model_that_is_not_centred_starts_from_weights_that_centre_it_but_for_
     assert not torch.allclose(seen, expected)
     features = torch.rand(2, 8, 4, 4)
     torch.testing.assert_close(tiny(centred=False).last_layer(features), (tiny().last_layer(features) + 1) / 2)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_frozen_encoder_keeps_nothing_for_a_backward_pass(recompute: bool) -> None:
+    found = []
+    for is_frozen in (False, True):
+        model = tiny("vq", gradient_checkpointing=recompute).train()
+        model(some_images())  # the codebook starts from it
+        if is_frozen:
+            model.freeze_encoder()
+        z = model.encoder(some_images())
+        out, kept = kept_bytes(lambda model=model: model(some_images()))
+        assert z.requires_grad != is_frozen and out.losses["commitment"].requires_grad != is_frozen
+        assert model.quantizer.training != is_frozen and model.encoder.training
+        found.append(kept)
+    assert found[1] < 0.7 * found[0]

@@ -11,8 +11,9 @@ import torch
 import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
+from vector_quantize_pytorch.vector_quantize_pytorch import rotate_to
 
-from models.quantizers.vector import VectorQuantizer, kmeans, random_indices
+from models.quantizers.vector import VectorQuantizer, kmeans, random_indices, rotated
 from tests.models.helpers import assert_same_bits, in_rows, quantizer_of, some, state_of
 from tests.processes import on_processes
 
@@ -23,10 +24,12 @@ def some_vectors(batch: int = 12, seed: int = 1) -> Tensor:
 
 def started(
     codebook_size: int = 7, decay: float = 0.8, cosine: bool = False, kmeans_init: bool = False,
-    revive_below: float = 0.0,
+    revive_below: float = 0.0, gradient: str = "straight_through",
 ) -> VectorQuantizer:  # fmt: skip
     """With random entries and no revival, unless asked for."""
-    quantizer = quantizer_of("vq", codebook_size=codebook_size, codebook_dim=5, vq_decay=decay, vq_cosine=cosine)
+    quantizer = quantizer_of(
+        "vq", codebook_size=codebook_size, codebook_dim=5, vq_decay=decay, vq_cosine=cosine, vq_gradient=gradient
+    )
     assert isinstance(quantizer, VectorQuantizer)
     quantizer.revive_below = revive_below
     quantizer.initialized.fill_(not kmeans_init)
@@ -43,6 +46,52 @@ def test_the_loss_pulls_vectors_to_their_entries() -> None:
     out = quantizer(z)
     out.losses["commitment"].backward()
     torch.testing.assert_close(z.grad, 2 * (z - out.quantized).detach() / z.numel())
+
+
+def turned_and_scaled(vector: Tensor, entry: Tensor) -> Tensor:
+    """The matrix (d, d) that turns in the plane of both, by the angle between them (Rodrigues), and scales."""
+    start, end = vector / vector.norm(), entry / entry.norm()
+    cosine = start @ end
+    across = end - cosine * start
+    sine, across = across.norm(), across / across.norm()
+    plane = torch.outer(start, start) + torch.outer(across, across)
+    turn = torch.outer(across, start) - torch.outer(start, across)
+    return entry.norm() / vector.norm() * (torch.eye(len(vector)) + (cosine - 1) * plane + sine * turn)
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_with_the_rotation_trick_a_gradient_turns_as_the_vector_would_and_the_value_stays_the_entry(
+    cosine: bool,
+) -> None:
+    quantizer = started(cosine=cosine, gradient="rotation")
+    z = some_vectors().requires_grad_()
+    out = quantizer(z)
+    assert torch.equal(out.quantized, quantizer.decode_codes(out.codes))
+    weights = some(*z.shape, seed=3)
+    (out.quantized * weights).sum().backward()
+    other = z.detach().clone().requires_grad_()
+    rows = in_rows(F.normalize(other, dim=1) if cosine else other)
+    turns = [turned_and_scaled(*pair) for pair in zip(rows.detach(), in_rows(out.quantized.detach()), strict=True)]
+    turned = torch.stack([turn @ row for turn, row in zip(turns, rows, strict=True)])
+    torch.testing.assert_close(turned.detach(), in_rows(out.quantized.detach()), rtol=1e-4, atol=1e-5)
+    (turned * in_rows(weights)).sum().backward()
+    torch.testing.assert_close(z.grad, other.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_the_rotation_trick_is_the_librarys() -> None:
+    vectors, entries, weights = some(20, 5).requires_grad_(), some(20, 5, seed=2), some(20, 5, seed=3)
+    (rotated(vectors, entries) * weights).sum().backward()
+    other = vectors.detach().clone().requires_grad_()
+    (rotate_to(other, entries) * weights).sum().backward()
+    torch.testing.assert_close(vectors.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_vector_without_direction_or_opposite_to_its_entry_has_a_finite_gradient() -> None:
+    entries = some(4, 5)
+    vectors = torch.cat([-entries[:2], torch.zeros(1, 5), 1e-12 * entries[3:]]).requires_grad_()
+    rotated(vectors, entries).sum().backward()
+    assert vectors.grad.isfinite().all() and vectors.grad.abs().max() < 1e8
+    torch.testing.assert_close(rotated(vectors, entries)[:2], entries[:2])
 
 
 @pytest.mark.parametrize("cosine", [False, True])

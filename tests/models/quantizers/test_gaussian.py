@@ -1,0 +1,131 @@
+"""Continuous latents: a diagonal Gaussian, its divergence, its samples, and the scale that is measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+
+from models import VQGAN
+from models.configs import VQGANConfig
+from models.quantizers import make_quantizer
+from models.quantizers.gaussian import DiagonalGaussian
+from tests.models.helpers import TAMING, assert_same_bits, some, some_images, state_of
+from tests.processes import Process, on_processes
+
+DIM = 3
+
+
+def gaussian() -> DiagonalGaussian:
+    made = make_quantizer(VQGANConfig(quantizer="kl", latent_dim=DIM))
+    assert isinstance(made, DiagonalGaussian)
+    return made
+
+
+def some_z(batch: int = 4, seed: int = 1) -> Tensor:
+    return 2 * some(batch, 2 * DIM, 3, 3, seed=seed) + 0.5
+
+
+def test_the_loss_is_the_divergence_in_nats_of_a_latent() -> None:
+    z = some_z().requires_grad_()
+    kl = gaussian()(z).losses["kl"]
+    mean, log_variance = z.detach().chunk(2, dim=1)
+    expected = kl_divergence(Normal(mean, (log_variance / 2).exp()), Normal(0.0, 1.0)).sum(1).mean()
+    torch.testing.assert_close(kl, expected)
+    assert gaussian()(torch.zeros(2, 2 * DIM, 3, 3)).losses["kl"] == 0  # the standard normal
+    kl.backward()
+    torch.testing.assert_close(z.grad[:, :DIM], mean / (len(z) * 9))
+
+
+def test_a_sample_has_the_mean_and_the_deviation_that_the_encoder_says() -> None:
+    quantizer, z, noise = gaussian().eval(), some_z().requires_grad_(), some(4, DIM, 3, 3, seed=2)
+    out = quantizer(z, noise)
+    mean, deviation = z.detach()[:, :DIM], (z.detach()[:, DIM:] / 2).exp()
+    torch.testing.assert_close(out.quantized, mean + deviation * noise)
+    assert torch.equal(quantizer(z).quantized, mean) and torch.equal(quantizer.codes(z), mean)
+    assert torch.equal(quantizer.decode_codes(mean), mean) and not len(out.codes)
+    out.quantized.sum().backward()
+    torch.testing.assert_close(z.grad, torch.cat([torch.ones_like(mean), deviation * noise / 2], dim=1))
+
+
+def test_numbers_beyond_any_variance_stay_finite_and_the_precision_is_fp32() -> None:
+    quantizer, z = gaussian().eval(), torch.full((1, 2 * DIM, 1, 1), 1000.0)
+    assert quantizer(z, torch.ones(1, DIM, 1, 1)).quantized.isfinite().all()
+    half = some_z().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(quantizer(half).losses["kl"], quantizer(half.float()).losses["kl"])
+    assert gaussian().half().moments.dtype == torch.float32
+
+
+def updated(quantizer: DiagonalGaussian, batches: list[Tensor], step: int = 0, **more: Any) -> None:
+    for z in batches:
+        quantizer(z)
+    quantizer.after_update(step, 0, **more)
+
+
+def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_counts_for_nothing() -> None:
+    quantizer = gaussian()
+    assert quantizer.scale() is None
+    updated(quantizer, [some_z()])
+    means = some_z()[:, :DIM].double()
+    mean, deviation = quantizer.scale()
+    assert math.isclose(mean, means.mean(), rel_tol=1e-5)
+    assert math.isclose(deviation, means.std(correction=0), rel_tol=1e-5)
+    before = state_of(quantizer)
+    updated(quantizer, [torch.full_like(some_z(), math.nan)], skipped=torch.tensor(True))
+    quantizer.eval()(some_z(seed=2))
+    quantizer.after_update(2, 0)
+    assert_same_bits(quantizer, before)
+    updated(quantizer.train(), [some_z(seed=2)], skipped=torch.tensor(False))
+    assert not torch.equal(quantizer.moments, before["moments"])
+
+
+def test_the_scale_of_many_updates_is_an_average_that_forgets() -> None:
+    quantizer, expected = gaussian(), torch.zeros(3, dtype=torch.float64)
+    for step in range(5):
+        z = some_z(seed=step) * (step + 1)
+        updated(quantizer, [z], step)
+        means = z[:, :DIM].double()
+        now = torch.stack([torch.ones_like(means.mean()), means.mean(), means.square().mean()])
+        expected = 0.99 * expected + 0.01 * now
+    torch.testing.assert_close(quantizer.moments.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("processes", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
+def test_the_scale_is_that_of_the_whole_batch_however_it_is_cut(processes: int, micro_batches: int) -> None:
+    whole = gaussian()
+    updated(whole, [some_z(8)])
+
+    def work(process: Process) -> Tensor:
+        quantizer = gaussian()
+        quantizer.connect(process)
+        own = some_z(8).chunk(processes)[process.rank]
+        updated(quantizer, list(own.chunk(micro_batches)))
+        return quantizer.moments
+
+    for moments in on_processes(processes, work):
+        torch.testing.assert_close(moments, whole.moments, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_saved_model_says_its_scale(given: bool, tmp_path: Path) -> None:
+    scale = {"scaling_factor": 0.5, "shift_factor": 0.25} if given else {}
+    torch.manual_seed(0)
+    model = VQGAN.made({**TAMING, "quantizer": "kl", "latent_dim": DIM, **scale})
+    model(some_images())
+    model.quantizer.after_update(0, 0)
+    model.eval().save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    latents = model.encode(some_images())
+    expected = (0.5, 0.25) if given else (1 / latents.std(correction=0).item(), latents.mean().item())
+    assert (said["scaling_factor"], said["shift_factor"]) == pytest.approx(expected, rel=1e-4)
+    assert model.description()["scaling_factor"] == said["scaling_factor"]
+    loaded = VQGAN.from_pretrained(tmp_path)
+    assert torch.equal(loaded.encode(some_images()), latents)
+    assert loaded.saved_config()["scaling_factor"] == said["scaling_factor"]
