@@ -6,6 +6,7 @@ Weights and images are functions of their names, so that nothing but the outputs
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,9 +60,9 @@ CASES = {
     ),
     "vq": Case(
         "VQModel",
-        of_diffusers([32, 64, 64], (1,), layers_per_block=1, norm_num_groups=16, latent_channels=6, vq_embed_dim=4,
+        of_diffusers([32, 64, 64], (2,), layers_per_block=1, norm_num_groups=16, latent_channels=6, vq_embed_dim=4,
                      num_vq_embeddings=40, scaling_factor=0.5),
-        {"dim": 32, "ch_mult": [1, 2, 2], "num_resnet_blocks": [1], "attention_levels": [1], "z_channels": 6,
+        {"dim": 32, "ch_mult": [1, 2, 2], "num_resnet_blocks": [1], "attention_levels": [2], "z_channels": 6,
          "codebook_dim": 4, "codebook_size": 40, "norm_groups": 16, "quantizer": "vq", "vq_cosine": False},
     ),
     "taming": Case(
@@ -99,9 +100,14 @@ def images(case: str) -> Tensor:
     return torch.from_numpy(numbers(f"{case}/images", 2, 3, 16, 32)).float() / 2 + 0.5
 
 
-def state_of(case: str, shapes: dict[str, list[int]] | None = None) -> dict[str, Tensor]:
+def state_of(case: str) -> dict[str, Tensor]:
     """A public state dict."""
-    return weights_of(case, stored(case, "shapes") if shapes is None else shapes)
+    return dict(_state_of(case))
+
+
+@functools.cache
+def _state_of(case: str) -> dict[str, Tensor]:
+    return weights_of(case, stored(case, "shapes"))
 
 
 def stored(case: str, name: str) -> Any:

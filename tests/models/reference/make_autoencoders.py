@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from models.files.public import FORMATS, format_of
 from tests.models.reference.absent import unused
-from tests.models.reference.autoencoders import CASES, FILE, images, state_of, written
+from tests.models.reference.autoencoders import CASES, FILE, images, written
+from tests.models.reference.unets import weights_of
 
 # What the packages import for training.
 OTHERS = ("pytorch_lightning", "lightning", "main", "taming.main")
@@ -72,7 +73,7 @@ def main() -> None:
         said = {"shapes": {name: list(weight.shape) for name, weight in model.state_dict().items()}}
         if package in ("AutoencoderKL", "VQModel"):
             said["config"] = json.loads(model.to_json_string())
-        model.load_state_dict(state_of(case, said["shapes"]))
+        model.load_state_dict(weights_of(case, said["shapes"]))
         if package == "IBQ":
             model.model_ema.copy_to(model)
         with torch.no_grad():
