@@ -36,7 +36,7 @@ from training.flags.shared import add_computation_arguments, kernel_settings
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from data.samples import Samples
+    from data.fields import Samples
     from training.measures.fid import Gaussian
 
 SHOWN = 6  # samples in the picture

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..fields import Field, ImageField, read_sentence
+from ..fields import Field, ImageField, Samples, read_sentence
 from ..records.record import Entry, Record, Wanted
 from ..records.rows import Rows
-from ..samples import Samples
 from ..sets import has, open_records
 from .codes import StoredCodes
 from .shards import Array, ShardWriter, explained, read_columns
