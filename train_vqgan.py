@@ -154,6 +154,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
     pixel_loss, noise = F.mse_loss if args.l2_recon_loss else F.l1_loss, Noise(args.seed, "latents")
     colours_per_latent = generator.channels * 4**generator.num_layers
+    made = "codes" if generator.num_codes else "latents"
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return to_unit_range(batch["images"])
@@ -186,7 +187,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(validate), draw=in_precision(draw),
-        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
+        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{made}/"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))
