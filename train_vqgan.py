@@ -48,9 +48,9 @@ class LossFlags:
 
     init_from: str | None = flag(
         None,
-        "start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub "
-        "or a file of a VQGanVAE of muse-maskgit-pytorch, whose shape the flags that are not given take over; from the "
-        "file, the discriminator too",
+        "start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub, a folder of "
+        "diffusers or a file of taming-transformers, latent diffusion, LlamaGen, IBQ or muse-maskgit-pytorch, whose "
+        "shape the flags that are not given take over; from a file of the last, the discriminator too",
         FOLDER,
         title="model",
     )
