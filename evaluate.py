@@ -158,7 +158,7 @@ def go_through(
             raise ValueError(f"{n - log.count} samples of {args.data} could be read: give at least 2, better thousands")
 
 
-def reference(key: Sequence[Any], originals: Any, again: Callable[..., None], backend: Any) -> Gaussian:
+def reference(key: Sequence[Any], originals: Any, again: Callable[..., None], backend: distributed.Backend) -> Gaussian:
     """The distribution of the originals' features: what an earlier command has kept of this key; or what is found by
     going through them `again`, which is kept. Collective."""
     import torch
@@ -172,7 +172,7 @@ def reference(key: Sequence[Any], originals: Any, again: Callable[..., None], ba
     path, found = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
     with contextlib.suppress(ValueError, TypeError):  # it is not there, or damaged
         found = Gaussian(**read_state_dict(path))
-    if not backend.any(found is None) and found:
+    if all(backend.gather_objects(found is not None)) and found:
         backend.say(f"the statistics of the originals are those in {path}")
         return found
     again("judged originals", lambda samples, _: originals.add(samples))
@@ -250,7 +250,8 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         again("measured", use)
         everything = sorted(itertools.chain(*backend.gather_objects(notes)), key=lambda note: note["index"])
         checksums = [note["checksum"] for note in everything]
-        key = [weights_sha256, samples.fingerprint, prepared, checksums]
+        how = [args.batch_size, kernel_settings(args, backend)]
+        key = [weights_sha256, samples.fingerprint, prepared, checksums, *how]
         original = reference(key, features(), again, backend) if network else None
     values: dict[str, dict[str, Any]] = {}
     for place, (name, each) in enumerate(opened.items()):
@@ -296,7 +297,9 @@ def say_table(values: Mapping[str, Mapping[str, Any]], say: Callable[[str], None
         say("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
 
 
-def draw(args: argparse.Namespace, opened: Any, notes: Sequence[Any], samples: Samples, backend: Any) -> None:
+def draw(
+    args: argparse.Namespace, opened: Any, notes: Sequence[Any], samples: Samples, backend: distributed.Backend
+) -> None:
     """Write the picture of the samples whose PSNR differs most between models, or is lowest of a single one."""
     import torch
 

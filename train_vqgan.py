@@ -49,8 +49,8 @@ class LossFlags:
     init_from: str | None = flag(
         None,
         "start the generator from a run, a checkpoint, a model/ folder, USER/NAME of the Hugging Face Hub, a folder of "
-        "diffusers (AutoencoderKL, VQModel) or a file of taming-transformers, latent diffusion, LlamaGen, IBQ or "
-        "muse-maskgit-pytorch, whose shape the flags that are not given take over; from the last, the discriminator too",
+        "diffusers or a file of taming-transformers, latent diffusion, LlamaGen, IBQ or muse-maskgit-pytorch, whose "
+        "shape the flags that are not given take over; from a file of the last, the discriminator too",
         FOLDER,
         title="model",
     )
@@ -143,7 +143,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         )
     feed = image_feed(args, backend)
     models = {"generator": generator, "discriminator": discriminator}
-    run = Run(args, settings, backend, feed, models=models, columns=COLUMNS)
+    columns = [name for name in COLUMNS if generator.num_codes or not name.endswith("codes_used")]
+    run = Run(args, settings, backend, feed, models=models, columns=columns)
 
     generator.quantizer.connect(backend)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
@@ -154,6 +155,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
     pixel_loss, noise = F.mse_loss if args.l2_recon_loss else F.l1_loss, Noise(args.seed, "latents")
     colours_per_latent = generator.channels * 4**generator.num_layers
+    made = "codes" if generator.num_codes else "latents"
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return to_unit_range(batch["images"])
@@ -186,7 +188,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(validate), draw=in_precision(draw),
-        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
+        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{made}/"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))

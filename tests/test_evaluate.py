@@ -30,7 +30,7 @@ import trained
 import training.measures.fid
 from benchmarks.launching import Launcher, run
 from data.sets import open_videos
-from distributed.processes import Processes
+from distributed import Backend
 from models.perceptual import PerceptualLoss
 from tests.models.test_perceptual import part, published
 from tests.test_encode_images import vae
@@ -291,9 +291,9 @@ def test_statistics_of_originals_are_kept_for_the_same_pixels_and_weights_alone(
     photos = shutil.copytree(at / "photos", tmp_path / "photos")
     flags = ["--model", at / "a", "--image_folder", photos, *tiny]
 
-    def seen() -> tuple[int, dict[str, Any]]:
+    def seen(*how: str) -> tuple[int, dict[str, Any]]:
         TinyInception.seen = 0
-        report = report_of(*flags, output=tmp_path / "values")
+        report = report_of(*flags, *how, output=tmp_path / "values")
         return TinyInception.seen, without_speed(report)
 
     n = len(IMAGES)
@@ -308,6 +308,7 @@ def test_statistics_of_originals_are_kept_for_the_same_pixels_and_weights_alone(
     assert changed[0] == 2 * n and values(changed[1], at / "a")["rfid"] != values(first[1], at / "a")["rfid"]
     (tmp_path / "tiny.pth").write_bytes(b"others")
     assert seen()[0] == 2 * n
+    assert [seen("--precision", "bf16")[0] for _ in range(2)] == [2 * n, n]  # a judge rounds as it is told to
 
 
 def test_a_command_that_is_stopped_writes_nothing_and_can_be_repeated(
@@ -362,7 +363,7 @@ def test_processes_that_see_other_files_and_a_model_that_is_not_finite_end_in_a_
 ) -> None:
     flags = ["--model", at / "a", *PHOTOS(at)]
     with monkeypatch.context() as patch:
-        patch.setattr(Processes, "gather_objects", lambda self, value: [value, [len(IMAGES), "other names", "cpu"]])
+        patch.setattr(Backend, "gather_objects", lambda self, value: [value, [len(IMAGES), "other names", "cpu"]])
         assert "do not see the same files" in refused(capsys, *flags)
     monkeypatch.setattr(evaluate, "reconstructed", lambda model, x, backend: (x / 0, model.encode(x)))
     assert "not finite" in refused(capsys, *flags)

@@ -166,7 +166,7 @@ def test_the_decoder_alone_can_be_trained_and_resumed(quantizer: str, tmp_path: 
 
 @pytest.mark.parametrize("latent", ["sample", "mode"])
 def test_continuous_latents_are_sampled_with_the_noise_of_the_run_and_weighed_by_pixel(
-    latent: str, tmp_path: Path
+    latent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The decoder sees samples in training, and means elsewhere."""
     said = [*LATENTS["kl"], "--latent", latent, "--max_steps", "1", "--kl_loss_weight", "0.5",
@@ -180,6 +180,7 @@ def test_continuous_latents_are_sampled_with_the_noise_of_the_run_and_weighed_by
 
     with patch.object(DiagonalGaussian, "forward", watched):
         line = metrics(trained(tmp_path / "run", *said, "--validate_every_n_steps", "1"))[0]
+    assert capsys.readouterr().err.endswith("--output latents/\n")  # the command that uses the model
     in_training, elsewhere = ([noise for mode, noise in seen if mode == is_on] for is_on in (True, False))
     assert all(noise is None for noise in elsewhere) and elsewhere
     expected = Noise(0, "latents").normal(0, range(8), (4, 4, 4))

@@ -52,6 +52,8 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     attended, levels = config["attention_levels"] or (), range(len(config["ch_mult"]))
     attention = ["Attn" if level in attended else "" for level in levels]
     code, z_channels = channels_of(config)
+    if not model.num_codes and z_channels != code:
+        raise ValueError(f"an AutoencoderKL has as many z_channels as a latent has, {code}, this model {z_channels}")
     said: dict[str, Any] = {
         "_class_name": _CLASSES[config["quantizer"]], "act_fn": "silu",
         "block_out_channels": [config["dim"] * times for times in config["ch_mult"]],

@@ -25,7 +25,7 @@ from ..taming_config import KL, TAMING
 from ..vqgan import VQGAN
 from .building import build_on_meta, check_arguments
 from .description import describe_weights
-from .published import read_state_dict
+from .published import read_state_dict, shape_of
 from .writing import on_cpu, replacing
 
 GROUPS = 32
@@ -254,22 +254,17 @@ def _arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
     def public(layer: str) -> str:
         return public_name(f"encoder.{layer}", layout, 0)  # the encoder's are the same for any number of levels
 
-    def shape(name: str, dimensions: int = 4) -> tuple[int, ...]:
-        if name not in state or state[name].ndim != dimensions:
-            raise ValueError(f"it lacks {name} of {dimensions} dimensions")
-        return tuple(state[name].shape)
-
     def there(layer: str) -> list[str]:
         """Public names of the layers with the numbers 0, 1, ..., as long as there are some."""
         names = (public(layer.format(number)) for number in itertools.count())
         return list(itertools.takewhile(lambda name: name in state, names))
 
-    dim, channels = shape("encoder.conv_in.weight")[:2]
-    widths = [shape(name)[0] for name in there("down_{}_block_0.conv1.weight")]
+    dim, channels = shape_of(state, "encoder.conv_in.weight", 4)[:2]
+    widths = [shape_of(state, name, 4)[0] for name in there("down_{}_block_0.conv1.weight")]
     if not widths or dim < 1 or any(width % dim for width in widths):
         raise ValueError(f"its levels have {widths[:12]} channels, and those of such a body are multiples of {dim}")
     attended = [level for level in range(len(widths)) if public(f"down_{level}_attn_0.q.weight") in state]
-    z_channels, has_conv = shape("decoder.conv_in.weight")[1], "quant_conv.weight" in state
+    z_channels, has_conv = shape_of(state, "decoder.conv_in.weight", 4)[1], "quant_conv.weight" in state
     arguments: dict[str, Any] = {
         "image_size": max(256, 2 ** (len(widths) - 1)),  # any will do: no file says it
         "body": TAMING, "centred": True, "dim": dim, "channels": channels, "ch_mult": [each // dim for each in widths],
@@ -277,9 +272,9 @@ def _arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
         "z_channels": z_channels, "quant_conv": has_conv, "norm_groups": GROUPS,
     }  # fmt: skip
     if _CODEBOOK not in state:
-        code = shape("post_quant_conv.weight")[1] if has_conv else z_channels
+        code = shape_of(state, "post_quant_conv.weight", 4)[1] if has_conv else z_channels
         return {**arguments, "quantizer": KL, "latent_dim": code}
-    size, code = shape(_CODEBOOK, 2)
+    size, code = shape_of(state, _CODEBOOK, 2)
     of_codes = {"codebook_size": size, "codebook_dim": code, "vq_cosine": layout.is_cosine}
     return {**arguments, "quantizer": "vq", **of_codes}
 

@@ -29,7 +29,7 @@ _KINDS = {
     "ibq": _Kind("index backpropagation", "index_backprop", "IndexBackpropQuantizer"),
 }
 # Of a configuration with `latent_dim`.
-_CONTINUOUS = {"kl": _Kind("none, but a diagonal Gaussian of continuous latents", "gaussian", "DiagonalGaussian")}
+_CONTINUOUS = {"kl": _Kind("or no codes: continuous latents", "gaussian", "DiagonalGaussian")}
 #: What each quantizer is, in a few words, by name.
 QUANTIZERS = {name: kind.words for name, kind in _KINDS.items()}
 #: And what there is beside them where latents may be continuous.

@@ -64,7 +64,7 @@ class DiagonalGaussian(Bottleneck):
             latents = mean if noise is None else mean + (0.5 * log_variance).exp() * noise
             if self.is_learning:
                 wide = latents.detach().double()
-                self._sums.append(torch.stack([wide.new_tensor(wide.numel()), wide.sum(), wide.square().sum()]))
+                self._sums.append(torch.stack([wide.new_full((), wide.numel()), wide.sum(), wide.square().sum()]))
             return Quantized(latents, torch.empty(0, dtype=torch.int64, device=z.device), {"kl": kl})
 
     @torch.no_grad()

@@ -225,7 +225,8 @@ class Judge:
     def _shown_to(self, engine: Any) -> Iterator[_Shown]:
         """What is shown of each micro-batch."""
         for micro in engine.micro_batches(self._batch):
-            yield _Shown(self._images(micro), self._given(micro, self._step), self._drawn(micro, self._step))
+            drawn = self._drawn(micro, self._step) if engine is self._generator else {}
+            yield _Shown(self._images(micro), self._given(micro, self._step), drawn)
 
 
 def _twice(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
