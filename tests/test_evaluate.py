@@ -28,7 +28,7 @@ import models.files.published
 import models.i3d
 import trained
 import training.measures.fid
-from benchmarks.launching import Launcher, run
+from benchmarks.launching import ONE_PROCESS, Launcher, run
 from data.sets import open_videos
 from distributed import Backend
 from models.perceptual import PerceptualLoss
@@ -124,9 +124,12 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def compared(at: Path, judges: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a command that compares two models by everything that there is."""
+    """The files of a command that compares two models by everything that there is; in a process of its own, because
+    tests before this one may have changed how this process computes."""
     folder = tmp_path_factory.mktemp("compared")
-    report_of(*command(at, judges), output=folder / "values")
+    words = [*command(at, judges), "--output", folder / "values", "--num_workers", 0, "--batch_size", 4]
+    finished = run(ONE_PROCESS, "evaluate.py", [*map(str, words)])
+    assert finished.returncode == 0, finished.output
     return folder
 
 
