@@ -143,15 +143,15 @@ def one_line_of(read: Callable[[Path], object], path: Path) -> str:
 
 def kept_bytes(call: Callable[[], Any]) -> tuple[Any, int]:
     """What a call gives, and the bytes that are kept for its backward pass."""
-    kept = dict[int, int]()
+    kept = dict[int, Any]()  # storages, by address: held here, so that no other one gets the same address meanwhile
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = call()
-    return out, sum(kept.values())
+    return out, sum(storage.nbytes() for storage in kept.values())
 
 
 class _Border(torch.autograd.Function):
