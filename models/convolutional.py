@@ -4,10 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+
+from .files.pretrained import Pretrained
+
+Self = TypeVar("Self", bound="Autoencoder")
+
+
+class Autoencoder(Pretrained):
+    """A model with an `encoder`, a `quantizer` and a `decoder`, which may learn alone."""
+
+    quantizer: Any
+    _is_encoder_frozen = False
+
+    def freeze_encoder(self) -> None:
+        """Keep all that comes before the decoder as it is: the encoder, and the quantizer with its codebook and its
+        averages. Only the weights of `decoder` learn."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith("decoder."))
+        self._is_encoder_frozen = True
+        self.train(self.training)
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """As in `nn.Module`, but a frozen quantizer stays in eval mode."""
+        super().train(mode)
+        self.quantizer.train(mode and not self._is_encoder_frozen)
+        return self
 
 
 class ResBlock(nn.Module):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .configs import VideoTokenizerConfig
-from .convolutional import check_codes, check_range
-from .files.pretrained import Pretrained
+from .convolutional import Autoencoder, check_codes, check_range
 from .quantizers import make_quantizer
 from .recompute import recomputed
 from .video.causal import CausalConv3d, Context, RMSNorm, StreamState, TimeUp
@@ -44,7 +43,7 @@ class VideoTokenizerOutput(NamedTuple):
     `VideoTokenizer.last_layer_gradient`."""
 
 
-class VideoTokenizer(Pretrained):
+class VideoTokenizer(Autoencoder):
     """Videos (b, c, f, h, w) to codes (b, f', h', w') and back; an image is a video of one frame.
 
     A code depends on no later frame: with S_t = `frames_per_code` and S_s = `pixels_per_code`, f = 1 + S_t n frames
@@ -69,7 +68,6 @@ class VideoTokenizer(Pretrained):
 
     def __init__(self, config: VideoTokenizerConfig) -> None:
         super().__init__()
-        self._is_encoder_frozen = False
         self.config = config.plain()
         check_options(config)
         self.frames_per_code = frames_per_code(config.layers)
@@ -200,7 +198,7 @@ class VideoTokenizer(Pretrained):
         return self.decoder.last_layer_gradient(features, gradient)
 
     @torch.no_grad()
-    def inflate_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
+    def inflate_from(self, source: str | Path | Autoencoder, name: str = "the other model") -> None:
         """Take the weights of a tokenizer of the same arguments that was trained on images alone, to train on videos.
 
         Images train only the last time slice of each kernel; the others, still random, become 0 here, and so do the
@@ -223,19 +221,6 @@ class VideoTokenizer(Pretrained):
             if edge.first is not None:  # images did not train the other one at all
                 edge.conv.weight[:, :, -1:] = edge.first.weight
                 edge.conv.bias.copy_(edge.first.bias)  # type: ignore[union-attr, arg-type]
-
-    def freeze_encoder(self) -> None:
-        """Keep the encoder and the codebook as they are; only the decoder learns."""
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.startswith("decoder."))
-        self._is_encoder_frozen = True
-        self.train(self.training)
-
-    def train(self: Self, mode: bool = True) -> Self:
-        """As in `nn.Module`, but a frozen codebook stays in eval mode."""
-        super().train(mode)
-        self.quantizer.train(mode and not self._is_encoder_frozen)
-        return self
 
     def _latents(self, videos: Tensor) -> Iterable[Tensor]:
         """Latents (b, d, f', h', w') before quantization, in chunks of frames; in train mode, in one."""

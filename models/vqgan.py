@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from .configs import VQGANConfig, check_choices
-from .convolutional import ResBlock, as_square, channels_last, check_codes, check_images, group_norm, leaky_relu
-from .files.pretrained import Pretrained
+from .convolutional import (
+    Autoencoder,
+    ResBlock,
+    as_square,
+    channels_last,
+    check_codes,
+    check_images,
+    group_norm,
+    leaky_relu,
+)
 from .quantizers import make_quantizer
 from .recompute import recomputed
 from .taming import body as taming_body
@@ -37,7 +45,7 @@ class VQGANOutput(NamedTuple):
     """(b, dim, h, w): input of the decoder's last layer, detached; for `VQGAN.last_layer_gradient`."""
 
 
-class VQGAN(Pretrained):
+class VQGAN(Autoencoder):
     """Images to a grid of codes and back. Fully convolutional: any height and width that 2^num_layers divides.
 
     Gradient checkpointing computes each layer of encoder and decoder again in the backward pass of training instead of
@@ -57,7 +65,6 @@ class VQGAN(Pretrained):
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__()
-        self._is_encoder_frozen = False
         self.config = config.plain()
         check_choices(config)
         dim, channels = config.dim, config.channels
@@ -154,20 +161,6 @@ class VQGAN(Pretrained):
         elif codes.dim() != 4 or codes.shape[1] != self.quantizer.dim:
             raise ValueError(f"latents of shape {tuple(codes.shape)}: give (b, {self.quantizer.dim}, h', w')")
         return self._decode(self.quantizer.decode_codes(codes))[0]
-
-    def freeze_encoder(self) -> None:
-        """Keep the encoder, with quant_conv, and the quantizer, its averages included, as they are; only the decoder,
-        with post_quant_conv, learns."""
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.startswith("decoder."))
-        self._is_encoder_frozen = True
-        self.train(self.training)
-
-    def train(self: Self, mode: bool = True) -> Self:
-        """As in `nn.Module`, but a frozen quantizer stays in eval mode."""
-        super().train(mode)
-        self.quantizer.train(mode and not self._is_encoder_frozen)
-        return self
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
         """Gradient of a loss with respect to the weight of the decoder's last layer, without a backward pass through
