@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.process
 import os
 import signal
 import sys
@@ -19,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tandem.files.exits import CannotGoOn, leave
 
-# A forked worker starts with one thread, so its signal mask holds for all of them, and it shares the lists of files.
-START_METHOD = "fork" if sys.platform == "linux" else None
+_BEGIN_SECONDS = 10.0  # a worker needs milliseconds; one that a busy machine delays for longer is only started again
 
 _LEFT_TO_THE_MAIN_PROCESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -52,7 +54,7 @@ class Loader:
             collate_fn=_unchanged,
             num_workers=num_workers,
             worker_init_fn=_become_worker,
-            multiprocessing_context=START_METHOD if num_workers else None,
+            multiprocessing_context=_FORK if num_workers else None,
             persistent_workers=keep_workers and num_workers > 0,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each pass would draw its base seed from the global generator
@@ -67,6 +69,39 @@ class Loader:
             # expected only where a result is waited for, and PyTorch looks for dead workers there, too.
             signal.signal(signal.SIGCHLD, handler)
         return map(_raised, _watched(results) if self._loader.num_workers else results)
+
+
+class _ForkedWorker(multiprocessing.context.ForkProcess):
+    """A forked process that is started again if it does not begin. Some versions of Python 3.10 and 3.11 hang in a
+    child that was forked while a library's own thread entered Python (https://github.com/python/cpython/issues/112275),
+    as Gloo's do after a collective."""
+
+    waiting: multiprocessing.connection.Connection  # open until the process runs
+
+    @staticmethod
+    def _Popen(process_obj: multiprocessing.process.BaseProcess) -> Any:
+        assert isinstance(process_obj, _ForkedWorker)
+        while True:
+            begun, process_obj.waiting = multiprocessing.Pipe(duplex=False)
+            with begun:
+                forked = multiprocessing.context.ForkProcess._Popen(process_obj)
+                process_obj.waiting.close()
+                if begun.poll(_BEGIN_SECONDS):  # nothing is sent: the worker closes the pipe
+                    return forked
+                forked.kill()
+                forked.wait()
+
+    def run(self) -> None:
+        self.waiting.close()
+        super().run()
+
+
+class _Fork(multiprocessing.context.ForkContext):
+    Process = _ForkedWorker
+
+
+# A forked worker starts with one thread, so its signal mask holds for all of them, and it shares the lists of files.
+_FORK = _Fork() if sys.platform == "linux" else None
 
 
 _OF_TORCH = "DataLoader worker (pid"  # begins PyTorch's messages about workers that have died
@@ -147,7 +182,7 @@ def _signals_held_back() -> Iterator[None]:
 
 def _become_worker(worker_id: int) -> None:
     """DataLoader's worker_init_fn: make the worker end when the main process ends it or is gone."""
-    if START_METHOD == "fork":
+    if _FORK is not None:
         threading.Thread(target=_end_with_the_main_process, daemon=True).start()
     else:  # torch's own handler ends the worker, and its loop looks for the main process every few seconds
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

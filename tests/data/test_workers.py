@@ -66,6 +66,30 @@ def test_a_worker_that_was_killed_between_two_passes_is_one_line():
         list(loader)
 
 
+HANGS = f"""
+import os, sys, time
+import psutil
+sys.path.insert(0, {str(ROOT)!r})
+from data import workers
+workers._BEGIN_SECONDS = 1
+forks = []
+
+def hang():  # as a lock does that another thread held, before the child's os.fork returns
+    if len(forks) in (1, 3):
+        time.sleep(3600)
+
+os.register_at_fork(before=lambda: forks.append(0), after_in_child=hang)
+results = iter(workers.Loader(abs, range(4), num_workers=3))
+print(len(forks), len(psutil.Process().children()), *results)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+def test_a_worker_that_hangs_in_its_fork_is_started_again():
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, timeout=120, check=True)  # of a hang
+    assert done.stdout == b"5 3 0 1 2 3\n"
+
+
 PROGRAM = f"""
 import os, signal, sys
 import torch.utils.data._utils.worker
