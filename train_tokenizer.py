@@ -45,7 +45,7 @@ COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/rfvd",
 
 @dataclass
 class LossFlags:
-    """Where the weights come from and which of them learn, the reconstruction loss, and what is measured."""
+    """Where the weights come from, the reconstruction loss, and what is measured."""
 
     init_from: str | None = flag(
         None,
@@ -58,9 +58,6 @@ class LossFlags:
         False,
         "the model of --init_from was trained on images: frames begin as images, without memory of earlier ones",
         needs=given("init_from", "DIR"),
-    )
-    train_decoder_only: bool = flag(
-        False, "keep the encoder and the codebook as --init_from has them", needs=given("init_from", "DIR")
     )
     l1_recon_loss: bool = flag(False, "mean absolute instead of squared error", title="reconstruction loss")
     fvd_weights: str | None = flag(
@@ -97,7 +94,7 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
     load = VideoTokenizer.inflate_from if args.inflate else VideoTokenizer.load_weights_from
     generator: VideoTokenizer = built(VideoTokenizer, args, load)
     check_frames(args.num_frames, generator.frames_per_code)
-    if args.train_decoder_only:
+    if args.train == "decoder":
         generator.freeze_encoder()
     return generator
 

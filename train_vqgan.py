@@ -54,12 +54,6 @@ class LossFlags:
         FOLDER,
         title="model",
     )
-    train: str = flag(
-        "all",
-        "what learns: all, or the decoder alone, beside the encoder and the codes or latents of --init_from",
-        choices=("all", "decoder"),
-        lasting=True,
-    )
     l2_recon_loss: bool = flag(False, "mean squared instead of absolute error", title="reconstruction loss")
     betas: tuple[float, ...] = flag((0.9, 0.999), "betas of Adam", two_fractions, title="schedule")
     lr_drop_epochs: tuple[float, ...] | None = flag(
@@ -72,11 +66,6 @@ class LossFlags:
         needs=VALIDATION,
         title="evaluation",
     )
-
-    @classmethod
-    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        if args.train == "decoder" and not args.init_from:
-            parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
 
 
 @dataclass
@@ -216,7 +205,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         ema.update(update.skipped)
         if generator.num_codes:
             run.log_codes(codes, generator.num_codes)
-        run.log(update, entropy_loss_weight=weights["entropy"])
+            run.log(entropy_loss_weight=weights["entropy"])
+        run.log(update)
         if is_adversarial:
             is_punished = step % args.apply_grad_penalty_every == 0
             for discr_loss, lecam, penalty in judge.critic_losses(with_penalty=is_punished):

@@ -4,6 +4,7 @@ PyTorch, so that `--help` is fast."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from tandem.converters import any_float, non_negative_float, positive_float, siz
 from tandem.fields import ModelConfig, flag, when
 
 TAMING, KL = "taming", "kl"
+MEASURED = "scale_is_measured"  # in config.json: the scale follows from averages among the weights, and moves with them
 _OF_TAMING = when("body", TAMING)
 
 
@@ -83,6 +85,16 @@ class LatentConfig(ModelConfig):
         lasting=True,
         needs=when("quantizer", KL),
     )
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        return super().shape_of(unmeasured(model), args)
+
+
+def unmeasured(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a model in whose configuration may stand the scale that it has measured."""
+    config = dict(config)
+    return {**config, "scaling_factor": None, "shift_factor": None} if config.pop(MEASURED, False) else config
 
 
 @dataclass

@@ -27,7 +27,7 @@ from .quantizers import make_quantizer
 from .recompute import recomputed
 from .taming import body as taming_body
 from .taming import halvings
-from .taming_config import TAMING
+from .taming_config import MEASURED, TAMING, unmeasured
 
 Self = TypeVar("Self", bound="VQGAN")
 
@@ -192,7 +192,7 @@ class VQGAN(Autoencoder):
     @classmethod
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
         # A folder without this argument is of a version that centred no images.
-        return super().with_weights(source, {"centred": False, **config}, weights)
+        return super().with_weights(source, {"centred": False, **unmeasured(config)}, weights)
 
     def latent_shape(self, side: int) -> tuple[int, int, int]:
         """[d, h', w'] of the continuous latents of images of this side."""
@@ -204,7 +204,7 @@ class VQGAN(Autoencoder):
         if measured is None:
             return self.config
         mean, deviation = measured
-        return {**self.config, "scaling_factor": 1 / max(deviation, 1e-12), "shift_factor": mean}
+        return {**self.config, "scaling_factor": 1 / max(deviation, 1e-12), "shift_factor": mean, MEASURED: True}
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):

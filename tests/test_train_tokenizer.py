@@ -114,7 +114,7 @@ def test_beside_each_picture_lies_a_film_of_the_original_and_both_models(finishe
 @pytest.mark.parametrize("quantizer", ["lfq", "vq"])
 def test_the_decoder_alone_can_be_trained(quantizer: str, tmp_path: Path) -> None:
     first = VIDEO_TOKENIZER.train(tmp_path / "first", "--quantizer", quantizer, "--max_steps", "2")
-    flags = ["--quantizer", quantizer, "--init_from", str(first / "model"), "--train_decoder_only", "--max_steps", "3",
+    flags = ["--quantizer", quantizer, "--init_from", str(first / "model"), "--train", "decoder", "--max_steps", "3",
              "--weight_decay", "1"]  # fmt: skip
     whole = VIDEO_TOKENIZER.train(tmp_path / "run", *flags, *ALTERNATING, "--grad_accum_steps", "2")
     before, after = final_weights(first), final_weights(whole)
@@ -158,7 +158,7 @@ def test_every_mistake_gives_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--image_every", "2"], "--image_every has no effect without --image_folder"),
         (["--checkpoints_folder", "b"], "--checkpoints_folder"),
         ([*images, "--image_every", "1"], "a whole number above 1"),
-        (["--train_decoder_only"], "--train_decoder_only has no effect"),
+        (["--train", "decoder"], "give its model as --init_from"),
         (["--fps", "8", "--frame_stride", "2"], "--frame_stride has no effect"),
         (["--discr_layers", "4"], "discriminator of 4 layers"),
     ]

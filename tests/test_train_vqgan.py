@@ -164,6 +164,21 @@ def test_the_decoder_alone_can_be_trained_and_resumed(quantizer: str, tmp_path: 
     assert "--train" in VQGAN.refused_alone(*changed)
 
 
+@pytest.mark.parametrize(
+    "given", [[], ["--scaling_factor", "0.5", "--shift_factor", "0.25"]], ids=["measured", "given"]
+)
+def test_a_run_that_goes_on_from_another_keeps_a_scale_that_was_given_and_measures_on_what_was_measured(
+    given: list[str], tmp_path: Path
+) -> None:
+    """A latent moves on while its encoder learns."""
+    first = trained(tmp_path / "first", *LATENTS["kl"], *given, "--max_steps", "2")
+    second = trained(tmp_path / "second", "--init_from", str(first), "--learning_rate", "0.1", "--max_steps", "2")
+    before, after = (json.loads((run / "model" / "config.json").read_text()) for run in (first, second))
+    names = ("scaling_factor", "shift_factor")
+    assert [before[name] == after[name] for name in names] == [bool(given)] * 2
+    assert [before.get("scale_is_measured"), after.get("scale_is_measured")] == [None if given else True] * 2
+
+
 @pytest.mark.parametrize("latent", ["sample", "mode"])
 def test_continuous_latents_are_sampled_with_the_noise_of_the_run_and_weighed_by_pixel(
     latent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -74,7 +74,8 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     with replacing(folder / _CONFIG) as unfinished:
         unfinished.write_text(json.dumps(said, indent=2) + "\n")
     unknown = f"; its scaling_factor is unknown, and {_USUAL_SCALE}, that of Stable Diffusion 1, is written"
-    return f"load it by {said['_class_name']}.from_pretrained" + ("" if config["scaling_factor"] else unknown)
+    is_known = bool(model.num_codes or config["scaling_factor"])
+    return f"load it by {said['_class_name']}.from_pretrained" + ("" if is_known else unknown)
 
 
 def _read(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

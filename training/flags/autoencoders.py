@@ -63,6 +63,13 @@ class AdversaryFlags(PerceptualFlags):
 
     generator_width: ClassVar[str] = "dim"
 
+    train: str = flag(
+        "all",
+        "what learns: all, or the decoder alone, beside the encoder and the codes or latents of --init_from",
+        choices=("all", "decoder"),
+        title="model",
+        lasting=True,
+    )
     discr_dim: int | None = flag(
         None, "first channels of the discriminator (default: the generator's)", width, title="adversary", lasting=True
     )
@@ -125,6 +132,8 @@ class AdversaryFlags(PerceptualFlags):
         """The defaults of --discr_dim and --gan_weight_scale. Published trainers take the whole adaptive weight beside
         a perceptual loss; without one, an adversarial gradient as strong as that of the pixels undoes the
         reconstruction."""
+        if args.train == "decoder" and not args.init_from:
+            parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
         args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)
         if args.gan_weight_scale is None:
             is_alone = args.gan_weight == "adaptive" and args.perceptual == "none"

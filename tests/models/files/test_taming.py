@@ -85,9 +85,10 @@ def test_the_configuration_that_is_written_says_what_the_public_one_says(case: s
     assert {name: back[name] for name in back} == {**{name: config[name] for name in back}, "sample_size": 256}
 
 
-def test_a_scale_that_was_measured_is_written_and_one_that_nobody_knows_is_said_to_be_assumed(tmp_path: Path) -> None:
-    model = VQGAN.made({**SMALL, "quantizer": "kl"})
-    assert "unknown" in str(FORMATS["diffusers"].save(model, tmp_path / "unknown"))
+@pytest.mark.parametrize("quantizer, is_said", [("kl", True), ("vq", False)])
+def test_a_scale_that_nobody_knows_is_said_to_be_assumed(quantizer: str, is_said: bool, tmp_path: Path) -> None:
+    model = VQGAN.made({**SMALL, "quantizer": quantizer})
+    assert ("unknown" in str(FORMATS["diffusers"].save(model, tmp_path / "unknown"))) == is_said
 
 
 def with_prefix(prefix: str, state: State) -> State:

@@ -128,4 +128,5 @@ def test_a_saved_model_says_its_scale(given: bool, tmp_path: Path) -> None:
     assert model.description()["scaling_factor"] == said["scaling_factor"]
     loaded = VQGAN.from_pretrained(tmp_path)
     assert torch.equal(loaded.encode(some_images()), latents)
-    assert loaded.saved_config()["scaling_factor"] == said["scaling_factor"]
+    assert loaded.saved_config() == model.saved_config()
+    assert loaded.config["scaling_factor"] == (0.5 if given else None)
