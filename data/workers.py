@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tandem.files.exits import CannotGoOn, leave
 
-_BEGIN_SECONDS = 10.0  # a worker needs milliseconds; one that a busy machine delays for longer is only started again
+_BEGIN_SECONDS = (10.0, 20.0, 40.0, 80.0)  # in which a worker, which needs milliseconds, begins, or is forked again
 
 _LEFT_TO_THE_MAIN_PROCESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -74,25 +74,34 @@ class Loader:
 class _ForkedWorker(multiprocessing.context.ForkProcess):
     """A forked process that is started again if it does not begin. Some versions of Python 3.10 and 3.11 hang in a
     child that was forked while a library's own thread entered Python (https://github.com/python/cpython/issues/112275),
-    as Gloo's do after a collective."""
+    as Gloo's do after a collective. It goes on only when it was heard, because a process that is ended later may hold
+    the lock of a queue."""
 
-    waiting: multiprocessing.connection.Connection  # open until the process runs
+    ends: tuple[multiprocessing.connection.Connection, ...]  # of a pipe: the main process's, and that of this process
 
     @staticmethod
     def _Popen(process_obj: multiprocessing.process.BaseProcess) -> Any:
         assert isinstance(process_obj, _ForkedWorker)
-        while True:
-            begun, process_obj.waiting = multiprocessing.Pipe(duplex=False)
-            with begun:
+        for seconds in _BEGIN_SECONDS:
+            main, own = process_obj.ends = multiprocessing.Pipe()
+            with main:
                 forked = multiprocessing.context.ForkProcess._Popen(process_obj)
-                process_obj.waiting.close()
-                if begun.poll(_BEGIN_SECONDS):  # nothing is sent: the worker closes the pipe
+                own.close()
+                if main.poll(seconds):
+                    with contextlib.suppress(OSError, EOFError):  # it has died: torch says so
+                        main.recv_bytes()
+                        main.send_bytes(b"go on")
                     return forked
                 forked.kill()
                 forked.wait()
+        raise CannotGoOn("loader processes do not begin: give --num_workers 0, or more CPUs or memory")
 
     def run(self) -> None:
-        self.waiting.close()
+        main, own = self.ends
+        main.close()
+        with own, contextlib.suppress(OSError, EOFError):
+            own.send_bytes(b"begun")
+            own.recv_bytes()
         super().run()
 
 
