@@ -91,9 +91,8 @@ def reconstructed(model: Any, samples: Tensor, backend: distributed.Backend) -> 
     """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
     backend.mark("reconstructing")
     with backend.autocast():
-        if model.num_codes:
-            return model.decode(codes := model.encode(samples)), codes
-        return model(samples).reconstruction, samples.new_zeros(0).long()
+        codes = model.encode(samples)
+        return model.decode(codes), codes if model.num_codes else samples.new_zeros(0).long()
 
 
 def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[str, Any]:
@@ -158,9 +157,11 @@ def go_through(
             raise ValueError(f"{n - log.count} samples of {args.data} could be read: give at least 2, better thousands")
 
 
-def reference(key: Sequence[Any], originals: Any, again: Callable[..., None], backend: distributed.Backend) -> Gaussian:
-    """The distribution of the originals' features: what an earlier command has kept of this key; or what is found by
-    going through them `again`, which is kept. Collective."""
+def reference(
+    key: Sequence[Any], originals: Any, dim: int, again: Callable[..., None], backend: distributed.Backend
+) -> Gaussian:
+    """The distribution of the originals' features, of length `dim`: what an earlier command has kept of this key; or
+    what is found by going through them `again`, which is kept. Collective."""
     import torch
     from safetensors.torch import save
 
@@ -172,6 +173,8 @@ def reference(key: Sequence[Any], originals: Any, again: Callable[..., None], ba
     path, found = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
     with contextlib.suppress(ValueError, TypeError):  # it is not there, or damaged
         found = Gaussian(**read_state_dict(path))
+        if [*map(len, found)] != [dim, dim] or not all(part.isfinite().all() for part in found):
+            found = None
     if all(backend.gather_objects(found is not None)) and found:
         backend.say(f"the statistics of the originals are those in {path}")
         return found
@@ -226,7 +229,8 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
     backend.say(f"{len(samples)} samples of {args.data}: {prepared}")
     quality = {name: make(each.model.num_codes, device=device, losses=(), lpips=lpips) for name, each in opened.items()}
-    features = partial(exact.Features, network, getattr(network, "dim", I3D_DIM), device)
+    dim = getattr(network, "dim", I3D_DIM)
+    features = partial(exact.Features, network, dim, device)
     made_of = {name: features() for name in opened if network}
     notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
 
@@ -252,7 +256,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         checksums = [note["checksum"] for note in everything]
         how = [args.batch_size, kernel_settings(args, backend)]
         key = [weights_sha256, samples.fingerprint, prepared, checksums, *how]
-        original = reference(key, features(), again, backend) if network else None
+        original = reference(key, features(), dim, again, backend) if network else None
     values: dict[str, dict[str, Any]] = {}
     for place, (name, each) in enumerate(opened.items()):
         found, _ = quality[name].result(backend.sum)
@@ -261,8 +265,9 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             made, score = made_of[name].result(backend.sum)
             found |= score
             backend.working("computing the Fréchet distance")
-            if backend.is_root:
-                found["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(original, made)
+            with backend.agreement():
+                if backend.is_root:
+                    found["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(original, made)
         shown = {measure: found[measure] for measure in HEADINGS if measure in found}
         values[name] = {**shown, "samples_per_second": speed, "num_codes": each.model.num_codes, **each.about}
     with backend.agreement():

@@ -103,7 +103,7 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
     attended = set(config.attention_levels or ())
     if not attended <= set(range(levels)):
         raise ValueError(f"attention_levels {sorted(attended)}: ch_mult has the levels 0 to {levels - 1}")
-    if config.dim % groups:
+    if groups < 1 or config.dim % groups:
         raise ValueError(f"norm_groups {groups} do not divide dim {config.dim}; use a smaller norm_groups")
     blocks, *others = config.num_resnet_blocks
     if others or blocks < 1:

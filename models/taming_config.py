@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.converters import any_float, non_negative_float, positive_float, size, sizes, width
-from tandem.fields import ModelConfig, flag, when
+from tandem.fields import ModelConfig, flag, given, when
 
 TAMING, KL = "taming", "kl"
 MEASURED = "scale_is_measured"  # in config.json: the scale follows from averages among the weights, and moves with them
 _OF_TAMING = when("body", TAMING)
+_LARGEST_SCALE = 1e6
 
 
 @dataclass
@@ -80,15 +81,26 @@ class LatentConfig(ModelConfig):
     )
     shift_factor: float | None = flag(
         None,
-        "mean of the latents (kl; default: measured, as --scaling_factor)",
+        "mean of the latents (kl; default: 0 beside --scaling_factor, else measured)",
         any_float,
         lasting=True,
-        needs=when("quantizer", KL),
+        needs=(when("quantizer", KL), given("scaling_factor", "X")),
     )
 
     @classmethod
     def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         return super().shape_of(unmeasured(model), args)
+
+
+def check_scale(config: LatentConfig) -> None:
+    """Check the numbers, which may be a stranger's. Raises ValueError, in one line, if one is no number below 1e6, or
+    the factor is not above 0."""
+    for name in ("scaling_factor", "shift_factor"):
+        number = getattr(config, name)
+        if number is not None and (type(number) not in (int, float) or not abs(number) < _LARGEST_SCALE):
+            raise ValueError(f"{name} {str(number)[:80]} is no number below {_LARGEST_SCALE:.0f}")
+    if config.scaling_factor is not None and config.scaling_factor <= 0:
+        raise ValueError(f"scaling_factor {config.scaling_factor}: it has to be above 0")
 
 
 def unmeasured(config: Mapping[str, Any]) -> dict[str, Any]:

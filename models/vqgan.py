@@ -27,7 +27,7 @@ from .quantizers import make_quantizer
 from .recompute import recomputed
 from .taming import body as taming_body
 from .taming import halvings
-from .taming_config import MEASURED, TAMING, unmeasured
+from .taming_config import MEASURED, TAMING, check_scale, unmeasured
 
 Self = TypeVar("Self", bound="VQGAN")
 
@@ -67,6 +67,7 @@ class VQGAN(Autoencoder):
         super().__init__()
         self.config = config.plain()
         check_choices(config)
+        check_scale(config)
         dim, channels = config.dim, config.channels
         num_layers = halvings(config.ch_mult) if config.body == TAMING else config.num_layers
         if not 1 <= num_layers <= 40:

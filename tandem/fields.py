@@ -154,6 +154,15 @@ class ModelConfig:
         return {name: model[name] for _, name, said, _ in flags_of(cls) if said.lasting and name in model}
 
     @classmethod
+    def idle(cls, args: Any) -> frozenset[str]:
+        """Names of those that have no effect beside the values that other arguments have."""
+        return frozenset(
+            name
+            for _, name, said, _ in flags_of(cls)
+            if any(need.value and hasattr(args, need.flag) and not need.is_met(args) for need in said.needs)
+        )
+
+    @classmethod
     def not_in_the_weights(cls) -> frozenset[str]:
         """Names of those that have no effect on the weights."""
         return frozenset(name for _, name, said, _ in flags_of(cls) if not said.is_of_weights)

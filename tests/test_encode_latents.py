@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -174,6 +175,16 @@ def test_classes_in_a_manifest_are_the_labels(source, tmp_path):
     assert [images.load(number)["label"] for number in range(3)] == [3, 1, 0]
     with pytest.raises(ValueError, match="its class is 'dog'"):
         images.load(3)
+
+
+def test_without_classes_in_a_manifest_folders_are_the_labels(source, tmp_path):
+    names = [name for name in IMAGES if "/" in name]
+    shutil.copytree(source, tmp_path / "images")
+    (tmp_path / "images" / "all.csv").write_text("path\n" + "".join(f"{name}\n" for name in names))
+    images = open_labelled(str(tmp_path / "images" / "all.csv"), image_size=SIZE, channels=3)
+    folders = sorted({name.split("/")[0] for name in names})
+    assert len(folders) > 1
+    assert [images.load(n)["label"] for n in range(len(names))] == [folders.index(x.split("/")[0]) for x in names]
 
 
 def test_classes_of_a_table_have_the_numbers_that_they_have_there(source, tmp_path):

@@ -261,9 +261,16 @@ def test_a_config_is_of_use_with_another_quantizer_on_the_command_line(in_file: 
 def test_a_stranger_s_model_whose_configuration_is_no_shape_is_refused_in_one_line(
     name: str, value: Any, tmp_path: Path
 ) -> None:
-    model = Generator.made({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 64})
+    quantizer = "fsq" if name == "fsq_levels" else "lfq"
+    model = Generator.made({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 256, "quantizer": quantizer})
     line = VQGAN.refused(tmp_path / "run", "--init_from", str(saved(tmp_path / "model", model, **{name: value})))
     assert (name in line or str(tmp_path / "model") in line) and "\x1b" not in line
+
+
+def test_what_has_no_effect_in_a_model_is_no_difference_from_it(tmp_path: Path) -> None:
+    model = Generator.made({"image_size": 16, "dim": 8, "num_layers": 2, "codebook_size": 64, "vq_cosine": True})
+    (tmp_path / "other.yaml").write_text("discr_layers: 2\nquantizer: lfq\nvq_cosine: false\ncodebook_dim: 8")
+    VQGAN.start_from(saved(tmp_path / "lfq", model), tmp_path / "run", "--config", str(tmp_path / "other.yaml"))
 
 
 def test_a_flag_is_judged_beside_those_that_a_run_adopts(tmp_path: Path) -> None:

@@ -81,9 +81,9 @@ def open_labelled(spec: str, **how: Any) -> Samples:
     image, names = ImageField(**how), list[str]()
     source = open_records(spec, [image.wanted, LabelField.wanted], "shapes", image.seed)
     is_said = has(source, LabelField.wanted.name)
-    if isinstance(source, Rows):
-        names = [*next(iter(source.classes.values()), [])]
-    elif not is_said:
+    if is_said:
+        names = [*next(iter(source.classes.values()), [])] if isinstance(source, Rows) else []
+    else:
         names = sorted({_folder(source.name(index)) for index in range(len(source))} - {""})
     numbers = {name: number for number, name in enumerate(names)}
     return Samples(source, [image, LabelField(is_said, numbers, source.name)])

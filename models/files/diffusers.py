@@ -14,8 +14,8 @@ from tandem.files.reading import check_inside, read_json, read_json_or_empty
 
 from ..taming_config import KL
 from ..vqgan import VQGAN
-from .published import read_state_dict
-from .taming import GROUPS, Layout, channels_of, public_state, scale
+from .published import check_has_one_set, read_state_dict
+from .taming import GROUPS, Layout, channels_of, public_state
 from .writing import replacing
 
 # Parts of an attention as older versions called them, in whose files Stable Diffusion's autoencoders were published.
@@ -54,6 +54,8 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     code, z_channels = channels_of(config)
     if not model.num_codes and z_channels != code:
         raise ValueError(f"an AutoencoderKL has as many z_channels as a latent has, {code}, this model {z_channels}")
+    if config["ch_mult"][0] != 1:
+        raise ValueError(f"in diffusers --ch_mult begins with 1, in this model with {config['ch_mult'][0]}")
     said: dict[str, Any] = {
         "_class_name": _CLASSES[config["quantizer"]], "act_fn": "silu",
         "block_out_channels": [config["dim"] * times for times in config["ch_mult"]],
@@ -81,8 +83,7 @@ def save_folder(model: VQGAN, folder: Path) -> str:
 def _read(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `Layout.read`."""
     said = read_folder_config(folder)
-    if weights != "best":
-        raise ValueError(f"--weights {weights} is for checkpoints; {folder} holds one set of weights: leave it out")
+    check_has_one_set(folder, weights)
     state = read_state_dict(check_inside(weights_file(folder), folder))
     return {_EARLIER_PART.sub(lambda part: _EARLIER[part[0]], name): weight for name, weight in state.items()}, said
 
@@ -107,7 +108,9 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"its {name} is {str(config[name])[:80]}, and a VQGAN has {value} alone")
     if type(groups) is not int or not 1 <= groups <= _MOST_GROUPS:
         raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, and 1 to {_MOST_GROUPS} are possible")
-    return {"norm_groups": groups, **scale(config.get("scaling_factor", _USUAL_SCALE), config.get("shift_factor"))}
+    if (scaling := config.get("scaling_factor", _USUAL_SCALE)) is None:
+        raise ValueError("its scaling_factor is null")
+    return {"norm_groups": groups, "scaling_factor": scaling, "shift_factor": config.get("shift_factor")}
 
 
 DIFFUSERS = Layout(

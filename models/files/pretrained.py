@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 from safetensors import SafetensorError, safe_open
@@ -96,20 +97,21 @@ class Pretrained(nn.Module):
             source, name = self.from_pretrained(source), str(source)
         assert isinstance(source, type(self)), type(source)
         ours, theirs = self._compared(), source._compared()
-        if differing := [f"{key} {theirs[key]}" for key in ours if theirs[key] != ours[key]]:
+        if differing := [f"{key} {theirs[key]}" for key in ours if key in theirs and theirs[key] != ours[key]]:
             raise ValueError(f"the weights in {name} are of another model; they need {', '.join(differing)}")
         self.load_state_dict(source.state_dict())
 
     def _compared(self) -> dict[str, Any]:
         """What the weights depend on."""
-        return {name: value for name, value in self.config.items() if name not in self.not_in_the_weights}
+        without = self.not_in_the_weights | self.Config.idle(SimpleNamespace(**self.config))
+        return {name: value for name, value in self.config.items() if name not in without}
 
     @classmethod
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
         """The model of these constructor arguments and weights, in eval mode. Both may be a stranger's.
 
         Raises:
-            ValueError: one line that names ``source``, if they do not fit.
+            ValueError: one line that names ``source``, if they do not fit, or a weight is not finite.
         """
         known = {field.name for field in dataclasses.fields(cls.Config)}
         if other := sorted(config.keys() - known):
@@ -117,6 +119,8 @@ class Pretrained(nn.Module):
             raise ValueError(f"{source} was written by another version, whose {cls.__name__} has {names}")
         try:
             check_arguments(config, weights)
+            if broken := next((name for name in weights if not weights[name].isfinite().all()), None):
+                raise ValueError(f"{broken} is not finite")
             return build_with_weights(lambda: cls.made(config), weights).eval()
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None

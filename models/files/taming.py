@@ -29,7 +29,6 @@ from .published import read_state_dict, shape_of
 from .writing import on_cpu, replacing
 
 GROUPS = 32
-_LARGEST_SCALE = 1e6
 _CODEBOOK = "quantize.embedding.weight"
 _LAYER = re.compile(r"(down|up|mid)(?:_(\d+))?_(block|attn|downsample|upsample)(?:_(\d+))?")
 _OF_DIFFUSION, _AVERAGE = "first_stage_model.", "model_ema."
@@ -126,12 +125,19 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     attended, last, side = list(config["attention_levels"] or ()), len(config["ch_mult"]) - 1, config["image_size"]
     if layout is LLAMAGEN and attended != [last]:
         raise ValueError(f"{layout.package} has attention at the last level alone: --attention_levels {last}")
+    if config["quantizer"] == "ibq":  # by these its files are known
+        state |= {_AVERAGE + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
     with replacing(path) as unfinished:
         torch.save({layout.key: state}, unfinished)
     (code, z_channels), sides = channels_of(config), [side >> level for level in attended]
-    said = f"ch {config['dim']}, ch_mult {config['ch_mult']}, num_res_blocks {config['num_resnet_blocks'][0]}, "
-    said += f"attn_resolutions {sides} of {side}, z_channels {z_channels}, embed_dim {code}, "
-    return f"its arguments there: {said}" + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
+    body = f"ch {config['dim']}, num_res_blocks {config['num_resnet_blocks'][0]}"
+    if layout is LLAMAGEN:
+        said = f"encoder_ch_mult and decoder_ch_mult {config['ch_mult']}, z_channels {z_channels}, codebook_size "
+        said += f"{model.num_codes}, codebook_embed_dim {code}; it takes ch 128, num_res_blocks 2 alone, and this has"
+        return f"its arguments there: {said} {body}"
+    said = f"{body}, ch_mult {config['ch_mult']}, attn_resolutions {sides} of {side}, z_channels {z_channels}, "
+    said += f"embed_dim {code}, " + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
+    return f"its arguments there: {said}"
 
 
 def channels_of(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -172,6 +178,8 @@ def _read(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dic
 def _translated(
     state: Mapping[str, Tensor], said: Mapping[str, Any], layout: Layout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if any(name.startswith("encoder.down_blocks.") for name in state) and layout is OF_TAMING:
+        raise ValueError("it is of diffusers: give its folder, in which config.json is")
     if any(name.startswith("decoder.adaptive.") for name in state):
         raise ValueError("it is of Open-MAGVIT2, whose body is not taming's: it has adaptive GroupNorms, no attention")
     arguments = {**_arguments(state, layout), **said}
@@ -227,7 +235,7 @@ def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str,
         raise ValueError("--weights ema: it holds no moving average; leave it out")
     said: dict[str, Any] = {"quantizer": "ibq"} if _CODEBOOK in averages else {}
     if prefix and "scale_factor" in found:
-        said |= scale(found["scale_factor"].tolist())
+        said["scaling_factor"] = found["scale_factor"].tolist()
     return state if weights == "online" else {**state, **averages}, said
 
 
@@ -235,17 +243,6 @@ def _read_llamagen(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[st
     """As `Layout.read`."""
     part = {"ema": "ema", "online": "model"}.get(weights, "ema model")
     return read_state_dict(path, None, part, also=_IGNORED), {}
-
-
-def scale(scaling: Any, shift: Any = None) -> dict[str, Any]:
-    """The arguments that are the scale of latents, which may be a stranger's. Raises ValueError, in one line, if they
-    are no such numbers, or the first is not above 0."""
-    for name, number in (("scaling_factor", scaling), ("shift_factor", 0.0 if shift is None else shift)):
-        if type(number) not in (int, float) or not abs(number) < _LARGEST_SCALE:
-            raise ValueError(f"{name} {str(number)[:80]} is no number below {_LARGEST_SCALE}")
-    if scaling <= 0:
-        raise ValueError(f"scaling_factor {scaling}: it has to be above 0")
-    return {"scaling_factor": float(scaling), "shift_factor": None if shift is None else float(shift)}
 
 
 def _arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:

@@ -46,9 +46,12 @@ class DiagonalGaussian(Bottleneck):
         return f"continuous latents of {self.dim} channels"
 
     def scale(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of all numbers of the latents, as measured; None if nothing was."""
+        """Mean and standard deviation of all numbers of the latents, as measured; None if nothing was, or if they were
+        not finite."""
         weight, mean, square = self.moments.tolist()
-        return (mean / weight, math.sqrt(max(square / weight - (mean / weight) ** 2, 0.0))) if weight else None
+        if not weight or not math.isfinite(mean + square):
+            return None
+        return mean / weight, math.sqrt(max(square / weight - (mean / weight) ** 2, 0.0))
 
     def gaussian(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """z (b, 2 dim, ...) -> mean and log variance, fp32 (b, dim, ...) each."""

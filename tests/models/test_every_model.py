@@ -451,7 +451,9 @@ LARGE = {"clip_seconds": 100, "heads": 8, "patch_dropout": 0.0, "attn_dropout": 
 # Each of the values is refused, and the message names its argument, and the value if it is a number.
 WRONG: dict[Callable[..., Any], dict[str, tuple[Any, ...]]] = {
     vae: {"num_layers": (0, 41), "num_resnet_blocks": (-1,)},
-    vqgan_of: {"num_layers": (0, 41), "num_resnet_blocks": ([1, 2, 3], [-1]), "codebook_size": (100,)},
+    vqgan_of: {"num_layers": (0, 41), "num_resnet_blocks": ([1, 2, 3], [-1]), "codebook_size": (100,),
+               "scaling_factor": ("1", [1.0], -1.0, 0, math.nan), "shift_factor": (math.inf, True)},
+    partial(vqgan_of, body="taming"): {"norm_groups": (0, -4, 3)},
     tokenizer_of: {
         "pad_mode": ("zeros",), "norm": ("group",), "patch": ("dct",), "quantizer": ("pq",), "patch_size": (0, 3),
         "input_kernel": (4, -1), "time_window": (-1,), "init_dim": (0,),

@@ -206,7 +206,8 @@ class ArgumentParser(argparse.ArgumentParser):
                 self._settled(each)
         finally:
             self._raises = False
-        if needed := self._said(model, [name for name in taken if getattr(args, name) != getattr(model, name)]):
+        differing = [name for name in taken if getattr(args, name) != getattr(model, name)]
+        if needed := self._said(model, [name for name in differing if name not in self.config.idle(model)]):
             raise ValueError(f"the weights in {args.init_from} are of another model; they need {', '.join(needed)}")
         return self._said(args, [name for name in before if getattr(args, name) != before[name]])
 

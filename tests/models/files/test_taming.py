@@ -53,8 +53,8 @@ def test_public_weights_give_the_public_codes_latents_and_images(case: str, tmp_
 
 @each_case
 def test_what_is_written_has_every_public_name_and_bit(case: str, tmp_path: Path) -> None:
-    """But for LlamaGen's entries, which it scales to length 1 whenever it uses them, and ours are; IBQ's weights as
-    trained, beside which the average stands in its files."""
+    """But for LlamaGen's entries, which it scales to length 1 whenever it uses them, and ours are; and IBQ's weights as
+    trained, which are the average, that stands beside them."""
     public, out = FORMATS[FORMAT_OF[case]], tmp_path / "back"
     public.save(load(written(case, tmp_path)), out)
     is_folder = public is FORMATS["diffusers"]
@@ -62,7 +62,11 @@ def test_what_is_written_has_every_public_name_and_bit(case: str, tmp_path: Path
     back = content if is_folder else content["model" if case == "llamagen" else "state_dict"]
     expected = state_of(case)
     if case == "ibq":
-        expected = {name: expected[f"model_ema.{name.replace('.', '')}"] for name in back}
+        averages = {name: tensor for name, tensor in expected.items() if name.startswith("model_ema.")}
+        expected = averages | {
+            name: averages[f"model_ema.{name.replace('.', '')}"] for name in expected.keys() - averages
+        }
+        expected = {name: tensor for name, tensor in expected.items() if name in back}
     if case == "llamagen":
         expected["quantize.codebook_used"] = torch.zeros(65536)
         entries = expected["quantize.embedding.weight"]
@@ -234,6 +238,7 @@ SMALL: dict[str, Any] = {
     ("taming", {"norm_groups": 16}, "32 groups"), ("taming", {"quant_conv": False}, "quant_conv"),
     ("diffusers", {"body": "muse", "num_layers": 2}, "--body taming"),
     ("diffusers", {"quantizer": "kl", "latent_dim": 4, "z_channels": 8}, "z_channels"),
+    ("diffusers", {"ch_mult": [2, 2]}, "--ch_mult begins with 1"),
 ])  # fmt: skip
 def test_a_model_that_the_public_package_has_not_is_refused(
     to: str, other: dict[str, Any], complaint: str, tmp_path: Path
@@ -244,7 +249,8 @@ def test_a_model_that_the_public_package_has_not_is_refused(
 
 def test_a_model_of_ours_goes_to_every_package_that_has_it_and_comes_back(tmp_path: Path) -> None:
     for number, (to, other) in enumerate([
-        ("diffusers", {}), ("taming", {}), ("taming", {"quantizer": "kl"}), ("llamagen", {"vq_cosine": True}),
+        ("diffusers", {}), ("taming", {}), ("taming", {"quantizer": "kl"}), ("taming", {"quantizer": "ibq"}),
+        ("llamagen", {"vq_cosine": True}),
         ("diffusers", {"quantizer": "kl", "norm_groups": 8, "quant_conv": False, "shift_factor": -0.5,
                        "scaling_factor": 2.0}),
     ]):  # fmt: skip
@@ -252,6 +258,7 @@ def test_a_model_of_ours_goes_to_every_package_that_has_it_and_comes_back(tmp_pa
         model, path = VQGAN.made({**SMALL, **other}).eval(), tmp_path / str(number)
         FORMATS[to].save(model, path)
         back = load(path)
+        assert back.config["quantizer"] == model.config["quantizer"]
         assert torch.equal(back.encode(some_images()), model.encode(some_images()))
         with torch.no_grad():
             torch.testing.assert_close(back(some_images()).reconstruction, model(some_images()).reconstruction)
@@ -274,6 +281,8 @@ MISTAKES: list[tuple[Any, str]] = [
     (without(STATE, "decoder.mid.attn_1.q.bias"), "it lacks decoder.mid.attn_1.q.bias"),
     (without(STATE, "decoder.up.2.attn.1"), "it lacks decoder.up.2.attn.1.norm.weight"),
     (without(STATE, "encoder.down."), "have [] channels"),
+    ({**STATE, "encoder.down_blocks.0.resnets.0.conv1.weight": torch.zeros(1)}, "of diffusers: give its folder"),
+    ({**STATE, "decoder.conv_out.bias": torch.full((3,), math.nan)}, "decoder.conv_out.bias is not finite"),
     (without(STATE, "post_quant_conv."), "it lacks post_quant_conv.weight"),
     ({**STATE, "encoder.down.1.block.0.conv1.weight": torch.zeros(33, 32, 3, 3)}, "multiples of 32"),
     ({**STATE, "encoder.conv_in.weight": torch.zeros(0, 3, 3, 3)}, "multiples of 0"),
