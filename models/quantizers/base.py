@@ -75,17 +75,6 @@ def of_one_process(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def in_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """For `nn.Module._apply`: `.bfloat16()` and `.half()`, which DeepSpeed calls on a whole model, move averages to
-    another device and leave them in fp32."""
-
-    def applied(buffer: Tensor) -> Tensor:
-        moved = fn(buffer)
-        return buffer.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
-
-    return applied
-
-
 class Bottleneck(nn.Module):
     """What an autoencoder has between its encoder and its decoder.
 
@@ -102,6 +91,8 @@ class Bottleneck(nn.Module):
 
     loss_names: ClassVar[tuple[str, ...]] = ()
     """Keys of `Quantized.losses`, in train and eval mode."""
+    keeps_fp32: ClassVar[bool] = False
+    """Whether `.bfloat16()` and `.half()`, which DeepSpeed calls on a whole model, leave its averages in fp32."""
 
     all_reduce: AllReduce
     gather: Callable[[Tensor], Tensor]
@@ -124,6 +115,13 @@ class Bottleneck(nn.Module):
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
+
+    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def applied(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+
+        return super()._apply(applied if self.keeps_fp32 else fn, recurse)
 
     @property
     def in_dim(self) -> int:

@@ -4,21 +4,18 @@ the autoencoders of Rombach et al. 2022 have it)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import Bottleneck, Quantized, in_full_precision
+from .base import Bottleneck, Quantized
 
 if TYPE_CHECKING:
     from ..configs import VQGANConfig
 
 _DECAY = 0.99  # per update, of the averages from which the scale of the latents follows
 _LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
-
-Self = TypeVar("Self", bound="DiagonalGaussian")
 
 
 class DiagonalGaussian(Bottleneck):
@@ -30,6 +27,7 @@ class DiagonalGaussian(Bottleneck):
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("kl",)
+    keeps_fp32 = True
     moments: Tensor
     """fp32 (3,): moving averages of 1, of the latents and of their squares, all from 0."""
 
@@ -86,6 +84,3 @@ class DiagonalGaussian(Bottleneck):
         self._sums = []
         moved = self.moments.lerp((total / total[0]).float(), 1 - _DECAY)
         self.moments.copy_(moved if skipped is None else torch.where(skipped, self.moments, moved))
-
-    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(in_full_precision(fn), recurse)

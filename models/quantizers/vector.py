@@ -4,13 +4,13 @@ a function of seed, step and index, computed on the device without a generator."
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import Quantizer, in_full_precision, straight_through
+from .base import Quantizer, straight_through
 
 if TYPE_CHECKING:
     from ..configs import QuantizerConfig
@@ -21,8 +21,6 @@ _PAIRS_AT_ONCE = 2**26
 _LEAST_LENGTH = 1e-6  # of a vector: bounds what its gradient is multiplied by
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = 0x45D9F3B  # odd and below 2^31: its product with 32 bits fits an int64
-
-Self = TypeVar("Self", bound="VectorQuantizer")
 
 
 class VectorQuantizer(Quantizer):
@@ -43,6 +41,7 @@ class VectorQuantizer(Quantizer):
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("commitment",)
+    keeps_fp32 = True
     codebook: Tensor
     code_counts: Tensor
     code_sums: Tensor
@@ -74,9 +73,6 @@ class VectorQuantizer(Quantizer):
     @property
     def needs_observation(self) -> bool:
         return self.training and not self.is_initialized
-
-    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(in_full_precision(fn), recurse)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
