@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from tandem.files.exits import CannotGoOn, leave
 
-_BEGIN_SECONDS = (10.0, 20.0, 40.0, 80.0)  # in which a worker, which needs milliseconds, begins, or is forked again
+# How long a worker may take to begin, for which milliseconds are usual, before it is ended and forked once more.
+_BEGIN_SECONDS = (10.0, 20.0, 40.0, 80.0)
 
 _LEFT_TO_THE_MAIN_PROCESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -74,10 +75,10 @@ class Loader:
 class _ForkedWorker(multiprocessing.context.ForkProcess):
     """A forked process that is started again if it does not begin. Some versions of Python 3.10 and 3.11 hang in a
     child that was forked while a library's own thread entered Python (https://github.com/python/cpython/issues/112275),
-    as Gloo's do after a collective. It goes on only when it was heard, because a process that is ended later may hold
-    the lock of a queue."""
+    as Gloo's do after a collective. A worker waits until the main process has heard that it began: one that is ended
+    while it works may hold the lock of its queue, for which the next one would wait for ever."""
 
-    ends: tuple[multiprocessing.connection.Connection, ...]  # of a pipe: the main process's, and that of this process
+    ends: tuple[multiprocessing.connection.Connection, ...]  # of a pipe: that of the main process, that of the worker
 
     @staticmethod
     def _Popen(process_obj: multiprocessing.process.BaseProcess) -> Any:

@@ -89,6 +89,7 @@ class LatentConfig(ModelConfig):
 
     @classmethod
     def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        """Without a scale that the model has measured: the run measures on, from the averages in the weights."""
         return super().shape_of(unmeasured(model), args)
 
 
@@ -104,7 +105,7 @@ def check_scale(config: LatentConfig) -> None:
 
 
 def unmeasured(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a model in whose configuration may stand the scale that it has measured."""
+    """The arguments of a model as config.json has them, without the scale if the model has measured it itself."""
     config = dict(config)
     return {**config, "scaling_factor": None, "shift_factor": None} if config.pop(MEASURED, False) else config
 

@@ -55,7 +55,7 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     if not model.num_codes and z_channels != code:
         raise ValueError(f"an AutoencoderKL has as many z_channels as a latent has, {code}, this model {z_channels}")
     if config["ch_mult"][0] != 1:
-        raise ValueError(f"in diffusers --ch_mult begins with 1, in this model with {config['ch_mult'][0]}")
+        raise ValueError(f"a model of diffusers has a --ch_mult that begins with 1, this one's is {config['ch_mult']}")
     said: dict[str, Any] = {
         "_class_name": _CLASSES[config["quantizer"]], "act_fn": "silu",
         "block_out_channels": [config["dim"] * times for times in config["ch_mult"]],

@@ -30,6 +30,7 @@ from .writing import on_cpu, replacing
 
 GROUPS = 32
 _CODEBOOK = "quantize.embedding.weight"
+_BODY_OF_LLAMAGEN = "ch 128, num_res_blocks 2"  # no arguments there, but numbers in its code
 _LAYER = re.compile(r"(down|up|mid)(?:_(\d+))?_(block|attn|downsample|upsample)(?:_(\d+))?")
 _OF_DIFFUSION, _AVERAGE = "first_stage_model.", "model_ema."
 # What stands beside an autoencoder in its own file and in that of a whole latent diffusion, and is not needed for it.
@@ -133,8 +134,8 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     body = f"ch {config['dim']}, num_res_blocks {config['num_resnet_blocks'][0]}"
     if layout is LLAMAGEN:
         said = f"encoder_ch_mult and decoder_ch_mult {config['ch_mult']}, z_channels {z_channels}, codebook_size "
-        said += f"{model.num_codes}, codebook_embed_dim {code}; it takes ch 128, num_res_blocks 2 alone, and this has"
-        return f"its arguments there: {said} {body}"
+        said += f"{model.num_codes}, codebook_embed_dim {code}"
+        return f"its arguments there: {said}" + ("" if body == _BODY_OF_LLAMAGEN else f"; change its code to {body}")
     said = f"{body}, ch_mult {config['ch_mult']}, attn_resolutions {sides} of {side}, z_channels {z_channels}, "
     said += f"embed_dim {code}, " + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
     return f"its arguments there: {said}"

@@ -65,7 +65,7 @@ class AdversaryFlags(PerceptualFlags):
 
     train: str = flag(
         "all",
-        "what learns: all, or the decoder alone, beside the encoder and the codes or latents of --init_from",
+        "what learns: all, or the decoder alone; encoder and codes or latents then stay those of --init_from",
         choices=("all", "decoder"),
         title="model",
         lasting=True,
@@ -129,9 +129,9 @@ class AdversaryFlags(PerceptualFlags):
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        """The defaults of --discr_dim and --gan_weight_scale. Published trainers take the whole adaptive weight beside
-        a perceptual loss; without one, an adversarial gradient as strong as that of the pixels undoes the
-        reconstruction."""
+        """Refuse --train decoder without a model, and fill in --discr_dim and --gan_weight_scale. Published trainers
+        take the whole adaptive weight beside a perceptual loss; without one, an adversarial gradient as strong as that
+        of the pixels undoes the reconstruction."""
         if args.train == "decoder" and not args.init_from:
             parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
         args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)

@@ -238,7 +238,7 @@ SMALL: dict[str, Any] = {
     ("taming", {"norm_groups": 16}, "32 groups"), ("taming", {"quant_conv": False}, "quant_conv"),
     ("diffusers", {"body": "muse", "num_layers": 2}, "--body taming"),
     ("diffusers", {"quantizer": "kl", "latent_dim": 4, "z_channels": 8}, "z_channels"),
-    ("diffusers", {"ch_mult": [2, 2]}, "--ch_mult begins with 1"),
+    ("diffusers", {"ch_mult": [2, 2]}, "--ch_mult that begins with 1"),
 ])  # fmt: skip
 def test_a_model_that_the_public_package_has_not_is_refused(
     to: str, other: dict[str, Any], complaint: str, tmp_path: Path
