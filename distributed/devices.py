@@ -19,9 +19,10 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     Raises:
         ValueError: more processes than GPUs on this machine, unless `gpus_are_shared`.
     """
-    if not torch.cuda.is_available():
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = torch.accelerator.device_count()
     if gpus_are_shared():
         local_rank %= count
     if count == 1 and (launcher == "srun" or os.environ.get("CUDA_VISIBLE_DEVICES")):
@@ -31,8 +32,8 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
             f"process {local_rank + 1} on a machine with {count} visible GPU{'s' * (count > 1)}; "
             "start one process per GPU, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
+    device = torch.device(kind.type, local_rank)
+    torch.accelerator.set_device_index(device)
     return device
 
 
@@ -45,9 +46,10 @@ def gpus_are_shared() -> bool:
 
 def gpu_id(device: torch.device) -> str | None:
     """Identifies the GPU among those of all machines; None for a CPU, and where PyTorch does not tell it."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    get_properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)
+    uuid = getattr(get_properties(device), "uuid", None)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     # Slices of one GPU may have its UUID.
     return f"{uuid} {visible}" if uuid and visible.startswith("MIG-") else uuid and str(uuid)

@@ -227,7 +227,7 @@ class StopRequest:
             return
         copy = torch.empty((), dtype=total.dtype, pin_memory=True)
         copy.copy_(total, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.Event(total.device)
         event.record()
         self._read_next.append((copy, event))
 

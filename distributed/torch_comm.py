@@ -47,7 +47,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     # DeepSpeed reads these whatever launcher started the process.
     os.environ.update(RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size))
     options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
-    through_nccl = device.type == "cuda" and not gpus_are_shared()
+    through_nccl = device.type != "cpu" and not gpus_are_shared()
     if through_nccl and launch.world_size > 1:  # alone, the groups that DeepSpeed makes fail (DeepSpeed#8248)
         options["device_id"] = device
     is_restart = launch.is_restart
@@ -67,7 +67,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
             let_gloo_use(start.outside)
     # Initialize Gloo beside NCCL: collectives of small tensors on the CPU then never wait for the GPU.
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if through_nccl else "gloo",
+        f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}" if through_nccl else "gloo",
         rank=launch.rank,
         world_size=launch.world_size,
         **options,

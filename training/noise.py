@@ -68,7 +68,7 @@ class Noise:
         every device. Arguments as for `gumbel`."""
         seeds = [self.seed_of(step, position) for position in positions]
         # From pinned memory, so that the host does not wait for the device.
-        is_pinned = torch.device(device).type == "cuda"
+        is_pinned = torch.device(device).type != "cpu"
         pairs = [(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds]
         words = torch.tensor(pairs, dtype=torch.int64, pin_memory=is_pinned)
         return words.view(len(seeds), 2).to(device, non_blocking=True)

@@ -172,7 +172,7 @@ class SkipGuard:
             value = int(copy)
         copy = torch.empty((), dtype=torch.int64, pin_memory=True)
         copy.copy_(self._in_a_row, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.Event(self._device)
         event.record()
         self._reading = (copy, event)
         return value

@@ -18,8 +18,8 @@ from tests.processes import python
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     for name in ("CUDA_VISIBLE_DEVICES", "TANDEM_SHARE_GPU"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -35,7 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_gpu_of_the_fourth_process_of_a_machine(
     launcher: str, count: int, environ: dict[str, str], own: int | None, gpus: pytest.MonkeyPatch
 ) -> None:
-    gpus.setattr(torch.cuda, "device_count", lambda: count)
+    gpus.setattr(torch.accelerator, "device_count", lambda: count)
     for name, value in environ.items():
         gpus.setenv(name, value)
     if own is not None:

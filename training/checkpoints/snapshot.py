@@ -31,13 +31,13 @@ class Snapshot:
         self._keep = keep
         self._old = reuse.tensors if reuse is not None else {}
         self._to_copy: list[tuple[str, str, Tensor]] = []
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
         self._finished = threading.Event()
         values = {name: self._split(name, part, ()) for name, part in parts.items()}
         # The conversion to JSON and back copies the values, and raises now if a value could not be written later.
         self.values: dict[str, Tree] = json.loads(json.dumps(values)) if keep else {}
         if any(tensor.is_pinned() for part in self.tensors.values() for tensor in part.values()):
-            self._event = torch.cuda.Event()
+            self._event = torch.Event(torch.accelerator.current_accelerator())
             self._event.record()
 
     def _split(self, part: str, tree: Mapping[str, Any], path: tuple[str, ...]) -> Tree:
@@ -52,7 +52,7 @@ class Snapshot:
                 values[key] = self._split(part, found, (*path, key))
             elif not isinstance(found, Tensor):
                 values[key] = found
-            elif self._keep and (is_fetched or found.device.type == "cuda"):
+            elif self._keep and (is_fetched or found.device.type != "cpu"):
                 self._copy(part, name, found.detach())
             elif self._keep:
                 self._to_copy.append((part, name, found.detach()))
@@ -63,7 +63,7 @@ class Snapshot:
         else at once, because that is queued after the transfer."""
         copy = self._old.get(part, {}).get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            pin = tensor.device.type == "cuda"
+            pin = tensor.device.type != "cpu"
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
         self.tensors[part][name] = copy.copy_(tensor, non_blocking=True)
 

@@ -39,8 +39,8 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     """The most memory in GB that this process had since it started: of the host, and of its GPU."""
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peaks = {"peak_host_memory_gb": host}
-    if device.type == "cuda":
-        peaks["peak_device_memory_gb"] = torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        peaks["peak_device_memory_gb"] = torch.accelerator.max_memory_allocated(device)
     return {name: round(number / 1e9, 3) for name, number in peaks.items()}
 
 
@@ -99,7 +99,7 @@ class Clock:
     def waits(self) -> dict[str, float]:
         """Seconds that this process waited since the last call, by metric."""
         waits = {**self._waited(), "save": self._saving_seconds}
-        if self._processes.device.type == "cuda":
+        if self._processes.device.type != "cpu":
             del waits["communication"]  # the host waits for all kernels, and those wait for other processes
         self._before, self._saving_seconds = dict(self._processes.waited), 0.0
         return {f"{name}_seconds": seconds for name, seconds in waits.items()}

@@ -26,9 +26,10 @@ class Profiler:
             yield
             return
         if self._profile is None:
-            kinds = torch.profiler.ProfilerActivity
+            kinds = torch.profiler.supported_activities()
+            has_device = torch.accelerator.is_available()
             self._profile = torch.profiler.profile(
-                activities=[kinds.CPU, *([kinds.CUDA] if torch.cuda.is_available() else [])]
+                activities=kinds if has_device else {torch.profiler.ProfilerActivity.CPU}
             )
             self._profile.start()
         with torch.profiler.record_function(f"update {number}"):
@@ -48,7 +49,7 @@ class Profiler:
         self._profile.stop()
         name = f"updates_{self._recorded[0]}-{self._recorded[-1]}"
         trace, table = self._folder / f"{name}.json.gz", self._folder / f"{name}.txt"
-        key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        key = "self_device_time_total" if torch.accelerator.is_available() else "self_cpu_time_total"
         try:
             self._folder.mkdir(exist_ok=True)
             self._profile.export_chrome_trace(str(trace))

@@ -116,6 +116,6 @@ def _timed(seconds: list[float], device: torch.device) -> Iterator[None]:
     """Context that appends its seconds, those of the device included, to a list."""
     began = time.monotonic()
     yield
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     seconds.append(time.monotonic() - began)

@@ -74,7 +74,8 @@ class DeepSpeedBackend(DDPBackend):
     def connect(self) -> None:
         import torch
 
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        os.environ.setdefault("DS_ACCELERATOR", accelerator.type if accelerator else "cpu")
         os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
         import deepspeed
         from deepspeed.utils import logger
@@ -84,13 +85,13 @@ class DeepSpeedBackend(DDPBackend):
         logger.setLevel("WARNING")
         # Not needed: this extension for inference on CPUs would compile for minutes at the first start on a machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if self.options.precision == "fp16" and not torch.cuda.is_available():
+        if self.options.precision == "fp16" and accelerator is None:
             raise UserMistake(
                 "fp16 is DeepSpeed's own mode, which needs a GPU; on the CPU use --precision bf16 or fp32, or another "
                 "backend such as torchrun"
             )
         super().connect()
-        deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo")
+        deepspeed.init_distributed(dist_backend=torch.distributed.get_default_backend_for_device(self.device))
 
     def _launcher_processes(self) -> Any:
         # A signal ends the `deepspeed` command, which does not pass the signal on to the launcher that it started. So

@@ -89,7 +89,7 @@ class FSDPEngine(ReplicatedEngine):
         shard = partial(
             fully_shard,
             mesh=DeviceMesh.from_group(dist.group.WORLD, backend.device.type),  # type: ignore[arg-type]
-            offload_policy=CPUOffloadPolicy(backend.device.type == "cuda") if backend.offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(backend.device.type != "cpu") if backend.offload else OffloadPolicy(),
             ignored_params={parameter for parameter in model.parameters() if parameter.ndim == 0},
         )
         # Autocast casts what an operation needs, so inputs are not cast.
