@@ -22,6 +22,8 @@ from training.run.run import Run
 
 from .. import worker
 
+# What PyTorch says of such a call. Switching the warnings on is a warning, too, which speaks of synchronization.
+_WAIT = "called a synchronizing"
 _FIRST, _COUNTED = 8, 12  # updates between which waits are counted: three times what happens in each fourth update
 
 
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     places: collections.Counter[str] = collections.Counter()
 
     def note(message: Any, *_: Any, **__: Any) -> None:
-        if "synchroniz" in str(message).lower():
+        if _WAIT in str(message):
             places[_place(traceback.extract_stack())] += 1
 
     def watch(run: Run, event: str, _: Any) -> None:
