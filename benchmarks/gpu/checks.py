@@ -122,21 +122,27 @@ def _lines(run: Path) -> list[dict[str, float]]:
 
 
 def waits(plan: Plan) -> Iterator[Row]:
-    """A row per script; its note names the places in the code."""
+    """A row per script and backend; its note names the places in the code."""
+    engines = {"": "single", ", FSDP": "fsdp"}
+    if distributed.available()["deepspeed"]:
+        engines |= {f", ZeRO {stage}": f"deepspeed --zero_stage {stage}" for stage in range(4)}
+    names = {f"{script}{engine}": (script, flags) for engine, flags in engines.items() for script in plan.scripts}
     if not plan.has_gpu:
-        yield from (Row(script, note=NEEDS_A_GPU) for script in plan.scripts)
+        yield from (Row(name, note=NEEDS_A_GPU) for name in names)
         return
 
-    def attempt(script: str) -> Row:
-        result = plan.folder / f"waits-{script}.json"
+    def attempt(name: str) -> Row:
+        script, engine_flags = names[name]
+        result = plan.folder / f"waits-{name.replace(', ', '-').replace(' ', '-')}.json"
         own = ["--script", script, "--result", str(result), "--output_dir", str(result.with_suffix(""))]
         quiet = [*QUIET, "--log_every_n_steps", "1000", "--save_every_n_steps", "0", "--valid_fraction", "0"]
-        plan.job(["-m", "benchmarks.gpu.waits", *own, *model_flags(script, plan.is_toy), *quiet])
-        found = json.loads(result.read_text())
-        places = [f"{count:.3g} x {place}" for place, count in list(found["places"].items())[:5]]
-        return Row(script, {"waits per update": found["waits_per_update"]}, "; ".join(places))
+        engine = ["--distributed_backend", *engine_flags.split()]
+        plan.job(["-m", "benchmarks.gpu.waits", *own, *model_flags(script, plan.is_toy), *quiet, *engine])
+        waits = json.loads(result.read_text())
+        places = [f"{count:.3g} x {place}" for place, count in list(waits["places"].items())[:5]]
+        return Row(name, {"waits per update": waits["waits_per_update"]}, "; ".join(places))
 
-    yield from plan.rows(attempt, plan.scripts)
+    yield from plan.rows(attempt, list(names))
 
 
 def zero(plan: Plan) -> Iterator[Row]:

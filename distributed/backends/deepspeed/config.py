@@ -29,7 +29,8 @@ SECTIONS = frozenset({
     "data_efficiency", "data_types", "dump_state", "elasticity", "flops_profiler", "fp16",
     "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "hybrid_engine",
     "memory_breakdown", "optimizer", "prescale_gradients", "progressive_layer_drop", "scheduler",
-    "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "torch_autocast",
+    "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "timers",
+    "torch_autocast",
     "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "wandb",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 })  # fmt: skip
@@ -196,6 +197,8 @@ def resolve(
         zero_force_ds_cpu_optimizer=False,
     )
     full.setdefault("steps_per_print", 2**31)
+    # DeepSpeed's timer waits for the whole device several times per update, and its numbers are not used.
+    full.setdefault("timers", {"throughput": {"enabled": False}})
     if options.reduce_precision != "fp32":
         full["communication_data_type"] = options.reduce_precision
     zero = full.setdefault("zero_optimization", {})

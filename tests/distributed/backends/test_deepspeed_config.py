@@ -220,6 +220,9 @@ BUCKETS = {"reduce_bucket_size": 777, "round_robin_gradients": True}
          {"zero_optimization": BUCKETS, "wall_clock_breakdown": True}),
         *(({}, {"reduce_precision": name}, {"communication_data_type": sent})
           for name, sent in (("fp32", None), ("bf16", "bf16"))),
+        # DeepSpeed's timer, which waits for the device, runs only where it was asked for.
+        ({}, {}, {"timers": {"throughput": {"enabled": False}}}),
+        ({"timers": {"throughput": {"enabled": True}}}, {}, {"timers": {"throughput": {"enabled": True}}}),
         # Weights of fp16 follow --precision, those of bf16 the JSON.
         *(({}, {"precision": name}, {"fp16": {"enabled": name == "fp16"}, "bf16": {"enabled": False}})
           for name in ("fp32", "bf16", "fp16")),
