@@ -158,7 +158,7 @@ class Backend(ABC):
         from .signals import Signals, StopRequest
         from .watchdog import Watchdog
 
-        use_tf32(self.options.precision == "tf32")
+        use_tf32(self.options.precision)
         if self.options.deterministic or self.options.plan.batch_parts:
             use_deterministic_kernels(compiled=self.options.compile)
         self._signals = Signals(self._is_orphan, is_root=self.is_root, launcher=self.launch.launcher)

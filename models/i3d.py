@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tandem.precision import full_precision
+
 from .files.building import build_with_weights
 from .files.published import read_state_dict
 
@@ -87,7 +89,7 @@ class I3D(nn.Module):
             ValueError: fewer than 9 frames, or not 3 channels.
         """
         check_shape(videos.shape[1], videos.shape[2])
-        with torch.autocast(videos.device.type, enabled=False):
+        with full_precision(videos.device.type):
             pixels = (videos.float().clamp(0, 1) * 255).round()
             frames = pixels.transpose(1, 2).flatten(0, 1)
             frames = F.interpolate(frames, size=(_SIDE, _SIDE), mode="bilinear", align_corners=False)

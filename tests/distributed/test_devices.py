@@ -13,6 +13,7 @@ import torch
 
 from distributed import Backend, devices
 from distributed.devices import allow_open_files, gpu_id, local_device, own_threads, shared_gpu, use_tf32
+from tandem.precision import full_precision
 from tests.processes import python
 
 
@@ -53,14 +54,29 @@ def tf32() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tf32")
-@pytest.mark.parametrize(("precision", "said"), [("fp32", ", fp32;"), ("tf32", ", fp32 (tf32 is for GPUs);")])
-def test_gpus_round_to_tf32_where_that_was_asked_for_and_nowhere_else(
-    precision: str, said: str, single: Callable[..., Backend]
+@pytest.mark.parametrize(
+    ("precision", "matrices", "convolutions", "summary"),
+    [("fp32", False, False, ", fp32;"), ("tf32", True, True, ", fp32 (tf32 is for GPUs);"),
+     ("bf16", False, True, ", bf16;"), ("fp16", False, True, ", fp16;")],
+)  # fmt: skip
+def test_gpus_round_fp32_to_tf32_where_that_was_asked_for_and_in_convolutions_beside_lower_precision(
+    precision: str, matrices: bool, convolutions: bool, summary: str, single: Callable[..., Backend]
 ) -> None:
-    use_tf32(precision != "tf32")
+    use_tf32("fp32" if precision == "tf32" else "tf32")
     backend = single(precision=precision)
-    assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == (precision == "tf32")
-    assert said in backend.summary()
+    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    assert allowed == (matrices, convolutions) and summary in backend.summary()
+
+
+@pytest.mark.usefixtures("tf32")
+def test_networks_whose_numbers_are_published_compute_in_fp32() -> None:
+    use_tf32("bf16")
+    image = torch.ones(1, 1, 3, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ZeroDivisionError), full_precision("cpu"):
+        assert not torch.backends.cudnn.allow_tf32
+        assert torch.nn.functional.conv2d(image, image).dtype == torch.float32
+        raise ZeroDivisionError
+    assert torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize(

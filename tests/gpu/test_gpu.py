@@ -20,6 +20,7 @@ from distributed.devices import gpu_id, local_device, use_deterministic_kernels,
 from distributed.engines.reducer import GradientReducer
 from distributed.errors import TrainingStopped
 from distributed.signals import StopRequest
+from tandem.precision import full_precision
 from tests.processes import Root, parsed
 from training.checkpoints.snapshot import Snapshot
 
@@ -197,12 +198,17 @@ def products() -> dict[str, float]:
 
 
 def test_products_of_fp32_are_those_of_fp32_until_tf32_is_asked_for() -> None:
-    use_tf32(False)
+    use_tf32("fp32")
     assert max(products().values()) < 1e-5  # TF32 leaves 2e-4
     if torch.cuda.get_device_capability(DEVICE) < (8, 0):
         pytest.skip("this GPU has no TF32")
-    use_tf32(True)
+    use_tf32("tf32")
     assert products()["matrix"] > 1e-4
+    use_tf32("bf16")
+    errors = products()
+    assert errors["matrix"] < 1e-5 and errors["convolution"] > 1e-4
+    with full_precision("cuda"):
+        assert max(products().values()) < 1e-5
 
 
 def test_a_model_in_channels_last_goes_on_from_a_checkpoint_with_the_same_bits(backend: Backend) -> None:

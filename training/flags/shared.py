@@ -170,7 +170,7 @@ class RunFlags:
         "fp32",
         "precision of the forward and backward pass, validation and pictures; weights and optimizer moments "
         "stay fp32; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa, which is faster "
-        "there",
+        "there; bf16 and fp16 let GPUs do that in convolutions that stay fp32, those of gradient penalties",
         choices=PRECISIONS,
         title="precision",
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.files.installed import how_to_install
+from tandem.precision import full_precision
 
 from .averages import AllReduce, no_reduce
 
@@ -134,7 +135,7 @@ class Inception:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Images (b, 3, h, w), clamped to [0, 1] -> vectors (b, 2048)."""
-        with torch.autocast(images.device.type, enabled=False):
+        with full_precision(images.device.type):
             (vectors,) = self._network((images.float().clamp(0, 1) * 255).round().byte())
         return vectors
 

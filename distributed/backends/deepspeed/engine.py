@@ -169,7 +169,8 @@ class ZeroEngine(Engine):
             norm = self._ds.get_global_grad_norm()
             if self._stage:
                 self._zero_old_gradients()
-            finite = torch.tensor(not getattr(self._zero, "overflow", False), device=self._backend.device)
+            # Filled on the device: a copy of a number of the host's would wait for the device.
+            finite = torch.full((), not getattr(self._zero, "overflow", False), device=self._backend.device)
         norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._backend.device).float()
         return torch.where(finite, norm, torch.nan), finite
 
