@@ -121,12 +121,14 @@ class CausalConv3d(nn.Conv3d):
         """Gradient of a loss with respect to the weight, (o, i, *kernel) in fp32, from a whole clip (b, i, f, h, w) and
         the loss's gradient (b, o, f, h, w) with respect to the output. For stride 1. Needs no weights."""
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            _, height, width = self.kernel_size
-            space = (width // 2, width // 2, height // 2, height // 2, 0, 0)
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            padded = F.pad(self._pad_time(x.float()), space, mode=mode)
+            padded = pad_space(self._pad_time(x.float()), *self.padding[1:], self.padding_mode)
             shape = (self.out_channels, self.in_channels, *self.kernel_size)
             return conv3d_weight(padded, shape, output_gradient.float())
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padding_mode == "zeros":  # by the convolution itself
+            return super()._conv_forward(input, weight, bias)
+        return F.conv3d(pad_space(input, *self.padding[1:], self.padding_mode), weight, bias, self.stride)
 
     @property
     def _frames_kept(self) -> int:
@@ -135,6 +137,22 @@ class CausalConv3d(nn.Conv3d):
     def _pad_time(self, x: Tensor) -> Tensor:
         frames = self.kernel_size[0] - 1
         return F.pad(x, (0, 0, 0, 0, frames, 0)) if frames else x
+
+
+def pad_space(x: Tensor, height: int, width: int, mode: str) -> Tensor:
+    """(b, c, f, h, w) -> (b, c, f, h + 2 height, w + 2 width), as `F.pad` with the mode "zeros" (its "constant"),
+    "reflect" or "replicate". `F.pad` has no deterministic backward pass for the last two on a GPU."""
+    if mode == "zeros":
+        return F.pad(x, (width, width, height, height))
+    for dim, count in ((3, height), (4, width)):
+        length = x.shape[dim]
+        if mode == "reflect":
+            before, after = x.narrow(dim, 1, count).flip(dim), x.narrow(dim, length - 1 - count, count).flip(dim)
+        else:
+            shape = [count if axis == dim else -1 for axis in range(x.ndim)]
+            before, after = (x.narrow(dim, at, 1).expand(shape) for at in (0, length - 1))
+        x = torch.cat([before, x, after], dim)
+    return x
 
 
 class SpaceUp(nn.Module):

@@ -20,6 +20,7 @@ from distributed.devices import gpu_id, local_device, use_deterministic_kernels,
 from distributed.engines.reducer import GradientReducer
 from distributed.errors import TrainingStopped
 from distributed.signals import StopRequest
+from models.video.causal import CausalConv3d, Context
 from tandem.precision import full_precision
 from tests.processes import Root, parsed
 from training.checkpoints.snapshot import Snapshot
@@ -209,6 +210,15 @@ def test_products_of_fp32_are_those_of_fp32_until_tf32_is_asked_for() -> None:
     assert errors["matrix"] < 1e-5 and errors["convolution"] > 1e-4
     with full_precision("cuda"):
         assert max(products().values()) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate"])
+def test_a_causal_convolution_trains_with_deterministic_kernels_however_it_pads(mode: str) -> None:
+    use_deterministic_kernels()
+    conv = CausalConv3d(4, 4, (3, 3, 3), pad_mode=mode).to(DEVICE)
+    x = torch.randn(2, 4, 5, 8, 8, device=DEVICE, requires_grad=True)
+    conv(x, Context()).square().sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
 
 
 def test_a_model_in_channels_last_goes_on_from_a_checkpoint_with_the_same_bits(backend: Backend) -> None:

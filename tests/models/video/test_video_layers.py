@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.video.attention import AdaptiveNorm, Attend, GateLoop, MemoryAttention, TaylorAttention
-from models.video.causal import CausalConv3d, Context, ResidualUnit, RMSNorm, SpaceUp, SqueezeExcite, TimeUp
+from models.video.causal import (
+    CausalConv3d,
+    Context,
+    ResidualUnit,
+    RMSNorm,
+    SpaceUp,
+    SqueezeExcite,
+    TimeUp,
+    pad_space,
+)
 from models.video.layers import check_side, frames_per_code, parse_layers, pixels_per_code
 from models.video_tokenizer import from_patches, to_patches
 from tests.models.helpers import some
@@ -52,6 +61,18 @@ def test_a_causal_convolution_is_a_sum_over_the_frames_before(stride: int, pad_m
         terms = [F.conv2d(padded[:, :, stride * j - age], conv.weight[:, :, 2 - age]) for age in range(3)]
         expected = sum(terms[: stride * j + 1]) + conv.bias[:, None, None]  # type: ignore[index]
         torch.testing.assert_close(frame, expected)
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate"])
+@pytest.mark.parametrize(("height", "width"), [(0, 2), (1, 3), (3, 3)])
+def test_edges_and_their_gradients_are_those_of_pytorch(mode: str, height: int, width: int) -> None:
+    x = video(2, 3, 2, 4, 5).requires_grad_()
+    ours = pad_space(x, height, width, "zeros" if mode == "constant" else mode)
+    theirs = F.pad(x, (width, width, height, height, 0, 0), mode=mode)
+    assert torch.equal(ours, theirs)
+    loss = video(*ours.shape, seed=2)
+    gradients = (torch.autograd.grad((out * loss).sum(), x)[0] for out in (ours, theirs))
+    torch.testing.assert_close(*gradients)
 
 
 def test_for_an_image_a_causal_convolution_is_the_2d_convolution_of_its_last_slice() -> None:
