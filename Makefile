@@ -56,7 +56,7 @@ bench: $(VENV)/.complete
 
 # With the virtual environment if there is one; else with PYTHON, if it has the packages already (a machine without a
 # network: make gpu PYTHON=python3); else the virtual environment is made. make gpu GPU="--only speed --minutes 30"
-GPU_NEEDS := torch torchvision numpy PIL yaml safetensors tqdm einops psutil pytest
+GPU_NEEDS := torch torchvision numpy PIL yaml safetensors tqdm einops braceexpand psutil pytest
 gpu:
 	@has() { $$1 -c 'import importlib.util as u; assert all(map(u.find_spec, "$(GPU_NEEDS)".split()))' 2>/dev/null; }; \
 	if has $(BIN)/python; then python=$(BIN)/python; elif has $(PYTHON); then python=$(PYTHON); \
