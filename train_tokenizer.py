@@ -114,6 +114,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from models import VideoTokenizer
     from models.i3d import i3d_features
     from models.perceptual import load_lpips, load_perceptual
+    from tandem.devices import to_device
     from training.ema import make_ema
     from training.measures.autoencoders import evaluated, reconstructions
     from training.measures.collapse import ReconstructionAlarm
@@ -151,7 +152,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     def drawn_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         """A frame of each clip, for the losses that judge single frames."""
         shares = noise.uniform(step, micro["positions"], ())  # on the CPU, so that every device draws the same
-        return {"frames": (shares * micro["videos"].shape[2]).long().to(backend.device, non_blocking=True)}
+        return {"frames": to_device((shares * micro["videos"].shape[2]).long(), backend.device)}
 
     def reconstruction_loss(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         of_pixels = pixel_loss(fake, videos)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tandem.precision import full_precision
+from tandem.devices import full_precision
 
 from .files.building import build_with_weights
 from .files.published import read_state_dict

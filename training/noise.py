@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.devices import to_device
 from tandem.hashing import GOLDEN_GAMMA, MASK64, mix64
 
 Device = torch.device | str
@@ -67,11 +68,8 @@ class Noise:
         """Keys of the samples for noise that a model computes itself: int64 (b, 2), uniform in [0, 2^32), equal on
         every device. Arguments as for `gumbel`."""
         seeds = [self.seed_of(step, position) for position in positions]
-        # From pinned memory, so that the host does not wait for the device.
-        is_pinned = torch.device(device).type != "cpu"
-        pairs = [(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds]
-        words = torch.tensor(pairs, dtype=torch.int64, pin_memory=is_pinned)
-        return words.view(len(seeds), 2).to(device, non_blocking=True)
+        words = torch.tensor([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], dtype=torch.int64)
+        return to_device(words.view(len(seeds), 2), device)
 
     def _drawn(self, law: str, step: int, positions: Sequence[int], shape: Sequence[int], device: Device) -> Tensor:
         rows = torch.empty(len(positions), math.prod(shape), device=device)

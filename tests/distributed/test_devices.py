@@ -13,7 +13,7 @@ import torch
 
 from distributed import Backend, devices
 from distributed.devices import allow_open_files, gpu_id, local_device, own_threads, shared_gpu, use_tf32
-from tandem.precision import full_precision
+from tandem.devices import full_precision
 from tests.processes import python
 
 

@@ -21,7 +21,7 @@ from distributed.engines.reducer import GradientReducer
 from distributed.errors import TrainingStopped
 from distributed.signals import StopRequest
 from models.video.causal import CausalConv3d, Context
-from tandem.precision import full_precision
+from tandem.devices import full_precision
 from tests.processes import Root, parsed
 from training.checkpoints.snapshot import Snapshot
 

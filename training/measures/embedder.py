@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tandem.devices import to_device
+
 if TYPE_CHECKING:
     from data.tokenizers import Tokenizer
 
@@ -20,9 +22,7 @@ _TEXTS_AT_A_TIME = 256
 def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
     """A model's inputs: tokens (b, t') without columns that are padding in every text, and lengths (b,)."""
     longest = math.ceil(max(lengths) / _TOKENS_AT_A_TIME) * _TOKENS_AT_A_TIME
-    # From pinned memory, so that the host does not wait for the device.
-    on_host = torch.tensor(lengths, pin_memory=tokens.device.type != "cpu")
-    return {"tokens": tokens[:, :longest], "lengths": on_host.to(tokens.device, non_blocking=True)}
+    return {"tokens": tokens[:, :longest], "lengths": to_device(torch.tensor(lengths), tokens.device)}
 
 
 class Embedder:

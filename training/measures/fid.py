@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.devices import full_precision
 from tandem.files.installed import how_to_install
-from tandem.precision import full_precision
 
 from .averages import AllReduce, no_reduce
 

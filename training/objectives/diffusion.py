@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.devices import to_device
+
 from ..noise import Noise
 
 
@@ -102,7 +104,7 @@ class DiffusionDraws:
                 draws["blur_sigma"] = (between("blur_sigma", *self._lowres.blur_sigma) * is_blurred).float()
             if self._lowres.timesteps:
                 draws["lowres_time"] = between("lowres_time", 0, self._lowres.timesteps).long()
-        draws = {name: draw.to(self._device, non_blocking=True) for name, draw in draws.items()}
+        draws = {name: to_device(draw, self._device) for name, draw in draws.items()}
         draws["noise"] = noise("noise").normal(step, positions, shape, self._device)
         if "lowres_time" in draws:
             draws["lowres_noise"] = noise("lowres_noise").normal(step, positions, shape, self._device)
