@@ -102,7 +102,7 @@ class Feed:
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample,
-            "noun": f"{noun}s", "pin_memory": processes.device.type == "cuda",
+            "noun": f"{noun}s", "pin_memory": processes.device.type == "cuda", "waiting": processes.waiting_for_workers,
         }  # fmt: skip
         #: What the loader gives `next`, endlessly.
         self.batches: Iterator[Any] = iter(())

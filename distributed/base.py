@@ -389,6 +389,15 @@ class Backend(ABC):
             raise TrainingStopped(f"rank {self.rank}: {first_line(error)}", alone=True) from error
         self.mark("computing")
 
+    @contextmanager
+    def waiting_for_workers(self) -> Iterator[None]:
+        """This process waits for its loader processes, which may hang. A signal that asks to stop ends the wait of a
+        single process at once, with AskedToStop: it is between two updates and can save. Of several processes, others
+        may be inside an update; there the watchdog ends the job if nothing comes within half a minute."""
+        alone = self._signals.raised() if self.world_size == 1 else contextlib.nullcontext()
+        with self.watchdog.loading(), alone:
+            yield
+
     def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
         """``items``, each fetched inside ``waiting_for(what)``."""
         with self.waiting_for(what):

@@ -23,6 +23,7 @@ from typing import Any
 TICK_SECONDS = 1.0
 LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed
 SILENT_TICKS = 10  # without an answer, for a process that holds up a job which is asked to end
+_LOADING_TICKS = 30  # without a sample, likewise
 _NO_ANSWER_TICKS = 3
 _STRANGER_TICKS = 30  # a connection that has not said for so long which process it is
 _LONGEST_LINE = 1 << 16  # bytes
@@ -100,6 +101,8 @@ class Judge:
         self.now += 1
         if any(known.lost is not None for known in self._ranks):
             return self._naming("lost contact with ", lambda known: known.lost is not None)
+        if is_asked_to_end and any(map(self._lacks_data, self._ranks)):
+            return self._naming(f"asked to end, but for {_LOADING_TICKS} s no data has come to ", self._lacks_data)
         # Before a job ends by itself nobody may need a rank that is silent, such as while the root saves.
         if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._waits, self._ranks)):
             return self._naming("no sign of life from ", self._is_silent)
@@ -114,6 +117,10 @@ class Judge:
 
     def _is_silent(self, known: _Rank, ticks: int = SILENT_TICKS) -> bool:
         return not known.has_left and self.now - known.heard_at > ticks
+
+    def _lacks_data(self, known: _Rank) -> bool:
+        """Whether a rank waits for loader processes, which may hang, so that it does not come to save."""
+        return not known.has_left and bool(known.mark.get("loads")) and self.now - known.moved_at > _LOADING_TICKS
 
     def _waits(self, known: _Rank) -> bool:
         """Whether a rank that answers has made no progress in a collective."""

@@ -12,7 +12,8 @@ import os
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -43,6 +44,7 @@ class _Mark:
     update: int = 0
     collective: bool = False
     writes: bool = False
+    loads: bool = False
 
 
 WAITS = ("data", "communication")  # what this process may wait for
@@ -90,6 +92,13 @@ class Watchdog:
         self._mark = _Mark(
             last.count + 1, phase, last.update if update is None else update, collective or gathers, writes
         )
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside the phase, the main thread waits for loader processes."""
+        self._mark = replace(self._mark, loads=True)
+        yield
+        self._mark = replace(self._mark, loads=False)
 
     def meet(self) -> None:
         """Return when every process has called this. The others may have hours of work: as long as they make progress

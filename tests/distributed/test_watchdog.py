@@ -86,6 +86,12 @@ STORIES: dict[str, tuple[dict[int, Any], list[tuple[Any, ...]], str | None]] = {
         "no sign of life from rank 2 at update 5 (forward)",
     ),
     "it has time": ({}, [(SILENT_TICKS, {0}, {2}, True)], None),
+    "one waits for loader processes, and the job is asked to end": (
+        {1: {"loads": True}}, [(30, {0, 2}), (0, {0, 2}, (), True), (1, {0, 2}, (), True)],
+        "asked to end, but for 30 s no data has come to rank 1 at update 5 (forward)",
+    ),
+    "data may come": ({1: {"loads": True}}, [(29, {0, 2}, (), True)], None),
+    "nobody asks it to end": ({1: {"loads": True}}, [(LONG, {0, 2})], None),
     # A save is not cut off.
     "it is silent, and nobody is in a collective": ({}, [(LONG, {1}, {2}, True)], None),
     "it is silent, and who is in a collective gets on": ({0: REDUCING}, [(LONG, {0, 1}, {2}, True)], None),
@@ -156,9 +162,11 @@ def test_marks_count_and_keep_the_update_they_do_not_name() -> None:
     dog = dog_of(1)
     dog.mark("forward", update=3)
     dog.mark("forward", gathers=True)  # for which no rank is blamed while another one stands
-    assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True}
+    assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True, "loads": False}
+    with dog.loading():
+        assert beat_of(dog)["loads"]
     dog.mark("computing")
-    assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False}
+    assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False, "loads": False}
 
 
 def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
