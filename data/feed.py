@@ -142,6 +142,7 @@ class Feed:
         self.batches = iter(self._training)
         # Inside the agreement, because reading the first batch may fail on some processes only.
         with self._agreement():
+            self._processes.mark("loading the first batch")
             batch = next(self.batches)
         return self._received(batch)
 

@@ -86,8 +86,10 @@ class Loader:
             try:
                 with self._waiting():
                     results = _awaited(self._loader.__iter__, kept)
+            except CannotGoOn as error:
+                return map(_raised, [error])  # where a result is waited for, for which scripts are prepared
             except OSError as error:
-                raise CannotGoOn(_why_not_started(error)) from None
+                return map(_raised, [CannotGoOn(_why_not_started(error))])
         if threading.current_thread() is threading.main_thread():
             # PyTorch's own handler interrupts the main thread wherever that is when a worker dies; here an error is
             # expected only where a result is waited for, and PyTorch looks for dead workers there, too.
@@ -124,6 +126,7 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
                         main.recv_bytes()
                         main.send_bytes(b"go on")
                     return forked
+                tell(f"a loader process has not begun within {seconds:g} s, and is started again")
                 forked.kill()
                 forked.wait()
         raise CannotGoOn("loader processes do not begin: give --num_workers 0, or more CPUs or memory")

@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.files.writing import tell
+
 TICK_SECONDS = 1.0
 LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed
 SILENT_TICKS = 10  # without an answer, for a process that holds up a job which is asked to end
@@ -78,6 +80,7 @@ class Judge:
     def __init__(self, world_size: int, timeout_ticks: float) -> None:
         self.now, self._timeout_ticks = 0, timeout_ticks
         self._ranks = [_Rank(0, 0) for _ in range(world_size)]
+        self._told: set[str] = set()
 
     def hear(self, rank: int, mark: dict[str, Any]) -> None:
         """A rank says what it is doing, and how many phases it has begun (``count``)."""
@@ -107,6 +110,18 @@ class Judge:
         if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._waits, self._ranks)):
             return self._naming("no sign of life from ", self._is_silent)
         return self._hold_up()
+
+    def wait(self) -> str | None:
+        """Which ranks others have waited for in a collective for 10 s: a line, once for each phase of these."""
+        waiting = sum(map(self._waits, self._ranks))
+        busy = [known for known in self._ranks if not known.has_left and not known.mark.get("collective")]
+        phases = {known.mark["phase"] for known in busy}
+        if not waiting or phases <= self._told:
+            return None
+        self._told |= phases
+        have = "process has" if waiting == 1 else "processes have"
+        words = f"{waiting} {have} waited for {SILENT_TICKS * TICK_SECONDS:g} s for "
+        return self._naming(words, lambda known: known in busy)
 
     def _naming(self, words: str, is_meant: Any) -> str:
         return words + _listed(
@@ -252,6 +267,8 @@ class Liveness:
         if not self._verdict and (verdict := self._judge.tick(self._is_asked_to_end)):
             self._verdict = verdict
             self._tell_all("end", verdict)
+        elif not self._verdict and (wait := self._judge.wait()):
+            tell(wait)
 
     def _tell_all(self, *message: Any) -> None:
         for member in self._members:

@@ -139,8 +139,11 @@ class Signals:
                     return
                 if found[0] in self._before:
                     self._hear(signal.Signals(found[0]))
-            elif not self._has_begun and self._is_orphan():
+                continue
+            if not self._has_begun and self._is_orphan():
                 self._end_start_up("the launcher is gone")
+            if self.watchdog and self._is_root:
+                self.watchdog.tell_of_loading()
 
     def _hear(self, number: signal.Signals) -> None:
         if self.watchdog:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .collectives import Communicator
 
 _CONNECT_SECONDS = 30.0
+_TOLD_SECONDS = 10.0
 _VERDICT_SECONDS = 5.0  # after a collective has failed; launchers give survivors 5 s (horovodrun) or more
 _UNWINDING_SECONDS = 2.0  # after the verdict: the error of a collective that has failed too says more
 _LEAVING_TICKS = 30  # after the root has left on purpose, which all do at the same time
@@ -60,6 +62,7 @@ class Watchdog:
         #: Seconds in which this process waited, by what it waited for.
         self.waited = dict.fromkeys(WAITS, 0.0)
         self._waiting: str | None = None
+        self._loads_since, self._has_told_of_loading = math.inf, False
         self._marked_at = time.monotonic()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -96,9 +99,17 @@ class Watchdog:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Inside the phase, the main thread waits for loader processes."""
-        self._mark = replace(self._mark, loads=True)
+        self._mark, self._loads_since = replace(self._mark, loads=True), time.monotonic()
         yield
-        self._mark = replace(self._mark, loads=False)
+        self._mark, self._loads_since = replace(self._mark, loads=False), math.inf
+
+    def tell_of_loading(self) -> None:
+        """Say, once, that no data has come for long. Called by another thread now and then."""
+        if time.monotonic() > self._loads_since + _TOLD_SECONDS:
+            self._loads_since = math.inf
+            if not self._has_told_of_loading:
+                self._has_told_of_loading = True
+                tell(f"rank {self._rank} has waited for data from its loader processes for {_TOLD_SECONDS:g} s")
 
     def meet(self) -> None:
         """Return when every process has called this. The others may have hours of work: as long as they make progress

@@ -110,6 +110,35 @@ def test_the_verdict_names_who_holds_the_job_up_when_it_is_due_and_not_before(st
     assert last == (f"no progress for 1 minutes: {verdict}" if is_held_up else verdict)
 
 
+def test_who_waits_for_whom_is_told_after_ten_seconds_once_for_each_phase() -> None:
+    job = Job(3)
+    job.ranks[0].update(REDUCING)
+    job.ranks[1].update(REDUCING)
+    job.pass_time(SILENT_TICKS - 1, {2})
+    assert job.judge.wait() is None
+    job.pass_time(1, {2})
+    assert job.judge.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (forward)"
+    job.pass_time(5, {2})
+    assert job.judge.wait() is None
+    job.ranks[2]["phase"] = "listing the samples"
+    job.pass_time(1, {2})
+    assert job.judge.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (listing the samples)"
+
+
+def test_a_long_wait_for_loader_processes_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dog, now = dog_of(1), 1000.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    for seconds in (9, 11, 11):
+        with dog.loading():
+            now += seconds
+            dog.tell_of_loading()
+        now += 100
+        dog.tell_of_loading()
+    assert capfd.readouterr().err.count("rank 0 has waited for data from its loader processes for 10 s") == 1
+
+
 def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those_that_left() -> None:
     four = Job(4)
     four.judge.lose(1)
