@@ -140,8 +140,11 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
         super().run()
 
 
-class _Queue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
+class _Queue(multiprocessing.queues.Queue):
     """A queue, read by one process, whose `get` waits no longer than it is told where a process died while it sent."""
+
+    _reader: Any
+    _sem: Any
 
     def __init__(self, *args: Any, **context: Any) -> None:
         super().__init__(*args, **context)

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,11 +93,13 @@ class Judge:
         """A rank ends on purpose: it has done its work, or all end together, or another one is the reason."""
         self._ranks[rank].has_left = True
 
-    def lose(self, rank: int, error: str = "") -> None:
-        """A rank has ended, with its own ``error`` or without a word."""
+    def lose(self, rank: int, error: str = "", update: int = 0) -> None:
+        """A rank has ended, with its own ``error`` or without a word, when the root was at ``update``: the rank was as
+        far, because no update is made without it, though it may have said so last up to a tick before."""
         known = self._ranks[rank]
         if not known.has_left and known.lost is None:
             known.lost = error
+            known.mark = {**known.mark, "update": max(update, known.mark["update"])}
 
     def tick(self, is_asked_to_end: bool = False) -> str | None:
         """The verdict, if there is one now. Those whose connections end within the same tick are lost together."""
@@ -187,14 +189,16 @@ class _Member:
 
 
 class Liveness:
-    """Runs in a thread of the root. ``port`` and ``token`` are what a process needs to connect.
+    """Runs in a thread of the root. ``port`` and ``token`` are what a process needs to connect; ``update`` returns the
+    number of the root's present update.
 
     A process sends ["here", token, rank] first; then ["beat", mark] as the answer to ["beat"]; ["met"] when it has come
     to a meeting, which everybody gets as soon as all have come; and at its end ["left"] or ["failed", error]. ["end",
     verdict] tells it why the job ends, ["left"] that the root has left on purpose.
     """
 
-    def __init__(self, host: str, world_size: int, timeout_ticks: float) -> None:
+    def __init__(self, host: str, world_size: int, timeout_ticks: float, update: Callable[[], int] = lambda: 0) -> None:
+        self._update = update
         self._world_size, self._judge = world_size, Judge(world_size, timeout_ticks)
         self._listener = _listen(host, world_size)
         self.port, self.token = self._listener.getsockname()[1], secrets.token_hex(8)
@@ -319,7 +323,7 @@ class Liveness:
         member.connection.close()
         self._members.remove(member)
         if member.rank >= 0:
-            self._judge.lose(member.rank)
+            self._judge.lose(member.rank, "", self._update())
 
     def _hear(self, member: _Member, kind: str, *values: Any) -> None:
         if member.rank < 0:
@@ -340,4 +344,4 @@ class Liveness:
         elif kind == "left":
             self._judge.leave(member.rank)
         elif kind == "failed":
-            self._judge.lose(member.rank, *values)
+            self._judge.lose(member.rank, values[0], self._update())

@@ -178,7 +178,10 @@ class Watchdog:
             if self._rank == 0:
                 host = own_host if launch.master_port is None else launch.master_address
                 is_one_machine = len(set(machines)) == 1
-                self._liveness = Liveness("127.0.0.1" if is_one_machine else "", self._world_size, self._timeout_ticks)
+                self._liveness = Liveness(
+                    "127.0.0.1" if is_one_machine else "", self._world_size, self._timeout_ticks,
+                    lambda: self._mark.update,
+                )  # fmt: skip
                 place = ["127.0.0.1" if is_one_machine else host, self._liveness.port, self._liveness.token]
         except OSError as error:
             problem = f"rank 0 cannot listen: {first_line(error)}"

@@ -321,6 +321,16 @@ def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(
     assert first.hears() == heard
 
 
+def test_a_lost_process_is_named_with_the_update_of_the_root_which_needed_it(
+    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process itself has told its update up to a tick before."""
+    monkeypatch.setattr(liveness, "_update", lambda: 1590)
+    first, second = members(liveness)
+    second.connection.shutdown(socket.SHUT_RDWR)
+    assert first.hears() == ["end", "lost contact with rank 1 at update 1590 (starting)"]
+
+
 def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Liveness._run  # private: nothing but the thread itself can be late
 
