@@ -205,6 +205,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
 
     def embeddings_of(todo: Sequence[range]) -> Iterator[Encoded]:
         how = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
+        how["waiting"] = backend.waiting_for_workers
         load = functools.partial(load_clips, sounds)
         for encoded in encode_batches(load, sounds.describe, todo, embedder.of_clips, **how):
             yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])

@@ -223,6 +223,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         images = open_set_of(args.image_folder, image_size=side, channels=model.channels)
         load = functools.partial(load_alone, images)
         how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
+        how["waiting"] = backend.waiting_for_workers
         return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how)
 
     decode = functools.partial(computed, backend, "decoding", model.decode)

@@ -135,7 +135,7 @@ def go_through(
     n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
     batches = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
     read = partial(load_each, partial(load, samples), samples.describe)
-    loaded = iter(Loader(read, batches[rank::world], args.num_workers))
+    loaded = iter(Loader(read, batches[rank::world], args.num_workers, waiting=backend.waiting_for_workers))
     for done in range(0, len(batches), world):
         if backend.stop_requested(now=True):
             backend.say("asked to stop, with nothing written; the same command starts over")

@@ -103,6 +103,7 @@ class Feed:
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample,
             "noun": f"{noun}s", "pin_memory": processes.device.type != "cpu",
+            "waiting": processes.waiting_for_workers,
         }  # fmt: skip
         #: What the loader gives `next`, endlessly.
         self.batches: Iterator[Any] = iter(())
@@ -142,6 +143,7 @@ class Feed:
         self.batches = iter(self._training)
         # Inside the agreement, because reading the first batch may fail on some processes only.
         with self._agreement():
+            self._processes.mark("loading the first batch")
             batch = next(self.batches)
         return self._received(batch)
 

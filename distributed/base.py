@@ -91,6 +91,7 @@ class Backend(ABC):
         self.launch, self.is_restart, self.options = launch, launch.is_restart, options
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
         self._before_update: list[Callable[[], None]] = []
+        self._compiles = False  # as far as is known
         self.norms_are_logged = True
         """Whether somebody reads `Update.grad_norm` of the coming update; otherwise engines may leave it out."""
         self._own_flags = [getattr(args, name) for name in self.flags_of_training]
@@ -271,9 +272,14 @@ class Backend(ABC):
         self, model: nn.Module, optimizer: Optimizer, *, name: str = "model", max_grad_norm: float | None = None
     ) -> Engine:
         """Spread a model over the processes; return its engine. Never alters weights, moments or step counts.
-        ``name`` is distinct for every engine; ``max_grad_norm`` overrides --max_grad_norm."""
-        from .devices import choose_kernels_by_time
+        ``name`` is distinct for every engine; ``max_grad_norm`` overrides --max_grad_norm. Raises UserMistake if the
+        model is to be compiled, and this machine cannot. Collective."""
+        from .devices import check_compiler, choose_kernels_by_time
 
+        if self.options.compile and not self._compiles:
+            with self.agreement():
+                check_compiler(self.device)
+            self._compiles = True
         if not (self.options.deterministic or self.options.plan.batch_parts):
             choose_kernels_by_time()
         engine = self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
@@ -388,6 +394,15 @@ class Backend(ABC):
         except (ValueError, CannotGoOn) as error:
             raise TrainingStopped(f"rank {self.rank}: {first_line(error)}", alone=True) from error
         self.mark("computing")
+
+    @contextmanager
+    def waiting_for_workers(self) -> Iterator[None]:
+        """This process waits for its loader processes, which may hang. A signal that asks to stop ends the wait of a
+        single process at once, with AskedToStop: it is between two updates and can save. Of several processes, others
+        may be inside an update; there the watchdog ends the job if nothing comes within half a minute."""
+        alone = self._signals.raised() if self.world_size == 1 else contextlib.nullcontext()
+        with self.watchdog.loading(), alone:
+            yield
 
     def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
         """``items``, each fetched inside ``waiting_for(what)``."""

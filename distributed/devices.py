@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .errors import first_line
+
 
 def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     """The GPU of process ``local_rank`` of this machine, or the CPU if there is no GPU. A process may see only one GPU,
@@ -127,6 +129,20 @@ def choose_kernels_by_time() -> None:
     """From here on cuDNN tries all its kernels for each new shape of a convolution, and keeps the fastest. Kernels may
     round differently, so a process may get other bits than another one; tools that train nothing do without."""
     torch.backends.cudnn.benchmark = True
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile something small. Raises ValueError, in one line, if that fails: PyTorch's own error has a hundred."""
+    trial = torch.nn.Sigmoid()
+    trial.compile()
+    try:
+        trial(torch.zeros(8, device=device))
+    except Exception as error:
+        needed = "a C compiler and Triton" if device.type == "cuda" else "g++"
+        raise ValueError(
+            f"--compile: PyTorch cannot compile here ({first_line(error)}): install {needed} and Python's headers "
+            "(apt-get install g++ python3-dev), or leave out --compile"
+        ) from None
 
 
 def use_deterministic_kernels(compiled: bool = False) -> None:

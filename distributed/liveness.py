@@ -16,13 +16,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from tandem.files.writing import tell
 
 TICK_SECONDS = 1.0
 LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed
 SILENT_TICKS = 10  # without an answer, for a process that holds up a job which is asked to end
+_LOADING_TICKS = 30  # without a sample, likewise
 _NO_ANSWER_TICKS = 3
 _STRANGER_TICKS = 30  # a connection that has not said for so long which process it is
 _LONGEST_LINE = 1 << 16  # bytes
@@ -77,6 +80,7 @@ class Judge:
     def __init__(self, world_size: int, timeout_ticks: float) -> None:
         self.now, self._timeout_ticks = 0, timeout_ticks
         self._ranks = [_Rank(0, 0) for _ in range(world_size)]
+        self._told: set[str] = set()
 
     def hear(self, rank: int, mark: dict[str, Any]) -> None:
         """A rank says what it is doing, and how many phases it has begun (``count``)."""
@@ -89,21 +93,37 @@ class Judge:
         """A rank ends on purpose: it has done its work, or all end together, or another one is the reason."""
         self._ranks[rank].has_left = True
 
-    def lose(self, rank: int, error: str = "") -> None:
-        """A rank has ended, with its own ``error`` or without a word."""
+    def lose(self, rank: int, error: str = "", update: int = 0) -> None:
+        """A rank has ended, with its own ``error`` or without a word, when the root was at ``update``: the rank was as
+        far, because no update is made without it, though it may have said so last up to a tick before."""
         known = self._ranks[rank]
         if not known.has_left and known.lost is None:
             known.lost = error
+            known.mark = {**known.mark, "update": max(update, known.mark["update"])}
 
     def tick(self, is_asked_to_end: bool = False) -> str | None:
         """The verdict, if there is one now. Those whose connections end within the same tick are lost together."""
         self.now += 1
         if any(known.lost is not None for known in self._ranks):
             return self._naming("lost contact with ", lambda known: known.lost is not None)
+        if is_asked_to_end and any(map(self._lacks_data, self._ranks)):
+            return self._naming(f"asked to end, but for {_LOADING_TICKS} s no data has come to ", self._lacks_data)
         # Before a job ends by itself nobody may need a rank that is silent, such as while the root saves.
         if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._waits, self._ranks)):
             return self._naming("no sign of life from ", self._is_silent)
         return self._hold_up()
+
+    def wait(self) -> str | None:
+        """Which ranks others have waited for in a collective for 10 s: a line, once for each phase of these."""
+        waiting = sum(map(self._waits, self._ranks))
+        busy = [known for known in self._ranks if not known.has_left and not known.mark.get("collective")]
+        phases = {known.mark["phase"] for known in busy}
+        if not waiting or phases <= self._told:
+            return None
+        self._told |= phases
+        have = "process has" if waiting == 1 else "processes have"
+        words = f"{waiting} {have} waited for {SILENT_TICKS * TICK_SECONDS:g} s for "
+        return self._naming(words, lambda known: known in busy)
 
     def _naming(self, words: str, is_meant: Any) -> str:
         return words + _listed(
@@ -114,6 +134,10 @@ class Judge:
 
     def _is_silent(self, known: _Rank, ticks: int = SILENT_TICKS) -> bool:
         return not known.has_left and self.now - known.heard_at > ticks
+
+    def _lacks_data(self, known: _Rank) -> bool:
+        """Whether a rank waits for loader processes, which may hang, so that it does not come to save."""
+        return not known.has_left and bool(known.mark.get("loads")) and self.now - known.moved_at > _LOADING_TICKS
 
     def _waits(self, known: _Rank) -> bool:
         """Whether a rank that answers has made no progress in a collective."""
@@ -165,14 +189,16 @@ class _Member:
 
 
 class Liveness:
-    """Runs in a thread of the root. ``port`` and ``token`` are what a process needs to connect.
+    """Runs in a thread of the root. ``port`` and ``token`` are what a process needs to connect; ``update`` returns the
+    number of the root's present update.
 
     A process sends ["here", token, rank] first; then ["beat", mark] as the answer to ["beat"]; ["met"] when it has come
     to a meeting, which everybody gets as soon as all have come; and at its end ["left"] or ["failed", error]. ["end",
     verdict] tells it why the job ends, ["left"] that the root has left on purpose.
     """
 
-    def __init__(self, host: str, world_size: int, timeout_ticks: float) -> None:
+    def __init__(self, host: str, world_size: int, timeout_ticks: float, update: Callable[[], int] = lambda: 0) -> None:
+        self._update = update
         self._world_size, self._judge = world_size, Judge(world_size, timeout_ticks)
         self._listener = _listen(host, world_size)
         self.port, self.token = self._listener.getsockname()[1], secrets.token_hex(8)
@@ -245,6 +271,8 @@ class Liveness:
         if not self._verdict and (verdict := self._judge.tick(self._is_asked_to_end)):
             self._verdict = verdict
             self._tell_all("end", verdict)
+        elif not self._verdict and (wait := self._judge.wait()):
+            tell(wait)
 
     def _tell_all(self, *message: Any) -> None:
         for member in self._members:
@@ -295,7 +323,7 @@ class Liveness:
         member.connection.close()
         self._members.remove(member)
         if member.rank >= 0:
-            self._judge.lose(member.rank)
+            self._judge.lose(member.rank, "", self._update())
 
     def _hear(self, member: _Member, kind: str, *values: Any) -> None:
         if member.rank < 0:
@@ -316,4 +344,4 @@ class Liveness:
         elif kind == "left":
             self._judge.leave(member.rank)
         elif kind == "failed":
-            self._judge.lose(member.rank, *values)
+            self._judge.lose(member.rank, values[0], self._update())

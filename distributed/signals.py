@@ -17,12 +17,12 @@ import select
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.files.exits import ASKED_TO_STOP, INTERRUPTED, leave
+from tandem.files.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, leave
 from tandem.files.writing import say, tell
 
 from .collectives import Communicator, Handle
@@ -71,13 +71,13 @@ class Signals:
         self.received: set[int] = set()
         #: Set as soon as there is one; it hears the signals, too.
         self.watchdog: Watchdog | None = None
-        self._has_begun = self._is_closed = self._has_told = False
+        self._has_begun = self._is_closed = self._has_told = self._is_raised = False
         self._telling = threading.Lock()
         self._interrupts = 0
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before: dict[int, Any] = {
-            number: signal.signal(number, self._note)
+            number: signal.signal(number, self._handle)
             for number in SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
@@ -94,6 +94,17 @@ class Signals:
         """All processes have agreed to stop, so none is lost: tell it now, before the run says that it has saved."""
         self._tell_once(min(self.received, default=None))
 
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """A signal that asks to stop ends the body with AskedToStop, wherever that waits. Called by the main thread."""
+        self._is_raised = True
+        try:
+            if self.received:
+                raise AskedToStop
+            yield
+        finally:
+            self._is_raised = False
+
     def close(self) -> None:
         """Hear what has come, and no more; signals have the effect that they had before."""
         if self._is_closed:
@@ -108,7 +119,13 @@ class Signals:
         os.close(self._reading)
         os.close(self._writing)
 
-    def _note(self, number: int, frame: Any = None) -> None:
+    def _handle(self, number: int, frame: Any) -> None:
+        self._note(number)
+        if self._is_raised and self.received:
+            self._is_raised = False
+            raise AskedToStop
+
+    def _note(self, number: int) -> None:
         if self._has_begun:
             self.received.add(number)
 
@@ -122,8 +139,11 @@ class Signals:
                     return
                 if found[0] in self._before:
                     self._hear(signal.Signals(found[0]))
-            elif not self._has_begun and self._is_orphan():
+                continue
+            if not self._has_begun and self._is_orphan():
                 self._end_start_up("the launcher is gone")
+            if self.watchdog and self._is_root:
+                self.watchdog.tell_of_loading()
 
     def _hear(self, number: signal.Signals) -> None:
         if self.watchdog:

@@ -13,12 +13,15 @@ import struct
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tandem.files.writing import say
 
 from .collectives import Communicator, Handle
 from .devices import gpu_id, gpus_are_shared, shared_gpu
@@ -29,6 +32,7 @@ from .launchers import DEFAULT_MASTER_PORT, Launch
 GRACE_SECONDS = 60
 _WITHOUT_LIMIT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
+TOLD_SECONDS, _NAMED = 10.0, 8  # of a wait, until it is told; ranks that are named
 TRY_SECONDS, _PATIENCE_WITH_TORCHRUN = 1.0, 10  # tries
 _REST_SECONDS, _QUIET_LOOKS, LONGEST_REST_SECONDS = 0.005, 3, 2.0
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -56,7 +60,12 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         options["store"] = dist.HashStore()
     else:
         _reach_store(launch, options["timeout"])
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=options["timeout"]))
+        # PyTorch's own constructor (`rendezvous`) waits for all processes, says nothing, and ends with its own words.
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(
+            *place, is_master=launch.is_root and not _is_torchruns(), timeout=options["timeout"],
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
         gpu = None if gpus_are_shared() else gpu_id(device)
         start = agree_on_start(store, launch, options["timeout"], gpu)
         if start.mistake:  # before NCCL starts, which would fail with a long text
@@ -105,15 +114,19 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     answers each with its token and a digest of the list of all tokens, again and again until every process has returned
     the same digest with its own token: then none of them is of an earlier start. The bytes that a process sends and
     receives do not grow with the number of processes. Raises RuntimeError after the timeout, in one line that names a
-    process that did not come.
+    process that did not come. After 10 s the root says who has not come, or each machine that the root has not.
     """
     mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
     keys, found = [f"token/{rank}" for rank in ranks], []
     address = own_address(os.environ.get("MASTER_ADDR", launch.master_address))
     store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address, gpu]))
-    deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
+    began, pause = time.monotonic(), 0.001
+    deadline, is_told = began + timeout.total_seconds(), False
     listed = seen = ""
     while time.monotonic() < deadline:
+        if not is_told and time.monotonic() > began + TOLD_SECONDS:
+            is_told = True
+            _tell_of_absent(launch, [rank for rank, key in enumerate(keys) if not store.check([key])])
         if launch.is_root and store.check(keys):
             found = [json.loads(text) for text in store.multi_get(keys)]
             tokens = [token for token, *_ in found]
@@ -139,7 +152,32 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
     absent = next((f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])), "another process")
-    raise RuntimeError(f"{absent} did not come within {timeout.total_seconds() / 60:g} minutes")
+    raise RuntimeError(f"{absent} did not come within {timeout.total_seconds() / 60:g} minutes{_why_absent(launch)}")
+
+
+def _tell_of_absent(launch: Launch, absent: Sequence[int]) -> None:
+    """Say which processes are waited for: by the root, or by one process of each machine that waits for the root."""
+    if launch.is_root if 0 not in absent else launch.local_rank == 0:
+        here = launch.world_size - len(absent)
+        named = ", ".join(map(str, absent[:_NAMED])) + (" ..." if len(absent) > _NAMED else "")
+        come = f"{here} of {launch.world_size} processes {'has' if here == 1 else 'have'} come"
+        where = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
+        say(f"rank {launch.rank} waits for rank {named} at {where}: {come}{_why_absent(launch)}")
+
+
+def _why_absent(launch: Launch) -> str:
+    """Behind a line about processes that do not come: what may be wrong with the launch."""
+    if launch.launcher != "srun" or "SLURM_PTY_PORT" not in os.environ:
+        return ""
+    return (
+        "; in a shell of `srun --pty` python is one process, though the shell's SLURM_STEP_NUM_TASKS is "
+        f"{launch.world_size}: unset that for one process, or start all with `srun --overlap python ...`"
+    )
+
+
+def _is_torchruns() -> bool:
+    """Whether torchrun holds the store where the processes meet."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _all_are(store: dist.Store, keys: list[str], value: str) -> bool:
@@ -153,12 +191,13 @@ def _reach_store(launch: Launch, timeout: timedelta) -> None:
     Raises:
         ConnectionError: nobody answers.
     """
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_torchruns = _is_torchruns()
     if launch.is_root and not is_torchruns:  # it holds the store itself
         return
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     # A machine that is busy may refuse for a moment, another one may be slow to start.
-    end = time.monotonic() + (_PATIENCE_WITH_TORCHRUN * TRY_SECONDS if is_torchruns else timeout.total_seconds())
+    began, is_told = time.monotonic(), False
+    end = began + (_PATIENCE_WITH_TORCHRUN * TRY_SECONDS if is_torchruns else timeout.total_seconds())
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=TRY_SECONDS).close()
@@ -169,6 +208,9 @@ def _reach_store(launch: Launch, timeout: timedelta) -> None:
                 if not is_torchruns:
                     absent = f"rank 0 did not come within {timeout.total_seconds() / 60:g} minutes"
                 raise ConnectionError(f"{absent}: nobody answers at {host}, port {port} ({error})") from None
+            if not is_told and time.monotonic() > began + TOLD_SECONDS and launch.local_rank == 0:
+                is_told = True
+                say(f"rank {launch.rank} waits for rank 0: nobody answers at {host}, port {port} ({error})")
         time.sleep(TRY_SECONDS)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from .collectives import Communicator
 
 _CONNECT_SECONDS = 30.0
+_TOLD_SECONDS = 10.0
 _VERDICT_SECONDS = 5.0  # after a collective has failed; launchers give survivors 5 s (horovodrun) or more
 _UNWINDING_SECONDS = 2.0  # after the verdict: the error of a collective that has failed too says more
 _LEAVING_TICKS = 30  # after the root has left on purpose, which all do at the same time
@@ -43,6 +46,7 @@ class _Mark:
     update: int = 0
     collective: bool = False
     writes: bool = False
+    loads: bool = False
 
 
 WAITS = ("data", "communication")  # what this process may wait for
@@ -58,6 +62,7 @@ class Watchdog:
         #: Seconds in which this process waited, by what it waited for.
         self.waited = dict.fromkeys(WAITS, 0.0)
         self._waiting: str | None = None
+        self._loads_since, self._has_told_of_loading = math.inf, False
         self._marked_at = time.monotonic()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -90,6 +95,21 @@ class Watchdog:
         self._mark = _Mark(
             last.count + 1, phase, last.update if update is None else update, collective or gathers, writes
         )
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside the phase, the main thread waits for loader processes."""
+        self._mark, self._loads_since = replace(self._mark, loads=True), time.monotonic()
+        yield
+        self._mark, self._loads_since = replace(self._mark, loads=False), math.inf
+
+    def tell_of_loading(self) -> None:
+        """Say, once, that no data has come for long. Called by another thread now and then."""
+        if time.monotonic() > self._loads_since + _TOLD_SECONDS:
+            self._loads_since = math.inf
+            if not self._has_told_of_loading:
+                self._has_told_of_loading = True
+                tell(f"rank {self._rank} has waited for data from its loader processes for {_TOLD_SECONDS:g} s")
 
     def meet(self) -> None:
         """Return when every process has called this. The others may have hours of work: as long as they make progress
@@ -158,7 +178,10 @@ class Watchdog:
             if self._rank == 0:
                 host = own_host if launch.master_port is None else launch.master_address
                 is_one_machine = len(set(machines)) == 1
-                self._liveness = Liveness("127.0.0.1" if is_one_machine else "", self._world_size, self._timeout_ticks)
+                self._liveness = Liveness(
+                    "127.0.0.1" if is_one_machine else "", self._world_size, self._timeout_ticks,
+                    lambda: self._mark.update,
+                )  # fmt: skip
                 place = ["127.0.0.1" if is_one_machine else host, self._liveness.port, self._liveness.token]
         except OSError as error:
             problem = f"rank 0 cannot listen: {first_line(error)}"

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class Process(Backend):
         options = Options(plan, **{name: value for name, value in values.items() if name in known})
         super().__init__(Launch("python", self.comm.rank, 0, world_size), options, argparse.Namespace())
         # What it means to enter a backend, but for handlers of signals, which the main thread alone may set.
-        self._signals = Mock()
+        self._signals = MagicMock()
         self.watchdog = Watchdog(Communicator(), self.device, self.launch, 1.0)
         self.received: set[int] = set()
         self.stop = StopRequest(self.comm, self.received)

@@ -16,6 +16,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor
 
 import models
 from distributed.engines.reducer import GradientReducer
@@ -44,6 +45,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nn.Module, "compile", trace_module)
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would keep every line
+
+
+def test_a_machine_that_cannot_compile_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)  # of what was compiled before
+    torch._dynamo.reset()
+    said = VAE.refused(tmp_path, "--compile")
+    assert "--compile: PyTorch cannot compile here (InvalidCxxCompiler: " in said and "install g++" in said
 
 
 @pytest.mark.usefixtures("traced")

@@ -30,7 +30,7 @@ STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "
 FLAGS_OF_OTHERS = {
     "--allow-run-as-root", "--cpus-per-task", "--editable", "--gpus-per-task", "--hostfile", "--logdir",
     "--master_addr", "--max-restarts", "--module", "--nnodes", "--no-deps", "--node_rank", "--nproc_per_node",
-    "--open-mode",
+    "--ntasks", "--open-mode", "--overlap", "--pty",
     "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--requeue", "--signal",
     "--signals_to_handle",
 }  # fmt: skip

@@ -8,6 +8,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def encode_batches(
     batch_size: int,
     per_request: int,
     num_workers: int,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Encoded]:
     """What `encode` makes of the samples with the indices of each shard, in the order of the shards; an array for each
     sample that can be read.
@@ -44,10 +46,11 @@ def encode_batches(
             forked, in `num_workers` loader processes, in each for `per_request` samples at once.
         encode: Pieces (batch_size, ...), the last ones 0 -> rows (batch_size, ...) on the CPU. A row may depend on its
             own piece alone: with padded batches it depends neither on the processes nor on the other samples.
+        waiting: See `Loader`.
     """
     requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
-    loader = Loader(functools.partial(load_each, load, describe), list(itertools.chain(*requests)), num_workers)
-    loaded = iter(loader)
+    read = functools.partial(load_each, load, describe)
+    loaded = iter(Loader(read, list(itertools.chain(*requests)), num_workers, waiting=waiting))
     return (_encode_shard(itertools.islice(loaded, len(each)), encode, batch_size) for each in requests)
 
 

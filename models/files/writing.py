@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tandem.files import writing
-from tandem.files.reading import one_line
+from tandem.files.reading import words_of
 
 
 def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -29,5 +29,4 @@ def replacing(path: Path) -> Iterator[Path]:
         with writing.replacing(path) as temporary:
             yield temporary
     except (OSError, SafetensorError) as error:  # safetensors raises its own error for any error of the disk
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise OSError(f"cannot write {path}: {reason}") from None
+        raise OSError(f"cannot write {path}: {words_of(error)}") from None

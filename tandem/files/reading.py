@@ -35,6 +35,7 @@ its SafetensorError. RuntimeError is not one of them, because PyTorch raises it 
 LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_ERROR = 500  # signs
+_OS_ERROR = re.compile(r"\(os error (\d+)\)$")  # Rust's words for errors of the system, such as those of safetensors
 # Lists, objects and keys in one file, and nodes of a YAML file with its aliases written out. An empty list takes three
 # bytes in a file and 64 in memory; plain numbers, of which a file may hold more, take a tenth of that.
 _MOST_VALUES = 1 << 22
@@ -170,8 +171,10 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
 
 def words_of(error: BaseException) -> str:
     """What an error says, in one line; of the system, why it could not do what was asked."""
-    said = " ".join(str(getattr(error, "strerror", None) or error).split())
-    return printable(said) or type(error).__name__
+    said = str(getattr(error, "strerror", None) or error)
+    if number := _OS_ERROR.search(said):
+        said = os.strerror(int(number[1]))
+    return printable(" ".join(said.split())) or type(error).__name__
 
 
 def printable(text: str) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
+import termios
 
 import pytest
 import torch
@@ -66,6 +70,105 @@ def test_a_worker_that_was_killed_between_two_passes_is_one_line():
         list(loader)
 
 
+# What workers find before they load: a loader that shares memory loses what it sends, or ends.
+LACKS = {
+    "no shared memory": "subprocess.run('mount -t tmpfs -o size=64k tmpfs /dev/shm', shell=True, check=True)",
+    "no descriptors": "resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 30,) * 2)",
+    "no place for sockets": "os.environ['TMPDIR'] = tempfile.mkdtemp(100 * 'x')",
+}
+SENDS = f"""
+import os, resource, subprocess, sys, tempfile
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from data.workers import Loader
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+def load(request):
+    images = torch.full((300, 1000), request, dtype=torch.uint8)[:, ::2]
+    return {{"images": images, "ids": [request], "lengths": torch.tensor(0.5)}}
+
+LACK
+before = open_files()
+results = list(Loader(load, range(40), num_workers=2))
+print(sum(len(result) for result in results), all((result["images"] == result["ids"][0]).all() for result in results))
+results[0]["images"] += 1
+"""
+
+
+def can_mount() -> bool:
+    try:
+        return subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("lack", LACKS)
+def test_workers_send_tensors_without_shared_memory_sockets_and_descriptors(lack):
+    if lack == "no shared memory" and not can_mount():
+        pytest.skip("a small /dev/shm needs root, and `unshare --mount`")
+    command = [sys.executable, "-c", SENDS.replace("LACK", LACKS[lack])]
+    command = ["unshare", "--mount", *command] if lack == "no shared memory" else command
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)  # of a hang
+    assert (done.stdout, done.stderr) == ("120 True\n", "")
+
+
+Nowhere = type("Nowhere", (Exception,), {})
+Nowhere.__qualname__ = "Elsewhere"  # pickle looks for a class by its name
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [(lambda: None, "cannot send what it has loaded"), (Nowhere("x"), "ended with the exit code 1")],
+    ids=["no pickle", "an error of no module"],
+)
+def test_what_a_worker_cannot_send_is_one_line_and_no_wait(result, reason, capfd):
+    def load(request):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    with pytest.raises(CannotGoOn, match=reason):
+        list(Loader(load, range(4), num_workers=1))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_worker_that_was_killed_while_it_sends_is_one_line():
+    others = set(multiprocessing.active_children())
+    loader = Loader(torch.zeros, [(1 << 22,)] * 4, num_workers=1, keep_workers=True)
+    results = iter(loader)
+    reader = loader._loader._iterator._worker_result_queue._reader
+    while int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder) <= 4:  # its length comes first
+        pass
+    (worker,) = set(multiprocessing.active_children()) - others
+    worker.kill()
+    worker.join()
+    with pytest.raises(CannotGoOn, match="a loader process was killed"):
+        list(results)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, "/dev/shm, the shared memory, is full"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EAGAIN, "ulimit -u"),
+        (errno.EACCES, "is there and writable"),
+    ],
+    ids=["ENOSPC", "EMFILE", "EAGAIN", "EACCES"],
+)
+@pytest.mark.filterwarnings("error")  # of what an object that was not made prints when it is deleted
+def test_workers_that_cannot_be_started_are_one_line(number, reason, monkeypatch):
+    def fail(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fork" if number == errno.EAGAIN else "pipe", fail)
+    results = iter(Loader(abs, range(4), num_workers=1))
+    with pytest.raises(CannotGoOn, match=f"cannot be started: .*{reason}.*--num_workers 0"):
+        next(results)
+
+
 HANGS = f"""
 import os, sys, time
 import psutil
@@ -88,6 +191,7 @@ print(len(forks), len(psutil.Process().children()), *results)
 def test_a_worker_that_hangs_in_its_fork_is_started_again():
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, timeout=120, check=True)  # of a hang
     assert done.stdout == b"5 3 0 1 2 3\n"
+    assert done.stderr.count(b"a loader process has not begun within 1 s, and is started again\n") == 2
 
 
 PROGRAM = f"""

@@ -95,11 +95,36 @@ def test_what_a_start_that_failed_left_behind_is_not_taken_for_a_process() -> No
     assert job.start([False, False], late=1) == [Start(2, True)] * 2
 
 
-@pytest.mark.parametrize("came", [0, 1])
-def test_a_process_that_does_not_come_is_named(came: int) -> None:
+@pytest.mark.parametrize(("came", "local_rank", "tells"), [(0, 0, True), (1, 0, True), (1, 1, False)])
+def test_a_process_that_does_not_come_is_named_soon_and_at_the_end(
+    came: int, local_rank: int, tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the root does not come, one process of each machine says so."""
+    monkeypatch.setattr(torch_comm, "TOLD_SECONDS", 0.01)
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "123")
     store, wait = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), timedelta(seconds=0.3)
     with pytest.raises(RuntimeError, match=f"^rank {1 - came} did not come within 0.005 minutes$"):
-        agree_on_start(store, Launch("torchrun", came, 0, 2), wait)
+        agree_on_start(store, Launch("torchrun", came, local_rank, 2), wait)
+    line = f": rank {came} waits for rank {1 - came} at node7, port 123: 1 of 2 processes has come\n"
+    said = capsys.readouterr().err
+    assert said.endswith(line) and said.count("\n") == 1 if tells else not said, said
+
+
+def test_a_shell_of_srun_in_which_python_is_one_process_of_two_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch_comm, "TOLD_SECONDS", 0.01)
+    monkeypatch.setattr(torch_comm, "GRACE_SECONDS", 0.3)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # has them deleted after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_PTY_PORT", "1234")
+    with pytest.raises(RuntimeError, match=r"rank 1 did not come within .* minutes; in a shell of `srun --pty` python"):
+        launch = Launch("srun", 0, 0, 2, "127.0.0.1", free_port())
+        torch_comm.init_process_group(launch, torch.device("cpu"), 0)
+    said = capsys.readouterr()
+    assert "1 of 2 processes has come; in a shell of `srun --pty`" in said.err and said.err.count("\n") == 1, said
 
 
 def test_processes_whose_torchrun_was_killed_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +139,11 @@ def test_processes_whose_torchrun_was_killed_do_not_wait_for_one_another(monkeyp
 
 
 def test_a_machine_whose_root_does_not_come_ends_with_its_address_after_the_timeout_and_not_later(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
+        monkeypatch.setattr(torch_comm, "TOLD_SECONDS", 0)
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(closed.getsockname()[1]))
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -125,6 +151,7 @@ def test_a_machine_whose_root_does_not_come_ends_with_its_address_after_the_time
         monkeypatch.setattr(torch_comm, "GRACE_SECONDS", 0)
         with pytest.raises(ConnectionError, match=r"^rank 0 did not come within 0\.001 minutes: .* 127\.0\.0\.1, port"):
             torch_comm.init_process_group(Launch("slurm", 1, 0, 2), torch.device("cpu"), 0.001)
+    assert capsys.readouterr().err.count("rank 1 waits for rank 0: nobody answers at 127.0.0.1, port ") == 1
 
 
 def test_an_address_by_which_machines_reach_one_another_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:

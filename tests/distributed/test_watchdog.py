@@ -86,6 +86,12 @@ STORIES: dict[str, tuple[dict[int, Any], list[tuple[Any, ...]], str | None]] = {
         "no sign of life from rank 2 at update 5 (forward)",
     ),
     "it has time": ({}, [(SILENT_TICKS, {0}, {2}, True)], None),
+    "one waits for loader processes, and the job is asked to end": (
+        {1: {"loads": True}}, [(30, {0, 2}), (0, {0, 2}, (), True), (1, {0, 2}, (), True)],
+        "asked to end, but for 30 s no data has come to rank 1 at update 5 (forward)",
+    ),
+    "data may come": ({1: {"loads": True}}, [(29, {0, 2}, (), True)], None),
+    "nobody asks it to end": ({1: {"loads": True}}, [(LONG, {0, 2})], None),
     # A save is not cut off.
     "it is silent, and nobody is in a collective": ({}, [(LONG, {1}, {2}, True)], None),
     "it is silent, and who is in a collective gets on": ({0: REDUCING}, [(LONG, {0, 1}, {2}, True)], None),
@@ -102,6 +108,35 @@ def test_the_verdict_names_who_holds_the_job_up_when_it_is_due_and_not_before(st
     assert before == [None] * len(before)
     is_held_up = verdict is not None and " stands " in verdict
     assert last == (f"no progress for 1 minutes: {verdict}" if is_held_up else verdict)
+
+
+def test_who_waits_for_whom_is_told_after_ten_seconds_once_for_each_phase() -> None:
+    job = Job(3)
+    job.ranks[0].update(REDUCING)
+    job.ranks[1].update(REDUCING)
+    job.pass_time(SILENT_TICKS - 1, {2})
+    assert job.judge.wait() is None
+    job.pass_time(1, {2})
+    assert job.judge.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (forward)"
+    job.pass_time(5, {2})
+    assert job.judge.wait() is None
+    job.ranks[2]["phase"] = "listing the samples"
+    job.pass_time(1, {2})
+    assert job.judge.wait() == "2 processes have waited for 10 s for rank 2 at update 5 (listing the samples)"
+
+
+def test_a_long_wait_for_loader_processes_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dog, now = dog_of(1), 1000.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    for seconds in (9, 11, 11):
+        with dog.loading():
+            now += seconds
+            dog.tell_of_loading()
+        now += 100
+        dog.tell_of_loading()
+    assert capfd.readouterr().err.count("rank 0 has waited for data from its loader processes for 10 s") == 1
 
 
 def test_those_whose_connections_end_are_lost_with_their_own_error_and_not_those_that_left() -> None:
@@ -156,9 +191,11 @@ def test_marks_count_and_keep_the_update_they_do_not_name() -> None:
     dog = dog_of(1)
     dog.mark("forward", update=3)
     dog.mark("forward", gathers=True)  # for which no rank is blamed while another one stands
-    assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True}
+    assert beat_of(dog) == {"count": 2, "phase": "forward", "update": 3, "collective": True, "loads": False}
+    with dog.loading():
+        assert beat_of(dog)["loads"]
     dog.mark("computing")
-    assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False}
+    assert beat_of(dog) == {"count": 3, "phase": "computing", "update": 3, "collective": False, "loads": False}
 
 
 def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
@@ -282,6 +319,16 @@ def test_the_end_of_a_connection_ends_the_job_and_a_farewell_does_not(
     if said == ["left"]:
         liveness.stop()
     assert first.hears() == heard
+
+
+def test_a_lost_process_is_named_with_the_update_of_the_root_which_needed_it(
+    liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process itself has told its update up to a tick before."""
+    monkeypatch.setattr(liveness, "_update", lambda: 1590)
+    first, second = members(liveness)
+    second.connection.shutdown(socket.SHUT_RDWR)
+    assert first.hears() == ["end", "lost contact with rank 1 at update 1590 (starting)"]
 
 
 def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(monkeypatch: pytest.MonkeyPatch) -> None:

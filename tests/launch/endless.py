@@ -33,6 +33,28 @@ def reading(args: Namespace) -> list[torch.Tensor]:
     return (list if is_new else _Waiting)([torch.zeros(3, 16, 16)] * 100)
 
 
+class _Stuck(list[torch.Tensor]):
+    process, count = 0, 0
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__([torch.zeros(3, 16, 16)] * 100)
+        self.args, self.metrics = args, os.path.join(args.output_dir, "metrics.jsonl")
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        if os.getpid() != self.process:
+            self.process, self.count = os.getpid(), 0
+        if os.path.exists(self.metrics) and os.path.getsize(self.metrics):
+            print(f"reading for ever after {self.count // self.args.batch_size} batches", flush=True)
+            time.sleep(1e6)
+        self.count += 1
+        return super().__getitem__(index)
+
+
+def stuck(args: Namespace) -> list[torch.Tensor]:
+    """After the first update its only loader process never returns, having said how many batches it has loaded."""
+    return _Stuck(args)
+
+
 class _Killed(list[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
         os.kill(os.getpid(), signal.SIGKILL)

@@ -264,6 +264,21 @@ def test_a_resumed_run_that_waits_for_its_first_batch_ends_at_once(tmp_path: Pat
     assert "resumed from" in finished.output
 
 
+def test_a_run_whose_loader_process_hangs_hears_that_it_is_to_stop_and_saves(tmp_path: Path) -> None:
+    command = [*ENDLESS, "--output_dir", str(tmp_path / "run"), "--dataset", "tests.launch.endless:stuck"]
+    job = Forked("train_vae", command, tmp_path / "log")
+
+    def waits() -> bool:
+        said = re.search(r"reading for ever after (\d+) batches", job.output)
+        return said is not None and len(metrics(tmp_path / "run")) == int(said[1])
+
+    job.wait_until(waits)
+    os.kill(job.pids[0], signal.SIGTERM)
+    [finished] = job.finish()
+    assert finished.returncode == 75 and "Traceback" not in finished.output, finished.output
+    assert_saved(finished, tmp_path / "run")
+
+
 def test_processes_that_cannot_connect_end_with_the_code_of_what_may_go_well_next_time(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

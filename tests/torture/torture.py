@@ -7,8 +7,9 @@ Trials alternate. In the first kind backend and processes stay, and every metric
 the last checkpoint must equal an uninterrupted run's bit for bit. In the second kind each start has another backend and
 number of processes, and the losses must agree with one process's. Among the kills are other faults: requests to stop,
 also in a validation; a job that is frozen for some seconds, and an old checkpoint that cannot be deleted, neither
-of which may end a run; a loader's worker that is killed; a port that is taken. After every fault all checkpoints are
-verified with none of the product's code. Ends with exit code 1 if anything was lost, and keeps that trial's folder.
+of which may end a run; a loader's worker that is killed; a port that is taken. In half of the trials /dev/shm is small,
+where root allows that. After every fault all checkpoints are verified with none of the product's code. Ends with exit
+code 1 if anything was lost, and keeps that trial's folder.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ FLAGS = ["--image_size", "64", "--num_layers", "2", "--num_tokens", "64", "--hid
          "--log_every_n_steps", "1", "--sample_every_n_steps", "0", "--validate_every_n_steps",
          str(VALIDATE_EVERY)]  # fmt: skip
 NAMES = ["python", "torchrun", "deepspeed", "horovodrun"]
+# As in a container, only smaller: enough for the semaphores of loader processes, not for their batches too.
+IN_SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=640k tmpfs /dev/shm && exec "$@"', "sh"]
 EXIT_CODE = 75  # exit code of train_vae.py after it was asked to stop
 
 
@@ -155,17 +158,22 @@ def taken(port: int) -> socket.socket:
 
 class Torture:
     def __init__(self, folder: Path) -> None:
-        self.folder, self.tally = folder, Tally()
+        self.folder, self.tally, self._can_mount = folder, Tally(), False
         self._references: dict[Launcher, tuple[Path, float]] = {}  # run folders, with the seconds that the runs took
         self._commands: list[str] = []  # commands of the present trial
         self._fault = ""  # the newest fault of the present trial
+        with contextlib.suppress(OSError):
+            self._can_mount = subprocess.run([*IN_SMALL_SHM, "true"], capture_output=True).returncode == 0
+        if not self._can_mount:
+            say("skipped: trials with a small /dev/shm, which need root and `unshare --mount`")
 
     def trial(self, number: int, plan: Plan) -> None:
         folder = self.folder / f"trial-{number}"
         folder.mkdir()
         self._commands, blows = [], self.tally.struck
         mode = f"{plan.last}, bit for bit" if plan.stays else "each start on another backend"
-        say(f"trial {number}: {mode}; {' '.join(plan.flags)}")
+        with_small_shm = "small /dev/shm; " if plan.small_shm and self._can_mount else ""
+        say(f"trial {number}: {mode}; {with_small_shm}{' '.join(plan.flags)}")
         try:
             reference, _ = self._reference(plan.last if plan.stays else ONE_PROCESS)
             for index, blow in enumerate([*plan.blows, None]):
@@ -199,14 +207,20 @@ class Torture:
 
     @contextlib.contextmanager
     def _job(
-        self, launcher: Launcher, run: Path, flags: Sequence[str], log: Path, blow: Blow | None = None
+        self,
+        launcher: Launcher,
+        run: Path,
+        flags: Sequence[str],
+        log: Path,
+        blow: Blow | None = None,
+        small_shm: bool = False,
     ) -> Iterator[Job]:
         command = launcher.command(SCRIPT, [*FLAGS, *flags, "--output_dir", str(run)])
         with contextlib.ExitStack() as stack:
             if blow and blow.victims == "port":
                 stack.enter_context(taken(int(command[command.index("--master_port") + 1])))
             # Temporary files lie beside the log: those of killed processes are deleted together with its folder.
-            job = Job(command, SCRIPT, log, TMPDIR=str(log.parent))
+            job = Job([*IN_SMALL_SHM * (small_shm and self._can_mount), *command], SCRIPT, log, TMPDIR=str(log.parent))
             stack.callback(job.kill)
             self._commands.append(" ".join(job.command))
             yield job
@@ -217,7 +231,7 @@ class Torture:
         newest, saves = max(checkpoint_steps(run), default=None), unfinished_saves(run)
         first = next_line(run)
         self._fault = blow.fault if blow else "no fault"
-        with self._job(launcher, run, plan.flags, log, blow) as job:
+        with self._job(launcher, run, plan.flags, log, blow, plan.small_shm) as job:
             start = self._strike(job, run, blow, newest or 0)
         trained, in_save = trained_steps(start.log), bool(unfinished_saves(run) - saves)
         self.tally.count(launcher, start, in_save)

@@ -65,6 +65,7 @@ class Plan:
     num_workers: int
     blows: list[Blow]
     last: Launcher  # the launcher of the last start, which finishes the run
+    small_shm: bool = False  # /dev/shm has no room for the batches of loader processes
 
     @property
     def flags(self) -> list[str]:
@@ -104,8 +105,9 @@ def draw_plan(seed: int, trial: int, names: Sequence[str], kills: int) -> Plan:
 
     save_every, keep, num_workers = draw.randint(1, 3), draw.randint(1, 3), draw.randint(0, 2)
     blows = [blow(i == kills - 1) for i in range(kills)]
-    num_workers = max(num_workers, int(any(blow.victims == "worker" for blow in blows)))
-    return Plan(stays, save_every, keep, num_workers, blows, launcher())
+    small_shm = trial % 4 in (1, 2)
+    num_workers = max(num_workers, int(any(blow.victims == "worker" for blow in blows)), 2 * small_shm)
+    return Plan(stays, save_every, keep, num_workers, blows, launcher(), small_shm)
 
 
 def _other_fault(draw: random.Random, start: Launcher, after: int, delay: float) -> Blow:

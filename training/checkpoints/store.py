@@ -74,7 +74,7 @@ class Checkpoints:
         #: Seconds of the longest write so far, from the copy to the rename.
         self.longest_seconds = 0.0
         self._keep, self._processes, self._synced_first, self._check = keep, processes, synced_first, check
-        self._told: str | None = None  # the failure that `news` has told
+        self._has_told = False  # whether `news` has told of failures that go on
         self._was_left: set[str] = set()  # names that `left` has told
         self._is_protected: set[str] = set()  # names of checkpoints that no save tries to delete again
         self._snapshot: Snapshot | None = None
@@ -117,13 +117,17 @@ class Checkpoints:
         return failure
 
     def news(self, *, at_end: bool = False) -> Iterator[str]:
-        """That a write failed, which at the end the caller says, or that something could not be deleted: a line each,
-        once, on the root."""
+        """That writes fail, which is said once until one succeeds, and at the end by the caller; that one has succeeded
+        again; or that something could not be deleted: a line each, on the root."""
         while self.left:
             yield f"{self.left.pop(0)}; it stays"
-        if self.failure and self.failure != self._told and not at_end:
-            yield f"{self.failure}; training goes on, and the next save tries again"
-        self._told = self.failure
+        newest = None if self.requested_step is None else self._path(self.requested_step)
+        if self.failure and not self._has_told and not at_end:
+            self._has_told = True
+            yield f"{self.failure}; training goes on, and each save tries again"
+        elif self._has_told and not self.failure and newest and newest.exists():
+            self._has_told = False
+            yield f"checkpoints are written again: {newest}"
 
     def latest(self) -> Path | None:
         """The newest checkpoint, or None."""

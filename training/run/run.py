@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -263,7 +265,7 @@ class Run:
         line = {**place, **values, **times}
         self.tracker.log(clock.step, line)
         self.display.log(line)
-        self._tell_of_saves()
+        self._tell_of_saves(at_end=clock.finished)
 
     def log_image(self, name: str, image: Image.Image) -> None:
         """Log a picture to the trackers."""
@@ -288,7 +290,7 @@ class Run:
             return
         with self.clock.saving():
             self.checkpoints.join()
-            self._tell_of_saves()
+            self._tell_of_saves(at_end=self.progress.finished)
             self.progress.seconds = round(self.clock.seconds, 3)
             states = {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
             # A save that is made only because the run is stopped writes no averages, so that they do not depend on
@@ -326,8 +328,9 @@ class Run:
         self.save()
         if not self.checkpoints.why_not_saved():
             again = "without --fresh" if self.args.fresh else "again"
-            self.say(f"asked to stop: saved update {step}; run the same command {again} to go on")
-            self._say_how_it_ended("asked to stop")
+            limit = f"--save_before_minutes {self.args.save_before_minutes:g}" if self._is_late else ""
+            self.say(f"{limit or 'asked to stop'}: saved update {step}; run the same command {again} to go on")
+            self._say_how_it_ended(f"asked to stop{limit and ' by '}{limit}")
         self.close()
         raise AskedToStop
 
@@ -365,7 +368,9 @@ class Run:
         failure: str | None = self.processes.broadcast_object("; ".join(filter(None, failures)) or None)
         if failure:
             newest = self.checkpoints.latest()
-            self.say(f"{failure}; the newest checkpoint is {newest.name if newest else 'none'}")
+            newest_name = newest.name if newest else "none"
+            remedy = "make room there" if os.strerror(errno.ENOSPC) in failure else "mend that"
+            self.say(f"{failure}; the newest checkpoint is {newest_name}: {remedy}, and run the same command again")
         elif self._models:
             with self.processes.agreement():
                 if self.is_root:

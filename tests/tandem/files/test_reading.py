@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors import SafetensorError
 
 from tandem.files.reading import (
     check_inside,
@@ -19,6 +21,7 @@ from tandem.files.reading import (
     read_json,
     read_json_or_empty,
     read_yaml,
+    words_of,
 )
 
 
@@ -114,3 +117,16 @@ def test_a_link_that_leaves_its_folder_is_refused_and_one_that_stays_in_it_is_no
         check_regular(check_inside(folder / "loop", folder))
     said = complaint(lambda path: check_inside(path, folder), folder / "outside")
     assert "outside is a link that leaves the folder" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "a"), "No space left on device"),
+        (SafetensorError(f"Error while serializing: I/O error: {os.strerror(28)} (os error 28)"), os.strerror(28)),
+        (ValueError("two\nlines\x1b"), "two lines?"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_the_words_of_an_error_are_one_line_and_of_the_system_why(error: Exception, words: str) -> None:
+    assert words_of(error) == words

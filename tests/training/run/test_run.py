@@ -83,8 +83,10 @@ def test_the_norm_of_gradients_is_taken_where_a_line_shows_it_and_where_it_is_cl
 def test_a_full_disk_is_reported_training_goes_on_and_the_next_save_and_picture_succeed(tmp_path: Path) -> None:
     with full_disk(1, 4):
         said = VAE.output_of(tmp_path, *SIX, "--sample_every_n_steps", "2")
+    assert said.count("step_00000002: No space left on device; training goes on") == 1
+    assert said.count("cannot write the checkpoint") == 1  # not at every save
+    assert said.count(f"checkpoints are written again: {tmp_path}/checkpoints/step_00000006") == 1
     for step in (2, 4):
-        assert said.count(f"step_{step:08d}: No space left on device; training goes on") == 1
         assert said.count(f"cannot write the picture of update {step}: No space left on device") == 1
     assert names(tmp_path / "checkpoints") == ["latest", "step_00000006"]
     assert names(tmp_path / "samples") == ["step_00000006.png"]
@@ -96,7 +98,9 @@ def test_a_last_save_that_fails_is_exit_code_1_and_names_the_newest_checkpoint(
 ) -> None:
     with full_disk(5, 99):
         assert exit_code(tmp_path, *SIX) == 1
-    assert re.search("step_00000006.*step_00000004", capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.search("step_00000006.*step_00000004: make room there, and run the same command again\n", said)
+    assert "training goes on" not in said
 
 
 def test_a_model_that_the_disk_does_not_take_is_exit_code_1_and_written_by_the_next_start(
@@ -200,6 +204,10 @@ def test_a_run_that_is_nearly_out_of_time_saves_first_and_what_no_start_can_fini
     short = [*SIX, "--validate_every_n_steps", "1", "--save_before_minutes", "0.001"]
     assert exit_code(tmp_path, *short) == 75, "an update was made"
     assert "step_00000001" in names(tmp_path / "checkpoints")
+    said = capsys.readouterr().err
+    assert "--save_before_minutes 0.001: saved update 1; run the same command again" in said, said
+    assert "asked to stop" not in said
+    assert starts(tmp_path)[-1]["ended"] == "asked to stop by --save_before_minutes 0.001 at update 1"
     assert "--save_before_minutes" in VAE.refused(tmp_path, *short)
     VAE.train(tmp_path, *SIX)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
