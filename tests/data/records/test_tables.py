@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import pickle
@@ -338,6 +340,46 @@ def test_manifest_that_cannot_be_understood_is_refused_with_its_line(tmp_path, n
     path = tmp_path / name
     text = one_line(manifest, path, content)
     assert str(path) in text and expected in text
+
+
+# Captions in which a quotation mark begins, ends or stands anywhere.
+QUOTED = ['"stop" sign', '"quiet please', '12" pan', '"', 'a "small" dog', 'the end"', '"the end', "a line", '""x']
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv", "a.jsonl"])
+def test_a_quotation_mark_in_a_caption_swallows_no_row(name, tmp_path):
+    """Written as the kind of file wants it; a .tsv by programs that quote nothing, and by others."""
+    rows = [{"path": f"{number}.wav", "caption": caption} for number, caption in enumerate(QUOTED)]
+    texts = {"a.jsonl": ["".join(json.dumps(row) + "\n" for row in rows)], "a.csv": [], "a.tsv": []}[name]
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL) if not texts else ():
+        file = io.StringIO()
+        table = csv.DictWriter(file, ["path", "caption"], delimiter=",\t"[name == "a.tsv"], quoting=quoting)
+        table.writeheader()
+        table.writerows(rows)
+        texts.append(file.getvalue())
+    if name == "a.tsv":
+        texts.append("path\tcaption\n" + "".join(f"{row['path']}\t{row['caption']}\n" for row in rows))
+    for text in texts:
+        source = manifest(tmp_path / name, text)
+        assert [source.cells(index)["caption"] for index in range(len(source))] == QUOTED
+
+
+@pytest.mark.parametrize("name, rows, said", [
+    ("a.csv", '"stop" sign\n2.wav,', "line 3: it is no table (',' expected after '\"')"),
+    ("a.csv", '"quiet\n2.wav,one\n3.wav,"two"\n', "line 3 to 5: it is no table"),
+    ("a.csv", '"quiet\n2.wav,one\n', "line 3 to 4: it is no table"),
+    ("a.csv", '"quiet\n2.wav,one\n3.wav,"\n', "line 3 to 5: a quotation mark that is not closed"),
+    ("a.tsv", '"two\nlines"\n', "line 4: a cell in quotes goes on over several lines"),
+])  # fmt: skip
+def test_a_quotation_mark_that_would_swallow_rows_is_named_with_its_line(name, rows, said, tmp_path):
+    text = f"path,caption\n0.wav,none\n1.wav,{rows}"
+    text = text if name == "a.csv" else text.replace(",", "\t")
+    assert f"{tmp_path / name}, {said}" in one_line(manifest, tmp_path / name, text)
+
+
+def test_a_caption_of_a_csv_may_have_several_lines(tmp_path):
+    source = manifest(tmp_path / "a.csv", 'path,caption\na.wav,"one,\n\ntwo ""three"""\nb.wav,four\n')
+    assert [source.cells(i)["caption"] for i in range(2)] == ['one,\n\ntwo "three"', "four"]
 
 
 def test_secrets_are_in_no_name(tmp_path):
