@@ -134,7 +134,7 @@ def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterato
 
 
 class _Lines:
-    """The lines of a file; `number` is that of the last one, and `row` holds those of the row that is being read. Raises
+    """The lines of a file; `number` is that of the last one, and `row` holds those of the row that is read. Raises
     ValueError at one that is too long for a row: a file can be one line, without end."""
 
     def __init__(self, file: io.TextIOBase) -> None:

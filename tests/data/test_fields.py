@@ -47,6 +47,8 @@ def own(item: Any) -> OwnData:
     ("a.json", '{"caption": "one", "captions": ["two", "one", " "], "caption_5": "three"}', ["one", "two", "three"],
      None),
     ("a.json", '{"caption": "half a \\ud83d sign"}', ["half a ? sign"], None),
+    ("a.txt", "\ufeffone\r\n\ufefftwo\u2028three\r\n", ["one", "two three"], None),
+    ("a.json", '\ufeff{"captions": ["\\ufeffone"], "label": "\ufeffbell"}', ["one"], "bell"),
 ])  # fmt: skip
 def test_captions_in_a_file_are_told_apart(name, content, captions, label, tmp_path):
     (tmp_path / name).write_text(content)
