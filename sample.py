@@ -293,6 +293,9 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if masks is not None and len(masks) != len(names):
             raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
         hashes = contents(args, trained, {"images": images, "masks": masks}, backend.mark)
+    for pictures_given in filter(None, (images, masks)):
+        if pictures_given.skipped:
+            backend.say(pictures_given.skipped)
     n_conditions = max(len(labels), 1)
     total = n_conditions * args.count
     sampling = Sampling.of(args)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import pickle
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,21 @@ def test_paths_are_relative_to_the_manifest_or_absolute_and_name_what_stands_bes
     source = manifest(tmp_path / "set.jsonl", lines, SOUND, ENCODINGS)
     assert source.record(0)["text_encodings"].tolist() == [[1, 2], [3, 4]]
     assert "its text encoding" in one_line(source.record, 1)
+
+
+def test_a_file_is_found_whether_letters_and_accents_are_composed_in_its_name_or_not(tmp_path):
+    """Written on one system, listed on another: also where folders and files came from different ones."""
+    names = ["ü/é.wav", "ü/ñ.wav", "a/가.wav"]
+    forms = [("NFD", "NFC"), ("NFD", "NFD"), ("NFC", "NFD")]  # of folder and file
+    for name, form in zip(names, forms, strict=True):
+        path = tmp_path / Path(*map(unicodedata.normalize, form, Path(name).parts))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    source = manifest(tmp_path / "set.csv", "path\n" + "\n".join([*names, "é.wav"]))
+    records = [source.record(number)["sound"] for number in range(4)]
+    assert [record.read(100).decode() for record in records[:3]] == names
+    assert records[3].path == str(tmp_path / "é.wav"), "what is not there has the name that the row says"
+    assert [source.name(number) for number in range(3)] == names
 
 
 @pytest.mark.parametrize("cell", ["[{}]", "[[1], [1, 2]]", "{}", '{"bytes": {}}', "[1" + "0" * 400 + "]"])
