@@ -109,7 +109,7 @@ def skipped_line(what: str, place: str, n: int, about: str) -> str:
     return f"{n:d} {what}{' is' if n == 1 else 's are'} skipped in {place}: {printable(about)}" if n else ""
 
 
-def about_skipped(counts: collections.Counter[str], noun: str, n_alone: int, alone: str) -> str:
+def about_skipped(counts: collections.Counter[str], noun: str = "", n_alone: int = 0, alone: str = "") -> str:
     """How many files of each ending are not read, and how many of them `stand alone`, one of which is given: they would
     be read beside a sample of their name."""
     parts = [f"{n} {ending}" for ending, n in counts.most_common(_MOST_ENDINGS) if n]
@@ -153,7 +153,8 @@ class _Tree:
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}
         columns |= {f"which {one.name}": places for one, places in zip(self._beside, which, strict=True)}
-        about = about_skipped(self._skipped, self._first.noun, self._n_alone, self._alone)
+        n_alone = self._n_alone if len(names) else 0  # beside tars there are files of other kinds
+        about = about_skipped(self._skipped, self._first.noun, n_alone, self._alone)
         facts = {
             "spellings": [*self._spellings],
             "skipped": [self._skipped.total(), about + self._instead()],
@@ -218,7 +219,7 @@ class _Tree:
                     if not name.isascii() and _in_form("NFC", name) != _in_form("NFD", name):
                         composed |= {_in_form("NFC", key): name for key in self._keys(name)}
                 else:
-                    self._skipped[_ending(name)] += 1
+                    self._skipped[ending_of(name)] += 1
                     if name.lower().endswith(_LISTS):
                         self._list = min(filter(None, (self._list, os.path.join(relative, name))))
                 if len(files) == _LONGEST_RUN:
@@ -263,7 +264,7 @@ class _Tree:
     def _leave(self, relative: str, names: Set[str], stems: Set[str]) -> None:
         """Count files that stand beside none of the samples of these composed stems, or after another one there."""
         for name in sorted(names):
-            self._skipped[_ending(name)] += 1
+            self._skipped[ending_of(name)] += 1
             if not any(_in_form("NFC", name[: -len(e)]) in stems for e in self._endings if name.lower().endswith(e)):
                 self._n_alone += 1
                 self._alone = self._alone or os.path.join(relative, name)
@@ -298,6 +299,7 @@ def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
         return False, False
 
 
-def _ending(name: str) -> str:
+def ending_of(name: str) -> str:
+    """The ending of a file by which it is counted."""
     ending = os.path.splitext(name)[1].lower()
     return ending if _ENDING.fullmatch(ending) else "without an ending" if not ending else "of another ending"

@@ -20,9 +20,9 @@ from data.records import index, tables
 from data.records.files import shown
 from data.records.manifest import ManifestSource
 from data.records.opening import expanded
-from data.records.record import Wanted
+from data.records.record import Files, Wanted
 from data.records.rows import parts_of
-from data.records.tables import TableFiles, TableSource, saved_files, tables_below
+from data.records.tables import TableSource, saved_files, tables_below
 from tests.data.helpers import one_line
 from tests.data.records.tables import save_to_disk, table, write_arrow, write_parquet
 
@@ -52,7 +52,7 @@ def write(request: pytest.FixtureRequest) -> Any:
 
 
 def opened(path: Path, *wanted: Wanted) -> TableSource:
-    files = TableFiles([str(path)]) if path.is_file() else saved_files(str(path)) or tables_below(str(path))
+    files = Files([str(path)]) if path.is_file() else saved_files(str(path)) or tables_below(str(path))
     assert files is not None
     return TableSource(files, wanted or (IMAGE,))
 
