@@ -229,6 +229,10 @@ class _ArrowFile:
                     self.lengths.append(_rows_of(message, self.schema))
                     self._places.append((at, size + message.body.size))
                 at += size + (message.body.size if message.body else 0)
+            if (n_more := file.size - at - len(_END_OF_STREAM)) > 0:
+                raise ValueError(
+                    f"{n_more} bytes follow the end of its stream: give files that were appended one by one"
+                )
         self.largest = 1 if self._mapped else max((size for _, size in self._places), default=1)
         if self.largest > _LARGEST_GROUP:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")

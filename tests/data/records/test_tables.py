@@ -240,6 +240,14 @@ def test_state_json_that_was_made_to_do_harm_is_refused(tmp_path):
         assert said in one_line(saved_files, str(folder))
 
 
+def test_an_arrow_file_to_which_another_was_appended_is_refused(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", images())
+    content = path.read_bytes()
+    path.write_bytes(content * 2)
+    said = one_line(opened, path)
+    assert str(path) in said and f"{len(content)} bytes follow the end of its stream" in said
+
+
 def test_files_with_other_columns_are_refused(tmp_path):
     folder = write_parquet(tmp_path / "table", images(), shards=1)
     pq.write_table(pa.table({"image": ["a"]}), folder / "train-00001-of-00002.parquet")
