@@ -193,6 +193,8 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
         parts = parts_of(sounds.source)  # of files, if a table asks for parts
+    if sounds.skipped:
+        say(sounds.skipped)
     settings = {
         "task": "embed", **embedder.about, "dim": embedder.dim, "max_clips": args.max_clips,
         "batch_size": args.batch_size, **kernel_settings(args, backend),

@@ -332,6 +332,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         grid, samples, codes = coder.open(side)
         names = [samples.name(index) for index in range(len(samples))]
         parts = parts_of(samples.source)  # of files, if a manifest asks for parts
+    if samples.skipped:
+        backend.say(samples.skipped)
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
         "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),

@@ -228,6 +228,8 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if any(view != views[0] for view in views):
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
     backend.say(f"{len(samples)} samples of {args.data}: {prepared}")
+    if samples.skipped:
+        backend.say(samples.skipped)
     quality = {name: make(each.model.num_codes, device=device, losses=(), lpips=lpips) for name, each in opened.items()}
     dim = getattr(network, "dim", I3D_DIM)
     features = partial(exact.Features, network, dim, device)

@@ -141,16 +141,20 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
     import torch
 
     from data.decoding.arrays import find_array
+    from data.decoding.texts import sentence
     from data.demo import condition_of
     from data.records.record import Entry
-    from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
+    from tandem.files.reading import LONGEST_JSON_BYTES, plain_text, read_bytes, text_lines
 
     prompts = list(args.prompts or [])
     if args.prompt_file:
-        text = read_bytes(args.prompt_file, LONGEST_JSON_BYTES).decode()
-        prompts += [line.strip() for line in text.splitlines() if line.strip()]
+        try:
+            prompts += text_lines(plain_text(read_bytes(args.prompt_file, LONGEST_JSON_BYTES)))
+        except ValueError as error:
+            raise ValueError(f"--prompt_file {args.prompt_file}: {error}") from None
         if not prompts:
             raise ValueError(f"--prompt_file {args.prompt_file} holds no text")
+    prompts = [*map(sentence, prompts)]  # as captions are in training
     flag = "--prompts" if args.prompts else "--prompt_file"
     if prompts and clip is not None:
         tokens, shapes = clip.tokenize(prompts), dict(zip(KINDS, ((clip.embed_dim,), clip.text_shape), strict=True))
@@ -289,6 +293,9 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if masks is not None and len(masks) != len(names):
             raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
         hashes = contents(args, trained, {"images": images, "masks": masks}, backend.mark)
+    for pictures_given in filter(None, (images, masks)):
+        if pictures_given.skipped:
+            backend.say(pictures_given.skipped)
     n_conditions = max(len(labels), 1)
     total = n_conditions * args.count
     sampling = Sampling.of(args)

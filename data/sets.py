@@ -138,7 +138,7 @@ def open_sounds(
         raise ValueError(
             f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has "
             "to be a .txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, "
-            "captions, text or caption_1"
+            f"captions, text or caption_1{source.skipped and f'; {source.skipped}'}"
         )
     return Samples(source, fields)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import importlib.util
@@ -139,7 +140,7 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
     except ImportError:
         raise missing_package("a tokenizer.json", "tokenizers") from None
     try:
-        content = read_bytes(path, LONGEST_JSON_BYTES)
+        content = read_bytes(path, LONGEST_JSON_BYTES).removeprefix(codecs.BOM_UTF8)
         fast = Fast.from_str(content.decode())
         fast.no_padding()
         fast.enable_truncation(max_text_tokens)  # this keeps the marks of start and end

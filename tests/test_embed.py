@@ -96,6 +96,12 @@ def test_matches_are_the_rows_in_the_order_of_their_cosines(whole, model, capsys
             assert match["cosine"] == pytest.approx(cosines[match["path"]], abs=1e-5)
 
 
+def test_queries_of_a_file_are_its_lines_without_marks_of_editors(whole, model, tmp_path, capsys):
+    (tmp_path / "queries.txt").write_bytes("\ufeffa dog\r\n\r\n\ufefftwo\u2028cats\r\n".encode())
+    found = answers(capsys, model, whole, "\ufeffa cat", more=["--query_file", tmp_path / "queries.txt"])
+    assert [answer["query"] for answer in found] == ["a cat", "a dog", "two\u2028cats"]
+
+
 def test_a_sound_that_is_in_the_index_finds_itself(whole, model, source, capsys):
     for name in ("long.wav", "b.flac"):  # of several clips; shorter than one
         (answer,) = answers(capsys, model, whole, str(source / name), more=["--top_k", 2])

@@ -149,13 +149,13 @@ def tar_of(source: Path, path: Path, labels: Mapping[str, str]) -> Path:
             tar.add(source / name, name)
             if name in labels:
                 member = tarfile.TarInfo(str(Path(name).with_suffix(".cls")))
-                member.size = len(labels[name])
-                tar.addfile(member, io.BytesIO(labels[name].encode()))
+                member.size = len(content := labels[name].encode())
+                tar.addfile(member, io.BytesIO(content))
     return path
 
 
 def test_classes_in_a_tar_are_the_labels_and_an_image_without_one_is_left_out(model, source, tmp_path):
-    tar = tar_of(source, tmp_path / "all.tar", {name: f"{7 * n}\n" for n, name in enumerate(IMAGES) if n != 4})
+    tar = tar_of(source, tmp_path / "all.tar", {name: f"\ufeff{7 * n}\r\n" for n, name in enumerate(IMAGES) if n != 4})
     folder = SCRIPT.fill(model, tar, tmp_path / "latents")
     assert columns(folder)["labels"].tolist() == [0, 7, 14, 21, 35, 42, 49, 56]
     (bad,) = SCRIPT.bad(folder)
@@ -169,7 +169,10 @@ def test_images_in_tars_get_the_latents_of_their_folder(model, source, tmp_path)
 
 
 def test_classes_in_a_manifest_are_the_labels(source, tmp_path):
-    rows = [{"path": str(source / name), "cls": label} for name, label in zip(IMAGES, (3, "1", 0, "dog"), strict=False)]
+    rows = [
+        {"path": str(source / name), "cls": label}
+        for name, label in zip(IMAGES, (3, "\ufeff1", 0, "dog"), strict=False)
+    ]
     (tmp_path / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     images = open_labelled(str(tmp_path / "images.jsonl"), image_size=SIZE, channels=3)
     assert [images.load(number)["label"] for number in range(3)] == [3, 1, 0]

@@ -335,8 +335,10 @@ def test_a_file_that_cannot_be_read_is_named_and_left_out(
 ) -> None:
     photos = shutil.copytree(at / "photos", tmp_path / "photos")
     (photos / IMAGES[1]).write_bytes(b"no picture")
+    (photos / "notes.pdf").touch()
     broken = report_of("--model", at / "a", "--image_folder", photos, output=tmp_path / "broken")
-    assert capsys.readouterr().out.count(IMAGES[1]) == 1
+    said = capsys.readouterr().out
+    assert said.count(IMAGES[1]) == 1 and "1 file is skipped in" in said
     (photos / IMAGES[1]).unlink()
     whole = report_of("--model", at / "a", "--image_folder", photos, output=tmp_path / "whole")
     assert broken["samples"] == len(IMAGES) - 1

@@ -76,6 +76,14 @@ def test_loader_workers_change_nothing(script, whole, model, source, tmp_path):
     assert files(script.fill(model, source, tmp_path, "--num_workers", 2)) == files(whole)
 
 
+def test_files_that_are_not_read_are_counted_at_the_start(script, model, source, tmp_path, capsys):
+    folder = shutil.copytree(source, tmp_path / "more")
+    (folder / "notes.pdf").touch()
+    script.fill(model, folder, tmp_path / "filled")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if f"skipped in {str(folder)!r}: " in line)
+    assert "1 .pdf" in line
+
+
 # Files that cannot be read.
 
 

@@ -86,6 +86,16 @@ def test_pictures_are_the_same_however_often_and_for_whom_they_are_drawn(at: Pat
     assert drawn(tmp_path / "both", *flags, "--prompts", *prompts) == both, "the same command completes the folder"
 
 
+def test_prompts_of_a_file_are_its_lines_whatever_editors_and_web_pages_put_into_them(at: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffa red circle on\u2028the left\r\n\r\n\ufeffa blue star top right\r\n".encode())
+    flags = ["--model", at / "image", "--prompt_file", file, "--prompts", "\ufeffa red ring in the centre"]
+    said = labels(drawn(tmp_path / "drawn", *flags))
+    assert said == ["a red ring in the centre", "a red circle on the left", "a blue star top right"]
+    file.write_bytes("a red circle".encode("utf-16"))
+    assert f"--prompt_file {file}: it is no UTF-8 text" in refusal(sample.main, *asked(tmp_path / "none", *flags))
+
+
 def test_pictures_are_enlarged_and_filled_in(at: Path, tmp_path: Path) -> None:
     model = ["--model", at / "image"]
     enlarged = drawn(tmp_path / "enlarged", *model, "--start_at_unet", "2", "--images", at / "small")

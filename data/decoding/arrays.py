@@ -65,6 +65,8 @@ def find_array(entry: Entry) -> StoredArray:
     needed = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or header.tell() + needed > size:
         raise ValueError(f"it is cut off: an array of shape {shape} takes {needed} bytes")
+    if header.tell() + needed < size:
+        raise ValueError(f"more follows its array of shape {shape}: give one array per file")
     return StoredArray(entry, header.tell(), shape, dtype)
 
 

@@ -5,6 +5,7 @@ about 150 kB more. MP3 has no table of contents: everything before the clip is r
 10 s out of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) If the header of an MP3 file of
 variable bit rate does not state its length, the length is a guess, and sound after it is never read. An Ogg file that
 was cut off is read without an error; a file of another format raises an error if the cut removed a part of the clip.
+An Ogg or MP3 file to which another one was appended is refused; what was appended to a FLAC file is never read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from tandem.files.installed import missing_package
 from tandem.files.reading import open_regular
 
 from ..hashing import Draws
+from ..records.files import LocalBytes
 from ..records.record import Entry, open_entry
+from .appended import check_nothing_appended
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 # What else libsndfile reads, except raw samples, whose sample rate is unknown.
@@ -141,10 +144,28 @@ def _opened(entry: Entry) -> Iterator[Any]:
                 raise ValueError("the file is empty")
             # By descriptor, because names need not be valid text.
             with soundfile.SoundFile(file.fileno() if is_local else file, closefd=False) as sound:
+                whole = LocalBytes(file.fileno()) if is_local else _Window(file)
+                check_nothing_appended(sound, lambda offset, size: whole.pread(size, offset), whole.size)
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
         failure = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
         raise ValueError(failure) from None
+
+
+class _Window:
+    """`Bytes` of an open file, which stays where it is."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, at = file, file.tell()
+        self.size = file.seek(0, os.SEEK_END)
+        file.seek(at)
+
+    def pread(self, size: int, offset: int) -> bytes:
+        at = self._file.tell()
+        self._file.seek(offset)
+        content: bytes = self._file.read(size) or b""
+        self._file.seek(at)
+        return content
 
 
 @contextlib.contextmanager

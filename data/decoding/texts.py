@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tandem.files.reading import parse_json
+from tandem.files.reading import BYTE_ORDER_MARK, parse_json, plain_text, text_lines
 
 from ..records.record import Entry
 
@@ -29,9 +29,9 @@ def read_texts(entry: Entry) -> Texts:
     """
     content = entry.read(_LONGEST_TEXT)
     try:
-        text = content.decode("utf-8-sig")
-        is_json = entry.name.lower().endswith(".json")
-        return texts_of_object(parse_json(text.encode())) if is_json else Texts(cleaned(text.splitlines()), None)
+        if entry.name.lower().endswith(".json"):
+            return texts_of_object(parse_json(content))
+        return Texts(cleaned(text_lines(plain_text(content))), None)
     except ValueError as error:
         raise ValueError(f"its caption file {os.path.basename(entry.name)} cannot be read: {error}") from None
 
@@ -39,9 +39,14 @@ def read_texts(entry: Entry) -> Texts:
 def read_sentence(entry: Entry) -> str:
     """The text in a file as one line, with single spaces; at most 64 KiB are read. Raises what `read_texts` raises."""
     try:
-        return " ".join(entry.read(_LONGEST_SENTENCE).decode("utf-8-sig").split())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"its caption is no UTF-8 text ({error.reason})") from None
+        return sentence(plain_text(entry.read(_LONGEST_SENTENCE)))
+    except ValueError as error:
+        raise ValueError(f"its caption cannot be read: {error}") from None
+
+
+def sentence(text: str) -> str:
+    """A text as one line, with single spaces, without marks of the byte order and characters that UTF-8 cannot hold."""
+    return " ".join(text.replace(BYTE_ORDER_MARK, "").encode("utf-8", "replace").decode().split())
 
 
 def texts_of_object(value: Any) -> Texts:
@@ -88,6 +93,5 @@ def _is_list_of_strings(value: Any) -> bool:
 
 
 def cleaned(captions: Iterable[str]) -> list[str]:
-    """Captions with single spaces, without empty ones, repetitions and characters that UTF-8 cannot hold."""
-    texts = (" ".join(caption.encode("utf-8", "replace").decode().split()) for caption in captions)
-    return list(dict.fromkeys(text for text in texts if text))
+    """Captions as sentences, without empty ones and repetitions."""
+    return list(dict.fromkeys(text for text in map(sentence, captions) if text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import unicodedata
 from typing import Any, Protocol
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -21,6 +22,16 @@ def is_address(path: str) -> bool:
 def shown(path: str) -> str:
     """A path for messages: of an address without user, password and query, in which a signature may be."""
     return re.split("[?#]", USER.sub("", path))[0] if is_address(path) else path
+
+
+def as_on_disk(path: str) -> str:
+    """A path of this machine, with each letter and its accent in one sign or in two as the names on the disk have them,
+    in which systems differ; a path that leads nowhere in either form, as it is."""
+    if path.isascii() or os.path.lexists(path):
+        return path
+    folder, name = os.path.split(path)
+    found = [os.path.join(as_on_disk(folder), unicodedata.normalize(form, name)) for form in ("NFC", "NFD")]
+    return next(filter(os.path.lexists, found), path)
 
 
 class Bytes(Protocol):

@@ -34,7 +34,7 @@ from tandem.files.writing import create, open_appending, replacing
 from .files import is_address
 from .record import MOST_EXAMPLES
 
-_VERSION = 2
+_VERSION = 3
 FEWEST = 10_000  # strings in an index that is kept: fewer are found in a tenth of a second
 _LONGEST_HEADER = 1 << 20  # bytes
 _READ_TOGETHER = 4096  # strings

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from .rows import OTHER_NAMES, Rows, columns_of, path_of, seconds_of
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
 _LONGEST_LINE = 1 << 20  # characters
+_IN_QUOTES = re.compile(r'"(?:[^"]|"")*"')
+_QUOTING = "a cell that begins with a quotation mark ends with one, and those inside are doubled"
 
 
 class ManifestSource(Rows):
@@ -107,7 +110,8 @@ def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterato
         opened = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]
         with io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
-            for cells in _objects(lines, example) if delimiter is None else _table(lines, delimiter):
+            endings = wanted[0].taken
+            for cells in _objects(lines, example) if delimiter is None else _table(lines, delimiter, endings):
                 cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}
                 start, end = seconds_of(cells)
                 row = {name: cells[name] for name in needed if cells.get(name) not in (None, "")}
@@ -125,20 +129,27 @@ def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterato
     except (ValueError, csv.Error) as error:
         if lines is None:  # such as a pipe
             raise ValueError(f"cannot read the manifest {path!r}: {error}") from None
-        reason = f"it is no table: {error}" if isinstance(error, csv.Error) else error
-        raise ValueError(f"{path}, line {lines.number}: {reason}") from None
+        reason = f"it is no table ({error}): {_QUOTING}" if isinstance(error, csv.Error) else error
+        raise ValueError(f"{path}, line {lines.of_row}: {reason}") from None
 
 
 class _Lines:
-    """The lines of a file; `number` is that of the last one. Raises ValueError at one that is too long for a row: a
-    file can be one line, without end."""
+    """The lines of a file; `number` is that of the last one, and `row` holds those of the row that is read. Raises
+    ValueError at one that is too long for a row: a file can be one line, without end."""
 
     def __init__(self, file: io.TextIOBase) -> None:
-        self._file, self.number = file, 0
+        self._file, self.number, self.row = file, 0, list[str]()
+
+    @property
+    def of_row(self) -> str:
+        """The number of the first line of the row, and of its last one if it has several."""
+        first = self.number - max(len(self.row), 1) + 1
+        return f"{first}" if first == self.number else f"{first} to {self.number}"
 
     def __iter__(self) -> Iterator[str]:
         while line := self._file.readline(_LONGEST_LINE + 1):
             self.number += 1
+            self.row.append(line)
             if len(line) > _LONGEST_LINE:
                 raise ValueError(f"it is longer than {_LONGEST_LINE} characters")
             yield line
@@ -154,18 +165,40 @@ def _objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
             if not isinstance(row, Mapping):
                 raise ValueError(f"it is no JSON object: write {example}, one per line")
             yield row
+        lines.row.clear()
 
 
-def _table(lines: _Lines, delimiter: str) -> Iterator[Mapping[str, Any]]:
+def _table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a .csv, whose cells may be quoted and go on over several lines; or of a .tsv, of which each line is a
+    row. `endings`: of files, by which a line is known for a row of its own that a quotation mark has swallowed."""
     csv.field_size_limit(_LONGEST_LINE)  # a list of numbers in a cell is long
-    reader = csv.reader(lines, delimiter=delimiter)
-    header = [name.strip() for name in next(reader, [])]
+    rows = csv.reader(lines, strict=True) if delimiter == "," else map(_cells_of_tsv, lines)
+    header = [name.strip() for name in next(rows, [])]
+    lines.row.clear()
     if not {"path", "file_name"} & {*header}:
         raise ValueError(f"it has no column path (or file_name), it has {', '.join(header) or 'nothing'}")
-    for cells in reader:
-        if not any(cell.strip() for cell in cells):
-            continue
+    is_open = False  # whether a cell of the line before begins with a quotation mark that is not closed
+    for cells in rows:
+        for line in lines.row[1:]:
+            if any(cell.strip(' "\r\n').lower().endswith(endings) for cell in line.split(delimiter)):
+                raise ValueError(f"a quotation mark that is not closed makes one row of these lines: {_QUOTING}")
+        was_open, is_open = is_open, delimiter == "\t" and any(map(_is_open, lines.row[0].split("\t")))
+        if (was_open or is_open) and len(cells) < len(header):
+            raise ValueError("a cell in quotes goes on over several lines, and in a .tsv each is a row: write .csv")
         if len(cells) > len(header):
             hint = 'cells with a comma stand in "double quotes"' if delimiter == "," else "no cell holds a tab"
             raise ValueError(f"{len(cells)} cells under {len(header)} columns: {hint}")
-        yield dict(zip(header, cells, strict=False))
+        if any(cell.strip() for cell in cells):
+            yield dict(zip(header, cells, strict=False))
+        lines.row.clear()
+
+
+def _cells_of_tsv(line: str) -> list[str]:
+    """The cells of a line, those in quotes without them: some programs quote cells of a .tsv, and others none, in whose
+    captions a quotation mark is a character like any other."""
+    cells = line.rstrip("\r\n").split("\t")
+    return [cell[1:-1].replace('""', '"') if _IN_QUOTES.fullmatch(cell) else cell for cell in cells]
+
+
+def _is_open(cell: str) -> bool:
+    return cell.startswith('"') and not _IN_QUOTES.fullmatch(cell.rstrip("\r\n"))

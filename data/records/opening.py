@@ -6,18 +6,19 @@ import glob
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
 from . import remote
 from .files import is_address, shown
-from .folder import FolderSource, NothingFoundError
+from .folder import FolderSource, NothingFoundError, about_skipped, ending_of, skipped_line
 from .manifest import ENDINGS as MANIFEST_ENDINGS
 from .manifest import ManifestSource
-from .record import Source, Wanted
+from .record import Files, Source, Wanted
 from .tables import ENDINGS as TABLE_ENDINGS
-from .tables import TableFiles, TableSource, check_alike, saved_files, tables_below
+from .tables import TableSource, check_alike, saved_files, tables_below
 from .tars import TarSource, number_of
 
 _BRACES = re.compile(r"\{([^{}]*(?:,|\.\.)[^{}]*)\}")
@@ -50,40 +51,43 @@ def open_source(
     path = _numbered(os.path.expanduser(spec), start_shard, end_shard, shard_width)
     selects = bool(start_shard) or end_shard is not None
     found = _files(path) or _in_folder(path, wanted, demo)
-    if isinstance(found, list):
-        if _have(found, (".tar",)):
-            return TarSource(_within(found, start_shard, end_shard) if selects else found, wanted)
-        if _have(found, TABLE_ENDINGS):
-            found = TableSource(TableFiles(found), wanted)
-        elif len(found) == 1 and _have(found, MANIFEST_ENDINGS):
-            found = ManifestSource(found[0], wanted)
+    if isinstance(found, Files):
+        paths = found.paths
+        if _have(paths, (".tar",)):
+            return TarSource(_within(paths, start_shard, end_shard) if selects else paths, wanted, found.skipped)
+        if _have(paths, TABLE_ENDINGS):
+            found = TableSource(found, wanted)
+        elif len(paths) == 1 and _have(paths, MANIFEST_ENDINGS):
+            found = ManifestSource(paths[0], wanted)
         else:
-            raise _no_set(path, found, f"{wanted[0].noun}s")
+            raise _no_set(path, paths, f"{wanted[0].noun}s")
     if selects:
         raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} holds none")
     return found
 
 
-def _files(path: str) -> list[str] | None:
+def _files(path: str) -> Files | None:
     """The files that a path names; of a folder on a server, all tars or tables in it; None if it is none of these."""
     if path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
     if not is_address(path):
         if os.path.exists(path):
-            return [path] if os.path.isfile(path) else None
-        return expanded(path) if _BRACES.search(path) or glob.has_magic(path) else None
+            return Files([path]) if os.path.isfile(path) else None
+        return Files(expanded(path)) if _BRACES.search(path) or glob.has_magic(path) else None
     remote.check_address(path)
     if _BRACES.search(path) or remote.is_pattern(path) or _have([path], _ON_SERVERS):
-        return expanded(path)
+        return Files(expanded(path))
     files = remote.listed(path)
-    if tars := [file for file in files if _have([file], (".tar",))]:
-        return tars
-    tables = [file for file in files if _have([file], TABLE_ENDINGS)]
-    check_alike(path, tables)
-    return tables or files
+    found = [file for file in files if _have([file], (".tar",))]
+    if not found:
+        found = [file for file in files if _have([file], TABLE_ENDINGS)]
+        check_alike(path, found)
+    others = Counter(map(ending_of, {*files} - {*found}))
+    skipped = skipped_line("file", repr(shown(path)), others.total(), about_skipped(others))
+    return Files(found, skipped=skipped) if found else Files(files)
 
 
-def _in_folder(path: str, wanted: Sequence[Wanted], demo: str) -> Source | list[str]:
+def _in_folder(path: str, wanted: Sequence[Wanted], demo: str) -> Source | Files:
     """The files or tables below a folder, or the paths of tars there."""
     try:
         folder = FolderSource(path, wanted, demo)
@@ -96,7 +100,7 @@ def _in_folder(path: str, wanted: Sequence[Wanted], demo: str) -> Source | list[
             f"{path!r} holds tars and loose files, such as {folder.tars[0]!r} and {folder.describe(0)!r}: "
             f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
         )
-    return folder.tars or folder
+    return Files(folder.tars, skipped=folder.skipped) if folder.tars else folder
 
 
 def _have(paths: Sequence[str], endings: tuple[str, ...]) -> bool:

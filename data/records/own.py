@@ -22,7 +22,7 @@ from PIL import Image
 
 from ..bad_samples import NotASample, Raised
 from ..decoding.sounds import SAMPLE_RATES
-from ..decoding.texts import Texts, texts_of_object
+from ..decoding.texts import Texts, sentence, texts_of_object
 from ..hashing import derive_key
 from .index import fingerprint_of
 from .record import MOST_EXAMPLES, Entry, Record
@@ -308,7 +308,7 @@ def caption_of(item: Any) -> str:
         caption = None
     if not (caption is None or isinstance(caption, str)):
         raise refused(item, 'one whose "caption" is a text')
-    return " ".join((caption or "").split())
+    return sentence(caption or "")
 
 
 def array_of(item: Any, name: str, dimensions: int) -> np.ndarray | None:

@@ -82,6 +82,15 @@ class Entry(NamedTuple):
             return file.pread(limit if self.size is None else min(self.size, limit), self.offset)
 
 
+class Files(NamedTuple):
+    """Tars, tables or a manifest, in order; `folder` is what the paths in the rows of tables are relative to, and
+    `skipped` a line about other files there."""
+
+    paths: list[str]
+    folder: str = ""
+    skipped: str = ""
+
+
 # By the name of what is wanted; a name is missing where a sample lacks it. A value is an Entry; or, of a table or
 # manifest, a mapping of cells (`as_cells`) or a list of numbers; or, of a user's dataset, whatever an item holds; or,
 # of a demonstration, a function that draws it.

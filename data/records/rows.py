@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .files import is_address
+from .files import as_on_disk, is_address
 from .record import MOST_EXAMPLES, Entry, Record, Source, Wanted
 
 TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
@@ -81,7 +81,8 @@ class Rows:
         path = cell.get("path") if isinstance(cell, Mapping) else cell
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
-            return Entry(self.joined(path_of({"path": path}, wanted.noun))) if path else None
+            joined = self.joined(path_of({"path": path}, wanted.noun)) if path else ""
+            return Entry(joined if is_address(joined) else as_on_disk(joined)) if path else None
         if isinstance(content, bytes | memoryview):
             return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         try:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from . import remote
 from .files import is_address, shown
 from .folder import FolderSource, NothingFoundError
 from .index import fingerprint_of
-from .record import Entry, Wanted, open_bytes
+from .record import Entry, Files, Wanted, open_bytes
 from .rows import TIMES, Rows, columns_of
 
 ENDINGS = (".arrow", ".parquet")
@@ -54,16 +54,7 @@ _TEXT = re.compile(r"(dictionary<values=|(large_)?list<\w+: )?((large_)?string|u
 _LISTS = ("list<", "large_list<", "fixed_size_list<")
 
 
-class TableFiles(NamedTuple):
-    """Arrow or parquet files whose rows are samples, in order; `folder` is what the paths in rows are relative to, and
-    `skipped` a line about other files there."""
-
-    paths: list[str]
-    folder: str = ""
-    skipped: str = ""
-
-
-def saved_files(folder: str) -> TableFiles | None:
+def saved_files(folder: str) -> Files | None:
     """The files of a folder that `save_to_disk` has written, None if it is none.
 
     Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
@@ -89,10 +80,10 @@ def saved_files(folder: str) -> TableFiles | None:
         )
     if outside := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
         raise ValueError(f"{path!r} names {outside[0]!r}, which is no file of its folder")
-    return TableFiles([os.path.join(folder, name) for name in files], folder)
+    return Files([os.path.join(folder, name) for name in files], folder)
 
 
-def tables_below(folder: str) -> TableFiles | None:
+def tables_below(folder: str) -> Files | None:
     """The Arrow or parquet files below a folder, in the order of their relative paths; None if there are none.
 
     Raises ValueError, in one line, if they are of both kinds, or of several splits.
@@ -105,7 +96,7 @@ def tables_below(folder: str) -> TableFiles | None:
     if not names:
         return None
     check_alike(folder, names)
-    return TableFiles([os.path.join(folder, name) for name in names], folder, files.skipped)
+    return Files([os.path.join(folder, name) for name in names], folder, files.skipped)
 
 
 def check_alike(folder: str, names: Sequence[str]) -> None:
@@ -134,7 +125,7 @@ class TableSource(Rows):
     their columns.
     """
 
-    def __init__(self, files: TableFiles, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, files: Files, wanted: Sequence[Wanted]) -> None:
         try:  # here, so that loader workers that are forked later need not
             import pyarrow.parquet  # noqa: F401
         except ImportError:
@@ -238,6 +229,10 @@ class _ArrowFile:
                     self.lengths.append(_rows_of(message, self.schema))
                     self._places.append((at, size + message.body.size))
                 at += size + (message.body.size if message.body else 0)
+            if (n_more := file.size - at - len(_END_OF_STREAM)) > 0:
+                raise ValueError(
+                    f"{n_more} bytes follow the end of its stream: give files that were appended one by one"
+                )
         self.largest = 1 if self._mapped else max((size for _, size in self._places), default=1)
         if self.largest > _LARGEST_GROUP:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")

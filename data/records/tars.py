@@ -8,16 +8,22 @@ import itertools
 import json
 import os
 import re
+import unicodedata
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tandem.files.reading import DAMAGES
+
 from ..bad_samples import reason_of
 from .files import Bytes, is_address
+from .folder import about_skipped, ending_of, skipped_line
 from .index import Made, PackedStrings, fingerprint_of, kept, largest
 from .record import Entry, Record, Wanted, open_bytes
 
@@ -30,6 +36,11 @@ _ONE_HEADER, _NEAR, _AHEAD, _AHEAD_REMOTE = 1 << 11, 1 << 14, 1 << 16, 1 << 20  
 _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
 _HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
 _WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
+_LINKS = (b"1", b"2")
+# What may be said of the end of a tar. One behind which others were appended is read on; between their ends and their
+# next headers there are zeros, of which no more are looked at than any program writes.
+_UNENDED, _GOES_ON = "without a mark of the end, as if cut off", "with something behind the end that is not read"
+_LONGEST_END = 1 << 20  # bytes
 _PARTS = ("size", "offset", "ending")
 
 Kinds = Callable[[str], Sequence[tuple[int, int, int]]]
@@ -42,10 +53,11 @@ class TarSource:
     A member is what a `Wanted` looks for if all of its name after that dot is one of the endings; or else, if samples
     or texts are wanted, if its name ends so: "0.mask.png" is an image only if nothing else of that name is.
 
-    Raises ValueError, in one line, if a tar cannot be read, is damaged or cut off, or none holds a sample.
+    `skipped`: what is to be said of files beside the tars. Raises ValueError, in one line, if a tar cannot be read, is
+    damaged or cut off, or none holds a sample.
     """
 
-    def __init__(self, paths: Sequence[str], wanted: Sequence[Wanted]) -> None:
+    def __init__(self, paths: Sequence[str], wanted: Sequence[Wanted], skipped: str = "") -> None:
         self.paths, self._wanted = [*paths], [*wanted]
         with ThreadPoolExecutor(_THREADS) as threads:
             states = [*threads.map(_state, self.paths)]
@@ -56,7 +68,7 @@ class TarSource:
             root, fingerprint_of([kind.encode()]), self._made, fewest=_FEWEST,
             depends=fingerprint_of([json.dumps(states).encode()]),
         )  # fmt: skip
-        self.fingerprint, self._names, self.skipped = index.fingerprint, index.strings("names"), ""
+        self.fingerprint, self._names = index.fingerprint, index.strings("names")
         self._columns = {
             one.name: [index.numbers(f"{part} {one.name}", len(self)) for part in _PARTS] for one in wanted
         }
@@ -64,24 +76,42 @@ class TarSource:
         if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
             raise index.damaged()
         self._damaged, self.examples = index.damaged, index.examples
+        try:
+            lines = [skipped, skipped_line("member", str(self), *index.facts["skipped"])]
+            for said, (count, first) in index.facts["ends"].items():
+                lines.append(f"{said}: {self.paths[first]!r}{f' and {count - 1:d} more tars' if count > 1 else ''}")
+        except DAMAGES:
+            raise index.damaged() from None
+        self.skipped = "; ".join(filter(None, lines))
         if not len(self):
-            raise ValueError(f"no {wanted[0].noun} ({' '.join(wanted[0].endings)}) in {self}")
+            more = self.skipped and f"; {self.skipped}"
+            raise ValueError(f"no {wanted[0].noun} ({' '.join(wanted[0].endings)}) in {self}{more}")
 
     def _made(self) -> Made:
         kinds = functools.lru_cache(1 << 12)(functools.partial(_kinds, self._wanted))
         names, firsts = PackedStrings(), array("q", [0])
         columns = [array("q") for _ in range(len(_PARTS) * len(self._wanted))]
+        left, alone, ends = Counter[str](), list[str](), dict[str, list[int]]()
         with ThreadPoolExecutor(_THREADS) as threads:
-            for found, table in threads.map(lambda path: scan(path, self._wanted, kinds), self.paths):
-                for name in found:
+            for found in threads.map(lambda path: scan(path, self._wanted, kinds), self.paths):
+                for name in found.names:
                     names.append(name)
-                for column, numbers in zip(columns, table.T, strict=True):
+                for column, numbers in zip(columns, found.places.T, strict=True):
                     column.frombytes(numbers.tobytes())
+                left += found.left
+                alone += found.alone
+                for said in found.ends:
+                    ends.setdefault(said, [0, len(firsts) - 1])[0] += 1
                 firsts.append(len(names))
         # Of the same samples in the same tars, with the same members beside them; other members may lie between.
         parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
         titles = [f"{part} {one.name}" for one in self._wanted for part in _PARTS]
-        facts = {"examples": {one.name: largest(columns[len(_PARTS) * n]) for n, one in enumerate(self._wanted)}}
+        about = about_skipped(left, self._wanted[0].noun, len(alone), alone[0] if alone else "")
+        facts = {
+            "examples": {one.name: largest(columns[len(_PARTS) * n]) for n, one in enumerate(self._wanted)},
+            "skipped": [left.total(), about],
+            "ends": ends,
+        }
         columns_by_title = dict(zip(titles, columns, strict=True))
         return Made({"names": names, "firsts": firsts, **columns_by_title}, fingerprint_of(parts), facts)
 
@@ -184,18 +214,38 @@ def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
     return []
 
 
-def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """The names of the first members of the samples in a tar, in its order, and the size, offset and ending of each
-    kind of member, int64 (n, 3 * kinds), -1 where there is none. Only the headers of its members are read.
+class Scanned(NamedTuple):
+    """What is in a tar.
+
+    names: of the first members of its samples, in its order.
+    places: the size, offset and ending of each kind of member, int64 (n, 3 * kinds), -1 where there is none.
+    left: how many members are part of no sample, by ending; links and sparse files, whose content is elsewhere, too.
+    alone: those of them that would be read in a sample.
+    ends: what is unusual at its end.
+    """
+
+    names: list[str]
+    places: npt.NDArray[np.int64]
+    left: Counter[str]
+    alone: list[str]
+    ends: list[str]
+
+
+def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> Scanned:
+    """What is in a tar, of which only the headers of members are read.
 
     Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
     """
     samples: dict[str, list[tuple[int, str, int, int, int] | None]] = {}
     clashes: dict[str, tuple[int, str]] = {}
-    for name, offset, size in members(path):
+    left, tails, ends = Counter[str](), Counter[str](), list[str]()
+    for name, offset, size in members(path, left, ends):
         key = _key(name)
+        if key.endswith("/") or not key:  # hidden names are skipped
+            continue
+        tails[name[len(key) :]] += 1
         found = kinds(name[len(key) :])
-        if not found or key.endswith("/") or not key:  # hidden names are skipped
+        if not found:
             continue
         sample = samples.setdefault(key, [None] * len(wanted))
         for number, rank, ending in found:
@@ -209,9 +259,26 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> tuple[list[str], 
         if first and first[0] == rank:
             of_one_name = f"two {wanted[0].noun}s of one name, {first[1]!r} and {name!r}"
             raise ValueError(f"the tar {path!r} holds {of_one_name}")
+    _join_forms(samples)
     whole = {sample[0][1]: sample for sample in samples.values() if sample[0]}
     places = [part[2:] if part else (-1, -1, -1) for sample in whole.values() for part in sample]
-    return [*whole], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(wanted))
+    for sample in whole.values():
+        for name in {part[1] for part in sample if part}:
+            tails[name[len(_key(name)) :]] -= 1
+    for tail, n in (+tails).items():
+        left[ending_of(f"key{tail}")] += n
+    alone = sorted({part[1] for sample in samples.values() if not sample[0] for part in sample if part})
+    return Scanned([*whole], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(wanted)), left, alone, ends)
+
+
+def _join_forms(samples: Mapping[str, list[Any]]) -> None:
+    """Give samples what has their name but for letters whose accents are signs of their own in one of the two."""
+    firsts = {unicodedata.normalize("NFC", key): key for key, sample in samples.items() if sample[0]}
+    for key, sample in samples.items():
+        first = None if key.isascii() or sample[0] else samples.get(firsts.get(unicodedata.normalize("NFC", key), ""))
+        for number, part in enumerate(sample if first else ()):
+            if first and part and not first[number]:
+                first[number], sample[number] = part, None
 
 
 class _Pieces:
@@ -232,24 +299,37 @@ class _Pieces:
         return self._piece[begin : begin + size]
 
 
-def members(path: str) -> Iterator[tuple[str, int, int]]:
-    """Name, first byte and size of every file in a tar, in its order.
+def members(path: str, left: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and size of every file in a tar, in its order. `left` gets the number of links and sparse files,
+    and `ends` what is unusual at the end.
 
     Raises ValueError, in one line, if it cannot be read, is damaged or cut off.
     """
     try:
         with open_bytes(path) as file:
-            yield from _members(_Pieces(file, is_address(path)), file.size)
+            yield from _members(_Pieces(file, is_address(path)), file.size, left, ends)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
     except ValueError as error:
         raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
 
 
-def _members(pieces: _Pieces, n_bytes: int) -> Iterator[tuple[str, int, int]]:
+def _members(pieces: _Pieces, n_bytes: int, left: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
     at = 0
     said: dict[str, bytes] = {}  # about the next member, in headers before its own
-    while (header := pieces.read(at, _BLOCK)) != bytes(_BLOCK):  # zeros are the mark of the end
+    while True:
+        header = pieces.read(at, _BLOCK)
+        if header == bytes(_BLOCK):  # zeros are the mark of the end
+            end = at
+            while at < n_bytes and at - end < _LONGEST_END and not header.strip(b"\0"):
+                at += _BLOCK
+                header = pieces.read(at, _BLOCK)
+            if at >= n_bytes or not _begins_member(header):
+                ends += [_GOES_ON] if at < n_bytes else []
+                return
+        if at == n_bytes > 0 and not said:
+            ends.append(_UNENDED)
+            return
         if at >= n_bytes:
             raise ValueError(f"it ends at byte {n_bytes} without a mark of the end")
         if not _is_header(header):
@@ -274,6 +354,8 @@ def _members(pieces: _Pieces, n_bytes: int) -> Iterator[tuple[str, int, int]]:
                 raise ValueError(f"{name!r} lies beyond its end")
             if kind in _FILES and not is_sparse and not name.endswith("/"):
                 yield name, begin, size
+            elif kind in _LINKS or is_sparse:
+                left["linked" if kind in _LINKS else "sparse"] += 1
             said = {}
         at = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
 
@@ -287,6 +369,14 @@ def _is_header(block: bytes) -> bool:
     said = _number(block[148:156])
     # The lower half of Adler-32 is the sum of bytes, plus 1, modulo 65521; at several times the speed of `sum`.
     return (said + 1) % 65521 == zlib.adler32(filled) & 0xFFFF or said == int(np.frombuffer(filled, np.int8).sum())
+
+
+def _begins_member(block: bytes) -> bool:
+    """Whether a block behind the end of a tar is the header of another one."""
+    try:
+        return _is_header(block)
+    except ValueError:
+        return False
 
 
 def _number(field: bytes) -> int:

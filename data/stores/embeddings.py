@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.files.reading import read_bytes
+from tandem.files.reading import BYTE_ORDER_MARK, plain_text, read_bytes, text_lines
 
 from ..bad_samples import reason_of
 from .shards import INDEX_FILE, LINES_FILE, Stored, explained
@@ -131,13 +131,12 @@ class StoredEmbeddings(Stored):
 def read_queries(given: Sequence[str], path: str | None) -> list[str]:
     """The queries of the command line, then those of a file, one per line; empty ones are left out. Raises ValueError,
     in one line, if the file cannot be read or no query is left."""
-    queries = list(given)
+    queries = [stripped for query in given if (stripped := query.replace(BYTE_ORDER_MARK, "").strip())]
     if path is not None:
         try:
-            queries += read_bytes(path, _LONGEST_QUERIES).decode().splitlines()
+            queries += text_lines(plain_text(read_bytes(path, _LONGEST_QUERIES)))
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read the queries in {path}: {reason_of(error)}") from None
-    queries = [query.strip() for query in queries if query.strip()]
     if not queries:
         raise ValueError("there is no query: what was given is empty")
     return queries

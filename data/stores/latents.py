@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..fields import Field, ImageField, Samples, read_sentence
+from ..decoding.texts import read_sentence, sentence
+from ..fields import Field, ImageField, Samples
 from ..records.record import Entry, Record, Wanted
 from ..records.rows import Rows
 from ..sets import has, open_records
@@ -62,7 +63,9 @@ class LabelField(Field):
         if not self.is_said:
             return {"label": self.numbers.get(_folder(self.name_of(index)), len(self.numbers))}
         found = record.get(self.wanted.name)
-        text = read_sentence(found) if isinstance(found, Entry) else str(next(iter((found or {}).values()), "")).strip()
+        text = (
+            read_sentence(found) if isinstance(found, Entry) else sentence(str(next(iter((found or {}).values()), "")))
+        )
         number = self.numbers.get(text, text)
         if not _CLASS.fullmatch(str(number)):
             raise ValueError(f"its class is {text[:40]!r}: its .cls, or cls in its row, has to be a number from 0 on")

@@ -33,6 +33,7 @@ its SafetensorError. RuntimeError is not one of them, because PyTorch raises it 
 
 # The longest files that are read whole. Config files have kilobytes, and PyYAML reads 100 kB in a second.
 LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
+BYTE_ORDER_MARK = "\ufeff"  # editors put it in front of a text; `cat` and web pages leave it inside; it is no word
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_ERROR = 500  # signs
 _OS_ERROR = re.compile(r"\(os error (\d+)\)$")  # Rust's words for errors of the system, such as those of safetensors
@@ -108,6 +109,20 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
             if len(line) > _LONGEST_LINE:
                 raise ValueError(f"a line of {os.path.basename(path)} is longer than {_LONGEST_LINE} bytes")
             yield line
+
+
+def plain_text(content: bytes) -> str:
+    """A text of UTF-8 without marks of the byte order. Raises ValueError, in one line, if it is none."""
+    try:
+        return content.decode().replace(BYTE_ORDER_MARK, "")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no UTF-8 text ({error.reason}): save it as UTF-8") from None
+
+
+def text_lines(text: str) -> list[str]:
+    """The lines of a text, without spaces around them and without empty ones. They end as editors end lines: other
+    characters of Unicode that may separate lines, such as U+2028, stand inside texts of web pages."""
+    return [line for part in re.split("[\r\n]", text) if (line := part.strip())]
 
 
 def parse_json(content: bytes, **hooks: Any) -> Any:
@@ -191,7 +206,7 @@ def one_line(error: BaseException) -> str:
 def _with_yaml(path: str | Path, use: Any) -> Any:
     import yaml
 
-    text = read_bytes(path, LONGEST_YAML_BYTES).decode()  # a UnicodeDecodeError is a ValueError
+    text = plain_text(read_bytes(path, LONGEST_YAML_BYTES))
     damages: tuple[type[Exception], ...] = (yaml.YAMLError, *DAMAGES)  # a tag that does not fit its text raises many
     try:
         made = yaml.SafeLoader(text)

@@ -103,6 +103,7 @@ def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_d
     contents = {number: npy(array) for number, array in odd.items()}
     contents |= {7: b"no array", 8: npy(embedding(8))[:-1], 9: npy(embedding(9)[None])}
     contents[10] = claiming(npy(embedding(10)), 10**13)
+    contents[11] = npy(embedding(11)) * 2
     but = {number: {**members(number), "npy": content} for number, content in contents.items()} | {0: members(0)}
     found = opened(write_tars(tmp_path / "tars", "npy", but=but), text=False)
     for index in (0, 1):
@@ -110,7 +111,7 @@ def test_an_embedding_of_zeros_or_none_is_missing_and_one_that_does_not_fit_is_d
             found.load(index)
     for index, said in {
         2: "(5,)", 3: "(2, 6)", 4: "finite", 5: "int64", 6: "Fortran order", 7: "no numpy array",
-        8: "takes 12 bytes", 10: "(10000000000000,) takes 20000000000000 bytes",
+        8: "takes 12 bytes", 10: "(10000000000000,) takes 20000000000000 bytes", 11: "more follows its array of shape",
     }.items():  # fmt: skip
         assert said in one_line(found.load, index)
     assert found.load(9)["image_embed"].shape == (WIDTH,), "of an array (1, 6)"

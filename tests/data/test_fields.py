@@ -38,6 +38,16 @@ def own(item: Any) -> OwnData:
 # Texts.
 
 
+def test_a_set_of_sounds_without_captions_says_what_holds_them(tmp_path):
+    """A folder with its list in it, and captions under other names."""
+    for name, content in (("clips/a.wav", b""), ("clips/a.wav.txt", b"one"), ("manifest.csv", b"path,caption")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    said = one_line(open_sounds, str(tmp_path), sample_rate=8000, clip_seconds=1, tokenizer=WORDS)
+    assert said.startswith("no sound of the 1 in") and "if 'manifest.csv' in it lists sounds, give its path" in said
+    assert "1 of them beside no sound of the same name, such as 'clips/a.wav.txt'" in said
+
+
 @pytest.mark.parametrize("name, content, captions, label", [
     ("a.txt", "one\n\n  two \none\n", ["one", "two"], None),
     ("a.JSON", '{"caption": "three", "label": "bell"}', ["three"], "bell"),
@@ -47,6 +57,8 @@ def own(item: Any) -> OwnData:
     ("a.json", '{"caption": "one", "captions": ["two", "one", " "], "caption_5": "three"}', ["one", "two", "three"],
      None),
     ("a.json", '{"caption": "half a \\ud83d sign"}', ["half a ? sign"], None),
+    ("a.txt", "\ufeffone\r\n\ufefftwo\u2028three\r\n", ["one", "two three"], None),
+    ("a.json", '\ufeff{"captions": ["\\ufeffone"], "label": "\ufeffbell"}', ["one"], "bell"),
 ])  # fmt: skip
 def test_captions_in_a_file_are_told_apart(name, content, captions, label, tmp_path):
     (tmp_path / name).write_text(content)

@@ -47,6 +47,7 @@ WAVE = np.random.default_rng(3).uniform(-1, 1, 2 * CLIP).astype(np.float32)
 ROWS = np.random.default_rng(4).standard_normal((3, 6)).astype(np.float32)
 ROW = ROWS[0]
 IMAGED: Record = {"png": png(PICTURE)}
+MARK = b"\xef\xbb\xbf"  # of the byte order, which editors write, and `cat` leaves within a text
 HEARD: Record = {"wav": wav(WAVE[:CLIP], RATE)}
 
 
@@ -76,7 +77,7 @@ def planar(picture: np.ndarray) -> Found:
 FIELDS = {
     "image": Case(
         lambda: [ImageField(SIZE, enlarge=False), CaptionField()],
-        ({**IMAGED, "txt": b"a house\n"}, {**planar(PICTURE), "captions": "a house"}),
+        ({**IMAGED, "txt": MARK + b"a house\r\n"}, {**planar(PICTURE), "captions": "a house"}),
         ({"png": IMAGED["png"][:50], "txt": b"a tree"}, (BAD, "")),
         ({"png": png(OTHER[:, :5]), "txt": b"a dog"}, (LEFT_OUT, "5 pixels, fewer than 8")),
         ({"png": png(OTHER)}, {**planar(OTHER), "captions": ""}),
@@ -112,7 +113,7 @@ FIELDS = {
     ),
     "texts": Case(
         lambda: [SoundField(sounds.ClipDecoder(RATE, CLIP)), TextsField(open_tokenizer(str(TOKENIZER), 8))],
-        ({**HEARD, "txt": b"bell  sound\nhorn sound\n"}, captions("bell sound", "horn sound")),
+        ({**HEARD, "txt": MARK + b"bell  sound\r\n" + MARK + b"horn sound\n"}, captions("bell sound", "horn sound")),
         ({"wav": b"none", "txt": b"bell sound"}, (BAD, "")),
         ({**HEARD, "txt": b" \n"}, (BAD, "no caption")),
         (HEARD, (BAD, "no caption")),

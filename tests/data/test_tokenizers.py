@@ -70,6 +70,9 @@ def test_tokenizer_of_hugging_face_is_read_from_its_file(tmp_path):
     assert lengths == [5, 8, 4]
     assert tokenizer.vocab_size == 42, "the largest token counts, not their number"
     assert tokenizer.name == str(tmp_path / "tokenizer.json")
+    edited = tmp_path / "edited.json"
+    edited.write_bytes(b"\xef\xbb\xbf" + (tmp_path / "tokenizer.json").read_bytes())
+    assert open_tokenizer(str(edited), 8).state_dict()["sha256"] == tokenizer.state_dict()["sha256"]
 
 
 def test_tokenizer_without_marks_has_none_and_refuses_what_it_cannot_read(tmp_path):

@@ -33,6 +33,10 @@ _TEXTS = [
     b"!!python/object:x {}\n", b"{}", b"[]", b"null", b"", b"\n", b"9" * 20_000, b'"' + b"x" * 3_000_000,
     b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9) if n else b"x") for n in range(20)),
 ]  # fmt: skip
+_SIGNS = [
+    b'"', b'"', b'""', b"'", b"\t", b"\r", b"\n", b",", b"\xef\xbb\xbf", "\u2028".encode(), "\x85".encode(),
+    "e\u0301".encode(), "\u200b".encode(), b"\xff\xfe",
+]  # fmt: skip
 _WORDS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1]
 
 
@@ -68,6 +72,20 @@ def moved(rng: random.Random, content: bytes) -> bytes:
     begin, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     part = content[begin:end] * rng.choice([0, 2, 2, 50 if end - begin < 1000 else 3])
     return content[:begin] + part + content[end:]
+
+
+def appended(rng: random.Random, content: bytes) -> bytes:
+    """The file follows itself, at once or behind zeros; or a part of it does, or something else."""
+    between = rng.choice([b"", b"", bytes(512), bytes(10240)])
+    return content + between + rng.choice([content, content, content[: rng.randrange(len(content) + 1)], b"x" * 600])
+
+
+def signs(rng: random.Random, content: bytes) -> bytes:
+    """In a text stand signs that programs take for the end of a row or of a cell, or for none."""
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        place = rng.choice([0, rng.randrange(len(content) + 1), content.rfind(b"\n") + 1, content.find(b"\t") + 1])
+        content = content[:place] + rng.choice(_SIGNS) + content[place:]
+    return content
 
 
 def numbers(rng: random.Random, content: bytes) -> bytes:
@@ -182,14 +200,15 @@ def parquet(rng: random.Random, content: bytes) -> bytes:
 
 OF_KIND: dict[str, list[Content]] = {
     ".safetensors": [safetensors, safetensors, safetensors, words], ".npy": [npy, npy, npy],
-    ".tar": [tarred, tarred, tarred],
-    ".json": [numbers, numbers, strings, text], ".jsonl": [numbers, strings, text], ".csv": [numbers, strings, text],
-    ".yaml": [numbers, numbers, strings, text], ".txt": [text], ".pt": [zipped, zipped, zipped],
+    ".tar": [tarred, tarred, tarred, appended],
+    ".json": [numbers, numbers, strings, text], ".jsonl": [numbers, strings, text, signs],
+    ".csv": [numbers, strings, text, signs, signs], ".tsv": [numbers, text, signs, signs],
+    ".yaml": [numbers, numbers, strings, text, signs], ".txt": [text, signs], ".pt": [zipped, zipped, zipped],
     ".pth": [zipped, zipped, zipped],
     ".npz": [zipped, words], ".index": [index, index, index], ".parquet": [parquet, parquet, words],
-    ".arrow": [words, bits],
+    ".arrow": [words, bits, appended], ".ogg": [appended, words], ".mp3": [appended, words],
 }  # fmt: skip
-ANY: list[Content] = [bits, header_bits, words, cut, moved]
+ANY: list[Content] = [bits, header_bits, words, cut, moved, appended]
 
 
 ENDLESS = ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/dev/full"]
@@ -209,6 +228,12 @@ def damage(rng: random.Random, path: Path) -> str:
         path.unlink()
         IN_ITS_PLACE[what](rng, path)
         return f"{path}: {what}"
+    if rng.randrange(16) == 0:  # as another system writes it, as others call captions, or with letters that look alike
+        name = rng.choice(
+            ["e\u0301" + path.name, path.name + ".txt", path.name.upper(), path.stem + " (1)" + path.suffix]
+        )
+        path.rename(path.with_name(name))
+        return f"{path}: called {name!r}"
     content, done = path.read_bytes(), []
     for _ in range(rng.choice([1, 1, 1, 2])):
         change = rng.choice([*OF_KIND.get(path.suffix, []), rng.choice(ANY)])

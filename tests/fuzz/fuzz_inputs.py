@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import shutil
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from filling import autoencoder, mulan, video_tokenizer, vqgan, write_images, write_sounds, write_videos
 from safetensors.torch import save_file
@@ -92,6 +94,10 @@ def _tools() -> list[Target]:
                ["films", "video"]),
         Target("embed", ["--model", "mulan", "--audio", "sounds", *few, "--output", "out"], ["sounds", "mulan"], 2),
         Target("embed", ["--model", "mulan", "--index", "index", "--query", "a dog"], ["index", "mulan"]),
+        Target("embed", ["--model", "mulan", "--index", "index", "--query_file", "queries.txt"],
+               ["queries.txt", "index", "mulan"]),
+        *(Target("embed", ["--model", "mulan", "--audio", f"coded/{path}", *few, "--output", "out"], ["coded", "mulan"],
+                 ending=ending) for path, ending in (("", ""), ("list.tsv", ".tsv"))),
         Target("sample", ["--model", "decoder", "--image_embeddings", "rows.npy", "--sample_timesteps", "1", *few,
                           "--batch_size", "2", "--output", "out"], ["rows.npy", "decoder"], 2),
         Target("sample", ["--model", "decoder", "--start_at_unet", "2", "--images", "images", "--sample_timesteps", "1",
@@ -152,6 +158,8 @@ def write_inputs(folder: Path) -> None:
     write_images(folder / "images")
     write_videos(folder / "videos")
     write_sounds(folder / "sounds")
+    _write_coded(folder / "coded")
+    (folder / "queries.txt").write_text("\ufeffa dog\ntwo \u2028 cats\n")
     _write_sets(folder)
     write_clip(folder)
     shutil.copy(TOKENIZER, folder / "words.json")
@@ -192,6 +200,19 @@ def _write_sharded(folder: Path, model: DiscreteVAE) -> None:
     for file in set(files.values()):
         save_file({name: weights[name] for name in weights if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def _write_coded(folder: Path) -> None:
+    """Sounds in streams, captions beside them whose names are in another form, and a list that quotes nothing."""
+    folder.mkdir()
+    captions = {"a.ogg": '"stop" sign', "b.mp3": '"quiet', "\u00e9.opus": "a bell"}
+    for name, caption in captions.items():
+        kind = {".opus": ("OGG", "OPUS")}.get(Path(name).suffix, (Path(name).suffix[1:].upper(), None))
+        noise = np.random.default_rng(0).uniform(-0.2, 0.2, 24000)
+        soundfile.write(folder / name, noise, 48000, format=kind[0], subtype=kind[1])
+        (folder / unicodedata.normalize("NFD", Path(name).stem + ".txt")).write_text(caption)
+    rows = "".join(f"{name}\t{caption}\n" for name, caption in captions.items())
+    (folder / "list.tsv").write_text(f"path\tcaption\n{rows}")
 
 
 def _write_sets(folder: Path) -> None:

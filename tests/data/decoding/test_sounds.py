@@ -243,6 +243,39 @@ def test_clip_of_a_long_file_reads_little_more_than_the_clip(tmp_path, ending, i
     assert clip_bytes * 0.9 < read < clip_bytes + 60_000 < len(content) / 10
 
 
+ID3V1, ID3V2 = b"TAG" + bytes(125), b"ID3\x04" + bytes(5) + b"\x0a" + bytes(10)
+APPENDED = [
+    ("ogg", "VORBIS", [b""], [b"rest"]), ("opus", "OPUS", [b""], [b"rest"]),
+    ("mp3", "MPEG_LAYER_III", [b"", ID3V1, ID3V2, ID3V1 + ID3V2], [ID3V1, bytes(5000)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ending, subtype, before, harmless", APPENDED)
+def test_a_file_to_which_another_was_appended_is_refused_wherever_it_lies(tmp_path, ending, subtype, before, harmless):
+    """Behind tags, too; tags and remains of a page alone are no sound."""
+    rate = 44100 if ending == "mp3" else 48000
+    kind = {"opus": "OGG"}.get(ending, ending.upper())
+    first, second = (
+        Path(written(tmp_path / f"{hertz}.{ending}", sine(hertz, 2, rate), rate, format=kind, subtype=subtype).path)
+        .read_bytes() for hertz in (300, 900)
+    )  # fmt: skip
+    decoder = ClipDecoder(RATE, RATE)
+    alone = decoder.load(Entry.in_memory(first, "a"), 0)
+    for behind in [tags + second for tags in before] + harmless:
+        (tmp_path / "whole").write_bytes(first + behind)
+        (tmp_path / "part").write_bytes(b"1234567" + first + behind + b"123")
+        places = [
+            Entry(str(tmp_path / "whole")), Entry.in_memory(first + behind, "a"),
+            Entry(str(tmp_path / "part"), 7, len(first + behind)),
+        ]  # fmt: skip
+        for entry in places:
+            if behind in harmless:
+                assert torch.equal(decoder.load(entry, 0), alone)
+            else:
+                assert "several streams one after the other" in one_line(decoder.load, entry, 0)
+                assert "several streams one after the other" in one_line(decoder.spread, entry, 3)
+
+
 def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
     for ending in ("wav", "flac", "ogg", "mp3"):
         source = written(tmp_path / f"a.{ending}", sine(440, 3, RATE))

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import tarfile
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def names_in(folder: Path | str) -> list[str]:
     return [source.name(number) for number in range(len(source))]
 
 
-def beside(source: FolderSource, name: str) -> dict[str, str]:
+def beside_of(source: FolderSource, name: str) -> dict[str, str]:
     """The relative path of what stands beside each sample that has it."""
     records = [source.record(number) for number in range(len(source))]
     return {
@@ -100,10 +101,10 @@ def test_what_stands_beside_has_the_same_name_but_for_the_ending_in_any_case(tmp
     texts = ["a.TXT", "a.Txt", "a.b.json", "a.b.txt", "A.txt", "d/a.txt", "d/a.JSON", "c.jpg.txt", "alone.txt"]
     arrays = ["a.b.NPY", "a.img_emb.npy", "a.npy", "e.Img_Emb.Npy", "d/a.q/1.npy"]
     source = opened(folder_of(tmp_path / "set", [*names, *texts, *arrays]), TEXTS, EMBEDDING)
-    assert beside(source, "texts") == {
+    assert beside_of(source, "texts") == {
         "a.png": "a.Txt", "a.b.png": "a.b.json", "A.png": "A.txt", "d/a.png": "d/a.JSON"
     }  # fmt: skip
-    assert beside(source, "image_embed") == {
+    assert beside_of(source, "image_embed") == {
         "a.png": "a.img_emb.npy", "a.b.png": "a.b.NPY", "d/a.q/1.png": "d/a.q/1.npy", "e.png": "e.Img_Emb.Npy"
     }  # fmt: skip
 
@@ -174,7 +175,7 @@ def test_linked_folders_are_followed_once_and_loops_end(tmp_path):
 
 
 def test_skipped_files_are_counted_by_ending_and_those_beside_samples_are_none(tmp_path):
-    names = ["a.jpg", "b.HEIC", "c/d.heic", "c/e.txt", "README", ".hidden.heic", "f.a b"]
+    names = ["a.jpg", "b.HEIC", "c/d.heic", "a.txt", "README", ".hidden.heic", "f.a b"]
     folder = folder_of(tmp_path / "set", names)
     for _ in range(2):
         said = opened(folder).skipped
@@ -185,6 +186,57 @@ def test_skipped_files_are_counted_by_ending_and_those_beside_samples_are_none(t
     assert opened(folder_of(tmp_path / "only", ["a.jpg"])).skipped == ""
     many = opened(folder_of(tmp_path / "many", ["a.jpg", *(f"b.{number}" for number in range(9))])).skipped
     assert many.startswith("9 files are") and many.endswith(", ...") and many.count("1 .") == 8
+
+
+def test_what_stands_beside_no_sample_or_after_another_file_there_is_counted_and_one_of_it_is_named(tmp_path):
+    """Captions that are called after the whole name of an image, that lie in another folder, or whose image is gone."""
+    beside = ["c/a.txt", "a.json", "d/e.txt", "a.npy"]
+    alone = ["10.png.txt", "c/b.txt", "texts/a.txt", "gone.img_emb.npy", "ü.txt"]
+    names = ["a.png", "10.png", "c/a.png", "d/e.png", *beside, *alone]
+    folder = folder_of(tmp_path / "set", [*names, "a.txt", "a.TXT", "d/e.Txt"])  # of which others are taken
+    for _ in range(2):
+        source = opened(folder, TEXTS, EMBEDDING)
+        assert source.skipped == (
+            f"8 files are skipped in {str(folder)!r}: 7 .txt, 1 .npy; 5 of them beside no image of the same name, such "
+            "as '10.png.txt'"
+        )
+        read = {**beside_of(source, "texts"), **beside_of(source, "image_embed")}
+        assert len(read) == 3 and read["d/e.png"] == "d/e.txt"
+    assert opened(folder_of(tmp_path / "good", ["a.png", "a.txt", "a.jpg"]), TEXTS).skipped == ""
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_letters_with_accents_may_be_composed_or_not_in_the_names_of_what_stands_beside(tmp_path, forms):
+    """As systems, archives and keyboards differ."""
+
+    def names(form: str, *plain: str) -> list[str]:
+        return [unicodedata.normalize(form, name) for name in plain]
+
+    images = names(forms[0], "café 1.png", "ü/é.png", "é.b.png", "가.png", "ñ.png", "ñ.jpg", "a.png")
+    texts = names(forms[1], "café 1.TXT", "ü/é.txt", "é.b.img_emb.npy", "가.json", "ñ.txt", "à.txt", "a.txt")
+    texts[1] = os.path.join(os.path.dirname(images[1]), os.path.basename(texts[1]))  # else they are two folders
+    exact = names(forms[0], "가.txt", "ñ.json")
+    folder = folder_of(tmp_path / "set", [*images, *texts, *exact])
+    for _ in range(2):
+        source = opened(folder, TEXTS, EMBEDDING)
+        assert [source.name(number) for number in range(len(source))] == sorted(images)
+        assert beside_of(source, "texts") == {
+            images[0]: texts[0], images[1]: texts[1], images[3]: texts[3], images[4]: exact[1], images[5]: exact[1],
+            "a.png": "a.txt",
+        }  # fmt: skip
+        assert beside_of(source, "image_embed") == {images[2]: texts[2]}
+        assert source.skipped == (
+            f"3 files are skipped in {str(folder)!r}: 3 .txt; 1 of them beside no image of the same name, such as "
+            f"{texts[5]!r}"
+        )
+
+
+def test_a_list_in_a_folder_is_named_as_what_to_give_instead(tmp_path):
+    folder = folder_of(tmp_path / "set", ["a.png", "b/list.csv", "metadata.jsonl", "a.json"])
+    said = "; if 'b/list.csv' in it lists images, give its path instead"
+    assert opened(folder).skipped.endswith(said)
+    (folder / "a.png").unlink()
+    assert one_line(opened, folder).endswith(said)
 
 
 @pytest.mark.parametrize("forged", ["a/../../outside.tar", "/outside.tar", "spelling", "number", "facts", "examples"])

@@ -88,6 +88,14 @@ def test_a_set_in_a_bucket_is_the_set_on_disk(name, place, address, on_disk):
     check_same(passes(KINDS[name], flags(name, address("s3", name, place)), 12), on_disk(name, place))
 
 
+def test_files_of_a_bucket_that_are_not_read_are_counted(address, sets):
+    at = address("s3", "images", "tars")
+    said = opened(at).skipped
+    n = len([*sets["images", "tars"].glob("*.json")])
+    assert said.startswith(f"{n} files are skipped in {at!r}: {n} .json; ") and n > 1
+    assert f"members are skipped in {n} tars, the first '{at}/00000.tar': {N} .cls, " in said
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_set_on_a_web_server_is_the_set_on_disk(place, address, on_disk):
     check_same(passes(IMAGES, flags("images", address("http", "images", place)), 12), on_disk("images", place))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import pickle
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,9 @@ from data.records import index, tables
 from data.records.files import shown
 from data.records.manifest import ManifestSource
 from data.records.opening import expanded
-from data.records.record import Wanted
+from data.records.record import Files, Wanted
 from data.records.rows import parts_of
-from data.records.tables import TableFiles, TableSource, saved_files, tables_below
+from data.records.tables import TableSource, saved_files, tables_below
 from tests.data.helpers import one_line
 from tests.data.records.tables import save_to_disk, table, write_arrow, write_parquet
 
@@ -49,7 +52,7 @@ def write(request: pytest.FixtureRequest) -> Any:
 
 
 def opened(path: Path, *wanted: Wanted) -> TableSource:
-    files = TableFiles([str(path)]) if path.is_file() else saved_files(str(path)) or tables_below(str(path))
+    files = Files([str(path)]) if path.is_file() else saved_files(str(path)) or tables_below(str(path))
     assert files is not None
     return TableSource(files, wanted or (IMAGE,))
 
@@ -237,6 +240,14 @@ def test_state_json_that_was_made_to_do_harm_is_refused(tmp_path):
         assert said in one_line(saved_files, str(folder))
 
 
+def test_an_arrow_file_to_which_another_was_appended_is_refused(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", images())
+    content = path.read_bytes()
+    path.write_bytes(content * 2)
+    said = one_line(opened, path)
+    assert str(path) in said and f"{len(content)} bytes follow the end of its stream" in said
+
+
 def test_files_with_other_columns_are_refused(tmp_path):
     folder = write_parquet(tmp_path / "table", images(), shards=1)
     pq.write_table(pa.table({"image": ["a"]}), folder / "train-00001-of-00002.parquet")
@@ -284,6 +295,21 @@ def test_paths_are_relative_to_the_manifest_or_absolute_and_name_what_stands_bes
     source = manifest(tmp_path / "set.jsonl", lines, SOUND, ENCODINGS)
     assert source.record(0)["text_encodings"].tolist() == [[1, 2], [3, 4]]
     assert "its text encoding" in one_line(source.record, 1)
+
+
+def test_a_file_is_found_whether_letters_and_accents_are_composed_in_its_name_or_not(tmp_path):
+    """Written on one system, listed on another: also where folders and files came from different ones."""
+    names = ["ü/é.wav", "ü/ñ.wav", "a/가.wav"]
+    forms = [("NFD", "NFC"), ("NFD", "NFD"), ("NFC", "NFD")]  # of folder and file
+    for name, form in zip(names, forms, strict=True):
+        path = tmp_path / Path(*map(unicodedata.normalize, form, Path(name).parts))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    source = manifest(tmp_path / "set.csv", "path\n" + "\n".join([*names, "é.wav"]))
+    records = [source.record(number)["sound"] for number in range(4)]
+    assert [record.read(100).decode() for record in records[:3]] == names
+    assert records[3].path == str(tmp_path / "é.wav"), "what is not there has the name that the row says"
+    assert [source.name(number) for number in range(3)] == names
 
 
 @pytest.mark.parametrize("cell", ["[{}]", "[[1], [1, 2]]", "{}", '{"bytes": {}}', "[1" + "0" * 400 + "]"])
@@ -338,6 +364,46 @@ def test_manifest_that_cannot_be_understood_is_refused_with_its_line(tmp_path, n
     path = tmp_path / name
     text = one_line(manifest, path, content)
     assert str(path) in text and expected in text
+
+
+# Captions in which a quotation mark begins, ends or stands anywhere.
+QUOTED = ['"stop" sign', '"quiet please', '12" pan', '"', 'a "small" dog', 'the end"', '"the end', "a line", '""x']
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv", "a.jsonl"])
+def test_a_quotation_mark_in_a_caption_swallows_no_row(name, tmp_path):
+    """Written as the kind of file wants it; a .tsv by programs that quote nothing, and by others."""
+    rows = [{"path": f"{number}.wav", "caption": caption} for number, caption in enumerate(QUOTED)]
+    texts = {"a.jsonl": ["".join(json.dumps(row) + "\n" for row in rows)], "a.csv": [], "a.tsv": []}[name]
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL) if not texts else ():
+        file = io.StringIO()
+        table = csv.DictWriter(file, ["path", "caption"], delimiter=",\t"[name == "a.tsv"], quoting=quoting)
+        table.writeheader()
+        table.writerows(rows)
+        texts.append(file.getvalue())
+    if name == "a.tsv":
+        texts.append("path\tcaption\n" + "".join(f"{row['path']}\t{row['caption']}\n" for row in rows))
+    for text in texts:
+        source = manifest(tmp_path / name, text)
+        assert [source.cells(index)["caption"] for index in range(len(source))] == QUOTED
+
+
+@pytest.mark.parametrize("name, rows, said", [
+    ("a.csv", '"stop" sign\n2.wav,', "line 3: it is no table (',' expected after '\"')"),
+    ("a.csv", '"quiet\n2.wav,one\n3.wav,"two"\n', "line 3 to 5: it is no table"),
+    ("a.csv", '"quiet\n2.wav,one\n', "line 3 to 4: it is no table"),
+    ("a.csv", '"quiet\n2.wav,one\n3.wav,"\n', "line 3 to 5: a quotation mark that is not closed"),
+    ("a.tsv", '"two\nlines"\n', "line 4: a cell in quotes goes on over several lines"),
+])  # fmt: skip
+def test_a_quotation_mark_that_would_swallow_rows_is_named_with_its_line(name, rows, said, tmp_path):
+    text = f"path,caption\n0.wav,none\n1.wav,{rows}"
+    text = text if name == "a.csv" else text.replace(",", "\t")
+    assert f"{tmp_path / name}, {said}" in one_line(manifest, tmp_path / name, text)
+
+
+def test_a_caption_of_a_csv_may_have_several_lines(tmp_path):
+    source = manifest(tmp_path / "a.csv", 'path,caption\na.wav,"one,\n\ntwo ""three"""\nb.wav,four\n')
+    assert [source.cells(i)["caption"] for i in range(2)] == ['one,\n\ntwo "three"', "four"]
 
 
 def test_secrets_are_in_no_name(tmp_path):

@@ -6,9 +6,12 @@ import io
 import os
 import pickle
 import random
+import shutil
 import sys
 import tarfile
 import tracemalloc
+import unicodedata
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +68,7 @@ def made_of(path: Path, *names: str) -> Path:
     with tarfile.open(path, "w") as tar:
         for name in names:
             member = tarfile.TarInfo(name)
-            member.size = len(name)
+            member.size = len(name.encode())
             tar.addfile(member, io.BytesIO(name.encode()))
     return path
 
@@ -75,7 +78,7 @@ def test_one_index_of_all_tars_is_kept_and_the_tars_are_not_scanned_again(tmp_pa
     first = opened(*paths)
     assert content(first) == expected(*range(15))
     assert len(kept(tmp_path)) == 1 and not kept(tmp_path / "set")
-    monkeypatch.setattr(tars, "members", lambda path: pytest.fail("scanned a second time"))
+    monkeypatch.setattr(tars, "members", lambda *given: pytest.fail("scanned a second time"))
     monkeypatch.chdir(tmp_path)
     for again in (
         opened(*paths),
@@ -206,7 +209,7 @@ def test_headers_alone_are_read_and_short_members_in_few_reads(tmp_path, monkeyp
             return [int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()]
 
         before = counted()
-        n = len([*members(str(path))])
+        n = len([*members(str(path), Counter(), [])])
         after = counted()
         return after[2] - before[2], after[0] - before[0], n
 
@@ -219,22 +222,96 @@ def test_headers_alone_are_read_and_short_members_in_few_reads(tmp_path, monkeyp
     assert n == 400 and n_reads < 40 and n_bytes < 1.2 * small.stat().st_size
 
 
-def test_a_tar_that_is_cut_off_is_an_error_wherever_it_was_cut(tmp_path):
-    """Also between two members."""
+def test_a_tar_that_is_cut_off_is_an_error_or_between_two_members_a_line(tmp_path):
+    """There it may also be the tar of a program that writes no mark of the end."""
     content_of = shard(tmp_path / "a.tar", 4).read_bytes()
     with tarfile.open(tmp_path / "a.tar") as tar:
         found = tar.getmembers()
     last = found[-1]
-    cuts = {m.offset for m in found} | {m.offset + 100 for m in found} | {m.offset_data for m in found}
+    cuts = {0} | {m.offset + 100 for m in found} | {m.offset_data for m in found}
     cuts |= {m.offset_data + m.size // 2 for m in found} | {last.offset_data + last.size + 1}
     end = -(-(last.offset_data + last.size) // 512) * 512
     assert content_of[end:] == bytes(len(content_of) - end) and len(content_of) >= end + 1024
-    for cut in sorted(cuts | {end}):
+    cuts -= {m.offset for m in found[1:]} | {end}
+    for cut in sorted(cuts):
         (tmp_path / "b.tar").write_bytes(content_of[:cut])
         text = one_line(opened, tmp_path / "b.tar")
         assert str(tmp_path / "b.tar") in text and "damaged or cut off" in text, cut
+    for n, cut in enumerate([m.offset for m in found[2::2]] + [end], 1):
+        (tmp_path / "b.tar").write_bytes(content_of[:cut])
+        for _ in range(2):  # the second time by the list that is kept
+            source = opened(tmp_path / "b.tar")
+            assert content(source) == expected(*range(n))
+            assert source.skipped == f"without a mark of the end, as if cut off: {str(tmp_path / 'b.tar')!r}"
+    two = opened(tmp_path / "a.tar", tmp_path / "b.tar", shutil.copy(tmp_path / "b.tar", tmp_path / "c.tar"))
+    assert two.skipped.endswith(f"{str(tmp_path / 'b.tar')!r} and 1 more tars")
     (tmp_path / "b.tar").write_bytes(content_of[: end + 512])
-    assert len(opened(tmp_path / "b.tar")) == 4
+    assert len(source := opened(tmp_path / "b.tar")) == 4 and source.skipped == ""
+
+
+def test_tars_that_were_appended_to_one_another_are_read(tmp_path):
+    """As `cat` does, with the zeros that programs write behind their ends."""
+    parts = [shard(tmp_path / f"{number}.tar", 3, 3 * number).read_bytes() for number in range(4)]
+    last = parts[0].rstrip(b"\0")
+    parts[0] = last.ljust(-(-len(last) // 512) * 512 + 512, b"\0")  # a lone block of zeros
+    parts[1] += bytes(1 << 19)
+    with tarfile.open(fileobj=(extended := io.BytesIO()), mode="w", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo("ü" * 200 + ".png")
+        member.size = 4
+        tar.addfile(member, io.BytesIO(b"last"))
+    (tmp_path / "all.tar").write_bytes(b"".join(parts) + extended.getvalue())
+    source = opened(tmp_path / "all.tar")
+    assert content(source)[:12] == expected(*range(12)) and source.skipped == ""
+    assert len(source) == 13 and source.record(12)["image"].read(9) == b"last"
+    (tmp_path / "twice.tar").write_bytes(parts[2] * 2)
+    assert "two images of one name" in one_line(opened, tmp_path / "twice.tar")
+    (tmp_path / "cut.tar").write_bytes(parts[2] + parts[3][:3000])
+    assert "damaged or cut off" in one_line(opened, tmp_path / "cut.tar")
+
+
+@pytest.mark.parametrize("behind", [b"text" * 200, b"\0" * 1536 + b"x", 1 << 40])
+def test_something_else_behind_the_end_is_not_read_and_said(behind, tmp_path):
+    path = shard(tmp_path / "a.tar", 3)
+    if isinstance(behind, int):
+        os.truncate(path, behind)  # zeros without end, which nobody looks at
+    else:
+        path.write_bytes(path.read_bytes() + behind)
+    for _ in range(2):
+        source = opened(path)
+        assert content(source) == expected(0, 1, 2)
+        assert source.skipped == f"with something behind the end that is not read: {str(path)!r}"
+
+
+def test_members_that_are_part_of_no_sample_are_counted(tmp_path):
+    names = ["0.png", "0.txt", "0.cls", "1.png", "1.json", "1.txt", "b/2.txt", "3.npy", "4.x.pdf", "README", ".5.png"]
+    path = made_of(tmp_path / "a.tar", *names)
+    with tarfile.open(path, "a") as tar:
+        for number, kind in enumerate((tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.GNUTYPE_SPARSE)):
+            member = tarfile.TarInfo(f"{6 + number}.png")
+            member.type, member.linkname = kind, "0.png"
+            tar.addfile(member)
+    other = made_of(tmp_path / "b.tar", "7.png", "7.cls", "8.json")
+    for _ in range(2):
+        source = opened(path, other)
+        assert [source.name(number) for number in range(3)] == ["0.png", "1.png", "7.png"]
+        about = "2 .cls, 2 .txt, 2 linked, 1 sparse, 1 .json, 1 .npy, 1 .pdf, 1 without an ending"
+        line, alone = source.skipped.split("; ")
+        assert line.startswith(f"11 members are skipped in 2 tars, the first {str(path)!r}: ")
+        assert sorted(line.split(": ")[1].split(", ")) == sorted(about.split(", "))
+        assert alone == "3 of them beside no image of the same name, such as '3.npy'"
+    said = one_line(opened, made_of(tmp_path / "c.tar", "0.txt", "0.gif"))
+    assert said.endswith("2 members are skipped in " + f"{str(tmp_path / 'c.tar')!r}: 1 .txt, 1 .gif; 1 of them beside "
+                         "no image of the same name, such as '0.txt'")  # fmt: skip
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_letters_with_accents_may_be_composed_or_not_in_the_names_of_members(tmp_path, forms):
+    image, text = (unicodedata.normalize(form, name) for form, name in zip(forms, ("ü/é.png", "ü/é.txt"), strict=True))
+    both = unicodedata.normalize(forms[0], "가.txt")
+    path = made_of(tmp_path / "a.tar", text, image, *(unicodedata.normalize(form, "가.png") for form in forms), both)
+    found = [{name: read.decode() for name, (_, read) in record.items()} for record in content(opened(path))]
+    assert found[0] == {"image": image, "texts": text}
+    assert [record.get("texts") for record in found[1:]] == [both, None], "of one form each its own"
 
 
 def test_a_file_that_is_no_tar_or_damaged_in_its_middle_is_named(tmp_path):
@@ -274,7 +351,7 @@ def test_members_are_those_that_tarfile_finds(tmp_path, style):
             tar.addfile(member, io.BytesIO(bytes(member.size)) if member.isreg() else None)
     with tarfile.open(tmp_path / "a.tar") as tar:
         found = [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
-    assert [*members(str(tmp_path / "a.tar"))] == found and len(found) > 6
+    assert [*members(str(tmp_path / "a.tar"), Counter(), [])] == found and len(found) > 6
 
 
 @pytest.mark.parametrize("start, end, numbers", [(0, None, range(15)), (1, None, range(5, 15)), (1, 1, range(5, 10))])
@@ -321,6 +398,10 @@ def test_what_is_no_set_is_refused_in_one_line(tmp_path):
     assert "is no set of images: give a" in said("mixed/001.png")
     made_of(tmp_path / "mixed" / "texts.tar", "0.txt")
     assert "the one or the other" in said("mixed") and "no image (.png .jpg) in" in said("mixed/texts.tar")
+    shard(tmp_path / "beside" / "000.tar", 2)
+    (tmp_path / "beside" / "000_stats.json").touch()
+    beside = open_source(str(tmp_path / "beside"), WANTED, demo="demo:shapes")
+    assert beside.skipped == f"1 file is skipped in {str(tmp_path / 'beside')!r}: 1 .json"
     (tmp_path / "a.tar.gz").touch()
     assert "decompress" in said("a.tar.gz")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

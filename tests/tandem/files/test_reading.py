@@ -17,11 +17,13 @@ from tandem.files.reading import (
     check_regular,
     compose_yaml,
     open_regular,
+    plain_text,
     read_bytes,
     read_json,
     read_json_or_empty,
     read_yaml,
     words_of,
+    text_lines,
 )
 
 
@@ -55,6 +57,22 @@ def test_a_longer_file_is_refused_before_it_is_read_and_one_that_does_not_say_it
     assert read_bytes(Path("/proc/self/status"), 1 << 20).startswith(b"Name:")
 
 
+def test_marks_of_the_byte_order_are_no_part_of_a_text_wherever_they_stand(tmp_path):
+    """Two files of Notepad, one after the other."""
+    mark = b"\xef\xbb\xbf"
+    assert plain_text(mark + "é\r\n".encode() + mark + b"two") == "é\r\ntwo"
+    assert complaint(plain_text, "text".encode("utf-16")) == (
+        "it is no UTF-8 text (invalid start byte): save it as UTF-8"
+    )
+    (tmp_path / "a").write_bytes(mark + b'{"a": [1]}\r\n')
+    assert read_json(tmp_path / "a") == read_yaml(tmp_path / "a") == {"a": [1]}
+
+
+def test_lines_end_as_editors_end_them_and_at_no_other_character():
+    lines = text_lines("one\r\n\r\n two\u2028three\x0b\x85 four \rfive\n\n")
+    assert lines == ["one", "two\u2028three\x0b\x85 four", "five"]
+
+
 @pytest.mark.parametrize(("content", "expected"), [
     ("[" * 100_000, "it is nested too deeply"), ('{"a":' * 100_000, "it is nested too deeply"),
     ('{"a": [' + "[]," * 4_200_000 + "0]}", "it holds more than 4194304 lists, objects and keys"),
@@ -74,7 +92,7 @@ MULTIPLYING = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}
 @pytest.mark.parametrize("read", [read_yaml, compose_yaml])
 @pytest.mark.parametrize(("content", "expected"), [
     ("[" * 50_000, "it is nested too deeply"), (MULTIPLYING, "its aliases make it endless, or far longer"),
-    ("a: &a [*a]", "its aliases make it endless"), ("a: [", "while parsing"), (b"a: \xff", "codec can't decode"),
+    ("a: &a [*a]", "its aliases make it endless"), ("a: [", "while parsing"), (b"a: \xff", "no UTF-8 text"),
     ("a: \x07", "special characters"),
 ], ids=["deep", "multiplying", "endless", "no YAML", "no text", "control character"])  # fmt: skip
 def test_yaml_that_is_deep_endless_or_none_is_refused(read, content, expected, tmp_path):

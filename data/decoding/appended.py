@@ -1,0 +1,55 @@
+"""Sound files to which others were appended, as `cat` and radio recorders do: libsndfile hears the first one alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+_LONGEST_PAGE = 1 << 16  # bytes of a page of Ogg, rounded up (RFC 3533)
+_LONGEST_FRAME = 1441  # bytes of a frame of MP3
+_ID3V1 = 128  # bytes of a tag behind an MP3
+# Where the tag of Xing stands in the first frame, by MPEG version and channels, without and with a checksum.
+_PLACES_OF_XING = (13, 15, 21, 23, 36, 38)
+
+Read = Callable[[int, int], bytes]  # offset, size -> bytes
+
+
+def check_nothing_appended(sound: Any, read: Read, n_bytes: int) -> None:
+    """Raise ValueError, in one line, if an open soundfile.SoundFile of n_bytes holds a second stream behind the first.
+    Of Ogg, it is known by another serial number; of MP3, by the length in the tag of Xing, without which the file is
+    read to its end."""
+    if (sound.format == "OGG" and _is_chained(sound, read, n_bytes)) or (
+        sound.format == "MP3" and _goes_on(read, n_bytes)
+    ):
+        raise ValueError(
+            "it holds several streams one after the other, of which the first alone would be heard: write them as one, "
+            "such as by ffmpeg -i OLD NEW.flac"
+        )
+
+
+def _is_chained(sound: Any, read: Read, n_bytes: int) -> bool:
+    if "Junk after the last page" not in sound.extra_info:  # of this stream; libsndfile has looked for it
+        return False
+    tail = read(max(0, n_bytes - 2 * _LONGEST_PAGE), 2 * _LONGEST_PAGE)
+    serials = {tail[found.start() + 14 : found.start() + 18] for found in re.finditer(b"OggS\0", tail)}
+    return any(len(serial) == 4 and serial != read(14, 4) for serial in serials)
+
+
+def _goes_on(read: Read, n_bytes: int) -> bool:
+    """Whether there are frames of MP3, or tags in front of some, where the first stream says that it ends."""
+    head, start = read(0, 10), 0
+    if head[:3] == b"ID3":
+        start = 10 + sum(byte << 7 * (3 - place) for place, byte in enumerate(head[6:10]))
+    frame = read(start, _LONGEST_FRAME)
+    place = next((at + 4 for at in _PLACES_OF_XING if frame[at : at + 4] in (b"Xing", b"Info")), 0)
+    flags = int.from_bytes(frame[place : place + 4], "big") if place else 0
+    if not flags & 2:  # no number of bytes
+        return False
+    place += 8 if flags & 1 else 4  # behind a number of frames
+    end = start + int.from_bytes(frame[place : place + 4], "big")
+    if end + _ID3V1 + 2 * _LONGEST_FRAME > n_bytes:  # some programs do not count the first frame
+        return False
+    behind = read(end, _ID3V1 + 3)
+    behind = behind[_ID3V1:] if behind[:3] == b"TAG" else behind
+    return behind[:2] == frame[:2] or behind[:3] == b"ID3"
