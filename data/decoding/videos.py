@@ -98,6 +98,8 @@ class ClipDecoder:
                 ticks = step if is_steady or passed <= 0 else passed / number
                 fps = self.fps or video.ticks_per_second / ticks
                 yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
+            if end == math.inf:
+                video.require_end()
 
     def _image(self, entry: Entry, cut: Cut | None = None) -> Tensor:
         return decode_image(entry, self.image_size, 3, cut=cut)
@@ -222,7 +224,11 @@ class Video:
         self.ticks_per_second = base.denominator / base.numerator
         self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _USUAL_RATE)
         self.start = float(self._stream.start_time or 0)
-        self.reached = self.start  # when the frame that was decoded last is shown
+        # Times are counted from where the file begins, as players do. Where that is less than a frame before the
+        # picture, as an encoder of sound leaves it, they are counted from the first frame.
+        begin = self.start if container.start_time is None else self._ticks(container.start_time)
+        self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start
+        self.reached = self.reached_end = self.start  # the last moments when decoded frames begin and end to be shown
         self._moved = False
 
     @property
@@ -235,15 +241,34 @@ class Video:
             hours, minutes, seconds = map(float, tag.groups())
             return (3600 * hours + 60 * minutes + seconds) * self.ticks_per_second
         if container.duration:
-            return ((container.start_time or 0) + container.duration) / _MICROSECONDS * self.ticks_per_second
+            return self._ticks((container.start_time or 0) + container.duration)
         self._moved = True
         stamps = (packet.pts for packet in container.demux(stream) if packet.pts is not None)
         return max(stamps, default=self.start) + self.ticks_per_frame
 
+    def _ticks(self, microseconds: int) -> float:
+        return microseconds / _MICROSECONDS * self.ticks_per_second
+
     def part(self, entry: Entry) -> tuple[float, float]:
-        """The beginning and the end (infinite: that of the video) of the part that is asked for."""
-        begin, end = (self.start + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))
-        return begin, end
+        """The beginning and the end (infinite: that of the video) of the part that is asked for. Raises ValueError, in
+        one line, if there is no picture in it yet."""
+        begin, end = (self._origin + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))
+        if end <= self.start:
+            first = (self.start - self._origin) / self.ticks_per_second
+            raise ValueError(f"its picture begins at {first:g} s, and its clip ends at {entry.end_seconds:g} s")
+        return max(begin, self.start), end
+
+    def require_end(self) -> None:
+        """Raise ValueError, in one line, if the frames that were decoded end before the film does by the table of an
+        MP4 file, which states each of them."""
+        stated = self.start + (self._stream.duration or 0)
+        is_stated = self._stream.frames and "mp4" in self._container.format.name
+        if is_stated and self.reached_end < stated - 2 * self.ticks_per_frame:
+            raise self._cut_off(self.reached_end)
+
+    def _cut_off(self, ended: float) -> ValueError:
+        there, stated = ((end - self.start) / self.ticks_per_second for end in (ended, self.end))
+        return ValueError(f"it is cut off: its frames end after {there:.3g} s, where its header states {stated:.3g} s")
 
     def keyframe_before(self, time: float) -> float:
         """When the last key frame before a time is shown, as far as the index of the file knows."""
@@ -301,11 +326,17 @@ class Video:
             wanted = max((pts for pts in stamps if pts <= time + _HALF_TICK), default=wanted)
         codec, pts = self._stream.codec_context, self.start - self.ticks_per_frame
         for packet in itertools.chain(early, packets):
+            if packet.is_corrupt:  # the file ends in it
+                if self._stream.frames:
+                    raise self._cut_off(self.reached_end if packet.dts is None else packet.dts)
+                continue  # a recording that was not closed, and states no length, ends with its last whole frame
             codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts < wanted else "DEFAULT"
             for image in packet.decode():
                 self._moved = True
                 self.reached = pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
-                yield Frame(image, pts, float(image.duration or 0))
+                frame = Frame(image, pts, float(image.duration or 0))
+                self.reached_end = max(self.reached_end, pts + frame.duration)
+                yield frame
 
 
 class Converter:
@@ -333,7 +364,7 @@ class Converter:
             begins = (round(begin * self._side / shorter) for begin in (square.top, square.left))
             top, left = (min(begin, room - self._side) for begin, room in zip(begins, pixels.shape, strict=False))
             pixels = pixels[top : top + self._side, left : left + self._side]
-        picture: Picture = np.rot90(pixels, frame.image.rotation // 90)
+        picture = _upright(pixels, frame.image)
         top, left = ((side - self._side) // 2 for side in picture.shape[:2])
         return picture[top : top + self._side, left : left + self._side]
 
@@ -348,3 +379,17 @@ class Converter:
         colour, alpha = pixels[..., :3].astype(np.uint16), pixels[..., 3:].astype(np.uint16)
         laid = (colour * alpha + 255 * (255 - alpha) + 127) // 255
         return av.VideoFrame.from_ndarray(laid.astype(np.uint8), format="rgb24")
+
+
+def _upright(pixels: Picture, image: Any) -> Picture:
+    """A frame turned and mirrored as its display matrix says, in which (x, y) is shown at (a x + c y, b x + d y)."""
+    try:
+        matrix = image.side_data.get("DISPLAYMATRIX")
+    except ValueError:  # PyAV has no name for something else that stands beside the frame
+        return np.rot90(pixels, image.rotation // 90)
+    if matrix is None:
+        return pixels
+    (a, b), (c, d) = np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2].tolist()
+    if abs(a * d) < abs(b * c):
+        pixels, a, d = pixels.swapaxes(0, 1), c, b
+    return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
