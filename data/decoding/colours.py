@@ -34,8 +34,9 @@ def resizable(image: Image.Image) -> Image.Image:
         if image.mode in ("L", "RGB") or (image.mode == "CMYK" and image.info.get("icc_profile")):
             return image  # convert() would copy it
         return image.convert("L" if image.mode == "1" else "RGB")
-    if image.format == "PNG" and image.tile and image.tile[0][3] in _TO_EIGHT_BITS:
-        to_eight_bits, value = _TO_EIGHT_BITS[image.tile[0][3]], image.info["transparency"]
+    tiles = getattr(image, "tile", None)  # of a file that is not decoded yet
+    if image.format == "PNG" and tiles and tiles[0][3] in _TO_EIGHT_BITS:
+        to_eight_bits, value = _TO_EIGHT_BITS[tiles[0][3]], image.info["transparency"]
         eight_bits = tuple(map(to_eight_bits, value)) if isinstance(value, tuple) else to_eight_bits(value)
         image.info["transparency"] = eight_bits
     with_alpha = image.convert("LA" if image.mode in ("LA", "La") else "RGBA")
@@ -71,7 +72,7 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
         return None
     levels = np.meshgrid(*[np.arange(0, 256, 17, dtype=np.uint8)] * len(mode))
     swatches = Image.frombytes(mode, (16, levels[0].size // 16), np.stack(levels, -1).tobytes())
-    differences = ImageChops.difference(swatches.convert("RGB"), transform.apply(swatches)).getextrema()
+    differences: Any = ImageChops.difference(swatches.convert("RGB"), transform.apply(swatches)).getextrema()
     return None if max(most for _, most in differences) <= _SAME_LEVEL else transform
 
 

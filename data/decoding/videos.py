@@ -364,7 +364,7 @@ class Converter:
             begins = (round(begin * self._side / shorter) for begin in (square.top, square.left))
             top, left = (min(begin, room - self._side) for begin, room in zip(begins, pixels.shape, strict=False))
             pixels = pixels[top : top + self._side, left : left + self._side]
-        picture = _upright(pixels, frame.image)
+        picture: Picture = _upright(pixels, frame.image)
         top, left = ((side - self._side) // 2 for side in picture.shape[:2])
         return picture[top : top + self._side, left : left + self._side]
 
@@ -381,7 +381,7 @@ class Converter:
         return av.VideoFrame.from_ndarray(laid.astype(np.uint8), format="rgb24")
 
 
-def _upright(pixels: Picture, image: Any) -> Picture:
+def _upright(pixels: Any, image: Any) -> Any:
     """A frame turned and mirrored as its display matrix says, in which (x, y) is shown at (a x + c y, b x + d y)."""
     try:
         matrix = image.side_data.get("DISPLAYMATRIX")

@@ -196,7 +196,10 @@ def bmp(masks: Sequence[int], alpha: np.ndarray) -> bytes:
     return b"BM" + struct.pack("<IHHI", 122 + len(content), 0, 0, 122) + header + content
 
 
-@pytest.mark.parametrize("masks", [(0xFF0000, 0xFF00, 0xFF, 0xFF000000), (0xFF000000, 0xFF0000, 0xFF00, 0xFF)])
+MASKS = (0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+
+
+@pytest.mark.parametrize("masks", [MASKS, (0xFF000000, 0xFF0000, 0xFF00, 0xFF)])
 def test_a_bitmap_whose_alpha_is_empty_is_opaque(masks):
     assert sides(bmp(masks, HIDDEN * 0)) == ([LEFT] * 3, [RIGHT] * 3)
     assert (shown(bmp(masks, HIDDEN * 0), 4)[3] == 255).all()
