@@ -224,9 +224,10 @@ class Video:
         self.ticks_per_second = base.denominator / base.numerator
         self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _USUAL_RATE)
         self.start = float(self._stream.start_time or 0)
-        # Times are counted from where the file begins, as players do. Where that is less than a frame before the
-        # picture, as an encoder of sound leaves it, they are counted from the first frame.
+        # Times are counted from where the file begins, as players do, but not from what an encoder of sound leaves
+        # before 0, which is not played. A picture that is less than a frame late is where they begin.
         begin = self.start if container.start_time is None else self._ticks(container.start_time)
+        begin = max(begin, min(0.0, self.start))
         self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start
         self.reached = self.reached_end = self.start  # the last moments when decoded frames begin and end to be shown
         self._moved = False

@@ -147,20 +147,6 @@ def test_only_the_packets_that_a_clip_needs_are_read(name, b_frames, tmp_path, m
         assert sum(read) <= n_opening + n_needed + 3 * 32768, first  # FFmpeg reads 32 kB at a time
 
 
-@pytest.mark.parametrize("rotation", [0, 90, 180, -90])
-def test_frames_are_upright(rotation, tmp_path):
-    pictures = [np.kron(np.arange(8, dtype=np.uint8).reshape(2, 4) * 30, np.ones((32, 32), np.uint8))] * 3
-    path = write_video(tmp_path / "a.mp4", 3, pictures=pictures, rotation=rotation)
-    with av.open(str(path)) as container:
-        stated = next(container.decode(video=0)).rotation
-    shown = np.rot90(pictures[0], stated // 90)
-    top, left = (side // 2 - 32 for side in shown.shape)
-    clip = ClipDecoder(64, 3).load(Entry(str(path)), 0)
-    assert (abs(stated) == abs(rotation)) and clip.shape == (3, 3, 64, 64)
-    expected = torch.from_numpy(shown[top : top + 64, left : left + 64].astype(int))
-    assert (clip[0, 0].int() - expected).abs().max() <= 2  # from RGB to YUV and back
-
-
 def with_matrix(mp4: bytes, a: int, b: int, c: int, d: int) -> bytes:
     """With another matrix in the header of its track: (x, y) is shown at (a x + c y, b x + d y)."""
     one, at = 1 << 16, mp4.index(b"tkhd") + 4
