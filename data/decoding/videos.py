@@ -130,7 +130,7 @@ class ClipDecoder:
         self, video: Video, start: float, end: float, cut: Cut | None = None
     ) -> Iterator[tuple[float, Picture]]:
         """The frames from time `start` to before `end`, in ticks, as (image_size, image_size, 3), with their times."""
-        convert = Converter(self.image_size, video.pixel_width, cut)
+        convert = Converter(self.image_size, video.pixel_width, cut, video.is_opaque)
         if not self.fps:
             for number, frame in enumerate(video.frames_from(start)):
                 if number and frame.pts >= end:
@@ -217,6 +217,8 @@ class Video:
         if codec is None:
             raise ValueError("FFmpeg has no decoder for it")
         codec.thread_type, codec.thread_count = "NONE", 1  # the loader's workers are the threads
+        # Windows leaves the fourth byte of bitmaps empty, of which such a film consists.
+        self.is_opaque = codec.name == "rawvideo" and container.format.name == "avi"
         shape = self._stream.sample_aspect_ratio  # of a pixel: width over height
         width = shape.numerator / shape.denominator if shape else 1.0
         self.pixel_width = width if 1 / _LONGEST_PIXEL <= width <= _LONGEST_PIXEL else 1.0
@@ -341,19 +343,19 @@ class Video:
 
 
 class Converter:
-    """Frames -> upright squares (side, side, 3) RGB, of the middle or of the square that `cut` gives. One for a clip:
-    FFmpeg keeps megabytes for each."""
+    """Frames -> upright squares (side, side, 3) RGB, of the middle or of the square that `cut` gives; over white unless
+    the film `is_opaque` whatever its alpha says. One for a clip: FFmpeg keeps megabytes for each."""
 
-    def __init__(self, side: int, pixel_width: float, cut: Cut | None = None) -> None:
+    def __init__(self, side: int, pixel_width: float, cut: Cut | None = None, is_opaque: bool = False) -> None:
         from av.video.reformatter import VideoReformatter
 
-        self._side, self._pixel_width, self._cut = side, pixel_width, cut
+        self._side, self._pixel_width, self._cut, self._is_opaque = side, pixel_width, cut, is_opaque
         self._resize, self._uncover = VideoReformatter().reformat, VideoReformatter().reformat
 
     def __call__(self, frame: Frame) -> Picture:
         image = frame.image
         if image.format.has_palette or any(component.is_alpha for component in image.format.components):
-            image = self._over_white(image)
+            image = image if self._is_opaque else self._over_white(image)
         sides = image.width * self._pixel_width, image.height
         square = self._cut(*(max(1, round(side)) for side in sides)) if self._cut else None
         shorter = square.side if square else min(sides)

@@ -225,6 +225,15 @@ def test_gifs_are_videos_with_white_behind_them(tmp_path):
     assert small[0].min() >= 199, "what a transparent pixel hides shows at an edge"
 
 
+@pytest.mark.parametrize("name, is_opaque", [("a.avi", True), ("a.mov", False)])
+def test_the_fourth_byte_of_uncompressed_avi_is_no_alpha(name, is_opaque, tmp_path):
+    bitmap = np.zeros((SIDE, SIDE, 4), np.uint8)
+    bitmap[..., :3] = 200, 60, 20
+    path = write_video(tmp_path / name, 2, pictures=[bitmap] * 2, codec="rawvideo", pix_fmt="bgra")
+    colour = torch.tensor([200, 60, 20] if is_opaque else [255] * 3).view(3, 1, 1, 1)
+    assert (ClipDecoder(SIDE, 2).load(Entry(str(path)), 0) == colour).all()
+
+
 @pytest.mark.parametrize(
     ("short_clips", "shown"), [("repeat", [0, 1, 2, 0, 1, 2, 0]), ("hold", [0, 1, 2, 2, 2, 2, 2]), ("skip", None)]
 )
