@@ -3,6 +3,7 @@ and the random flip for training."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import math
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from tandem.files.reading import open_regular
@@ -22,6 +23,7 @@ from tandem.files.reading import open_regular
 from ..bad_samples import Incomplete
 from ..hashing import Draws, derive_key
 from ..records.record import Entry, open_entry
+from .colours import in_srgb, resizable
 
 # Formats of Pillow, and the endings by which files of them are found. Content is recognised by itself, so that a GIF
 # called .png is read too. Not all formats are allowed: PostScript would start Ghostscript.
@@ -48,6 +50,12 @@ _UPRIGHT = {
 }
 RATIO = 4 / 3  # the widest region of a crop, as width over height; the tallest is its inverse
 _TRIES = 10
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+_LARGEST_PNG = 1 << 28  # bytes of one that is tried again without its comments
+# What Pillow allows all comments of a PNG together, it allows one of them here, or a profile: 64 MiB instead of 1.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 # Silence Pillow's warnings about metadata and size: every worker would print them, and bad images are reported anyway.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -118,25 +126,51 @@ def decode_image(entry: Entry, image_size: int, channels: int, enlarge: bool = T
     """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped;
     or the square that `cut` gives, resized.
 
-    channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha.
+    channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha. Colours
+    are those of sRGB: of a file with the profile of another space they are converted.
     Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
     more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
     shorter side has fewer than `image_size` pixels. Of a file that is cut off, Pillow's LOAD_TRUNCATED_IMAGES lets the
     part be returned that there is; the rest is black or grey.
     """
-    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as file, _opened(file) as image:
-        return decode_picture(image, image_size, channels, enlarge, cut)
+    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as raw:
+        file = io.BufferedReader(raw, _BUFFER) if isinstance(raw, io.RawIOBase) else raw
+        try:
+            with _opened(file) as image:
+                return decode_picture(image, image_size, channels, enlarge, cut)
+        except Incomplete:
+            raise
+        except ValueError:
+            pixels = _pixels_of_png(file)
+            if pixels is None:
+                raise
+            with contextlib.suppress(ValueError), _opened(pixels) as image:
+                return decode_picture(image, image_size, channels, enlarge, cut)
+            raise
+
+
+def _pixels_of_png(file: Any) -> io.BytesIO | None:
+    """A PNG without what stands beside its pixels, such as a damaged comment; None of another file."""
+    file.seek(0)
+    if file.read(len(_PNG)) != _PNG:
+        return None
+    content, chunks, begin = file.read(_LARGEST_PNG), [_PNG], 0
+    while len(header := content[begin : begin + 8]) == 8:
+        end = begin + 12 + int.from_bytes(header[:4], "big")  # a length, a name, the content and a checksum
+        if header[4:] in _PNG_PIXELS:
+            chunks.append(content[begin:end])
+        begin = end
+    return io.BytesIO(b"".join(chunks))
 
 
 def _opened(file: Any) -> Image.Image:
     try:
-        buffered = io.BufferedReader(file, _BUFFER) if isinstance(file, io.RawIOBase) else file
-        return Image.open(buffered, formats=tuple(FORMATS))
+        return Image.open(file, formats=tuple(FORMATS))
     except UnidentifiedImageError:
         is_empty = file.seek(0, os.SEEK_END) == 0
         found = ", ".join(name for name, endings in FORMATS.items() if endings)
-        reason = "the file is empty" if is_empty else f"the content is none of {found}"
-        raise ValueError(reason) from None
+        reason = f"the content is none of {found}, or of a kind of them that Pillow does not read"
+        raise ValueError("the file is empty" if is_empty else reason) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
         raise _in_one_line(error) from error
 
@@ -150,8 +184,9 @@ def decode_picture(
     try:
         left, top, side = _decode_small(image, image_size, cut)
         box, size = (left, top, left + side, top + side), (image_size, image_size)
-        # Pillow weights RGBA by alpha.
-        picture = _resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
+        # Pillow weights colours by alpha.
+        picture = resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
+        picture = in_srgb(picture, image.info.get("icc_profile"))
         orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
         return _tensor(picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture, channels)
     except Exception as error:
@@ -191,19 +226,8 @@ def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
     return Square(*(scale * number for number in square))
 
 
-def _resizable(image: Image.Image) -> Image.Image:
-    """Any mode -> L, RGB or RGBA."""
-    if image.mode in ("L", "RGB") and not image.has_transparency_data:
-        return image  # convert() would copy it
-    if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
-        return Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
-    if image.has_transparency_data:
-        return image.convert("RGBA")
-    return image.convert("L" if image.mode == "1" else "RGB")
-
-
 def _tensor(image: Image.Image, channels: int) -> Tensor:
-    if channels == 3 and image.mode == "RGBA":
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    if channels == 3 and image.mode in ("LA", "RGBA"):
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     pixels = np.asarray(image.convert({3: "RGB", 4: "RGBA"}[channels])).transpose(2, 0, 1)
     return torch.from_numpy(np.ascontiguousarray(pixels))

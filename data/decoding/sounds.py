@@ -3,9 +3,10 @@
 Of WAV, AIFF and FLAC only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which reads
 about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. (Measured for
 10 s out of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) If the header of an MP3 file of
-variable bit rate does not state its length, the length is a guess, and sound after it is never read. An Ogg file that
-was cut off is read without an error; a file of another format raises an error if the cut removed a part of the clip.
-An Ogg or MP3 file to which another one was appended is refused; what was appended to a FLAC file is never read.
+variable bit rate does not state its length, the length is a guess, and sound after it is never read. A FLAC file that
+was written into a pipe does not state it, and its last frames are searched for it, which takes 0.5 ms more. An Ogg file
+that was cut off is read without an error; a file of another format raises an error if the cut removed a part of the
+clip. An Ogg or MP3 file to which another one was appended is refused; what was appended to a FLAC file is never read.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ..hashing import Draws
 from ..records.files import LocalBytes
 from ..records.record import Entry, open_entry
 from .appended import check_nothing_appended
+from .flac import with_length
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
 # What else libsndfile reads, except raw samples, whose sample rate is unknown.
@@ -46,6 +48,7 @@ _LOUDEST = 10.0  # largest sample accepted in a file of floats, which should sta
 # wrong after a jump, because a packet (of 1152 frames) uses bits of up to 9 packets before it.
 _MP3_ESTIMATE, _MP3_RUN_UP = 4 * 1152, 12 * 1152
 _CUT_SHORT = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
+_UNKNOWN_FRAMES = 1 << 62  # libsndfile's number of frames of a FLAC file that does not state it is 2^63 - 1
 _UNKNOWN_SIZE = 0x7FFF0000  # programs that write to a pipe do not know the size and state 2^31 - 1, 2^32 - 1 or similar
 
 Array = npt.NDArray[np.float32]
@@ -144,8 +147,12 @@ def _opened(entry: Entry) -> Iterator[Any]:
                 raise ValueError("the file is empty")
             # By descriptor, because names need not be valid text.
             with soundfile.SoundFile(file.fileno() if is_local else file, closefd=False) as sound:
-                whole = LocalBytes(file.fileno()) if is_local else _Window(file)
-                check_nothing_appended(sound, lambda offset, size: whole.pread(size, offset), whole.size)
+                if sound.format != "FLAC" or sound.frames < _UNKNOWN_FRAMES:
+                    whole = LocalBytes(file.fileno()) if is_local else _Window(file)
+                    check_nothing_appended(sound, lambda offset, size: whole.pread(size, offset), whole.size)
+                    yield sound
+                    return
+            with soundfile.SoundFile(with_length(file)) as sound:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
         failure = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"

@@ -13,10 +13,9 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from tandem.files.installed import missing_package
 from ..bad_samples import Unsuitable
 from ..hashing import Draws
 from ..records.record import Entry, open_entry
+from .frames import Converter, Frame, Picture
 from .images import CENTER, Crop, Cut, decode_image
 from .images import ENDINGS as IMAGE_ENDINGS
 
@@ -37,8 +37,6 @@ _LONGEST_PIXEL = 8.0  # width over height or height over width; files that state
 _MOST_REORDERED = 16  # first packets after a jump for which FFmpeg may not know yet when they are due
 _MICROSECONDS = 1_000_000  # FFmpeg's unit for the length of a whole file
 _DURATION_TAG = re.compile(r"(\d+):(\d+):(\d+(?:\.\d+)?)$")
-
-Picture = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,8 @@ class ClipDecoder:
                 ticks = step if is_steady or passed <= 0 else passed / number
                 fps = self.fps or video.ticks_per_second / ticks
                 yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
+            if end == math.inf:
+                video.require_end()
 
     def _image(self, entry: Entry, cut: Cut | None = None) -> Tensor:
         return decode_image(entry, self.image_size, 3, cut=cut)
@@ -128,7 +128,7 @@ class ClipDecoder:
         self, video: Video, start: float, end: float, cut: Cut | None = None
     ) -> Iterator[tuple[float, Picture]]:
         """The frames from time `start` to before `end`, in ticks, as (image_size, image_size, 3), with their times."""
-        convert = Converter(self.image_size, video.pixel_width, cut)
+        convert = Converter(self.image_size, video.pixel_width, cut, video.is_opaque)
         if not self.fps:
             for number, frame in enumerate(video.frames_from(start)):
                 if number and frame.pts >= end:
@@ -176,14 +176,6 @@ def require_decoder() -> None:
         raise missing_package("reading video files", "av (PyAV)", "video") from None
 
 
-class Frame(NamedTuple):
-    """A decoded frame (av.VideoFrame); when it is shown and for how long (0 if unknown), in ticks of its stream."""
-
-    image: Any
-    pts: float
-    duration: float
-
-
 @contextlib.contextmanager
 def opened(entry: Entry) -> Iterator[Video]:
     """An open video. Errors of FFmpeg inside become ValueErrors of one line."""
@@ -215,6 +207,8 @@ class Video:
         if codec is None:
             raise ValueError("FFmpeg has no decoder for it")
         codec.thread_type, codec.thread_count = "NONE", 1  # the loader's workers are the threads
+        # Windows leaves the fourth byte of bitmaps empty, of which such a film consists.
+        self.is_opaque = codec.name == "rawvideo" and container.format.name == "avi"
         shape = self._stream.sample_aspect_ratio  # of a pixel: width over height
         width = shape.numerator / shape.denominator if shape else 1.0
         self.pixel_width = width if 1 / _LONGEST_PIXEL <= width <= _LONGEST_PIXEL else 1.0
@@ -222,7 +216,12 @@ class Video:
         self.ticks_per_second = base.denominator / base.numerator
         self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _USUAL_RATE)
         self.start = float(self._stream.start_time or 0)
-        self.reached = self.start  # when the frame that was decoded last is shown
+        # Times are counted from where the file begins, as players do, but not from what an encoder of sound leaves
+        # before 0, which is not played. A picture that is less than a frame late is where they begin.
+        begin = self.start if container.start_time is None else self._ticks(container.start_time)
+        begin = max(begin, min(0.0, self.start))
+        self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start
+        self.reached = self.reached_end = self.start  # the last moments when decoded frames begin and end to be shown
         self._moved = False
 
     @property
@@ -235,15 +234,34 @@ class Video:
             hours, minutes, seconds = map(float, tag.groups())
             return (3600 * hours + 60 * minutes + seconds) * self.ticks_per_second
         if container.duration:
-            return ((container.start_time or 0) + container.duration) / _MICROSECONDS * self.ticks_per_second
+            return self._ticks((container.start_time or 0) + container.duration)
         self._moved = True
         stamps = (packet.pts for packet in container.demux(stream) if packet.pts is not None)
         return max(stamps, default=self.start) + self.ticks_per_frame
 
+    def _ticks(self, microseconds: int) -> float:
+        return microseconds / _MICROSECONDS * self.ticks_per_second
+
     def part(self, entry: Entry) -> tuple[float, float]:
-        """The beginning and the end (infinite: that of the video) of the part that is asked for."""
-        begin, end = (self.start + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))
-        return begin, end
+        """The beginning and the end (infinite: that of the video) of the part that is asked for. Raises ValueError, in
+        one line, if there is no picture in it yet."""
+        begin, end = (self._origin + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))
+        if end <= self.start:
+            first = (self.start - self._origin) / self.ticks_per_second
+            raise ValueError(f"its picture begins at {first:g} s, and its clip ends at {entry.end_seconds:g} s")
+        return max(begin, self.start), end
+
+    def require_end(self) -> None:
+        """Raise ValueError, in one line, if the frames that were decoded end before the film does by the table of an
+        MP4 file, which states each of them."""
+        stated = self.start + (self._stream.duration or 0)
+        is_stated = self._stream.frames and "mp4" in self._container.format.name
+        if is_stated and self.reached_end < stated - 2 * self.ticks_per_frame:
+            raise self._cut_off(self.reached_end)
+
+    def _cut_off(self, ended: float) -> ValueError:
+        there, stated = ((end - self.start) / self.ticks_per_second for end in (ended, self.end))
+        return ValueError(f"it is cut off: its frames end after {there:.3g} s, where its header states {stated:.3g} s")
 
     def keyframe_before(self, time: float) -> float:
         """When the last key frame before a time is shown, as far as the index of the file knows."""
@@ -301,50 +319,14 @@ class Video:
             wanted = max((pts for pts in stamps if pts <= time + _HALF_TICK), default=wanted)
         codec, pts = self._stream.codec_context, self.start - self.ticks_per_frame
         for packet in itertools.chain(early, packets):
+            if packet.is_corrupt:  # the file ends in it
+                if self._stream.frames:
+                    raise self._cut_off(self.reached_end if packet.dts is None else packet.dts)
+                continue  # a recording that was not closed, and states no length, ends with its last whole frame
             codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts < wanted else "DEFAULT"
             for image in packet.decode():
                 self._moved = True
                 self.reached = pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
-                yield Frame(image, pts, float(image.duration or 0))
-
-
-class Converter:
-    """Frames -> upright squares (side, side, 3) RGB, of the middle or of the square that `cut` gives. One for a clip:
-    FFmpeg keeps megabytes for each."""
-
-    def __init__(self, side: int, pixel_width: float, cut: Cut | None = None) -> None:
-        from av.video.reformatter import VideoReformatter
-
-        self._side, self._pixel_width, self._cut = side, pixel_width, cut
-        self._resize, self._uncover = VideoReformatter().reformat, VideoReformatter().reformat
-
-    def __call__(self, frame: Frame) -> Picture:
-        image = frame.image
-        if image.format.has_palette or any(component.is_alpha for component in image.format.components):
-            image = self._over_white(image)
-        sides = image.width * self._pixel_width, image.height
-        square = self._cut(*(max(1, round(side)) for side in sides)) if self._cut else None
-        shorter = square.side if square else min(sides)
-        width, height = (max(self._side, round(side * self._side / shorter)) for side in sides)
-        method = "AREA" if shorter > self._side else "BICUBIC"
-        small = self._resize(image, width, height, "gbrp", interpolation=method, threads=1)
-        pixels = small.to_ndarray()
-        if square:
-            begins = (round(begin * self._side / shorter) for begin in (square.top, square.left))
-            top, left = (min(begin, room - self._side) for begin, room in zip(begins, pixels.shape, strict=False))
-            pixels = pixels[top : top + self._side, left : left + self._side]
-        picture: Picture = np.rot90(pixels, frame.image.rotation // 90)
-        top, left = ((side - self._side) // 2 for side in picture.shape[:2])
-        return picture[top : top + self._side, left : left + self._side]
-
-    def _over_white(self, image: Any) -> Any:
-        """A frame with transparent pixels, laid over white before anything is resized: what such a pixel hides would
-        otherwise leak into its neighbours."""
-        import av
-
-        pixels = self._uncover(image, format="rgba", threads=1).to_ndarray()
-        if pixels[..., 3].min() == 255:
-            return image
-        colour, alpha = pixels[..., :3].astype(np.uint16), pixels[..., 3:].astype(np.uint16)
-        laid = (colour * alpha + 255 * (255 - alpha) + 127) // 255
-        return av.VideoFrame.from_ndarray(laid.astype(np.uint8), format="rgb24")
+                frame = Frame(image, pts, float(image.duration or 0))
+                self.reached_end = max(self.reached_end, pts + frame.duration)
+                yield frame

@@ -23,7 +23,12 @@ from safetensors.torch import save_file
 from data.records import index
 from models import DiscreteVAE
 from tests.data.conditions import write_rows, write_tars
-from tests.data.sources import FILES, KINDS
+from tests.data.decoding import test_colours as odd
+from tests.data.decoding.films import write_video
+from tests.data.decoding.test_sounds import without_length
+from tests.data.decoding.test_sounds import written as written_sound
+from tests.data.decoding.test_videos import with_matrix
+from tests.data.sources import FILES, KINDS, encoded
 from tests.models.files.test_dalle2 import laion
 from tests.models.reference.autoencoders import written
 from tests.models.reference.tokenizers import state_of as public_vqgan
@@ -93,6 +98,12 @@ def _tools() -> list[Target]:
         Target("encode", ["--model", "video", "--decode", "films", *few, "--output", "out"],
                ["films", "video"]),
         Target("embed", ["--model", "mulan", "--audio", "sounds", *few, "--output", "out"], ["sounds", "mulan"], 2),
+        Target("encode", ["--model", "vae", "--image_folder", "odd_images", *few, "--output", "out"],
+               ["odd_images", "vae"]),
+        Target("encode", ["--model", "video", "--video_folder", "odd_videos", *few, "--output", "out"],
+               ["odd_videos", "video"]),
+        Target("embed", ["--model", "mulan", "--audio", "odd_sounds", *few, "--output", "out"],
+               ["odd_sounds", "mulan"]),
         Target("embed", ["--model", "mulan", "--index", "index", "--query", "a dog"], ["index", "mulan"]),
         Target("embed", ["--model", "mulan", "--index", "index", "--query_file", "queries.txt"],
                ["queries.txt", "index", "mulan"]),
@@ -160,6 +171,7 @@ def write_inputs(folder: Path) -> None:
     write_sounds(folder / "sounds")
     _write_coded(folder / "coded")
     (folder / "queries.txt").write_text("\ufeffa dog\ntwo \u2028 cats\n")
+    _write_odd(folder)
     _write_sets(folder)
     write_clip(folder)
     shutil.copy(TOKENIZER, folder / "words.json")
@@ -178,6 +190,34 @@ def write_inputs(folder: Path) -> None:
     ]
     public = {"decoder": {**of_decoder, "image_sizes": [16], "timesteps": 20}, "train": {"epochs": 1}}
     (folder / "public.json").write_text(json.dumps(public))
+
+
+def _write_odd(folder: Path) -> None:
+    """Images whose tags and profiles say what their samples mean; films that are mirrored, or were not closed; sounds
+    that were written into a pipe."""
+    for name in ("images", "videos", "sounds"):
+        (folder / f"odd_{name}").mkdir()
+    inks, colours = odd.coloured("CMYK", (255, 0, 0, 0), (0, 0, 0, 0)), odd.coloured()
+    images = {
+        "p3.jpg": encoded(colours, "jpg", icc_profile=odd.DISPLAY_P3),
+        "p3.png": encoded(colours, "png", icc_profile=odd.DISPLAY_P3),
+        "inks.jpg": encoded(inks, "jpg", icc_profile=odd.inks()),
+        "empty_alpha.bmp": odd.bmp(odd.MASKS, odd.HIDDEN * 0),
+        "comment.png": odd.png(8, 2, odd.ROWS, odd.COMMENTS["compressed"], odd.COMMENTS["international"]),
+        **{f"grey{number}.tif": content for number, content in enumerate(odd.GREY.values())},
+        **{f"transparent{number}.png": content for number, content in enumerate(odd.TRANSPARENT_RIGHT.values())},
+    }
+    for name, content in images.items():
+        (folder / "odd_images" / name).write_bytes(content)
+    film = write_video(folder / "odd_videos" / "mirrored.mp4", 8, audio=True)
+    film.write_bytes(with_matrix(film.read_bytes(), -1, 0, 0, 1))
+    opening = {"options": {"movflags": "frag_keyframe+empty_moov"}}
+    open_ended = write_video(folder / "odd_videos" / "open.mp4", 8, opening=opening)
+    open_ended.write_bytes(open_ended.read_bytes()[:-200])
+    for number in range(3):
+        path = folder / "odd_sounds" / f"{number}.flac"
+        written_sound(path, np.random.default_rng(number).uniform(-0.5, 0.5, 9000))
+        path.write_bytes(without_length(path.read_bytes()))
 
 
 def _run(folder: Path, output: str, script: str, *flags: str) -> None:

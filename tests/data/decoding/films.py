@@ -50,7 +50,6 @@ def write_video(
     stamps: Sequence[int] | None = None,
     pictures: Iterable[npt.NDArray[np.uint8]] | None = None,
     audio: bool = False,
-    rotation: int = 0,
     x264: str = "",
     opening: Mapping[str, Any] | None = None,
     **stream_options: Any,
@@ -72,8 +71,6 @@ def write_video(
             stream.options = {"qp": "4" if b_frames else "0", "bf": str(b_frames), "x264-params": always}
         for name, value in stream_options.items():
             setattr(stream, name, value)
-        if rotation:
-            stream.set_display_rotation(rotation)
         tone = container.add_stream("aac" if path.suffix == ".mp4" else "libopus", rate=48000) if audio else None
         for stamp, pixels in zip(stamps, pictures, strict=False):
             channels = pixels.shape[2] if pixels.ndim == 3 else 1

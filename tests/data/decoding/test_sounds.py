@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 import sys
 from pathlib import Path
@@ -202,6 +203,74 @@ def test_wav_that_was_written_into_a_pipe_states_no_size_and_is_good(tmp_path, s
     content[at : at + 4] = struct.pack("<I", stated)
     Path(source.path).write_bytes(content)
     assert np.abs(ClipDecoder(RATE, RATE).load(source, 0).numpy() - sine(440, 1, RATE)).max() < 1e-3
+
+
+def without_length(flac: bytes) -> bytes:
+    """As an encoder that writes into a pipe leaves it: neither length nor checksum of the samples are known."""
+    at = 8 + 13
+    return flac[:at] + bytes([flac[at] & 0xF0]) + bytes(4 + 16) + flac[at + 21 :]
+
+
+def clips_of(source: Entry) -> list[torch.Tensor]:
+    decoder = ClipDecoder(RATE, RATE)
+    drawn = [decoder.load(source, 0, epoch, augment=True) for epoch in range(20)]
+    return [decoder.load(source, 0), *drawn, *decoder.spread(source, 9), decoder.load(part(source, 4.5), 0)]
+
+
+@pytest.mark.parametrize("rate, channels, subtype", [(RATE, 1, "PCM_16"), (44100, 2, "PCM_24"), (8000, 6, "PCM_S8")])
+def test_flac_that_was_written_into_a_pipe_sounds_as_one_that_states_its_length(tmp_path, rate, channels, subtype):
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, (5 * rate + 77, channels))
+    source = written(tmp_path / "a.flac", noise, rate, subtype=subtype)
+    content = Path(source.path).read_bytes()
+    expected = clips_of(source)
+    (tmp_path / "b.flac").write_bytes(without_length(content))
+    (tmp_path / "c.tar").write_bytes(b"x" * 700 + without_length(content) + b"y" * 700)
+    inside = Entry(str(tmp_path / "c.tar"), 700, len(content))
+    for other in (Entry(str(tmp_path / "b.flac")), inside, Entry.in_memory(without_length(content), "d")):
+        assert all(map(torch.equal, clips_of(other), expected))
+
+
+def test_flac_without_length_that_is_cut_off_ends_with_its_last_whole_frame(tmp_path):
+    ramp_of_16_bits = np.arange(5 * RATE) % 30000 / 32768
+    content = without_length(Path(written(tmp_path / "a.flac", ramp_of_16_bits).path).read_bytes())
+    for size in (len(content) - 1, len(content) // 2):
+        clips = ClipDecoder(RATE, 4096).spread(Entry.in_memory(content[:size], "b"), 99)
+        assert torch.equal(clips.flatten(), torch.from_numpy(ramp_of_16_bits[: clips.numel()]).float())
+        assert 0.4 * RATE * 5 < clips.numel() < 5 * RATE
+    first = content.index(b"\xff\xf8")
+    assert "does not state its length" in reason(Entry.in_memory(content[: first + 50] + bytes(99_999), "b"))
+
+
+def crc(content: bytes, bits: int, polynomial: int) -> bytes:
+    remainder = int.from_bytes(content, "big") << bits
+    for place in range(8 * len(content) - 1, -1, -1):
+        if remainder >> (place + bits) & 1:
+            remainder ^= (polynomial | 1 << bits) << place
+    return remainder.to_bytes(bits // 8, "big")
+
+
+def header_size(frame: bytes) -> int:
+    """Bytes in front of the checksum of the header."""
+    return next(end for end in range(5, 16) if crc(frame[:end], 8, 0x07) == frame[end : end + 1])
+
+
+def test_flac_without_length_whose_frames_are_numbered_by_samples_is_read(tmp_path):
+    """As encoders do that choose the length of each frame. Frames are numbered by themselves elsewhere."""
+    source = written(tmp_path / "a.flac", np.random.default_rng(0).uniform(-0.5, 0.5, 5 * RATE))
+    content = Path(source.path).read_bytes()
+    size, begins = int.from_bytes(content[10:12], "big"), [content.index(b"\xff\xf8")]
+    for number in range(1, -(-5 * RATE // size)):
+        begins.append(re.compile(b"\xff\xf8..%c" % number, re.DOTALL).search(content, begins[-1] + 16).start())
+    frames = []
+    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], len(content)], strict=True)):
+        old, behind = content[begin:end], header_size(content[begin:end])
+        header = b"\xff\xf9" + old[2:4] + chr(number * size).encode() + old[5:behind]  # numbered as UTF-8 is written
+        body = header + crc(header, 8, 0x07) + old[behind + 1 : -2]
+        frames.append(body + crc(body, 16, 0x8005))
+    numbered = content[: begins[0]] + b"".join(frames)
+    expected = clips_of(source)
+    assert all(map(torch.equal, clips_of(Entry.in_memory(numbered, "b")), expected)), "libFLAC reads it"
+    assert all(map(torch.equal, clips_of(Entry.in_memory(without_length(numbered), "b")), expected))
 
 
 def test_mp3_without_a_header_of_its_length_is_read_to_its_end(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import io
+import itertools
 import math
+import struct
 from pathlib import Path
 
 import av
@@ -145,18 +147,48 @@ def test_only_the_packets_that_a_clip_needs_are_read(name, b_frames, tmp_path, m
         assert sum(read) <= n_opening + n_needed + 3 * 32768, first  # FFmpeg reads 32 kB at a time
 
 
-@pytest.mark.parametrize("rotation", [0, 90, 180, -90])
-def test_frames_are_upright(rotation, tmp_path):
-    pictures = [np.kron(np.arange(8, dtype=np.uint8).reshape(2, 4) * 30, np.ones((32, 32), np.uint8))] * 3
-    path = write_video(tmp_path / "a.mp4", 3, pictures=pictures, rotation=rotation)
-    with av.open(str(path)) as container:
-        stated = next(container.decode(video=0)).rotation
-    shown = np.rot90(pictures[0], stated // 90)
-    top, left = (side // 2 - 32 for side in shown.shape)
-    clip = ClipDecoder(64, 3).load(Entry(str(path)), 0)
-    assert (abs(stated) == abs(rotation)) and clip.shape == (3, 3, 64, 64)
-    expected = torch.from_numpy(shown[top : top + 64, left : left + 64].astype(int))
-    assert (clip[0, 0].int() - expected).abs().max() <= 2  # from RGB to YUV and back
+def with_matrix(mp4: bytes, a: int, b: int, c: int, d: int) -> bytes:
+    """With another matrix in the header of its track: (x, y) is shown at (a x + c y, b x + d y)."""
+    one, at = 1 << 16, mp4.index(b"tkhd") + 4
+    at += 4 + (20 if mp4[at] == 0 else 32) + 16
+    assert struct.unpack(">9i", mp4[at : at + 36]) == (one, 0, 0, 0, one, 0, 0, 0, 1 << 30)
+    numbers = (a * one, b * one, 0, c * one, d * one, 0, 0, 0, 1 << 30)
+    return mp4[:at] + struct.pack(">9i", *numbers) + mp4[at + 36 :]
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 96), (96, 64)])
+@pytest.mark.parametrize("a, b, c, d", [
+    matrix for signs in itertools.product((1, -1), repeat=2) for matrix in ((signs[0], 0, 0, signs[1]), (0, *signs, 0))
+])  # fmt: skip
+def test_frames_are_turned_and_mirrored_as_their_matrix_says(a, b, c, d, shape, tmp_path):
+    level = np.random.default_rng(0).integers(0, 256, (shape[0] // 32, shape[1] // 32))
+    picture = np.kron(level, np.ones((32, 32))).astype(np.uint8)
+    content = write_video(tmp_path / "a.mp4", 2, pictures=[picture] * 2).read_bytes()
+    height, width = level.shape if a else level.shape[::-1]
+    expected = np.zeros((height, width), int)
+    for y, x in np.ndindex(*level.shape):
+        expected[(b * x + d * y - (b + d < 0)) % height, (a * x + c * y - (a + c < 0)) % width] = level[y, x]
+    expected = np.kron(expected, np.ones((32, 32), int))
+    top, left = (side // 2 - 32 for side in expected.shape)
+    clip = ClipDecoder(64, 2).load(Entry.in_memory(with_matrix(content, a, b, c, d), "a.mp4"), 0)
+    assert (clip[:, 0].int() - torch.from_numpy(expected[top : top + 64, left : left + 64])).abs().max() <= 2
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+@pytest.mark.parametrize("speed", SPEEDS, ids=str)
+def test_times_are_counted_from_where_the_file_begins_though_the_picture_begins_later(name, speed, tmp_path):
+    late = 1500
+    path = write_video(tmp_path / name, N, stamps=[late + stamp for stamp in REGULAR], audio=True)
+    clips = ClipDecoder(SIDE, 5, **speed)
+    for start in (1.5, 2.0, 2.5):
+        shown = expected(REGULAR, 1000 * start - late, 5, **speed)
+        end = start + 4 * (speed.get("frame_stride", 1) / speed.get("fps", RATE)) + 0.001
+        assert numbers(clips.load(Entry(str(path), start_seconds=start, end_seconds=end), 0)) == shown
+    early = Entry(str(path), start_seconds=0.5, end_seconds=1.55)
+    assert number_of(next(iter(clips.frames(early)))[0]) == 0 == numbers(clips.load(early, 0))[0]
+    assert len([*ClipDecoder(SIDE, 5).frames(Entry(str(path), end_seconds=2.5))]) == 25
+    none = Entry(str(path), start_seconds=0.2, end_seconds=1.4)
+    assert one_line(clips.load, none, 0) == "its picture begins at 1.5 s, and its clip ends at 1.4 s"
 
 
 @pytest.mark.parametrize("width, height, side", [(96, 64, 32), (33, 77, 64), (64, 64, 96)])
@@ -191,6 +223,15 @@ def test_gifs_are_videos_with_white_behind_them(tmp_path):
         assert (clip[:, i].int() - wanted).abs().max() <= 1
     small = ClipDecoder(20, 8).load(b, 0)
     assert small[0].min() >= 199, "what a transparent pixel hides shows at an edge"
+
+
+@pytest.mark.parametrize("name, is_opaque", [("a.avi", True), ("a.mov", False)])
+def test_the_fourth_byte_of_uncompressed_avi_is_no_alpha(name, is_opaque, tmp_path):
+    bitmap = np.zeros((SIDE, SIDE, 4), np.uint8)
+    bitmap[..., :3] = 200, 60, 20
+    path = write_video(tmp_path / name, 2, pictures=[bitmap] * 2, codec="rawvideo", pix_fmt="bgra")
+    colour = torch.tensor([200, 60, 20] if is_opaque else [255] * 3).view(3, 1, 1, 1)
+    assert (ClipDecoder(SIDE, 2).load(Entry(str(path)), 0) == colour).all()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +274,47 @@ def test_a_video_that_breaks_off_is_refused_where_it_does(tmp_path):
     (tmp_path / "b.mp4").write_bytes(whole[: len(whole) // 2])
     clips = ClipDecoder(SIDE, 5)
     assert clips.load(Entry(str(tmp_path / "b.mp4"), end_seconds=0.4), 0).shape == (3, 5, SIDE, SIDE)
-    assert "FFmpeg" in one_line(clips.load, Entry(str(tmp_path / "b.mp4"), start_seconds=2, end_seconds=2.3), 0)
+    behind = Entry(str(tmp_path / "b.mp4"), start_seconds=2, end_seconds=2.3)
+    assert one_line(clips.load, behind, 0).startswith("it is cut off: its frames end after 1.")
+
+
+def all_frames(content: bytes) -> tuple[list[torch.Tensor], str]:
+    """The frames of a film, and the error behind them."""
+    frames: list[torch.Tensor] = []
+    try:
+        frames.extend(frame for frame, _ in ClipDecoder(SIDE, 5).frames(Entry.in_memory(content, "a.mp4")))
+    except ValueError as error:
+        return frames, str(error)
+    return frames, ""
+
+
+@pytest.mark.parametrize("options", [{}, {"b_frames": 3}, {"codec": "mpeg4"}, {"audio": True}], ids=str)
+def test_a_recording_that_was_not_closed_ends_with_its_last_whole_frame(options, tmp_path):
+    """A fragmented MP4 states no length, so that a camera that fails leaves a film."""
+    opening = {"options": {"movflags": "frag_keyframe+empty_moov"}}
+    content = write_video(tmp_path / "a.mp4", N, pictures=noise(N), opening=opening, **options).read_bytes()
+    whole, error = all_frames(content)
+    assert len(whole) == N and not error
+    for size in (len(content) * 2 // 3, len(content) // 2):
+        frames, error = all_frames(content[:size])
+        assert not error and N / 4 < len(frames) < N
+        places = [next(place for place, one in enumerate(whole) if torch.equal(one, frame)) for frame in frames]
+        n_sure = len(places) - options.get("b_frames", 0)  # a frame may be there that was decoded before those missing
+        assert places[:n_sure] == [*range(n_sure)] and sorted({*places}) == places
+        cut = Entry.in_memory(content[:size], "a.mp4")
+        clips = [ClipDecoder(SIDE, 5).load(cut, index, augment=True) for index in range(20)]
+        shown = [torch.stack(frames[first : first + 5], 1) for first in range(len(frames) - 4)]
+        assert all(any(torch.equal(clip, each) for each in shown) for clip in clips)
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "mpeg4"}, {"audio": True}, {"b_frames": 3, "audio": True}], ids=str)
+def test_a_film_that_breaks_off_is_not_taken_for_a_shorter_one(options, tmp_path):
+    opening = {"options": {"movflags": "faststart"}}
+    content = write_video(tmp_path / "a.mp4", N, pictures=noise(N), opening=opening, **options).read_bytes()
+    assert all_frames(content)[1] == ""
+    for size in range(len(content) // 2, len(content) - 99, len(content) // 9):
+        frames, error = all_frames(content[:size])
+        assert error.startswith("it is cut off") and len(frames) < N
 
 
 @pytest.mark.parametrize("speed", [{}, {"fps": 10.0}], ids=str)

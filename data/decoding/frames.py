@@ -1,0 +1,76 @@
+"""From a decoded frame of a film to an upright square picture over white."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .images import Cut
+
+Picture = npt.NDArray[np.uint8]
+
+
+class Frame(NamedTuple):
+    """A decoded frame (av.VideoFrame); when it is shown and for how long (0 if unknown), in ticks of its stream."""
+
+    image: Any
+    pts: float
+    duration: float
+
+
+class Converter:
+    """Frames -> upright squares (side, side, 3) RGB, of the middle or of the square that `cut` gives; over white unless
+    the film `is_opaque` whatever its alpha says. One for a clip: FFmpeg keeps megabytes for each."""
+
+    def __init__(self, side: int, pixel_width: float, cut: Cut | None = None, is_opaque: bool = False) -> None:
+        from av.video.reformatter import VideoReformatter
+
+        self._side, self._pixel_width, self._cut, self._is_opaque = side, pixel_width, cut, is_opaque
+        self._resize, self._uncover = VideoReformatter().reformat, VideoReformatter().reformat
+
+    def __call__(self, frame: Frame) -> Picture:
+        image = frame.image
+        if image.format.has_palette or any(component.is_alpha for component in image.format.components):
+            image = image if self._is_opaque else self._over_white(image)
+        sides = image.width * self._pixel_width, image.height
+        square = self._cut(*(max(1, round(side)) for side in sides)) if self._cut else None
+        shorter = square.side if square else min(sides)
+        width, height = (max(self._side, round(side * self._side / shorter)) for side in sides)
+        method = "AREA" if shorter > self._side else "BICUBIC"
+        small = self._resize(image, width, height, "gbrp", interpolation=method, threads=1)
+        pixels = small.to_ndarray()
+        if square:
+            begins = (round(begin * self._side / shorter) for begin in (square.top, square.left))
+            top, left = (min(begin, room - self._side) for begin, room in zip(begins, pixels.shape, strict=False))
+            pixels = pixels[top : top + self._side, left : left + self._side]
+        picture: Picture = _upright(pixels, frame.image)
+        top, left = ((side - self._side) // 2 for side in picture.shape[:2])
+        return picture[top : top + self._side, left : left + self._side]
+
+    def _over_white(self, image: Any) -> Any:
+        """A frame with transparent pixels, laid over white before anything is resized: what such a pixel hides would
+        otherwise leak into its neighbours."""
+        import av
+
+        pixels = self._uncover(image, format="rgba", threads=1).to_ndarray()
+        if pixels[..., 3].min() == 255:
+            return image
+        colour, alpha = pixels[..., :3].astype(np.uint16), pixels[..., 3:].astype(np.uint16)
+        laid = (colour * alpha + 255 * (255 - alpha) + 127) // 255
+        return av.VideoFrame.from_ndarray(laid.astype(np.uint8), format="rgb24")
+
+
+def _upright(pixels: Any, image: Any) -> Any:
+    """A frame turned and mirrored as its display matrix says, in which (x, y) is shown at (a x + c y, b x + d y)."""
+    try:
+        matrix = image.side_data.get("DISPLAYMATRIX")
+    except ValueError:  # PyAV has no name for something else that stands beside the frame
+        return np.rot90(pixels, image.rotation // 90)
+    if matrix is None:
+        return pixels
+    (a, b), (c, d) = np.frombuffer(matrix, np.int32).reshape(3, 3)[:2, :2].tolist()
+    if abs(a * d) < abs(b * c):
+        pixels, a, d = pixels.swapaxes(0, 1), c, b
+    return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
