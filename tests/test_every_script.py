@@ -40,8 +40,11 @@ from tests.scripts import (
     files,
     kill,
     killed,
+    lines,
     metrics,
     names,
+    shared_state,
+    words,
 )
 from training.run import clock
 from training.run.loop import Evaluation
@@ -490,6 +493,36 @@ def test_weights_of_another_model_are_refused_by_what_differs(script: Script, fi
             if not flag.startswith("discr_"):  # of a run, --init_from takes the generator alone
                 line = script.refused(tmp_path, *script.eight, "--init_from", str(source), f"--{flag}", str(now))
                 assert line.endswith(f"the weights in {source} are of another model; they need --{flag} {was}")
+
+
+@pytest.mark.parametrize("become", ["deleted", "another model"])
+def test_a_resumed_run_keeps_its_shape_and_origin_whatever_the_model_that_it_began_from_has_become(
+    become: str, script: Script, finished: Path, tmp_path: Path
+) -> None:
+    source, run = Path(shutil.copytree(finished / "model", tmp_path / "source")), tmp_path / "run"
+    own = words({flag: value for flag, value in script.tiny.items() if flag.startswith("discr_")})
+    whole = script.start_from(source, tmp_path / "whole", *own, "--max_steps", "2")
+    script.start_from(source, run, *own)
+    shutil.rmtree(source)
+    if become == "another model":
+        flag, (_, other) = next(iter(script.other_models.items()))
+        script.train(tmp_path / "other", f"--{flag}", str(other), "--max_steps", "1")
+        shutil.move(tmp_path / "other" / "model", source)
+    script.start_from(source, run, *own, "--max_steps", "2")
+    assert_same_bits(shared_state(run), shared_state(whole))
+    assert yaml.safe_load((run / "config.yaml").read_text())["init_from"] == str(source)
+    assert lines(run / "starts.jsonl")[-1]["changed"] == {"max_steps": [1, 2]}
+    if become == "deleted":
+        assert str(source) in script.refused(tmp_path / "new", "--init_from", str(source)), "a new run needs it"
+
+
+def test_a_model_to_start_from_that_a_resumed_run_does_not_read_is_said(
+    script: Script, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.train(copied, *script.eight, "--max_steps", "9", "--init_from", str(tmp_path / "nowhere"))
+    said = capsys.readouterr().out
+    assert f"--init_from {tmp_path / 'nowhere'} is not read: the run in {copied} began without --init_from" in said
+    assert yaml.safe_load((copied / "config.yaml").read_text())["init_from"] is None
 
 
 # What a checkpoint says of its models.

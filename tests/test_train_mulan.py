@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from data.order import split_samples
@@ -28,6 +29,7 @@ from tests.scripts import (
     Script,
     assert_same_bits,
     checkpoint,
+    final_weights,
     metrics,
     write_sounds,
 )
@@ -222,9 +224,14 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     assert moments >= {"text.norms.0.weight", "audio.norms.0.weight", "audio.encoder.layernorm.weight"}
     assert not [name for name in moments if name.startswith("text.") and "norms" not in name]
     assert (run / "model" / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
-    # Without their files, the model, and one of a checkpoint, can be read.
+    # Without their files, the run goes on, and the model, and one of a checkpoint, can be read.
     shutil.rmtree(text)
     shutil.rmtree(audio)
+    longer = Path(shutil.copytree(run, tmp_path / "longer"))
+    WITH_TOWERS.train(longer, *said, "--max_steps", "4")
+    assert yaml.safe_load((longer / "config.yaml").read_text())["tokenizer"] == str(Path(text, "tokenizer.json"))
+    frozen = {name: weight for name, weight in state.items() if name.startswith("text.encoder.")}
+    assert_same_bits({name: final_weights(longer)[name] for name in frozen}, frozen)
     assert_same_bits(MuLaN.from_pretrained(run / "model").state_dict(), state)
     online = load(run / "checkpoints" / "step_00000003", "online")
     assert online.config["text_tower"]["model_type"] == "bert"
