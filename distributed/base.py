@@ -93,6 +93,8 @@ class Backend(ABC):
         self._before_update: list[Callable[[], None]] = []
         self.norms_are_logged = True
         """Whether somebody reads `Update.grad_norm` of the coming update; otherwise engines may leave it out."""
+        self.total_updates: int | None = None
+        """How many updates the run makes, where somebody has said it before ``wrap``."""
         self._own_flags = [getattr(args, name) for name in self.flags_of_training]
         self._launched_by = self._launcher_processes()
         self._after_leaving: list[Callable[[], None]] = []

@@ -81,7 +81,7 @@ class Run:
                 self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
             )
         size = feed.samples_per_epoch
-        total_steps = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
+        total_steps = processes.total_updates = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
         self.progress = Progress(args.batch_size, size, total_steps)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
