@@ -195,8 +195,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
-    compared = kept_metric(ema, "r10")
-    best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
+    compared, loss = kept_metric(ema, "r10"), kept_metric(ema, "loss")  # the loss, because a recall may be 1 for long
+    best = BestModel(run.folder.path, backend.is_root, metric=compared, loss=loss, broadcast=backend.broadcast_object)
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
 

@@ -105,7 +105,7 @@ def updates(
     run.tell("start", evaluations)
     for evaluation in evaluations:
         if evaluation.best:
-            evaluation.best.catch_up(run.progress.step, run.evaluated_before.get(evaluation.best.metric))
+            evaluation.best.catch_up(run.progress.step, run.evaluated_before)
             run.warn(evaluation.best.failure)
     if run.is_complete:
         run.close()
@@ -221,7 +221,7 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
         (write, *_) = evaluation.write.values()
         with kept_weights(evaluation.engine, evaluation.average) as kept:
             step, whole = run.progress.step, partial(run.writing, "the best model", partial(write, kept))
-            best.save_if_better(values[best.metric], step, whole, run.folder.check_is_here)
+            best.save_if_better(values, step, whole, run.folder.check_is_here)
         run.warn(best.failure)
     if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
         run.feed.sees_whole_split = True
