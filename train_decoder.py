@@ -162,7 +162,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
-    ema = make_ema(cascade, args.ema_decay, args.ema_power)
+    ema = make_ema(cascade, args.ema_decay, args.ema_power, cascade.parts)
     metric = kept_metric(ema, "loss")
     best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
@@ -216,7 +216,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             made[number] = update = engine.step()
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
         run.log(lr=engines[min(engines)].lr, grad_norm=sum(each.grad_norm**2 for each in made.values()) ** 0.5)
-        ema.update(*(each.skipped for each in made.values()))
+        ema.update(*(made[number].skipped for number in engines))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -269,7 +269,7 @@ def test_an_update_that_was_skipped_is_no_update_of_the_average(
     run = script.train(tmp_path, "--max_steps", "2", "--save_every_n_steps", "2", "--ema_decay", "0.99")
     assert metrics(run)[-1]["skipped_updates"] == len(skipped) > 0
     state = json.loads((run / "checkpoints" / "step_00000002" / "state.json").read_text())["parts"]
-    assert state["ema"]["updates"] == 1
+    assert state["ema"]["updates"] in (1, {"unets.0.": 1, "unets.1.": 1})
 
 
 @pytest.mark.parametrize(

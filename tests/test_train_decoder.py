@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from distributed.engines.arithmetic import SkipGuard
 from models import Decoder
 from models.diffusion import DiffusionLoss, Losses
 from tests.data.conditions import write_tars
 from tests.models.test_clip import write_clip
-from tests.scripts import DECODER, assert_same_bits, files, metrics, write_captioned, write_images
+from tests.scripts import DECODER, assert_same_bits, checkpoint, files, metrics, write_captioned, write_images
 
 ONE = ["--image_sizes", "8", "--max_steps", "2"]
 PICTURE = "samples/step_00000002.png"
@@ -95,6 +97,35 @@ def test_a_unet_is_trained_and_its_gradient_clipped_as_if_it_were_alone(tmp_path
     assert {name for name in alone if name.startswith(("unets.0.", "unets.1."))} <= same < alone.keys()
     line = metrics(tmp_path / "13")[-1]
     assert line["unet3/grad_norm"] > 1e-3 < line["unet1/grad_norm"] and "unet2/loss" not in line
+
+
+def test_an_update_that_one_unet_skipped_is_in_the_average_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ["--max_steps", "2", "--save_every_n_steps", "1", "--ema_decay", "0.9"]
+    expected = DECODER.train(tmp_path / "expected", *said)
+    poison, guards = SkipGuard.poison, list[SkipGuard]()
+
+    def poisoned(guard: SkipGuard, *args: Any) -> torch.Tensor:
+        guards.append(guard)
+        is_second_of_first_unet = guard is guards[0] and guards.count(guard) == 2
+        return torch.full_like(poison(guard, *args), torch.nan) if is_second_of_first_unet else poison(guard, *args)
+
+    monkeypatch.setattr(SkipGuard, "poison", poisoned)
+    run = DECODER.train(tmp_path / "run", *said)
+    assert metrics(run)[-1]["skipped_updates"] == 1
+    first, second = "ema: weights/unets.0.", "ema: weights/unets.1."
+    whole, before, found = checkpoint(expected, 2), checkpoint(expected, 1), checkpoint(run, 2)
+    assert_same_bits(
+        {name: tensor for name, tensor in found.items() if name.startswith((first, second))},
+        {
+            name: (before if name.startswith(first) else whole)[name]
+            for name in found
+            if name.startswith((first, second))
+        },
+    )
+    state = json.loads((run / "checkpoints" / "step_00000002" / "state.json").read_text())
+    assert state["parts"]["ema"]["updates"] == {"unets.0.": 1, "unets.1.": 2}
 
 
 def test_the_scale_of_guidance_reaches_the_pictures(tmp_path: Path) -> None:
