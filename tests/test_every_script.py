@@ -152,6 +152,31 @@ def test_seconds_add_up_over_all_starts(script: Script, tmp_path: Path) -> None:
     assert seconds == sorted(seconds) and seconds[0] >= 3600 and seconds[-1] - seconds[1] < 3 * 3600
 
 
+@of("vae", "decoder")
+@pytest.mark.parametrize(("seconds", "told"), [(1.0, 0), (1.25, 1)], ids=["a tenth", "more"])
+def test_validations_that_take_more_than_a_tenth_of_the_time_are_told_once_in_each_start(
+    seconds: float, told: int, script: Script, tmp_path: Path
+) -> None:
+    """An update takes 9 seconds, and a validation two batches for each model."""
+    now, batches = [0.0], 2 * 2
+
+    def watch(run: Run, event: str, _: Any) -> None:
+        now[0] += {"updated": 9.0, "evaluation": seconds / batches}.get(event, 0.0)
+
+    said = [*script.eight, "--validate_every_n_steps", "1", "--sample_every_n_steps", "0"]
+    with pytest.MonkeyPatch.context() as patch, Run.watched(watch):
+        patch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        script.train_stopped(3, tmp_path, *said)
+        texts = [script.output_of(tmp_path, *said), script.output_of(tmp_path, *said, "--max_steps", "9")]
+    lines_told = [[line for line in text.splitlines() if "of the time" in line] for text in texts]
+    assert [len(each) for each in lines_told] == [told, 0], "the one update of the last start has no validation before"
+    for line in lines_told[0]:
+        assert (
+            line == "validations take 12% of the time (--valid_samples 13, --validate_every_n_steps 1): lower the "
+            "first or raise the second"
+        )
+
+
 def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_what_to_do_next(
     script: Script, tmp_path: Path
 ) -> None:

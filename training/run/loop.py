@@ -209,7 +209,11 @@ def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
 
 
 def _validate_all(run: Run, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-    return {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
+    with run.clock.validating() as share:
+        values = {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
+    if not run.progress.finished:  # nobody can change the run any more, whose last validation may be of more samples
+        run.tell_of_validations(share())
+    return values
 
 
 def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:

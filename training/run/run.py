@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from data.feed import Feed
     from distributed import Backend
 
+_MOST_OF_VALIDATIONS = 0.1  # of the time
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
 
 
@@ -91,6 +92,7 @@ class Run:
         self._models: list[str] = []  # paths of those that were written
         self._unwritten: str | None = None  # why one could not be, on the root
         self.clock, self._is_late = Clock(processes, args.save_before_minutes), False
+        self._has_told_of_validations = False
         #: Values of the checkpoint's own evaluation, if it was made before the run ended.
         self.evaluated_before: dict[str, Any] = {}
         steps = args.profile_steps if self.is_root and not args.dry_run else None
@@ -299,6 +301,15 @@ class Run:
     def _tell_of_saves(self, *, at_end: bool = False) -> None:
         for line in self.checkpoints.news(at_end=at_end):
             self.say(line)
+
+    def tell_of_validations(self, share: float) -> None:
+        """Say once, if the validations take more than a tenth of the time of this start."""
+        if share > _MOST_OF_VALIDATIONS and not self._has_told_of_validations:
+            self._has_told_of_validations = True
+            self.say(
+                f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.validated)}, "
+                f"--validate_every_n_steps {self.args.validate_every_n_steps}): lower the first or raise the second"
+            )
 
     def leave_evaluation(self, line: Mapping[str, Any]) -> None:
         """From now on a checkpoint of this update says that its evaluation is still to be made, after which `line` is
