@@ -161,10 +161,9 @@ class Run:
         with here.agreement():
             if latest and here.is_root:
                 self.folder.check_config(self._settings, self.args.lasting, self.args.explicit)
-        # Collectives are allowed in an agreement in which all processes raise the same errors.
-        with here.agreement():
-            if latest:
-                self.checkpoints.restore(latest, states, self._parts)
+        if latest:
+            self.checkpoints.restore(latest, states, self._parts)
+            with here.agreement():
                 if self.progress.step != step_of(latest):
                     raise damaged(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.unfinished_line is not None:
