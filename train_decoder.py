@@ -58,12 +58,12 @@ def build_parser() -> ArgumentParser:
     return training_parser("train_decoder.py", "Train a cascade of Unets.", Config)
 
 
-def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
+def build_model(args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None) -> Decoder:
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`; for `widths` of the
-    data see `DecoderConfig.of_data`."""
+    data and its `clip` see `DecoderConfig.of_data`."""
     from models import Decoder
 
-    decoder: Decoder = built(Decoder, args, config=DecoderConfig.of_data(args, widths))
+    decoder: Decoder = built(Decoder, args, config=DecoderConfig.of_data(args, widths, clip))
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder
@@ -147,7 +147,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
     with backend.agreement():
-        decoder = build_model(args, widths).to(backend.device)
+        decoder = build_model(args, widths, clip.origin if clip else None).to(backend.device)
         lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, mark)
         inception = (
             Inception(weights_of(INCEPTION, args.fid_weights, mark), backend.device) if args.fid_weights else None

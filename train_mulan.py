@@ -117,8 +117,8 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
 
     paths = {name: getattr(args, name) for name in ("text_tower", "audio_tower")}
     of_checkpoint = [name for name, path in paths.items() if path and path == (args.resumed or {}).get(name)]
-    new = [None if name in of_checkpoint else path for name, path in paths.items()]
-    towers = read_towers(*new, args.text_tower_quick_gelu)
+    text, audio = (None if name in of_checkpoint else path for name, path in paths.items())
+    towers = read_towers(text, audio, args.text_tower_quick_gelu)
     shapes = {name: tower.config for name, tower in towers.items()}
     shapes |= {name: describe(args.output_dir)[name] for name in of_checkpoint}
     torch.manual_seed(args.seed)
@@ -195,8 +195,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
-    compared, loss = kept_metric(ema, "r10"), kept_metric(ema, "loss")  # the loss, because a recall may be 1 for long
-    best = BestModel(run.folder.path, backend.is_root, metric=compared, loss=loss, broadcast=backend.broadcast_object)
+    compared, at_ties = kept_metric(ema, "r10"), kept_metric(ema, "loss")
+    best = BestModel(
+        run.folder.path, backend.is_root, metric=compared, loss=at_ties, broadcast=backend.broadcast_object
+    )  # fmt: skip
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
 

@@ -133,11 +133,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         )
         lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, mark)
         i3d = i3d_features(args.fvd_weights, args.num_frames, backend.device)
-        peak = args.discr_learning_rate or args.learning_rate
-        both = (
-            (generator, args.learning_rate, args.betas), (discriminator, peak, args.discr_betas or args.betas)
-        )  # fmt: skip
-        adam = [make_optimizer(*each, args.weight_decay, lion=args.use_lion) for each in both]
+        of_critic = args.discr_learning_rate or args.learning_rate, args.discr_betas or args.betas
+        both = ((generator, args.learning_rate, args.betas), (discriminator, *of_critic))
+        adam = [make_optimizer(model, rate, betas, args.weight_decay, lion=args.use_lion)
+                for model, rate, betas in both]  # fmt: skip
     feed = video_feed(args, backend)
     models = {"generator": generator, "discriminator": discriminator}
     run = Run(args, settings, backend, feed, models=models, columns=COLUMNS)
@@ -184,7 +183,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     run.resume(generator=tokenizer, discriminator=critic, lecam=judge.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))
 
-    total_steps = run.progress.total_steps
+    total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
     for step, batch in run.updates(evaluation, preview=args.num_videos_save):

@@ -338,9 +338,9 @@ class Backend(ABC):
         """For work that may fail on one process alone, such as opening files or building a model. A ValueError, an
         OSError or a lack of memory on any process becomes the same UserMistake on all, and a CannotGoOn the same
         TrainingStopped, so that none waits for one that has left. The work may last longer on one process than
-        --timeout_minutes, if it calls ``mark`` now and then. A collective inside, such as another agreement, has to come
-        before all that may fail on one process alone: a process that has failed waits at the end of the agreement, and
-        the others would wait for it in the collective."""
+        --timeout_minutes, if it calls ``mark`` now and then. A collective inside, such as another agreement, has to
+        come before all that may fail on one process alone: a process that has failed waits at the end of the agreement,
+        and the others would wait for it in the collective."""
         mistake: str | None = None
         kind: type[UserMistake | TrainingStopped] = UserMistake
         try:

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import sample
 from distributed.engines.arithmetic import SkipGuard
 from models import Decoder
 from models.diffusion import DiffusionLoss, Losses
 from tests.data.conditions import write_tars
 from tests.models.test_clip import write_clip
-from tests.scripts import DECODER, assert_same_bits, checkpoint, files, metrics, write_captioned, write_images
+from tests.scripts import (
+    DECODER,
+    assert_same_bits,
+    checkpoint,
+    edit_checkpoint,
+    files,
+    metrics,
+    refusal,
+    write_captioned,
+    write_images,
+)
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
 
 ONE = ["--image_sizes", "8", "--max_steps", "2"]
 PICTURE = "samples/step_00000002.png"
@@ -85,6 +104,31 @@ def test_clip_compares_pictures_with_captions_and_images_where_an_evaluation_is_
     assert ["valid/clip_score" in line for line in lines] == [False, True, True]
     assert ["valid/loss" in line for line in lines] == [False, False, True]
     assert -1 <= lines[-1]["valid/clip_score"] <= 1 and -1 <= lines[-1]["valid/clip_image_score"] <= 1
+
+
+def test_the_model_says_which_clip_it_was_trained_with_and_no_other_one_goes_on(
+    clip: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = write_clip(tmp_path / "other")
+    weights = load_file(other[3])
+    save_file({name: tensor + 0.01 for name, tensor in weights.items()}, other[3])
+    run = DECODER.train(tmp_path / "run", *ONE, *clip)
+    origin = {"name": "tiny.json", "weights": "tiny.safetensors", "sha256": sha256(Path(clip[3]).read_bytes())}
+    assert Decoder.from_pretrained(run / "model").config["clip"] == origin
+    for said in (other, []):
+        assert "another --clip" in DECODER.refused(run, *ONE, *said, "--image_embed_scale", "0", "--max_steps", "3")
+    moved = Path(shutil.copy(clip[3], tmp_path / "renamed.safetensors"))
+    DECODER.train(run, *ONE, clip[0], clip[1], "--clip_weights", str(moved), "--max_steps", "3")
+    edit_checkpoint(run / "checkpoints" / "step_00000003", lambda parts: parts["models"]["decoder"].pop("clip"))
+    DECODER.train(run, *ONE, *clip, "--max_steps", "4")  # a checkpoint of an earlier version does not say it
+    draws = ["--model", str(run), "--prompts", "a text", "--sample_timesteps", "2", "--num_workers", "0"]
+    line = refusal(sample.main, *draws, "--output", str(tmp_path / "refused"))
+    assert all(text in line for text in ("tiny.json as --clip", "tiny.safetensors", origin["sha256"]))
+    capsys.readouterr()
+    for said, is_told in ((clip, False), (other, True)):
+        sample.main([*draws, *said, "--output", str(tmp_path / f"pictures{is_told}")])
+        assert (f"{other[3]} is not the file with which {run} was trained" in capsys.readouterr().out) == is_told
 
 
 def test_a_unet_is_trained_and_its_gradient_clipped_as_if_it_were_alone(tmp_path: Path) -> None:

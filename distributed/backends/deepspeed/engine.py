@@ -135,12 +135,12 @@ class ZeroEngine(Engine):
         """What "auto" means in the sections optimizer and scheduler of the JSON: what the script's own optimizer, which
         follows its flags, has; the warm-up of the flags, at most half of the run, from 0; and the run's updates."""
         first, updates = optimizer.param_groups[0], self._backend.total_updates
-        of_script = {name: first[name] for name in ("lr", "weight_decay") if name in first}
+        of_script: dict[str, Any] = {name: first[name] for name in ("lr", "weight_decay") if name in first}
         of_script |= {"betas": list(first["betas"])} if "betas" in first else {}
         of_script["eps"] = first.get("eps", 1e-8)  # of PyTorch's, where the script's has none
         warmup = self._backend.warmup_steps if updates is None else min(self._backend.warmup_steps, updates // 2)
         warmup = max(warmup, 1)  # the least that DeepSpeed takes
-        schedule = {"warmup_min_lr": 0.0, "warmup_max_lr": self.lr, "warmup_num_steps": warmup}
+        schedule: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": self.lr, "warmup_num_steps": warmup}
         schedule |= {} if updates is None else {"total_num_steps": updates}
         return {
             f"{section}.params.{name}": value
