@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import importlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tandem.fields import itself
 from trained import DISCRIMINATOR, READ, as_named, find, load, load_discriminator, newest, tokenizer_file, write_model
 from training.flags.parser import ArgumentParser
 from training.run.card import PICTURE, Kind, model_card, newest_picture, public_settings
+from training.run.folder import resumed_config
 from training.run.starts import last_start, script_of
 
 CARD = "README.md"
@@ -64,17 +65,22 @@ def start_training(
     """Parse a script's arguments, see `ArgumentParser.parse`, and call ``train(args, settings, backend)`` on connected
     processes, see `distributed.launch`, when every one has the model of --init_from, whose shape the run adopts where
     no flag says another one. The settings name the commit of a model of the Hub, so that config.yaml says what the run
-    started from."""
+    started from. A run that goes on from a checkpoint does not look for that model: it keeps its own shape and origin,
+    and ``train`` is given no ``init_from``."""
 
     def start(args: argparse.Namespace, settings: dict[str, Any], backend: Any) -> None:
-        pinned = fetch(args.init_from, backend)
-        if args.init_from:
+        resumed, asked = resumed_config(args, backend), args.init_from
+        origin = fetch(asked, backend) if resumed is None else resumed.get("init_from")
+        if asked:
             with backend.agreement():
-                news = adopt(parser, args)
+                news = adopt(parser, args) if resumed is None else adopt_again(parser, args, resumed)
             for line in news:
                 backend.say(line)
             settings = parser.settings(args)
-        train(args, {**settings, "init_from": pinned}, backend)
+        if resumed is not None:
+            args.init_from, args.resumed = None, resumed
+            settings |= keep_tokenizer(args, resumed)
+        train(args, {**settings, "init_from": origin}, backend)
 
     try:
         distributed.launch(start, parser, parser.parse(argv, demonstration), last_start)
@@ -98,9 +104,53 @@ def adopt(parser: ArgumentParser, args: argparse.Namespace) -> list[str]:
             shape = parser.config.shape_of(model, args)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{said} does not describe a {model['model']}: {error!r}") from None
-    adopted = parser.adopt(args, shape)
+    adopted = parser.adopt(args, shape, said)
     news = [f"as {said} has it: {' '.join(adopted)}"] if adopted else []
     return news + ([f"assumed of {said}, which does not say it: {model['assumed']}"] if "assumed" in model else [])
+
+
+def adopt_again(parser: ArgumentParser, args: argparse.Namespace, resumed: Mapping[str, Any]) -> list[str]:
+    """Give a run that goes on the shape that it adopted when it began, where no flag says another one, which is refused
+    later.
+
+    Args:
+        resumed: What config.yaml of the run says.
+
+    Returns:
+        What is to be said about it, in lines.
+
+    Raises:
+        ValueError: one line, if config.yaml lacks a flag, or has a value that does not fit one.
+    """
+    run, origin = args.output_dir, resumed.get("init_from")
+    try:
+        began = argparse.Namespace(**{**vars(args), **resumed, "explicit": frozenset()})
+        shape = parser.config.shape_of(resumed, began)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{run}/config.yaml does not describe the run: {error!r}; restore it") from None
+    unsaid = {name: value for name, value in shape.items() if name not in args.explicit}
+    adopted = parser.adopt(args, unsaid, f"{run}/config.yaml")
+    news = [f"as {run} has it: {' '.join(adopted)}"] if adopted else []
+    if str(origin).partition("@")[0] != args.init_from.partition("@")[0]:
+        began_from = f"from {origin}" if origin else "without --init_from"
+        news.append(
+            f"--init_from {args.init_from} is not read: the run in {run} began {began_from} and goes on from its "
+            "checkpoint; give another --output_dir to start from that model"
+        )
+    return news
+
+
+def keep_tokenizer(args: argparse.Namespace, resumed: Mapping[str, Any]) -> dict[str, str]:
+    """Let a run that goes on read its tokenizer from the run folder, unless the user says another one: the file that it
+    began with may be gone. Returns what config.yaml says of it; nothing for a script without a tokenizer."""
+    from data.tokenizers import FILE
+
+    name = resumed.get("tokenizer")
+    if not isinstance(name, str) or ("tokenizer" in args.explicit and args.tokenizer != name):
+        return {}
+    own = Path(args.output_dir, FILE)
+    args.tokenizer = str(own) if own.is_file() else name
+    return {"tokenizer": name}
 
 
 def describe(path: str | Path) -> dict[str, Any]:

@@ -47,8 +47,9 @@ class Config(ClipFlags, Sampling):
 
     prompts: list[str] | None = flag(
         None,
-        "draw for these texts: of demo:shapes, such as 'a small red circle on the left'; else --clip encodes them, and "
-        "a model of image embeddings gets CLIP's embedding of the text in their place: there is no prior",
+        "draw for these texts: of demo:shapes, such as 'a small red circle on the left'; else --clip encodes them, by "
+        "default the published one that the model was trained with, and a model of image embeddings gets CLIP's "
+        "embedding of the text in their place: there is no prior",
         nargs="+",
         metavar="TEXT",
         title="conditions",
@@ -130,6 +131,39 @@ def stored(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> So
     """Conditions (n, ...) that are in memory."""
     shapes = {name: tuple(rows.shape[1:]) for name, rows in conditions.items()}
     return Source(flag, labels, shapes, lambda rows: {name: every[rows] for name, every in conditions.items()})
+
+
+def clip_for(args: argparse.Namespace, used: Mapping[str, str] | None, backend: distributed.Backend) -> Any:
+    """The CLIP of --clip, or for prompts the published one with which the model was trained; None if neither is there.
+
+    Args:
+        used: What the model says of the CLIP that it was trained with.
+
+    Raises:
+        ValueError: one line, if it cannot be had, or the model was trained with one of a user's files.
+    """
+    from models.clip import Clip, is_published
+
+    has_prompts = bool(args.prompts or args.prompt_file)
+    if used and has_prompts and not args.clip:
+        if not is_published(used):
+            raise ValueError(
+                f"{args.model} was trained with a CLIP of files, which encodes --prompts: give its {used['name']} as "
+                f"--clip and {used['weights']} (SHA-256 {used['sha256']}) as --clip_weights"
+            )
+        args.clip, args.clip_weights = used["name"], used["weights"]
+        backend.say(f"prompts are encoded as in training: --clip {args.clip} --clip_weights {args.clip_weights}")
+    if not args.clip:
+        return None
+    clip = Clip.from_file(args.clip, args.clip_weights, backend.device, partial(backend.mark, "fetching weights"))
+    if used and clip.origin["sha256"] != used["sha256"]:
+        backend.say(
+            f"{clip.file} is not the file with which {args.model} was trained, {used['weights']} of --clip "
+            f"{used['name']} (SHA-256 {used['sha256']}): unless it holds the same weights in another form, pictures "
+            "will not fit"
+        )
+    args.clip_weights = clip.file  # of published weights too
+    return clip
 
 
 def names_of(images: Any) -> list[str]:
@@ -263,7 +297,6 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from data.sets import open_images
     from data.stores.codes import pixels_of, save_missing
     from data.stores.output import OutputFolder, names_sha256
-    from models.clip import Clip
     from models.files.building import require_room
     from trained import open_model
     from training.generation import noise_of
@@ -281,9 +314,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         backend.working("listing the samples")
         images = open_images(args.images, image_size=side) if args.images else None
         masks = open_images(args.masks, image_size=side) if args.masks else None
-        mark = partial(backend.mark, "fetching weights")
-        clip = Clip.from_file(args.clip, args.clip_weights, backend.device, mark) if args.clip else None
-        args.clip_weights = clip and clip.file  # of published weights too
+        clip = clip_for(args, decoder.config["clip"], backend)
         sources = list(sources_of(args, images, clip, backend.device))
         conditions = chosen_sources(sources, [decoder.unet(index) for index in unets])
         names = names_of(images)

@@ -58,12 +58,12 @@ def build_parser() -> ArgumentParser:
     return training_parser("train_decoder.py", "Train a cascade of Unets.", Config)
 
 
-def build_model(args: argparse.Namespace, widths: Mapping[str, Any]) -> Decoder:
+def build_model(args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None) -> Decoder:
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`; for `widths` of the
-    data see `DecoderConfig.of_data`."""
+    data and its `clip` see `DecoderConfig.of_data`."""
     from models import Decoder
 
-    decoder: Decoder = built(Decoder, args, config=DecoderConfig.of_data(args, widths))
+    decoder: Decoder = built(Decoder, args, config=DecoderConfig.of_data(args, widths, clip))
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder
@@ -147,7 +147,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
     with backend.agreement():
-        decoder = build_model(args, widths).to(backend.device)
+        decoder = build_model(args, widths, clip.origin if clip else None).to(backend.device)
         lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, mark)
         inception = (
             Inception(weights_of(INCEPTION, args.fid_weights, mark), backend.device) if args.fid_weights else None
@@ -162,7 +162,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     engines = {n: backend.wrap(unet.module, unet.optimizer, name=f"unet{n}") for n, unet in unets.items()}
     cascade = Cascade(decoder, {number - 1: engine for number, engine in engines.items()})
-    ema = make_ema(cascade, args.ema_decay, args.ema_power)
+    ema = make_ema(cascade, args.ema_decay, args.ema_power, cascade.parts)
     metric = kept_metric(ema, "loss")
     best = BestModel(run.folder.path, backend.is_root, metric=metric, lowest=True, broadcast=backend.broadcast_object)
 
@@ -216,7 +216,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             made[number] = update = engine.step()
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
         run.log(lr=engines[min(engines)].lr, grad_norm=sum(each.grad_norm**2 for each in made.values()) ** 0.5)
-        ema.update(*(each.skipped for each in made.values()))
+        ema.update(*(made[number].skipped for number in engines))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -106,16 +106,23 @@ def build_parser() -> ArgumentParser:
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
-    """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
+    """The model with seeded weights, the same on every process, or with those of ``--init_from``. The towers of a run
+    that goes on are those of its checkpoint, and their files need not be there any more."""
     import torch
 
     import models
+    from hub import describe
     from models.files.towers import read_towers, take_towers
     from trained import load_from, tokenizer_file
 
-    towers = read_towers(args.text_tower, args.audio_tower, args.text_tower_quick_gelu)
+    paths = {name: getattr(args, name) for name in ("text_tower", "audio_tower")}
+    of_checkpoint = [name for name, path in paths.items() if path and path == (args.resumed or {}).get(name)]
+    text, audio = (None if name in of_checkpoint else path for name, path in paths.items())
+    towers = read_towers(text, audio, args.text_tower_quick_gelu)
+    shapes = {name: tower.config for name, tower in towers.items()}
+    shapes |= {name: describe(args.output_dir)[name] for name in of_checkpoint}
     torch.manual_seed(args.seed)
-    of_files = {"vocab_size": tokenizer.vocab_size, **{name: tower.config for name, tower in towers.items()}}
+    of_files = {"vocab_size": tokenizer.vocab_size, **shapes}
     model: MuLaN = models.build_in_memory(models.MuLaN, **{**MuLaNConfig.of(args).plain(), **of_files})
     take_towers(model, towers, tokenizer)
     if args.init_from:
@@ -188,8 +195,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
-    compared = kept_metric(ema, "r10")
-    best = BestModel(run.folder.path, backend.is_root, metric=compared, broadcast=backend.broadcast_object)
+    compared, at_ties = kept_metric(ema, "r10"), kept_metric(ema, "loss")
+    best = BestModel(
+        run.folder.path, backend.is_root, metric=compared, loss=at_ties, broadcast=backend.broadcast_object
+    )  # fmt: skip
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
 
@@ -213,6 +222,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", "index/"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
+    with backend.agreement():
+        if run.is_root and not run.is_complete:
+            tokenizer.save(run.folder.path)  # the next start reads this one
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
     for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN):

@@ -134,9 +134,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         )
         lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, mark)
         i3d = i3d_features(args.fvd_weights, args.num_frames, backend.device)
-        both = ((generator, args.betas), (discriminator, args.discr_betas or args.betas))
-        adam = [make_optimizer(model, args.learning_rate, betas, args.weight_decay, lion=args.use_lion)
-                for model, betas in both]  # fmt: skip
+        of_discriminator = args.discr_learning_rate or args.learning_rate, args.discr_betas or args.betas
+        both = ((generator, args.learning_rate, args.betas), (discriminator, *of_discriminator))
+        adam = [make_optimizer(model, rate, betas, args.weight_decay, lion=args.use_lion)
+                for model, rate, betas in both]  # fmt: skip
     feed = video_feed(args, backend)
     models = {"generator": generator, "discriminator": discriminator}
     run = Run(args, settings, backend, feed, models=models, columns=COLUMNS)

@@ -140,7 +140,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     trained = [weight for weight in generator.parameters() if weight.requires_grad]
     vqgan = backend.wrap(generator, adam(trained, betas=args.betas), name="generator")
     ema = make_ema(vqgan, args.ema_decay, args.ema_power)
-    of_critic = adam(discriminator.parameters(), betas=args.discr_betas or args.betas)
+    peak = args.discr_learning_rate or args.learning_rate
+    of_critic = adam(discriminator.parameters(), lr=peak, betas=args.discr_betas or args.betas)
     critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
     pixel_loss, noise = F.mse_loss if args.l2_recon_loss else F.l1_loss, Noise(args.seed, "latents")
     colours_per_latent = generator.channels * 4**generator.num_layers
@@ -182,7 +183,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))
 
-    total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
+    total_steps = run.progress.total_steps
     warmed_up = partial(schedules.warmed_up, args.lr_schedule, lowest=0.1)
 
     for step, batch in run.updates(evaluation, preview=args.num_images_save):

@@ -192,7 +192,7 @@ def tokenizer_file(path: Path) -> Path | None:
     name, wanted = str(used.get("name")), used.get("sha256")
     if wanted in (None, sha256_of_tokenizer(name, b"")):
         return None
-    for file in (Path(name).expanduser(), run / "model" / FILE, run / "best" / FILE):
+    for file in (Path(name).expanduser(), run / FILE, run / "model" / FILE, run / "best" / FILE):
         if file.is_file() and sha256_of_tokenizer(name, read_bytes(file, LONGEST_JSON_BYTES)) == wanted:
             return file
     raise ValueError(f"{where}: the tokenizer {name} of the run is gone or has changed, and the model needs it")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.files.installed import missing_package
 from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
+from tandem.files.writing import write_atomically
 
 _NAME_OF_CLIP = "clip"
 FILE = "tokenizer.json"
@@ -55,9 +56,10 @@ class Tokenizer:
         return tokens, lengths
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the tokenizer's file into a model's folder as tokenizer.json; no file for the tokenizer of CLIP."""
+        """Write the tokenizer's file into the folder of a model or a run, as tokenizer.json; the tokenizer of CLIP has
+        none. Raises OSError."""
         if self._content:
-            Path(folder, FILE).write_bytes(self._content)
+            write_atomically(Path(folder, FILE), self._content)
 
     def require_same(self, model: str, path: Path | None) -> None:
         """Raise ValueError, in one line, if the model that the user calls ``model`` has another tokenizer: it has that

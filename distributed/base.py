@@ -94,6 +94,8 @@ class Backend(ABC):
         self._compiles = False  # as far as is known
         self.norms_are_logged = True
         """Whether somebody reads `Update.grad_norm` of the coming update; otherwise engines may leave it out."""
+        self.total_updates: int | None = None
+        """How many updates the run makes, where somebody has said it before ``wrap``."""
         self._own_flags = [getattr(args, name) for name in self.flags_of_training]
         self._launched_by = self._launcher_processes()
         self._after_leaving: list[Callable[[], None]] = []
@@ -342,7 +344,9 @@ class Backend(ABC):
         """For work that may fail on one process alone, such as opening files or building a model. A ValueError, an
         OSError or a lack of memory on any process becomes the same UserMistake on all, and a CannotGoOn the same
         TrainingStopped, so that none waits for one that has left. The work may last longer on one process than
-        --timeout_minutes, if it calls ``mark`` now and then. Call no collectives inside."""
+        --timeout_minutes, if it calls ``mark`` now and then. A collective inside, such as another agreement, has to
+        come before all that may fail on one process alone: a process that has failed waits at the end of the agreement,
+        and the others would wait for it in the collective."""
         mistake: str | None = None
         kind: type[UserMistake | TrainingStopped] = UserMistake
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -37,10 +38,13 @@ class Clip(nn.Module):
         tokenize: b texts -> int64 (b, L), by the tokenizer that this model was trained with; longer texts are cut off.
         cosines: Names of what `compared` gives.
         file: The path of its weights.
+        origin: {"name", "weights", "sha256"}: which CLIP it is, as the config of a model says that was trained with it.
+            Of files the names alone, because such a model may be published, and the SHA-256 of its weights.
     """
 
     cosines: Sequence[str] = ("clip_score", "clip_image_score")
     file: str
+    origin: dict[str, str]
 
     _mean: Tensor
     _std: Tensor
@@ -81,8 +85,9 @@ class Clip(nn.Module):
         config, preprocessing = _configuration(name)
         text = config.get("text_cfg") or {}
         _check_text(name, config, text)
+        tag = str(weights or "openai")
         kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
-        if not name.lower().endswith(".json") and (published := _published(name, str(weights or "openai"), config)):
+        if not name.lower().endswith(".json") and (published := _published(name, tag, config)):
             preprocessing = published
             weights = fetched_from_hub(f"the weights of --clip {name}", *_address(published["hf_hub"]), mark)
         elif weights is None:
@@ -103,6 +108,8 @@ class Clip(nn.Module):
         mean, std = (preprocessing.get(key) or default for key, default in (("mean", _MEAN), ("std", _STD)))
         model = cls(network, tokenizer, config["embed_dim"], mean, std).to(device)
         model.file = str(weights)
+        names = {"name": Path(name).name if name.lower().endswith(".json") else name, "weights": Path(tag).name}
+        model.origin = {**names, "sha256": _sha256(model.file, mark)}
         return model
 
     @property
@@ -167,6 +174,21 @@ def with_embeddings(batch: Mapping[str, Any], clip: Clip | None, condition_on: C
     if clip is not None and "text" in condition_on:
         whole["text_encodings"] = clip.embed_text(batch["tokens"])[1]
     return whole
+
+
+def is_published(origin: Mapping[str, str]) -> bool:
+    """Whether `Clip.from_file` can have the CLIP of this `Clip.origin` by its names alone, without files of a user."""
+    is_file = origin["name"].lower().endswith(".json") or Path(origin["weights"]).suffix or "/" in origin["weights"]
+    return not is_file
+
+
+def _sha256(path: str, mark: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            mark()
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _open_clip() -> Any:

@@ -41,7 +41,7 @@ class Decoder(Pretrained):
     """
 
     Config = DecoderConfig
-    not_in_the_weights = DecoderConfig.not_in_the_weights()
+    not_in_the_weights = DecoderConfig.not_in_the_weights() | {"clip"}
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet, spread
 from tandem.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
-from tandem.fields import ModelConfig, Needs, flag, when
+from tandem.fields import ModelConfig, Needs, flag, flags_of, when
 
 from .configs import RecomputingConfig
 
@@ -22,6 +22,7 @@ _EACH = (
     "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "self_attn", "attn_heads", "attn_dim_head",
     "cross_attn_heads", "cross_attn_dim_head", "resnet_groups",
 )  # fmt: skip
+_OF_CLIP = {"name", "weights", "sha256"}
 SCHEDULES = ("cosine", "linear", "sigmoid", "flow")
 OBJECTIVES = ("noise", "x_start", "v", "flow")
 LOWRES_CONDITIONS = ("noise", "blur", "none")
@@ -122,6 +123,7 @@ class DecoderConfig(RecomputingConfig):
 
     Args:
         image_embed_dim, text_embed_dim: Widths of what the first Unet is conditioned on; None for what it is not.
+        clip: {"name", "weights", "sha256"} of the CLIP that computed it in training (`Clip.origin`); None if none did.
     """
 
     image_sizes: list[int] = flag(
@@ -214,10 +216,15 @@ class DecoderConfig(RecomputingConfig):
     )
     image_embed_dim: int | None = None
     text_embed_dim: int | None = None
+    clip: Any = None
 
     def __post_init__(self) -> None:
         if not self.image_sizes:
             raise ValueError("image_sizes: a decoder has at least one Unet")
+        if self.clip is not None:
+            names = self.clip if isinstance(self.clip, dict) else {}
+            if names.keys() != _OF_CLIP or not all(isinstance(text, str) and text for text in names.values()):
+                raise ValueError(f"clip {str(self.clip)[:80]}: it has to say {', '.join(sorted(_OF_CLIP))} of a CLIP")
         spread(type(self), self)
         self.cond_dim = self.cond_dim or list(self.dim)
         for name in ("num_resnet_blocks", "self_attn"):  # "2,2" of two levels is "2"
@@ -225,16 +232,20 @@ class DecoderConfig(RecomputingConfig):
             setattr(self, name, values)
 
     @classmethod
-    def of_data(cls, args: argparse.Namespace, widths: Mapping[str, Any]) -> DecoderConfig:
+    def of_data(
+        cls, args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None
+    ) -> DecoderConfig:
         """What a run's arguments say, for data of these widths.
 
         Args:
             widths: {"image_embed": d, "text_encodings": (L, d)}; None for what is not used.
+            clip: The `Clip.origin` of what makes the conditions of the data; None if they are stored.
 
         Raises:
             ValueError: one line, if texts have more tokens than --max_text_len.
         """
         config = DecoderConfig.of(args)
+        config.clip = dict(clip) if clip and args.condition_on else None
         if "image" in args.condition_on:
             config.image_embed_dim = widths["image_embed"]
         if "text" in args.condition_on:
@@ -248,9 +259,9 @@ class DecoderConfig(RecomputingConfig):
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
         try:
             spread(cls, args)
-            for name, value in vars(DecoderConfig.of(args)).items():
-                if name in args:
-                    setattr(args, name, value)
+            filled = DecoderConfig.of(args)
+            for _, name, _, _ in flags_of(DecoderConfig):
+                setattr(args, name, getattr(filled, name))
         except ValueError as error:
             parser.error(str(error))
         if any(larger <= side for side, larger in itertools.pairwise(args.image_sizes)):

@@ -188,10 +188,10 @@ def test_a_run_of_mulan_is_exported_from_mid_run_and_started_from_with_its_token
     MULAN.start_from(early, new)
     torch.testing.assert_close(saved(new, "engine"), dict(open_model(early, "MuLaN").model.state_dict()))
     assert yaml.safe_load((new / "config.yaml").read_text())["tokenizer"] == str(own)
-    own.write_text("another")  # those in model/ and best/ are the run's own
+    own.write_text("another")  # those in the run folder, model/ and best/ are the run's own
     converted("export", early, "--to", "model", tmp_path / "again")
     assert files(tmp_path / "again")["tokenizer.json"] == content["tokenizer.json"]
-    for folder in (run / "model", run / "best"):
+    for folder in (run, run / "model", run / "best"):
         (folder / "tokenizer.json").unlink(missing_ok=True)
     assert str(own) in refused("export", early, "--to", "model", tmp_path / "lost")
     assert not (tmp_path / "lost").exists()

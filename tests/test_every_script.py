@@ -40,8 +40,11 @@ from tests.scripts import (
     files,
     kill,
     killed,
+    lines,
     metrics,
     names,
+    shared_state,
+    words,
 )
 from training.run import clock
 from training.run.loop import Evaluation
@@ -147,6 +150,31 @@ def test_seconds_add_up_over_all_starts(script: Script, tmp_path: Path) -> None:
     script.train(tmp_path, *script.eight)
     seconds = [line["seconds"] for line in metrics(tmp_path)]
     assert seconds == sorted(seconds) and seconds[0] >= 3600 and seconds[-1] - seconds[1] < 3 * 3600
+
+
+@of("vae", "decoder")
+@pytest.mark.parametrize(("seconds", "told"), [(1.0, 0), (1.25, 1)], ids=["a tenth", "more"])
+def test_validations_that_take_more_than_a_tenth_of_the_time_are_told_once_in_each_start(
+    seconds: float, told: int, script: Script, tmp_path: Path
+) -> None:
+    """An update takes 9 seconds, and a validation two batches for each model."""
+    now, batches = [0.0], 2 * 2
+
+    def watch(run: Run, event: str, _: Any) -> None:
+        now[0] += {"updated": 9.0, "evaluation": seconds / batches}.get(event, 0.0)
+
+    said = [*script.eight, "--validate_every_n_steps", "1", "--sample_every_n_steps", "0"]
+    with pytest.MonkeyPatch.context() as patch, Run.watched(watch):
+        patch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        script.train_stopped(3, tmp_path, *said)
+        texts = [script.output_of(tmp_path, *said), script.output_of(tmp_path, *said, "--max_steps", "9")]
+    lines_told = [[line for line in text.splitlines() if "of the time" in line] for text in texts]
+    assert [len(each) for each in lines_told] == [told, 0], "the one update of the last start has no validation before"
+    for line in lines_told[0]:
+        assert (
+            line == "validations take 12% of the time (--valid_samples 13, --validate_every_n_steps 1): lower the "
+            "first or raise the second"
+        )
 
 
 def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_what_to_do_next(
@@ -266,7 +294,7 @@ def test_an_update_that_was_skipped_is_no_update_of_the_average(
     run = script.train(tmp_path, "--max_steps", "2", "--save_every_n_steps", "2", "--ema_decay", "0.99")
     assert metrics(run)[-1]["skipped_updates"] == len(skipped) > 0
     state = json.loads((run / "checkpoints" / "step_00000002" / "state.json").read_text())["parts"]
-    assert state["ema"]["updates"] == 1
+    assert state["ema"]["updates"] in (1, {"unets.0.": 1, "unets.1.": 1})
 
 
 @pytest.mark.parametrize(
@@ -490,6 +518,36 @@ def test_weights_of_another_model_are_refused_by_what_differs(script: Script, fi
             if not flag.startswith("discr_"):  # of a run, --init_from takes the generator alone
                 line = script.refused(tmp_path, *script.eight, "--init_from", str(source), f"--{flag}", str(now))
                 assert line.endswith(f"the weights in {source} are of another model; they need --{flag} {was}")
+
+
+@pytest.mark.parametrize("become", ["deleted", "another model"])
+def test_a_resumed_run_keeps_its_shape_and_origin_whatever_the_model_that_it_began_from_has_become(
+    become: str, script: Script, finished: Path, tmp_path: Path
+) -> None:
+    source, run = Path(shutil.copytree(finished / "model", tmp_path / "source")), tmp_path / "run"
+    own = words({flag: value for flag, value in script.tiny.items() if flag.startswith("discr_")})
+    whole = script.start_from(source, tmp_path / "whole", *own, "--max_steps", "2")
+    script.start_from(source, run, *own)
+    shutil.rmtree(source)
+    if become == "another model":
+        flag, (_, other) = next(iter(script.other_models.items()))
+        script.train(tmp_path / "other", f"--{flag}", str(other), "--max_steps", "1")
+        shutil.move(tmp_path / "other" / "model", source)
+    script.start_from(source, run, *own, "--max_steps", "2")
+    assert_same_bits(shared_state(run), shared_state(whole))
+    assert yaml.safe_load((run / "config.yaml").read_text())["init_from"] == str(source)
+    assert lines(run / "starts.jsonl")[-1]["changed"] == {"max_steps": [1, 2]}
+    if become == "deleted":
+        assert str(source) in script.refused(tmp_path / "new", "--init_from", str(source)), "a new run needs it"
+
+
+def test_a_model_to_start_from_that_a_resumed_run_does_not_read_is_said(
+    script: Script, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.train(copied, *script.eight, "--max_steps", "9", "--init_from", str(tmp_path / "nowhere"))
+    said = capsys.readouterr().out
+    assert f"--init_from {tmp_path / 'nowhere'} is not read: the run in {copied} began without --init_from" in said
+    assert yaml.safe_load((copied / "config.yaml").read_text())["init_from"] is None
 
 
 # What a checkpoint says of its models.

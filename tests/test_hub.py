@@ -91,8 +91,9 @@ class User:
         (line,) = done.stderr.splitlines()
         return line
 
-    def trains_from(self, name: str, do: str = "does", **how: Any) -> str:
-        words = ("train_vae.py", *TINY, "--batch_size", 8, "--max_steps", 1, "--init_from", name, "--output_dir", "new")
+    def trains_from(self, name: str, do: str = "does", steps: int = 1, **how: Any) -> str:
+        words = ("train_vae.py", *TINY, "--batch_size", 8, "--max_steps", steps, "--init_from", name)
+        words += ("--output_dir", "new")
         found: str = getattr(self, do)(*words, **how)
         return found
 
@@ -309,3 +310,15 @@ def test_a_push_that_fails_is_one_line_and_loses_nothing(
     assert hub.files(NAME) == model
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
     assert list((alice.folder / "temporary").iterdir()) == []
+
+
+def test_a_run_that_is_resumed_asks_the_hub_for_nothing_and_keeps_the_commit_that_it_began_from(
+    hub: Hub, bob: User, model: dict[str, bytes]
+) -> None:
+    sha = hub.publish(NAME, model)
+    bob.trains_from(NAME)
+    hub.publish(NAME, {"config.json": b'{"model": "DiscreteVAE", "num_tokens": 999}'})
+    shutil.rmtree(bob.folder / "cache")
+    hub.requests.clear()
+    bob.trains_from(NAME, steps=2, launcher=PROCESSES)
+    assert bob.init_from == f"{NAME}@{sha}" and hub.requests == []

@@ -130,6 +130,39 @@ def test_clip_gives_embeddings_of_images_and_encodings_of_texts(at: Path, clip: 
         assert labels(found) == (texts if "--prompts" in by_clip else ["0.png", "1.png"])
 
 
+def test_prompts_are_encoded_by_the_published_clip_that_the_model_was_trained_with(
+    at: Path, clip: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pictures are those of the same CLIP of files, of which a model does not say where they are."""
+    network = Clip.from_file(clip[1], clip[3])
+    asked_for = list[tuple[str, str]]()
+
+    def from_file(name: str, weights: str, *_: Any) -> Clip:
+        asked_for.append((name, weights))
+        return network
+
+    said, sha = ["a red ring"], network.origin["sha256"]
+    for name, weights in (("ViT-B-32", "laion2b_s34b_b79k"), ("tiny.json", "tiny.safetensors")):
+        origin = {"name": name, "weights": weights, "sha256": sha}
+        decoder(**CLIP, clip=origin).save_pretrained(tmp_path / name)
+    by_hand = drawn(tmp_path / "by hand", "--model", tmp_path / "tiny.json", "--prompts", *said, *clip)
+    monkeypatch.setattr(Clip, "from_file", from_file)
+    found = drawn(tmp_path / "found", "--model", tmp_path / "ViT-B-32", "--prompts", *said)
+    assert found == by_hand and asked_for == [("ViT-B-32", "laion2b_s34b_b79k")]
+    rows = ["--image_embeddings", at / "wide.npy"]
+    np.save(at / "wide.npy", np.ones((1, DIM), np.float32))
+    drawn(tmp_path / "stored", "--model", tmp_path / "ViT-B-32", *rows)
+    assert len(asked_for) == 1, "stored embeddings need no CLIP"
+
+
+@pytest.mark.parametrize(
+    "clip", ["ViT-B-32", {"name": "ViT-B-32"}, {"name": 1, "weights": "w", "sha256": "0"}], ids=str
+)
+def test_what_a_stranger_says_of_a_clip_is_checked(clip: Any, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", decoder(**FIRST["image"]), clip=clip)
+    assert "name, sha256, weights of a CLIP" in refusal(sample.main, *asked(tmp_path / "out", "--model", folder, *RING))
+
+
 def _pixels(pictures: dict[str, bytes], name: str) -> Any:
     return np.asarray(Image.open(io.BytesIO(pictures[name]))).astype(int)
 

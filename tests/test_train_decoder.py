@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import sample
+from distributed.engines.arithmetic import SkipGuard
 from models import Decoder
 from models.diffusion import DiffusionLoss, Losses
 from tests.data.conditions import write_tars
 from tests.models.test_clip import write_clip
-from tests.scripts import DECODER, assert_same_bits, files, metrics, write_captioned, write_images
+from tests.scripts import (
+    DECODER,
+    assert_same_bits,
+    checkpoint,
+    edit_checkpoint,
+    files,
+    metrics,
+    refusal,
+    write_captioned,
+    write_images,
+)
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
 
 ONE = ["--image_sizes", "8", "--max_steps", "2"]
 PICTURE = "samples/step_00000002.png"
@@ -85,6 +106,31 @@ def test_clip_compares_pictures_with_captions_and_images_where_an_evaluation_is_
     assert -1 <= lines[-1]["valid/clip_score"] <= 1 and -1 <= lines[-1]["valid/clip_image_score"] <= 1
 
 
+def test_the_model_says_which_clip_it_was_trained_with_and_no_other_one_goes_on(
+    clip: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = write_clip(tmp_path / "other")
+    weights = load_file(other[3])
+    save_file({name: tensor + 0.01 for name, tensor in weights.items()}, other[3])
+    run = DECODER.train(tmp_path / "run", *ONE, *clip)
+    origin = {"name": "tiny.json", "weights": "tiny.safetensors", "sha256": sha256(Path(clip[3]).read_bytes())}
+    assert Decoder.from_pretrained(run / "model").config["clip"] == origin
+    for said in (other, []):
+        assert "another --clip" in DECODER.refused(run, *ONE, *said, "--image_embed_scale", "0", "--max_steps", "3")
+    moved = Path(shutil.copy(clip[3], tmp_path / "renamed.safetensors"))
+    DECODER.train(run, *ONE, clip[0], clip[1], "--clip_weights", str(moved), "--max_steps", "3")
+    edit_checkpoint(run / "checkpoints" / "step_00000003", lambda parts: parts["models"]["decoder"].pop("clip"))
+    DECODER.train(run, *ONE, *clip, "--max_steps", "4")  # a checkpoint of an earlier version does not say it
+    draws = ["--model", str(run), "--prompts", "a text", "--sample_timesteps", "2", "--num_workers", "0"]
+    line = refusal(sample.main, *draws, "--output", str(tmp_path / "refused"))
+    assert all(text in line for text in ("tiny.json as --clip", "tiny.safetensors", origin["sha256"]))
+    capsys.readouterr()
+    for said, is_told in ((clip, False), (other, True)):
+        sample.main([*draws, *said, "--output", str(tmp_path / f"pictures{is_told}")])
+        assert (f"{other[3]} is not the file with which {run} was trained" in capsys.readouterr().out) == is_told
+
+
 def test_a_unet_is_trained_and_its_gradient_clipped_as_if_it_were_alone(tmp_path: Path) -> None:
     """Also if the Unets that are trained have one between them that is not."""
     said = ["--image_sizes", "8", "16", "32", "--max_steps", "2", "--max_grad_norm", "1e-3"]
@@ -95,6 +141,35 @@ def test_a_unet_is_trained_and_its_gradient_clipped_as_if_it_were_alone(tmp_path
     assert {name for name in alone if name.startswith(("unets.0.", "unets.1."))} <= same < alone.keys()
     line = metrics(tmp_path / "13")[-1]
     assert line["unet3/grad_norm"] > 1e-3 < line["unet1/grad_norm"] and "unet2/loss" not in line
+
+
+def test_an_update_that_one_unet_skipped_is_in_the_average_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ["--max_steps", "2", "--save_every_n_steps", "1", "--ema_decay", "0.9"]
+    expected = DECODER.train(tmp_path / "expected", *said)
+    poison, guards = SkipGuard.poison, list[SkipGuard]()
+
+    def poisoned(guard: SkipGuard, *args: Any) -> torch.Tensor:
+        guards.append(guard)
+        is_second_of_first_unet = guard is guards[0] and guards.count(guard) == 2
+        return torch.full_like(poison(guard, *args), torch.nan) if is_second_of_first_unet else poison(guard, *args)
+
+    monkeypatch.setattr(SkipGuard, "poison", poisoned)
+    run = DECODER.train(tmp_path / "run", *said)
+    assert metrics(run)[-1]["skipped_updates"] == 1
+    first, second = "ema: weights/unets.0.", "ema: weights/unets.1."
+    whole, before, found = checkpoint(expected, 2), checkpoint(expected, 1), checkpoint(run, 2)
+    assert_same_bits(
+        {name: tensor for name, tensor in found.items() if name.startswith((first, second))},
+        {
+            name: (before if name.startswith(first) else whole)[name]
+            for name in found
+            if name.startswith((first, second))
+        },
+    )
+    state = json.loads((run / "checkpoints" / "step_00000002" / "state.json").read_text())
+    assert state["parts"]["ema"]["updates"] == {"unets.0.": 1, "unets.1.": 2}
 
 
 def test_the_scale_of_guidance_reaches_the_pictures(tmp_path: Path) -> None:

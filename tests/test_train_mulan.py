@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from data.order import split_samples
@@ -28,6 +29,7 @@ from tests.scripts import (
     Script,
     assert_same_bits,
     checkpoint,
+    final_weights,
     metrics,
     write_sounds,
 )
@@ -88,10 +90,26 @@ def test_best_is_the_model_of_the_highest_recall_at_10(finished: Path) -> None:
     assert len(set(measured.values())) > 1
     best = max(measured.values())
     assert facts["value"] == pytest.approx(best, rel=1e-11), "the log has 12 digits"
-    assert facts["step"] == min(step for step, value in measured.items() if value == best)
+    losses = {line["step"]: line["valid/ema/loss"] for line in metrics(finished) if "valid/ema/loss" in line}
+    assert facts["step"] == min((step for step, value in measured.items() if value == best), key=losses.__getitem__)
     assert facts["metric"] == "valid/ema/r10"
     average, kept = checkpoint(finished, facts["step"]), dict(MuLaN.from_pretrained(finished / "best").state_dict())
     assert_same_bits(kept, {name: average[f"ema: weights/{name}"] for name in kept})
+
+
+def test_where_every_recall_is_1_best_is_the_model_of_the_lowest_loss(tmp_path: Path) -> None:
+    """Among 8 sounds with a caption each, every one is among the 10 nearest. The run is ended after its second
+    validation, and goes on."""
+    sounds = write_sounds(tmp_path / "sounds", [f"{word} sound" for word in WORDS[:20]])
+    said = ["--audio_data", str(sounds), "--max_steps", "6", "--validate_every_n_steps", "1", "--learning_rate", "0.01",
+            "--save_every_n_steps", "1", "--lr_warmup_steps", "0"]  # fmt: skip
+    MULAN.train_stopped(1, tmp_path / "run", *said)
+    run = MULAN.train(tmp_path / "run", *said)
+    recalls, losses = ([line[f"valid/{name}"] for line in metrics(run)] for name in ("r10", "loss"))
+    lowest = min(range(6), key=losses.__getitem__)
+    assert recalls == [1.0] * 6 and lowest > 2
+    facts = json.loads((run / "best" / "best.json").read_text())
+    assert (facts["step"], facts["loss"]) == (lowest + 1, pytest.approx(losses[lowest], rel=1e-11))
 
 
 def test_recalls_are_those_of_the_model_that_is_left_over_all_captions(sounds: str, tmp_path: Path) -> None:
@@ -222,9 +240,14 @@ def test_pretrained_towers_train_from_their_files_and_a_frozen_one_stays_as_it_w
     assert moments >= {"text.norms.0.weight", "audio.norms.0.weight", "audio.encoder.layernorm.weight"}
     assert not [name for name in moments if name.startswith("text.") and "norms" not in name]
     assert (run / "model" / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
-    # Without their files, the model, and one of a checkpoint, can be read.
+    # Without their files, the run goes on, and the model, and one of a checkpoint, can be read.
     shutil.rmtree(text)
     shutil.rmtree(audio)
+    longer = Path(shutil.copytree(run, tmp_path / "longer"))
+    WITH_TOWERS.train(longer, *said, "--max_steps", "4")
+    assert yaml.safe_load((longer / "config.yaml").read_text())["tokenizer"] == str(Path(text, "tokenizer.json"))
+    frozen = {name: weight for name, weight in state.items() if name.startswith("text.encoder.")}
+    assert_same_bits({name: final_weights(longer)[name] for name in frozen}, frozen)
     assert_same_bits(MuLaN.from_pretrained(run / "model").state_dict(), state)
     online = load(run / "checkpoints" / "step_00000003", "online")
     assert online.config["text_tower"]["model_type"] == "bert"

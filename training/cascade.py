@@ -37,6 +37,11 @@ class Cascade:
     # As an engine's; the names begin with that of the Unet, as "unets.1.to_out.weight".
 
     @property
+    def parts(self) -> list[str]:
+        """Beginnings of the names of the weights that each engine updates, in their order."""
+        return [f"unets.{index}." for index in self._engines]
+
+    @property
     def is_sharded(self) -> bool:
         return any(engine.is_sharded for engine in self._engines.values())
 

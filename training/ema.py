@@ -51,10 +51,10 @@ class AveragedModel:
             self._let_go()
 
     @torch.no_grad()
-    def move_towards(self, held: Mapping[str, Tensor], share: Tensor) -> None:
-        """Move a share of the way, 0-d and on the device, to these weights, of which `held` is what this process holds;
-        copy the buffers."""
-        share, names = share.float(), list(self._held)
+    def move_towards(self, held: Mapping[str, Tensor], share: Tensor, part: str = "") -> None:
+        """Move a share of the way, 0-d and on the device, to the weights whose names begin with `part`, of which `held`
+        is what this process holds; copy the buffers."""
+        share, names = share.float(), [name for name in self._held if name.startswith(part)]
         for start in range(0, len(names), _TENSORS_AT_ONCE):
             averages = [self._held[name] for name in names[start : start + _TENSORS_AT_ONCE]]
             targets = [held[name].to(self._held[name]) for name in names[start : start + _TENSORS_AT_ONCE]]
@@ -65,7 +65,7 @@ class AveragedModel:
                 torch._foreach_mul_(steps, share)
                 torch._foreach_add_(averages, steps)
         for name, buffer in self.module.named_buffers():
-            if name in held:
+            if name in held and name.startswith(part):
                 buffer.copy_(held[name])
 
     def state(self) -> dict[str, Any]:
@@ -103,28 +103,32 @@ class Average:
     Args:
         weights: Those to average, of an engine or a cascade of engines.
         shares: Of each average, how far update n = 1, 2, ... (float64, 0-d) moves it towards the weights.
+        parts: Beginnings of the names of weights that are updated together, each with a count of its own.
     """
 
-    def __init__(self, weights: Engine | Cascade, shares: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+    def __init__(
+        self, weights: Engine | Cascade, shares: Mapping[str, Callable[[Tensor], Tensor]], parts: Sequence[str] = ("",)
+    ) -> None:
         self._weights, self._shares = weights, shares
         self._averages = {name: AveragedModel(weights) for name in shares}
         device = next((average.device for average in self._averages.values()), None)
         # Updates that the averages hold: on the device, where it is known which ones are skipped, so that the host does
         # not wait.
-        self._updates = torch.zeros((), dtype=torch.float64, device=device)
+        self._updates = {part: torch.zeros((), dtype=torch.float64, device=device) for part in parts}
 
     def update(self, *skipped: Tensor) -> None:
-        """Add the weights after one update, unless one of these flags (0-d bool) says that it was skipped, as that of
-        an engine's `Update`: then no weights have changed, and it does not count. Collective."""
+        """Add the weights after one update, but not those of a part whose flag (0-d bool, as that of an engine's
+        `Update`) says that it was skipped: they have not changed, and it does not count. Without flags none was.
+        Collective."""
         if not self._averages:
             return
-        is_made = torch.ones_like(self._updates, dtype=torch.bool)
-        for flag in skipped:
-            is_made = is_made & ~flag.to(is_made.device)
-        self._updates += is_made
         held = self._weights.held_weights()
-        for name, average in self._averages.items():
-            average.move_towards(held, torch.where(is_made, self._shares[name](self._updates), 0.0))
+        flags = skipped or [torch.tensor(False)] * len(self._updates)
+        for (part, updates), flag in zip(self._updates.items(), flags, strict=True):
+            is_made = ~flag.to(updates.device)
+            updates += is_made
+            for name, average in self._averages.items():
+                average.move_towards(held, torch.where(is_made, self._shares[name](updates), 0.0), part)
 
     def averages(self) -> dict[str, Gathered]:
         """Models to evaluate beside the trained one, by name ("ema", or "ema_0.05" for each length): in the context of
@@ -136,13 +140,14 @@ class Average:
         return _fetched(self.live_state())
 
     def live_state(self) -> dict[str, Any]:
-        """The count of updates and the averaged weights, by length if there are lengths; those that are sharded as
-        functions that return them whole. Empty without an average."""
+        """The count of updates, by part if there are parts, and the averaged weights, by length if there are lengths;
+        those that are sharded as functions that return them whole. Empty without an average."""
         if not self._averages:
             return {}
         states = {name: {"weights": average.state()} for name, average in self._averages.items()}
         of_lengths = {"powers": {name.removeprefix(_OF_LENGTH): state for name, state in states.items()}}
-        return {"updates": int(self._updates), **states.get("ema", of_lengths)}
+        counts = {part: int(updates) for part, updates in self._updates.items()}
+        return {"updates": counts.get("", counts), **states.get("ema", of_lengths)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore count and weights; other averages, and missing or unexpected names, are a ValueError."""
@@ -155,19 +160,23 @@ class Average:
             raise ValueError(f"the checkpoint holds {what} of the weights: continue with {flag}")
         for name, average in self._averages.items():
             average.restore(weights[name])
-        if state:
-            self._updates.fill_(state["updates"])
+        counts = state.get("updates", 0)
+        for part, updates in self._updates.items():  # one count for all parts: of an earlier version
+            updates.fill_(counts[part] if isinstance(counts, Mapping) else counts)
 
 
-def make_ema(weights: Engine | Cascade, decay: float, lengths: Sequence[float] | None = None) -> Average:
+def make_ema(
+    weights: Engine | Cascade, decay: float, lengths: Sequence[float] | None = None, parts: Sequence[str] = ("",)
+) -> Average:
     """The averages of an engine's `weights` with these `lengths` (--ema_power), or the one with this `decay`
-    (--ema_decay), or none for no length and 0. Raises ValueError if a length is given twice."""
+    (--ema_decay), or none for no length and 0; for `parts` see `Average`. Raises ValueError if a length is given
+    twice."""
     names = [f"{length:g}" for length in lengths or ()]
     if len(set(names)) < len(names):
         raise ValueError(f"--ema_power {' '.join(names)}: give each length once")
     if names:
-        return Average(weights, {f"{_OF_LENGTH}{name}": power_of_time(float(name)) for name in names})
-    return Average(weights, {"ema": exponential(decay)} if decay > 0 else {})
+        return Average(weights, {f"{_OF_LENGTH}{name}": power_of_time(float(name)) for name in names}, parts)
+    return Average(weights, {"ema": exponential(decay)} if decay > 0 else {}, parts)
 
 
 def exponential(decay: float) -> Callable[[Tensor], Tensor]:

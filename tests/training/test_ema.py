@@ -88,11 +88,36 @@ def test_skipped_updates_leave_the_average_and_its_count_as_they_are(kind):
         weights.module = Model(value)
         averages.update(yes)  # before anything was made, too
         averages.update(no)
-        averages.update(no, yes)  # of a cascade, one was skipped
         expected.update()
     ours, theirs = averages.state_dict(), expected.state_dict()
     assert ours["updates"] == theirs["updates"] == 3
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [{"decay": 0.9}, {"decay": 0.0, "lengths": [0.1]}])
+def test_an_update_that_one_of_two_parts_skipped_is_one_of_the_other_alone(kind):
+    """As the averages of two models: what both were given alone is in both."""
+    weights, parts = Whole(Model(0.0)), ("layer.", "norm.")
+    both = make_ema(weights, **kind, parts=parts)
+    alone = {part: make_ema(weights, **kind) for part in parts}
+    for value, *skipped in ((1.0, True, False), (2.0, False, False), (3.0, False, True), (4.0, True, True)):
+        weights.module = Model(value)
+        both.update(*map(torch.tensor, skipped))
+        for average, is_skipped in zip(alone.values(), skipped, strict=True):
+            average.update(torch.tensor(is_skipped))
+    again = make_ema(weights, **kind, parts=parts)
+    again.load_state_dict(both.state_dict())
+    state = again.state_dict()
+    assert state["updates"] == {"layer.": 2, "norm.": 2}
+
+    def of(part, found):
+        (averaged,) = found.get("powers", {"": found}).values()
+        return {name: tensor for name, tensor in averaged["weights"].items() if name.startswith(part)}
+
+    for part, average in alone.items():
+        torch.testing.assert_close(of(part, state), of(part, average.state_dict()), rtol=0, atol=0)
+    again.load_state_dict({**both.state_dict(), "updates": 7})  # of an earlier version
+    assert again.state_dict()["updates"] == {"layer.": 7, "norm.": 7}
 
 
 def test_state_that_does_not_fit_is_an_error_of_one_line():

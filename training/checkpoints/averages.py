@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -26,8 +27,8 @@ _HEADER = "average"
 
 class AverageFiles:
     """Files `step_00000100_ema_0.05.safetensors`: update, part of the checkpoint, and length of the average. They hold
-    its weights in fp32, and in their header the number of updates that it averages. None is ever replaced by a newer
-    one.
+    its weights in fp32, and in their header the number of updates that it averages, of a cascade those of each Unet.
+    None is ever replaced by a newer one.
 
     Args:
         folder: Holds them; the first one creates it.
@@ -45,14 +46,16 @@ class AverageFiles:
                 "powers".
         """
         for part, state in states.items():
-            for length in state.get("powers", ()) if state.get("updates") else ():  # 0 if all were skipped so far
+            counts = state.get("updates")
+            of_parts = counts if isinstance(counts, dict) else {"": counts}
+            for length in state.get("powers", ()) if any(of_parts.values()) else ():  # 0 if all were skipped so far
                 prefix = f"powers/{length}/weights/"
                 weights = {name.removeprefix(prefix): w for name, w in tensors[part].items() if name.startswith(prefix)}
                 self.folder.mkdir(exist_ok=True)
                 with replacing(self.folder / f"step_{step:08d}_{part}_{length}.safetensors") as unfinished:
                     # One entry, because the library writes several in any order, and the same run should give the same
                     # bytes.
-                    profile = json.dumps({"updates": state["updates"], "length": float(length)})
+                    profile = json.dumps({"updates": counts, "length": float(length)})
                     save_file(weights, unfinished, metadata={_HEADER: profile})
         if self.folder.exists():
             sync(self.folder)
@@ -74,7 +77,7 @@ class AverageFiles:
         Raises:
             ValueError: one line, if there is none or it is damaged.
         """
-        return _read(self._stored(part)[-1][0])
+        return _read(self._stored(part)[-1].path)
 
     def of_length(self, part: str, length: float, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int, float]:
         """The average of another length, up to the update of the last save.
@@ -85,46 +88,70 @@ class AverageFiles:
             like: The tensors to average, by name; only their shapes matter.
 
         Returns:
-            fp32 tensors by name; the number of updates; and how far the profile is from the one that was asked for, see
-            `training.profiles.coefficients`. A profile that is stored returns the stored weights, with the same bits.
+            fp32 tensors by name, those of a Unet that was not trained as they are; the number of updates; and how far
+            the profile is from the one that was asked for, see `training.profiles.coefficients`. A profile that is
+            stored returns the stored weights, with the same bits.
 
         Raises:
             ValueError: one line, if the length is none, or a file is missing, damaged or of another model.
         """
-        stored = self._stored(part)
-        updates = int(stored[-1][1].updates)
-        shares, distance = coefficients([of for _, of in stored], Profile(updates, exponent_of(length)))
+        stored, exponent = self._stored(part), exponent_of(length)
+        last, distance = stored[-1], 0.0
+        of_last = [0.0] * (len(stored) - 1) + [1.0]
+        of_parts: dict[str, list[float]] = {}  # the share of each file, by the beginning of the names
+        for beginning, updates in last.updates.items():
+            used = [number for number, each in enumerate(stored) if each.updates[beginning]]
+            of_parts[beginning] = [0.0] * len(stored) if used else of_last
+            if used:
+                profiles = [Profile(stored[number].updates[beginning], stored[number].exponent) for number in used]
+                found, missed = coefficients(profiles, Profile(updates, exponent))
+                distance = max(distance, missed)
+                for number, share in zip(used, found.tolist(), strict=True):
+                    of_parts[beginning][number] = share
+        shares = {name: next((of_parts[of] for of in of_parts if name.startswith(of)), of_last) for name in like}
         sums: dict[str, Tensor] = {}
-        for (path, _), share in zip(stored, shares.tolist(), strict=True):
-            if share == 0:
+        for number, each in enumerate(stored):
+            if not any(of_file[number] for of_file in shares.values()):
                 continue
-            weights = _read(path)
+            weights = _read(each.path)
             for name, tensor in like.items():
                 if name not in weights or weights[name].shape != tensor.shape:
-                    raise ValueError(f"{path} holds an average of another model: see its {name}")
-                term = weights[name].double() * share
-                sums[name] = sums[name] + term if name in sums else term
-        return {name: total.float() for name, total in sums.items()}, updates, distance
+                    raise ValueError(f"{each.path} holds an average of another model: see its {name}")
+                if share := shares[name][number]:
+                    term = weights[name].double() * share
+                    sums[name] = sums[name] + term if name in sums else term
+        return {name: total.float() for name, total in sums.items()}, max(last.updates.values()), distance
 
-    def _stored(self, part: str) -> list[tuple[Path, Profile]]:
-        """The averages of a part and their profiles, oldest first."""
+    def _stored(self, part: str) -> list[_Stored]:
+        """The averages of a part, oldest first."""
         stored = [
-            (path, _profile(path))
+            _open(path)
             for path in self.folder.glob("*.safetensors")
             if (found := _NAME.fullmatch(path.name)) and found[2] == part and path.is_file()
         ]
         if not stored:
             raise ValueError(f"{self.folder} holds no averages: only a run with --ema_power writes them, at each save")
-        return sorted(stored, key=lambda of: (of[1].updates, of[0].name))
+        if any(each.updates.keys() != stored[0].updates.keys() for each in stored):
+            raise ValueError(f"{self.folder} holds averages of several models: leave those of one there")
+        return sorted(stored, key=lambda of: (max(of.updates.values()), of.path.name))
 
 
-def _profile(path: Path) -> Profile:
+class _Stored(NamedTuple):
+    """A file, the exponent of its profile, and the updates that it averages, by the beginning of the weights' names."""
+
+    path: Path
+    exponent: float
+    updates: dict[str, int]
+
+
+def _open(path: Path) -> _Stored:
     with _errors_of(path), safe_open(path, framework="pt") as file:
         header = parse_json(file.metadata()[_HEADER].encode())
-        updates, exponent = int(header["updates"]), exponent_of(float(header["length"]))
-        if not 1 <= updates < 1 << 53:
-            raise ValueError(f"it averages {updates} updates")
-        return Profile(updates, exponent)
+        counts, exponent = header["updates"], exponent_of(float(header["length"]))
+        updates = {name: int(count) for name, count in (counts if isinstance(counts, dict) else {"": counts}).items()}
+        if not 1 <= max(updates.values()) < 1 << 53 or min(updates.values()) < 0:
+            raise ValueError(f"it averages {counts} updates")
+        return _Stored(path, exponent, updates)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -31,17 +31,24 @@ class Models:
         return self._described
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, in one line, if a checkpoint's models are of other classes or have other pretrained towers,
-        which are mappings. Other arguments are compared as flags (`RunFolder.check_config`)."""
+        """Raise ValueError, in one line, if a checkpoint's models are of other classes, or were trained with other
+        pretrained models, which are mappings: of files with a SHA-256 that alone is compared, and what a checkpoint of
+        an earlier version does not say is not. Other arguments are compared as flags (`RunFolder.check_config`)."""
         for name, ours in self._described.items():
             for key, value in ours.items():
-                theirs = state.get(name, {}).get(key)
-                if (key == "model" or isinstance(value, dict)) and value != theirs:
+                theirs = state.get(name, {}).get(key, value if key != "model" else None)
+                is_one = key == "model" or isinstance(value, dict) or isinstance(theirs, dict)
+                if is_one and _identity(value) != _identity(theirs):
                     what = f"is a {theirs}" if key == "model" else f"was trained with another --{key}"
                     raise ValueError(
                         f"the checkpoint's {name} {what}; give the old one, another --output_dir, or --fresh to start "
                         "over"
                     )
+
+
+def _identity(value: Any) -> Any:
+    """What of an argument is compared."""
+    return value.get("sha256", value) if isinstance(value, dict) else value
 
 
 def models_in(parts: Mapping[str, Tree], folder: Path) -> dict[str, dict[str, Any]]:

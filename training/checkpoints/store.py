@@ -33,7 +33,7 @@ Beside = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tree]],
 
 
 class Stateful(Protocol):
-    """A part of a checkpoint. Both methods are called on every process.
+    """A part of a checkpoint. Both methods are called on every process, `load_state_dict` inside an agreement.
 
     A part may also have `live_state()`, which is then called instead of `state_dict()`. It need not copy: its tensors
     may be those that the next update changes, and functions in their places may fetch tensors one by one.
@@ -177,7 +177,7 @@ class Checkpoints:
             ValueError: one line, if a state is not what its part wrote; on all processes.
         """
         for name, state in states.items():
-            # Each in its own agreement: the next part may wait for the others in a collective.
+            # Each in its own agreement, which a part that has collectives begins with them.
             with self._processes.agreement(), explained(path, name):
                 parts[name].load_state_dict(state)
 

@@ -137,8 +137,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
         `on_command_line`, that of those set in `argv`, `said_as`, the name of the flag that was used for each of them,
-        `script`, the script's file name, `lasting`, as the attribute, and `config_in_force`, a line that says which
-        file was read, or None. A mistake ends the process through `error`.
+        `script`, the script's file name, `lasting`, as the attribute, `config_in_force`, a line that says which file
+        was read, or None, and `resumed`, None, where `hub.start_training` puts config.yaml of a run that goes on. A
+        mistake ends the process through `error`.
         """
         own = (self.data_flag, "dataset", "config")
         if demonstration:
@@ -159,7 +160,7 @@ class ArgumentParser(argparse.ArgumentParser):
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
         args.script, args.config_in_force, args.lasting = self._script, in_force, dict(self.lasting)
-        args.said_as = {**keys, **said_as}
+        args.said_as, args.resumed = {**keys, **said_as}, None
         if not getattr(args, "init_from", None):  # the shape of the model that it starts from comes first: `adopt`
             self._settled(args)
         return args
@@ -175,12 +176,13 @@ class ArgumentParser(argparse.ArgumentParser):
                 if name in args.on_command_line and not needed.is_met(args):
                     self._refuse_idle(args, name, needed)
 
-    def adopt(self, args: argparse.Namespace, values: Mapping[str, Any]) -> list[str]:
+    def adopt(self, args: argparse.Namespace, values: Mapping[str, Any], source: str) -> list[str]:
         """Give flags that nobody has set these values, which may be a stranger's, of the model that the run starts
         from; and settle, for the first time, what follows from all flags.
 
         Args:
             values: Of JSON's types, by name.
+            source: Where they stand, as the user calls it.
 
         Returns:
             What was adopted and is no default, as a command line says it.
@@ -195,7 +197,7 @@ class ArgumentParser(argparse.ArgumentParser):
         }
         model = argparse.Namespace(**vars(args))  # the arguments, if the user had said nothing else
         model.on_command_line, model.lasting = frozenset(), dict(args.lasting)
-        vars(model).update(self._converted(taken, args.init_from))
+        vars(model).update(self._converted(taken, source))
         before = {name: getattr(args, name) for name in taken if name not in args.explicit}
         vars(args).update({name: getattr(model, name) for name in before})
         args.explicit |= before.keys()
@@ -208,7 +210,7 @@ class ArgumentParser(argparse.ArgumentParser):
             self._raises = False
         differing = [name for name in taken if getattr(args, name) != getattr(model, name)]
         if needed := self._said(model, [name for name in differing if name not in self.config.idle(model)]):
-            raise ValueError(f"the weights in {args.init_from} are of another model; they need {', '.join(needed)}")
+            raise ValueError(f"the weights in {source} are of another model; they need {', '.join(needed)}")
         return self._said(args, [name for name in before if getattr(args, name) != before[name]])
 
     def _said(self, args: argparse.Namespace, names: Sequence[str]) -> list[str]:

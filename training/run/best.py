@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tandem.files.reading import read_json_or_empty, words_of
@@ -18,8 +19,9 @@ _UNFINISHED = ".best.unfinished"
 
 
 class BestModel:
-    """`best/` in the run folder: the model that had the highest (or lowest) value in a validation, and `best.json` with
-    {"step", "metric", "value"} of that validation. The state of this object is a part of the checkpoint.
+    """`best/` in the run folder: the model that had the highest (or lowest) value in a validation, of equal ones that
+    with the lowest loss, and `best.json` with {"step", "metric", "value", "loss"} of that validation. The state of this
+    object is a part of the checkpoint.
 
     A new model is written beside the old one and replaces it by two renames. If the run is killed between the two, the
     next start renames the old model back. What cannot be deleted is left, and keeps no model from being written.
@@ -27,22 +29,26 @@ class BestModel:
     Args:
         metric: Name of the value.
         lowest: Whether a lower value is better, not a higher one.
+        loss: Name of the loss that decides between equal values, such as those of a recall that is 1; None: the older
+            model stays.
         broadcast: Gives every process the root's JSON value.
     """
 
     def __init__(
-        self, folder: Path, is_root: bool, *, metric: str, lowest: bool = False,
+        self, folder: Path, is_root: bool, *, metric: str, lowest: bool = False, loss: str | None = None,
         broadcast: Callable[[Any], Any] = lambda found: found,
     ) -> None:  # fmt: skip
         self.path = Path(folder) / "best"
-        #: Value of the model in `path`, and its step; None before the first.
+        #: Value of the model in `path`, its loss and its step; None before the first, and a loss that is not known.
         self.value: float | None = None
+        self.loss: float | None = None
         self.step: int | None = None
         #: Why the last model could not be written, that the checkpoint's best model is gone, or what cannot be deleted,
         #: in one line, or None. The same on every process.
         self.failure: str | None = None
         self._left: dict[str, str] = {}  # what cannot be deleted, said once: lines by name
         self._is_root, self.metric, self._lowest, self._broadcast = is_root, metric, lowest, broadcast
+        self._loss_metric = loss
         #: Whole as long as it has this name.
         self._old = self.path.with_name(".best.unwanted")
         if is_root:
@@ -53,32 +59,41 @@ class BestModel:
                 self.failure = _reason(self.path, error)
         self.failure = broadcast(self.failure)
 
-    def is_better(self, value: float) -> bool:
-        """Whether a value is better than that of the best model; NaN is not."""
+    def is_better(self, value: float, loss: float | None = None) -> bool:
+        """Whether a value is better than that of the best model, or as good and of a lower loss; NaN is not."""
         if math.isnan(value) or self.value is None:
             return not math.isnan(value)
+        if value == self.value:
+            return loss is not None and self.loss is not None and loss < self.loss
         return value < self.value if self._lowest else value > self.value
 
+    def measured(self, values: Mapping[str, float]) -> tuple[float | None, float | None]:
+        """Value and loss among the values of a validation, by name; None for what is not there."""
+        return values.get(self.metric), values.get(self._loss_metric or "")
+
     def save_if_better(
-        self, value: float, step: int, write: Callable[[Path], None], check: Callable[[], None] = lambda: None
-    ) -> bool:
+        self, values: Mapping[str, float], step: int, write: Callable[[Path], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> bool:  # fmt: skip
         """Keep a model if it is better than the best so far; returns whether it is now in `path`. Collective.
 
         If the disk fails, `failure` says why, and the best model stays as it was.
 
         Args:
-            value: The same on every process.
+            values: Of a validation, by name, the same on every process.
             step: Completed updates.
             write: Writes the model's files into a folder; called on the root alone.
             check: Raises OSError if nothing may be written now; called on the root alone.
         """
         self.failure = None
-        if not self.is_better(value):
+        value, loss = self.measured(values)
+        assert value is not None, self.metric
+        if not self.is_better(value, loss):
             return False
         failure, written = None, False
         if self._is_root:
             known = set(self._left)
-            facts = {"step": step, "metric": self.metric, "value": value}
+            facts = {"step": step, "metric": self.metric, "value": value, "loss": loss}
             try:
                 check()
                 self._replace(facts, write)
@@ -91,12 +106,12 @@ class BestModel:
             written = self._facts() == facts  # the model may be in place although a later operation failed
         self.failure, written = self._broadcast((failure, written))
         if written:
-            self.value, self.step = value, step
+            self.value, self.loss, self.step = value, loss, step
         return bool(written)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"value", "step"}, both None before the first."""
-        return {"value": self.value, "step": self.step}
+        """{"value", "loss", "step"}, all None before the first."""
+        return {"value": self.value, "loss": self.loss, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore value and step. If the best model is gone, forget them, so that the next model becomes the best, and
@@ -105,30 +120,31 @@ class BestModel:
         A model of a later step than the checkpoint's stays in `path`, because repeating the updates produces it again.
         """
         if self._broadcast(self._is_root and bool(self._facts())) or state["value"] is None:
-            self.value, self.step = state["value"], state["step"]
+            self.value, self.loss, self.step = state["value"], state.get("loss"), state["step"]
         else:
             self.failure = (
                 f"{self.path}, the best model so far ({self.metric} {state['value']:.4g} of update {state['step']}), "
                 "is gone: the model of the next validation takes its place"
             )
 
-    def catch_up(self, step: int, evaluated: float | None = None) -> None:
+    def catch_up(self, step: int, evaluated: Mapping[str, float] = MappingProxyType({})) -> None:
         """Take over the model in `path` if it is better than the checkpoint's and not later than `step`. Collective.
 
         A run saves before it validates, so `best/` may know of a later validation than the checkpoint.
 
         Args:
-            evaluated: The value of `step`, if its validation was made before the run ended: where a later model stands
-                in `path`, its update is made again, and only what was better than this value may replace it.
+            evaluated: The values of `step`, if its validation was made before the run ended: where a later model stands
+                in `path`, its update is made again, and only what was better than these values may replace it.
         """
-        if evaluated is not None and self.is_better(evaluated):
-            self.value, self.step = evaluated, step
+        value, loss = self.measured(evaluated)
+        if value is not None and self.is_better(value, loss):
+            self.value, self.loss, self.step = value, loss, step
         facts = self._broadcast(self._facts() if self._is_root else {})
-        value, of_step = facts.get("value"), facts.get("step")
+        value, loss, of_step = (facts.get(name) for name in ("value", "loss", "step"))
         if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(of_step, int)):
             return
-        if of_step <= step and self.is_better(value):
-            self.value, self.step = value, of_step
+        if of_step <= step and self.is_better(value, loss if isinstance(loss, float) else None):
+            self.value, self.loss, self.step = value, loss if isinstance(loss, float) else None, of_step
 
     def _facts(self) -> dict[str, Any]:
         return read_json_or_empty(self.path / FACTS)

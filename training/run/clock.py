@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,7 @@ class Clock:
         self._longest_step = 0.0
         self._paused_since: float | None = None
         self._saving_seconds = 0.0
+        self._validated_at: float | None = None
         self.begin(0.0, 0)
 
     def begin(self, seconds: float, samples: int) -> None:
@@ -88,6 +89,16 @@ class Clock:
         self._paused_since = None
         self._lap += time.monotonic() - began
         self._before = {name: seconds - waited[name] for name, seconds in self._processes.waited.items()}
+
+    @contextmanager
+    def validating(self) -> Iterator[Callable[[], float]]:
+        """Context for a validation. Afterwards the function that it gives returns the share of it in the time since the
+        validation before it ended; 0 for the first one of a start, in which loaders begin and kernels are chosen."""
+        began, before, share = time.monotonic(), self._validated_at, 0.0
+        yield lambda: share
+        self._validated_at = time.monotonic()
+        if before is not None:
+            share = (self._validated_at - began) / max(self._validated_at - before, 1e-9)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

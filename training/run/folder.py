@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import json
@@ -92,13 +93,7 @@ class RunFolder:
         Raises:
             ValueError: one line naming each of them that differs, with both values.
         """
-        try:
-            saved = self._saved_config()
-        except (OSError, ValueError) as error:
-            where = self.path / "config.yaml"
-            raise ValueError(
-                f"cannot resume: {where}: {words_of(error)}; restore it, or start over with --fresh"
-            ) from None
+        saved = _config_to_go_on_with(self.path)
         was, now = _with_split_seed(saved), _with_split_seed(config)
         differing = [
             name
@@ -125,7 +120,7 @@ class RunFolder:
 
         before: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            before = self._saved_config()
+            before = _saved_config(self.path)
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         now = yaml.safe_load(text)  # as it is read back: tuples become lists
         differing = {name: [before[name], now[name]] for name in now if before.get(name, now[name]) != now[name]}
@@ -134,10 +129,6 @@ class RunFolder:
             write_atomically(self.path / "config.yaml", text.encode())
             add_start(self.path, {"torchruns": self._torchruns, **facts, "changed": changed})
         return changed
-
-    def _saved_config(self) -> dict[str, Any]:
-        saved = read_yaml(self.path / "config.yaml")
-        return saved if isinstance(saved, dict) else {}
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -182,7 +173,7 @@ class RunFolder:
                 f"{self.path} holds {found[0]} of something else than a run, which would be overwritten; give another "
                 "--output_dir"
             )
-        if fresh and found and not self._was_started_by_ours():
+        if fresh and found and not _was_started_by(self.path, self._torchruns):
             with hold(self._lock_file, self._processes.mark):
                 moved_to = str(move_aside(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
@@ -197,15 +188,55 @@ class RunFolder:
     def _holds_run(self) -> bool:
         """Whether a run left something here that nothing else writes; names such as config.yaml are common."""
         with contextlib.suppress(OSError, ValueError):
-            if self._saved_config().keys() >= _OF_EVERY_CONFIG:
+            if _saved_config(self.path).keys() >= _OF_EVERY_CONFIG:
                 return True
         is_told = any(start.keys() >= {"command", "packages"} for start in starts(self.path))
         return is_told or any(self.checkpoints_dir.glob("*step_*/state.json"))
 
-    def _was_started_by_ours(self) -> bool:
-        """Whether a torchrun that started these processes has started the run in the folder before."""
-        before = [start.get("torchruns") for start in starts(self.path)]
-        return any(each in known for known in before if isinstance(known, list) for each in self._torchruns)
+
+def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, Any] | None:
+    """What config.yaml says of the run that these arguments go on with, None if they begin a new one: of a run with a
+    checkpoint, no flag has to say what its model is or where that came from. Collective.
+
+    Raises:
+        UserMistake: one line, if config.yaml cannot be read.
+    """
+    from ..checkpoints.store import latest_checkpoint  # not at the top: it imports PyTorch
+
+    folder, config = Path(args.output_dir), None
+    torchruns = processes.torchruns() if args.fresh else []
+    with processes.agreement():
+        begins_anew = args.dry_run or (
+            args.fresh and not processes.is_restart and not _was_started_by(folder, torchruns)
+        )
+        goes_on = False
+        with contextlib.suppress(OSError):  # of a folder that cannot be read: `RunFolder` says it
+            is_ours = not begins_anew and script_of(folder) in (None, args.script)
+            goes_on = is_ours and processes.is_root and latest_checkpoint(folder / "checkpoints") is not None
+        if goes_on:
+            config = json.loads(json.dumps(_config_to_go_on_with(folder), default=str))
+    resumed: dict[str, Any] | None = processes.broadcast_object(config)
+    return resumed
+
+
+def _saved_config(folder: Path) -> dict[str, Any]:
+    saved = read_yaml(folder / "config.yaml")
+    return saved if isinstance(saved, dict) else {}
+
+
+def _config_to_go_on_with(folder: Path) -> dict[str, Any]:
+    """config.yaml of a run that is resumed. Raises ValueError, in one line, if it cannot be read."""
+    try:
+        return _saved_config(folder)
+    except (OSError, ValueError) as error:
+        where = folder / "config.yaml"
+        raise ValueError(f"cannot resume: {where}: {words_of(error)}; restore it, or start over with --fresh") from None
+
+
+def _was_started_by(folder: Path, torchruns: Collection[str]) -> bool:
+    """Whether one of these torchruns has started the run in the folder before."""
+    before = [start.get("torchruns") for start in starts(folder)]
+    return any(each in known for known in before if isinstance(known, list) for each in torchruns)
 
 
 def _with_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:

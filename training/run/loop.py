@@ -105,7 +105,7 @@ def updates(
     run.tell("start", evaluations)
     for evaluation in evaluations:
         if evaluation.best:
-            evaluation.best.catch_up(run.progress.step, run.evaluated_before.get(evaluation.best.metric))
+            evaluation.best.catch_up(run.progress.step, run.evaluated_before)
             run.warn(evaluation.best.failure)
     if run.is_complete:
         run.close()
@@ -209,7 +209,11 @@ def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
 
 
 def _validate_all(run: Run, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-    return {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
+    with run.clock.validating() as share:
+        values = {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
+    if not run.progress.finished:  # nobody can change the run any more, whose last validation may be of more samples
+        run.tell_of_validations(share())
+    return values
 
 
 def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
@@ -221,7 +225,7 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
         (write, *_) = evaluation.write.values()
         with kept_weights(evaluation.engine, evaluation.average) as kept:
             step, whole = run.progress.step, partial(run.writing, "the best model", partial(write, kept))
-            best.save_if_better(values[best.metric], step, whole, run.folder.check_is_here)
+            best.save_if_better(values, step, whole, run.folder.check_is_here)
         run.warn(best.failure)
     if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
         run.feed.sees_whole_split = True

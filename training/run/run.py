@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from data.feed import Feed
     from distributed import Backend
 
+_MOST_OF_VALIDATIONS = 0.1  # of the time
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
 
 
@@ -83,7 +84,7 @@ class Run:
                 self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
             )
         size = feed.samples_per_epoch
-        total_steps = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
+        total_steps = processes.total_updates = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
         self.progress = Progress(args.batch_size, size, total_steps)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
@@ -93,6 +94,7 @@ class Run:
         self._models: list[str] = []  # paths of those that were written
         self._unwritten: str | None = None  # why one could not be, on the root
         self.clock, self._is_late = Clock(processes, args.save_before_minutes), False
+        self._has_told_of_validations = False
         #: Values of the checkpoint's own evaluation, if it was made before the run ended.
         self.evaluated_before: dict[str, Any] = {}
         steps = args.profile_steps if self.is_root and not args.dry_run else None
@@ -161,10 +163,9 @@ class Run:
         with here.agreement():
             if latest and here.is_root:
                 self.folder.check_config(self._settings, self.args.lasting, self.args.explicit)
-        # Collectives are allowed in an agreement in which all processes raise the same errors.
-        with here.agreement():
-            if latest:
-                self.checkpoints.restore(latest, states, self._parts)
+        if latest:
+            self.checkpoints.restore(latest, states, self._parts)
+            with here.agreement():
                 if self.progress.step != step_of(latest):
                     raise damaged(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.unfinished_line is not None:
@@ -301,6 +302,15 @@ class Run:
     def _tell_of_saves(self, *, at_end: bool = False) -> None:
         for line in self.checkpoints.news(at_end=at_end):
             self.say(line)
+
+    def tell_of_validations(self, share: float) -> None:
+        """Say once, if the validations take more than a tenth of the time of this start."""
+        if share > _MOST_OF_VALIDATIONS and not self._has_told_of_validations:
+            self._has_told_of_validations = True
+            self.say(
+                f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.validated)}, "
+                f"--validate_every_n_steps {self.args.validate_every_n_steps}): lower the first or raise the second"
+            )
 
     def leave_evaluation(self, line: Mapping[str, Any]) -> None:
         """From now on a checkpoint of this update says that its evaluation is still to be made, after which `line` is

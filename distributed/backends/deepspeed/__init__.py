@@ -28,6 +28,8 @@ class DeepSpeedBackend(DDPBackend):
         super().__init__(launch, options, args)
         self.config_path: str | None = args.deepspeed_config
         self.config: dict[str, Any] = read_config(self.config_path) if self.config_path else {}
+        warmup = getattr(args, "lr_warmup_steps", 0)  # of several models: `merge` has seen whether they differ
+        self.warmup_steps: int = warmup[0] if isinstance(warmup, list) else warmup
         self.zero_stage: int = args.zero_stage
         self._asked_stage = self.zero_stage
         if options.plan.batch_parts:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from types import MappingProxyType
 from typing import Any
 
 from tandem.files.installed import shipped
@@ -34,6 +38,14 @@ SECTIONS = frozenset({
     "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "wandb",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 })  # fmt: skip
+
+# What may be "auto", by its path: what a flag says or follows from flags, and what `resolve` chooses for the model.
+# Of the numbers of zero_optimization, which have no flags, those that it does not choose are DeepSpeed's.
+_MAY_BE_AUTO = re.compile(
+    "train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps|gradient_clipping|steps_per_print|"
+    "communication_data_type|(bf16|fp16|amp).enabled|amp.opt_level|optimizer.params.(lr|betas|eps|weight_decay)|"
+    "scheduler.params.(warmup_min_lr|warmup_max_lr|warmup_num_steps|total_num_steps)|zero_optimization.[^.]*"
+)
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -83,8 +95,11 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
         UserMistake: a value is of the wrong kind, or two values disagree; the text names both.
     """
     path = args.deepspeed_config
+    for where in _autos(config):
+        if not _MAY_BE_AUTO.fullmatch(where):
+            raise UserMistake(f"{where} in {path} is auto, and no flag says what it is: give a value, or leave it out")
     explicit = set(getattr(args, "explicit", ()))
-    said = {flag: f"--{flag} {getattr(args, flag)}" for flag in explicit if hasattr(args, flag)}
+    said = {flag: f"--{flag} {_shown(getattr(args, flag))}" for flag in explicit if hasattr(args, flag)}
 
     def fill(flag: str, key: str, value: Any) -> None:
         if value is None or not hasattr(args, flag):
@@ -92,8 +107,9 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
         if isinstance(getattr(args, flag), list):  # of several models, all of which it is for
             value = [value] * len(getattr(args, flag))
         if flag in said and getattr(args, flag) != value:
-            raise UserMistake(f"{said[flag]} contradicts {key}: {value} in {path}; say it once, or the same in both")
-        said.setdefault(flag, f"{key}: {value}")
+            shown = _shown(value)
+            raise UserMistake(f"{said[flag]} contradicts {key}: {shown} in {path}; say it once, or the same in both")
+        said.setdefault(flag, f"{key}: {_shown(value)}")
         explicit.add(flag)
         setattr(args, flag, value)
 
@@ -141,9 +157,28 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
 
     if "optimizer" in config and not isinstance(section("optimizer").get("type"), str):
         raise UserMistake(f"optimizer in {path} names no type, such as AdamW")
-    section("scheduler")
-    rate = number("lr", section("params", section("optimizer")), float, 0, "optimizer.params.lr")
-    fill("learning_rate", "optimizer.params.lr", rate)
+    params, schedule = (section("params", section(name)) for name in ("optimizer", "scheduler"))
+    of_params = {name: number(name, params, float, 0, f"optimizer.params.{name}") for name in ("lr", "weight_decay")}
+    where = "scheduler.params.warmup_max_lr"
+    highest = number("warmup_max_lr", schedule, float, 0, where)  # which the scheduler takes instead of the optimizer's
+    if highest is None:
+        where, highest = "optimizer.params.lr", of_params["lr"]
+    fill("learning_rate", where, highest)
+    fill("weight_decay", "optimizer.params.weight_decay", of_params["weight_decay"])
+    if (betas := params.get("betas")) not in (None, AUTO):
+        if not isinstance(betas, list) or [type(beta) in (int, float) for beta in betas] != [True, True]:
+            raise UserMistake(
+                f"optimizer.params.betas in {path} is {repr(betas)[:40]}, a list of two numbers was expected"
+            )
+        fill("betas", "optimizer.params.betas", tuple(map(float, betas)))
+    where = "scheduler.params.warmup_num_steps"
+    fill("lr_warmup_steps", where, number("warmup_num_steps", schedule, int, 0, where))
+    warmups = getattr(args, "lr_warmup_steps", 0)
+    if schedule.get("warmup_num_steps") == AUTO and isinstance(warmups, list) and len(set(warmups)) > 1:
+        each = " ".join(map(str, warmups))
+        raise UserMistake(
+            f"{where} in {path} is auto, and --lr_warmup_steps {each} are several: give one number in both"
+        )
     stage = number("stage", section("zero_optimization"), int, 0, "zero_optimization.stage")
     if section("zero_optimization").get("mics_shard_size") not in (None, AUTO, -1):
         raise UserMistake(
@@ -178,15 +213,16 @@ def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
 
 def resolve(
     config: dict[str, Any], options: Options, *, zero_stage: int, max_grad_norm: float, learning_rate: float,
-    sizes: Sequence[int], on_cpu: bool,
+    sizes: Sequence[int], on_cpu: bool, auto: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:  # fmt: skip
     """The whole configuration that DeepSpeed gets. It contains no ``auto``, and sets options explicitly whose defaults
     have changed between versions of DeepSpeed.
 
     ZeroEngine itself accumulates gradients over any number of backward calls, so DeepSpeed sees one step per update.
-    ``sizes`` are the numbers of elements of the model's parameters.
+    ``sizes`` are the numbers of elements of the model's parameters; ``auto`` is what "auto" means in the sections
+    optimizer and scheduler, by path, such as "optimizer.params.betas".
     """
-    full = _without_auto(config)
+    full = _without_auto(_with_values(config, auto))
     full.update(
         train_batch_size=options.plan.global_batch_size,
         train_micro_batch_size_per_gpu=options.plan.local_batch_size,
@@ -248,6 +284,30 @@ def _bucket_sizes(zero_stage: int, sizes: Sequence[int]) -> dict[str, int]:
         found |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": 2 * bucket,
                   "stage3_max_reuse_distance": bucket}  # fmt: skip
     return found
+
+
+def _shown(value: Any) -> str:
+    """The value of a flag, as the command line has it."""
+    each = value if isinstance(value, list) else [value]
+    return " ".join(",".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in each)
+
+
+def _autos(value: Any, where: str = "") -> Iterator[str]:
+    """The paths of all that is ``auto``, such as "optimizer.params.lr", and of a list "optimizer.params.betas.0"."""
+    if value == AUTO:
+        yield where
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from _autos(each, f"{where}.{key}".lstrip("."))
+
+
+def _with_values(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which each ``auto`` at these paths is what it means."""
+    full = copy.deepcopy(dict(config))
+    for where in set(_autos(full)).intersection(auto):
+        *sections, key = where.split(".")
+        reduce(lambda inner, name: inner[name], sections, full)[key] = auto[where]
+    return full
 
 
 def _without_auto(value: Any) -> Any:

@@ -43,7 +43,7 @@ from ...engines.optimizer_state import (
 )
 from ...engines.parts import GradientParts
 from ...errors import UserMistake
-from .config import refusals, resolve
+from .config import AUTO, refusals, resolve
 
 if TYPE_CHECKING:
     from . import DeepSpeedBackend
@@ -87,6 +87,7 @@ class ZeroEngine(Engine):
             learning_rate=self.lr,
             sizes=[parameter.numel() for parameter in model.parameters()],
             on_cpu=backend.device.type == "cpu",
+            auto=self._meaning_of_auto(optimizer),
         )
         self._bucket_size = runtime["zero_optimization"]["reduce_bucket_size"]
         weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
@@ -99,10 +100,14 @@ class ZeroEngine(Engine):
             unfuse(optimizer)
         if backend.options.compile:
             model.compile()
+        groups: Any = trainable
+        if backend.config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
+            # What the flag says: that of the script's optimizer, which lets biases and scales alone.
+            groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
         with _without_broadcast(), refusals(backend.config_path):
             self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
                 model=model,
-                model_parameters=trainable,
+                model_parameters=groups,
                 optimizer=None if "optimizer" in backend.config else optimizer,
                 config=runtime,
                 dist_init_required=False,
@@ -125,6 +130,23 @@ class ZeroEngine(Engine):
         # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
         self._optimizer_threads = own_threads(backend.gather_objects) if is_offloaded else None
         self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
+
+    def _meaning_of_auto(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What "auto" means in the sections optimizer and scheduler of the JSON: what the script's own optimizer, which
+        follows its flags, has; the warm-up of the flags, at most half of the run, from 0; and the run's updates."""
+        first, updates = optimizer.param_groups[0], self._backend.total_updates
+        of_script: dict[str, Any] = {name: first[name] for name in ("lr", "weight_decay") if name in first}
+        of_script |= {"betas": list(first["betas"])} if "betas" in first else {}
+        of_script["eps"] = first.get("eps", 1e-8)  # of PyTorch's, where the script's has none
+        warmup = self._backend.warmup_steps if updates is None else min(self._backend.warmup_steps, updates // 2)
+        warmup = max(warmup, 1)  # the least that DeepSpeed takes
+        schedule: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": self.lr, "warmup_num_steps": warmup}
+        schedule |= {} if updates is None else {"total_num_steps": updates}
+        return {
+            f"{section}.params.{name}": value
+            for section, values in (("optimizer", of_script), ("scheduler", schedule))
+            for name, value in values.items()
+        }
 
     # The forward pass calls the module, not DeepSpeed's engine. Hooks on the module are enough for sharding, and
     # DeepSpeed's engine would treat torch.autograd.grad through its outputs (which computes an adaptive loss weight) as

@@ -34,7 +34,15 @@ PLAIN_SGD = {"type": "SGD", "params": {"lr": 0.1}}
 WARMUP = {"type": "WarmupLR", "params": {
     "warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"
 }}  # fmt: skip
+AUTO = {
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear", **dict.fromkeys(
+        ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+    )}},
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
+    "auto zero0": AUTO,
+    "auto zero3": {**AUTO, "zero_optimization": {"stage": 3}},
     "adamw": {"optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}}},
     "adam without decay": {"optimizer": {"type": "Adam", "params": {"lr": 0.05}}},
     "auto lr": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
@@ -63,6 +71,13 @@ def script_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=SCRIPT_RATE)
 
 
+def decaying_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """What a script would use whose biases do not decay."""
+    matrices, biases = ([p for p in model.parameters() if p.ndim == dimensions] for dimensions in (2, 1))
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": biases, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=SCRIPT_RATE, betas=(0.7, 0.8), eps=1e-3)
+
+
 def train(engine: Engine, updates: range, config: dict[str, Any]) -> dict[str, list[float]]:
     """Losses, and of each update the rate that the engine announces, its gradient, how far the weights went, and the
     threads of the optimizer."""
@@ -89,7 +104,8 @@ def flat(engine: Engine) -> torch.Tensor:
 def measure(backend: Backend, args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     def engine(name: str, seed: int = 0) -> Engine:
         model = make_model(seed)
-        return backend.wrap(model, script_optimizer(model), name=name)
+        of_script = decaying_optimizer if config.get("scheduler") is AUTO["scheduler"] else script_optimizer
+        return backend.wrap(model, of_script(model), name=name)
 
     whole, first, second = engine("whole"), engine("first"), engine("second", seed=99)
     record = train(whole, range(UPDATES), config)
@@ -115,8 +131,9 @@ def run(name: str, folder: Path) -> None:
     """One case, into ``<name>.json``."""
     path = folder / "ds.json"
     path.write_text(json.dumps(CONFIGS[name]))
-    args = parsed("--deepspeed_config", str(path), batch_size=8, learning_rate=SCRIPT_RATE)
+    args = parsed("--deepspeed_config", str(path), batch_size=8, learning_rate=SCRIPT_RATE, lr_warmup_steps=2)
     with distributed.from_args(args) as backend:
+        backend.total_updates = UPDATES
         (folder / f"{name}.json").write_text(json.dumps(measure(backend, args, CONFIGS[name])))
 
 

@@ -40,8 +40,8 @@ def measured(folder: Path, name: str) -> Measured:
     return dict(json.loads(path.read_text()))
 
 
-def reference(make: Any) -> tuple[list[float], list[float]]:
-    """Losses and final weights of the worker's model and batches in plain PyTorch."""
+def reference(make: Any, rates: list[float] | None = None) -> tuple[list[float], list[float]]:
+    """Losses and final weights of the worker's model and batches in plain PyTorch, with these rates of the updates."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
     optimizer, losses = make(model.parameters()), []
@@ -49,6 +49,8 @@ def reference(make: Any) -> tuple[list[float], list[float]]:
         loss = model(torch.randn(8, 3, generator=torch.Generator().manual_seed(update))).square().mean()
         optimizer.zero_grad()
         loss.backward()
+        for group in optimizer.param_groups if rates else ():
+            group["lr"] = rates[update]
         optimizer.step()
         losses.append(loss.item())
     return losses, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
@@ -61,6 +63,7 @@ OPTIMIZERS: dict[str, tuple[Any, float, str]] = {
     "auto lr": (lambda p: torch.optim.AdamW(p, lr=SCRIPT_RATE, weight_decay=0.0), SCRIPT_RATE, "AdamW"),
     **{f"sgd zero{stage}": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0.1, "SGD") for stage in range(4)},
 }
+AUTO = ["auto zero0", "auto zero3"]
 SCHEDULERS = ["scheduler zero0", "scheduler zero2", "scheduler alone"]
 
 
@@ -90,15 +93,38 @@ def test_the_scheduler_of_the_json_sets_the_rate_that_moves_the_weights_and_the_
     assert rates == pytest.approx(ours["lr"], rel=1e-4)
 
 
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_is_what_the_flags_say_of_optimizer_and_scheduler(name: str, folder: Path) -> None:
+    """Biases do not decay, the warm-up of 2 updates begins at 0, and the run of 6 ends at 0. DeepSpeed's schedulers
+    are an update late."""
+
+    def of_script(parameters: Iterator[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        groups = {2: 0.3, 1: 0.0}
+        every = list(parameters)
+        return torch.optim.AdamW(
+            [{"params": [p for p in every if p.ndim == n], "weight_decay": decay} for n, decay in groups.items()],
+            lr=SCRIPT_RATE, betas=(0.7, 0.8), eps=1e-3,
+        )  # fmt: skip
+
+    rates = [SCRIPT_RATE * share for share in (0, 0, 1 / 2, 1, 3 / 4, 1 / 2)]
+    losses, weights = reference(of_script, rates)
+    ours = measured(folder, name)
+    assert ours["lr"] == pytest.approx(rates)
+    assert ours["loss"] == pytest.approx(losses, rel=1e-5)
+    assert ours["weights"] == pytest.approx(weights, rel=1e-5, abs=1e-6)
+    schedule = {"warmup_min_lr": 0.0, "warmup_max_lr": SCRIPT_RATE, "warmup_num_steps": 2, "total_num_steps": 6}
+    assert ours["resolved"]["scheduler"]["params"] == {"warmup_type": "linear", **schedule}
+
+
 OFFLOADED = ["offload zero2", "offload zero3"]
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *SCHEDULERS, *OFFLOADED])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *AUTO, *SCHEDULERS, *OFFLOADED])
 def test_a_reloaded_engine_goes_on_and_an_average_finds_the_weights_wherever_deepspeed_keeps_them(
     name: str, folder: Path
 ) -> None:
     ours = measured(folder, name)
-    assert ours["continued"] == {key: ours[key][3:] for key in ours["continued"]}
+    assert ours["continued"] == {key: ours[key][len(ours[key]) // 2 :] for key in ours["continued"]}
     assert ours["averaged"], "the first update is the whole of an average with a power as profile"
     assert '"auto"' not in json.dumps(ours["resolved"]) and ours["resolved"]["gradient_clipping"] == 0.0
 

@@ -82,19 +82,60 @@ def test_the_json_fills_what_was_left_at_its_default(config: Json, said: Json, e
 AUTO: Json = {
     "train_batch_size": "auto", MICRO: "auto", ACCUMULATION: "auto",
     "gradient_clipping": "auto", "steps_per_print": "auto", "bf16": {"enabled": "auto"},
-    "fp16": {"enabled": "auto", "loss_scale_window": "auto"}, "amp": {"enabled": "auto", "opt_level": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": ["auto", 0.9],
-                                            "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": 0.01}},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000},
+    "amp": {"enabled": "auto", "opt_level": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(
+        ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+    )},
     "zero_optimization": {
         "stage": "auto", "reduce_bucket_size": "auto", "allgather_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "offload_optimizer": {"device": "none", "pin_memory": "auto"},
+        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": "auto", "offload_optimizer": {"device": "none"},
     },
 }  # fmt: skip
 
 
-def test_auto_says_nothing(merged: Any) -> None:
+def with_params(section: str, **params: Any) -> Json:
+    return {section: {"type": {"optimizer": "AdamW", "scheduler": "WarmupLR"}[section], "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        (with_params("optimizer", betas=["auto", 0.9]), "optimizer.params.betas.0"),
+        (with_params("optimizer", amsgrad="auto"), "optimizer.params.amsgrad"),
+        ({"optimizer": {"type": "auto"}}, "optimizer.type"),
+        (with_params("scheduler", warmup_type="auto"), "scheduler.params.warmup_type"),
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": "auto"}}}, "scheduler.params.cycle_max_lr"),
+        ({"fp16": {"enabled": True, "loss_scale": "auto"}}, "fp16.loss_scale"),
+        ({"zero_optimization": {"offload_param": {"device": "auto"}}}, "zero_optimization.offload_param.device"),
+        ({"tensorboard": {"output_path": "auto"}}, "tensorboard.output_path"),
+        ({"of_the_future": "auto"}, "of_the_future"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_auto_where_no_flag_says_it_is_one_line_that_names_the_key(config: Json, where: str, merged: Any) -> None:
+    assert one_line(merged, config, kind=UserMistake).startswith(f"{where} in ds.json is auto")
+
+
+def test_a_warm_up_that_is_auto_is_that_of_all_models(merged: Any) -> None:
+    config = with_params("scheduler", warmup_num_steps="auto")
+    assert merged(config, lr_warmup_steps=[3, 3]).lr_warmup_steps == [3, 3]
+    assert "--lr_warmup_steps 3 4" in one_line(merged, config, lr_warmup_steps=[3, 4], kind=UserMistake)
+
+
+def test_auto_of_optimizer_and_scheduler_is_what_it_is_said_to_mean() -> None:
+    meant = {"optimizer.params.lr": 0.5, "optimizer.params.betas": [0.7, 0.8], "scheduler.params.warmup_num_steps": 3,
+             "scheduler.params.total_num_steps": 9}  # fmt: skip
+    full = resolved(AUTO, auto=meant)
+    assert {name: full["optimizer"]["params"][name] for name in ("lr", "betas")} == {"lr": 0.5, "betas": [0.7, 0.8]}
+    assert full["scheduler"]["params"] == {"warmup_num_steps": 3, "total_num_steps": 9}
+    explicit = with_params("optimizer", betas=[0.1, 0.2], lr="auto")
+    assert resolved(explicit, auto=meant)["optimizer"]["params"]["betas"] == [0.1, 0.2]
+
+
+def test_auto_sets_no_flag(merged: Any) -> None:
     assert vars(merged(AUTO)) == vars(parsed("--deepspeed_config", "ds.json"))
     said = {**SAID, "precision": "fp16"}
     assert values_of(merged(AUTO, **said), said) == said
@@ -116,6 +157,14 @@ def test_auto_says_nothing(merged: Any) -> None:
         ({}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled", "bf16.enabled"]),
         ({"learning_rate": 0.001}, {"optimizer": {"type": "Adam", "params": {"lr": 0.02}}},
          ["--learning_rate 0.001", "optimizer.params.lr: 0.02"]),
+        ({"learning_rate": 0.001}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}},
+         ["--learning_rate 0.001", "scheduler.params.warmup_max_lr: 0.02"]),
+        ({"lr_warmup_steps": 5}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
+         ["--lr_warmup_steps 5", "scheduler.params.warmup_num_steps: 9"]),
+        ({"weight_decay": 0.1}, {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.2}}},
+         ["--weight_decay 0.1", "optimizer.params.weight_decay: 0.2"]),
+        ({"betas": (0.9, 0.99)}, {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}},
+         ["--betas 0.9,0.99", "optimizer.params.betas: 0.9,0.95"]),
         ({"zero_stage": 1}, {"zero_optimization": {"stage": 2}}, ["--zero_stage 1", "zero_optimization.stage: 2"]),
         ({}, {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, ["zero_optimization.mics_shard_size", "MiCS"]),
         ({}, {"train_batch_size": 32, MICRO: 4, ACCUMULATION: 2},
@@ -132,7 +181,9 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "train_batch_size": ["8", 8.5, True, 0, [8], 10**30], MICRO: ["4", 0], ACCUMULATION: [0, 1.5],
     "gradient_clipping": ["1.0", -1.0, True, 1e30, 10**30, 10**400], "bf16": [True], "bf16.enabled": ["true"],
     "fp16": [[]], "fp16.enabled": [1], "optimizer": ["Adam", {}], "optimizer.params": [1e-3],
-    "optimizer.params.lr": ["1e-3"], "scheduler": ["WarmupLR"], "zero_optimization": [2],
+    "optimizer.params.lr": ["1e-3"], "optimizer.params.betas": [0.9, [0.9], [0.9, "0.99"]],
+    "optimizer.params.weight_decay": [-1, "0"], "scheduler.params.warmup_num_steps": [0.5, -1],
+    "scheduler.params.warmup_max_lr": ["1e-3"], "scheduler": ["WarmupLR"], "zero_optimization": [2],
     "zero_optimization.stage": [4, "2", 1.5, True],
 }  # fmt: skip
 

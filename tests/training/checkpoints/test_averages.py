@@ -136,3 +136,24 @@ def test_files_that_do_not_fit_are_one_line(checkpoints, tmp_path):
     path.unlink()
     os.mkfifo(path)  # would hold up whoever opens it
     files.of_length("ema_of.two", 0.1, dict(made().named_parameters()))
+
+
+def test_an_average_of_another_length_counts_the_updates_of_each_part(checkpoints, tmp_path):
+    """Of two parts, the first is skipped in every second update of the first half: it is as if it had been trained for
+    fewer updates. What belongs to no part is as the last save has it."""
+    files, parts = AverageFiles(tmp_path / "snapshots"), ("weight", "bias")
+    both, of_first = make_ema(WEIGHTS, 0.0, [0.05, 0.10], parts), make_ema(WEIGHTS, 0.0, [0.07])
+    for update in range(1, 201):
+        for tensor in WEIGHTS.module.state_dict().values():
+            tensor.fill_(float(update))
+        is_skipped = update < 100 and update % 2 == 0
+        both.update(torch.tensor(is_skipped), torch.tensor(False))
+        of_first.update(torch.tensor(is_skipped))
+        if update % 10 == 0:
+            checkpoints.save(update, {"ema": both.state_dict()}, {}, files.write)
+            checkpoints.wait()
+    wanted = of_first.state_dict()["powers"]["0.07"]["weights"]["weight"][0, 0].item()
+    like = {**dict(made().named_parameters()), "count": torch.zeros(1)}
+    found, updates, distance = files.of_length("ema", 0.07, like)
+    assert found["weight"].flatten().tolist() == pytest.approx([wanted] * 2, abs=0.03) and updates == 200
+    assert distance < 0.01 and torch.equal(found["count"], files.newest("ema")["count"])

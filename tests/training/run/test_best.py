@@ -13,7 +13,7 @@ from tests.scripts import names
 from tests.training.disk import busy, failing, left_by_kills
 from training.run.best import BestModel
 
-METRIC = "valid/r10"
+METRIC, LOSS = "valid/r10", "valid/loss"
 
 
 def best_of(folder: Path, **more: Any) -> BestModel:
@@ -43,30 +43,58 @@ def content(folder: Path) -> tuple[float, int]:
 
 def save_all(best: BestModel, values: dict[int, float]) -> list[int]:
     """Steps whose models were taken."""
-    return [step for step, value in values.items() if best.save_if_better(value, step, model(value))]
+    return [step for step, value in values.items() if best.save_if_better({METRIC: value}, step, model(value))]
 
 
 def test_only_what_is_strictly_better_is_taken_and_nan_never(tmp_path):
     best = best_of(tmp_path)
-    assert not best.save_if_better(math.nan, 50, model(0)) and names(tmp_path) == []
+    assert not best.save_if_better({METRIC: math.nan}, 50, model(0)) and names(tmp_path) == []
     values = {50: -3.0, 70: -2.0, 80: -2.5, 100: 0.2, 200: 0.2, 300: math.nan, 400: 0.1}
     assert save_all(best, values) == [50, 70, 100]
     model(0.1)(tmp_path / ".best.unfinished")  # what an earlier attempt left is no part of the next
     (tmp_path / ".best.unfinished" / "model-00002.safetensors").write_text("0.1")
     assert save_all(best, {500: 0.3, 600: 0.3}) == [500]
     assert content(tmp_path) == (0.3, 500) and names(tmp_path) == ["best"]
-    assert best.state_dict() == {"value": 0.3, "step": 500} and best.failure is None
+    assert best.state_dict() == {"value": 0.3, "loss": None, "step": 500} and best.failure is None
+
+
+def test_of_equal_values_the_one_of_the_lower_loss_is_taken_and_a_next_start_knows_it(tmp_path):
+    best, write = best_of(tmp_path, loss=LOSS), model(1.0)
+    losses = {1: 0.5, 2: 0.5, 3: 0.4, 4: math.nan, 5: 0.45, 6: 0.3}
+    assert [n for n, loss in losses.items() if best.save_if_better({METRIC: 1.0, LOSS: loss}, n, write)] == [1, 3, 6]
+    assert not best.save_if_better({METRIC: 0.9, LOSS: 0.1}, 7, write)
+    state = best.state_dict()
+    assert state == {"value": 1.0, "loss": 0.3, "step": 6}
+    for before, evaluated, taken in (
+        (state, {}, False),
+        ({"value": 1.0, "loss": 0.4, "step": 3}, {}, False),  # the file is of a later validation than the checkpoint
+        ({"value": 1.0, "loss": 0.4, "step": 3}, {METRIC: 1.0, LOSS: 0.3}, False),
+        ({"value": 1.0, "step": 3}, {}, False),  # of an earlier version: an older model whose loss is not known stays
+    ):
+        again = best_of(tmp_path, loss=LOSS)
+        again.load_state_dict(before)
+        again.catch_up(6, evaluated)
+        assert again.save_if_better({METRIC: 1.0, LOSS: 0.35}, 8, write) is taken
+    again = best_of(tmp_path, loss=LOSS)
+    again.load_state_dict(state)
+    assert again.save_if_better({METRIC: 1.0, LOSS: 0.25}, 9, write) and content(tmp_path) == (1.0, 9)
+    plain = best_of(tmp_path)
+    assert [plain.save_if_better({METRIC: 2.0, LOSS: loss}, 9, model(2.0)) for loss in (0.5, 0.4)] == [True, False]
 
 
 def test_a_best_model_that_is_gone_is_said_and_replaced_by_the_next(tmp_path):
     best = best_of(tmp_path)
-    best.save_if_better(0.5, 100, model(0.5))
+    best.save_if_better({METRIC: 0.5}, 100, model(0.5))
     state = best.state_dict()
     shutil.rmtree(tmp_path / "best")
     again = best_of(tmp_path)
     again.load_state_dict(state)
     assert "0.5 of update 100" in again.failure and "is gone" in again.failure and "\n" not in again.failure
-    assert again.save_if_better(0.3, 200, model(0.3)) and content(tmp_path) == (0.3, 200) and again.failure is None
+    assert (
+        again.save_if_better({METRIC: 0.3}, 200, model(0.3))
+        and content(tmp_path) == (0.3, 200)
+        and again.failure is None
+    )
 
 
 @pytest.mark.parametrize("is_first", [False, True])
@@ -74,15 +102,15 @@ def test_killed_before_and_after_every_file_operation(tmp_path, is_first):
     (tmp_path / "run").mkdir()
     best, results = best_of(tmp_path / "run"), []
     if not is_first:
-        best.save_if_better(1.0, 1, model(1.0))
-    for folder in left_by_kills(tmp_path / "run", lambda: best.save_if_better(2.0, 2, model(2.0))):
+        best.save_if_better({METRIC: 1.0}, 1, model(1.0))
+    for folder in left_by_kills(tmp_path / "run", lambda: best.save_if_better({METRIC: 2.0}, 2, model(2.0))):
         again = best_of(folder)
         if not is_first:
             again.load_state_dict({"value": 1.0, "step": 1})
         assert names(folder) == ["best"] or (is_first and not names(folder)), folder
         assert again.failure is None
         results.append(content(folder) if names(folder) else (1.0, 1))
-        assert again.save_if_better(2.0, 2, model(2.0)) and content(folder) == (2.0, 2)
+        assert again.save_if_better({METRIC: 2.0}, 2, model(2.0)) and content(folder) == (2.0, 2)
     switch = results.index((2.0, 2))
     assert results == [(1.0, 1)] * switch + [(2.0, 2)] * (len(results) - switch)
     assert switch > 5 and (is_first or len(results) - switch > 3), "files and folders are there one after the other"
@@ -95,11 +123,11 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
         folder = tmp_path / str(stage)
         folder.mkdir()
         best = best_of(folder)
-        best.save_if_better(1.0, 1, model(1.0))
+        best.save_if_better({METRIC: 1.0}, 1, model(1.0))
         with pytest.MonkeyPatch.context() as patch:
             names_of_calls = ("fsync", "mkdir", "rename", "open", "unlink", "rmdir", "write_text")
             failed = failing(patch, stage, names_of_calls, forever=forever)
-            taken = best.save_if_better(2.0, 2, model(2.0))
+            taken = best.save_if_better({METRIC: 2.0}, 2, model(2.0))
         if not failed:
             break
         seen.add(failed[0])
@@ -111,7 +139,7 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
         assert again.failure is None and names(folder) == ["best"]
         assert content(folder) == ((2.0, 2) if taken else (1.0, 1)) == (best.value, best.step)
         # A worse one than the one that is there is not taken, one in between is.
-        assert best.save_if_better(1.5, 3, model(1.5)) is not taken
+        assert best.save_if_better({METRIC: 1.5}, 3, model(1.5)) is not taken
         assert best.failure is None and content(folder) == ((2.0, 2) if taken else (1.5, 3))
         stage += 1
     assert {"mkdir", "write_text", "fsync", "rename"} <= seen and stage > 10
@@ -119,7 +147,7 @@ def test_a_disk_that_fails_at_any_operation_is_said_and_the_state_is_that_of_the
 
 def test_a_model_of_the_checkpoints_own_update_counts_where_it_is_better_and_no_later_one(tmp_path):
     """A run that was asked to stop saves before it validates; one that was killed repeats what it had validated."""
-    best_of(tmp_path).save_if_better(0.5, 4, model(0.5))
+    best_of(tmp_path).save_if_better({METRIC: 0.5}, 4, model(0.5))
     for step, state, expected in [
         (4, {"value": 0.2, "step": 2}, (0.5, 4)),
         (4, {"value": None, "step": None}, (0.5, 4)),
@@ -140,7 +168,7 @@ def test_the_value_of_the_checkpoints_own_update_counts_although_a_later_model_t
     assert save_all(best, {5: 8.0, 10: 10.0, 15: 12.0}) == [5, 10, 15]
     again = best_of(tmp_path)
     again.load_state_dict({"value": 8.0, "step": 5})  # the checkpoint of update 10 was saved before its validation
-    again.catch_up(10, evaluated=10.0)
+    again.catch_up(10, evaluated={METRIC: 10.0})
     assert save_all(again, {12: 9.0}) == [] and content(tmp_path) == (12.0, 15)
     assert save_all(again, {15: 12.0}) == [15]
 
@@ -150,7 +178,7 @@ def test_an_old_model_that_cannot_be_deleted_is_told_once_and_prevents_no_new_on
     assert save_all(best, {1: 1.0}) == [1]
     (tmp_path / "best" / held).touch()
     busy(monkeypatch, held)
-    assert best.save_if_better(2.0, 2, model(2.0)) and ".best.unfinished" in best.failure
+    assert best.save_if_better({METRIC: 2.0}, 2, model(2.0)) and ".best.unfinished" in best.failure
     assert save_all(best, {3: 3.0, 4: 4.0}) == [3, 4] and best.failure is None
     again = best_of(tmp_path)
     assert ".best.unfinished" in again.failure, "once in each start"

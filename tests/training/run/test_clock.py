@@ -31,3 +31,15 @@ def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
     now = 3600 - 2 * (3 * 30 + 20) - 1
     assert not watch.is_late(save_seconds=20.0) and watch.is_late(save_seconds=21.0)
     assert not Clock(Process()).is_late(save_seconds=1e9)
+
+
+def test_the_share_of_a_validation_is_that_of_the_time_since_the_one_before(monkeypatch):
+    now, shares = [100.0], []
+    monkeypatch.setattr("training.run.clock.time.monotonic", lambda: now[0])
+    watch = Clock(Process())
+    for training, validating in ((50.0, 20.0), (9.0, 1.0), (4.0, 1.0), (0.0, 0.0)):
+        now[0] += training
+        with watch.validating() as share:
+            now[0] += validating
+        shares.append(share())
+    assert shares == [0.0, 0.1, 0.2, 0.0]
