@@ -94,7 +94,31 @@ def test_without_data_the_demonstration_runs_and_is_announced(script: Script) ->
     args = parse([f"--{flag}", "data"])
     assert (getattr(args, flag), args.output_dir, args.config_in_force) == ("data", f"runs/{name}", None)
     config = str(script.configs / "base.yaml")
-    assert config in parse(["--config", config]).config_in_force
+    assert config in parse(["--config", config, f"--{flag}", "data"]).config_in_force
+
+
+def test_who_has_a_run_in_mind_and_forgets_its_data_is_told_and_gets_no_demonstration(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every configuration but the demonstration's leaves the data to its user."""
+    flag, demonstration = f"--{script.data.flag}", script.data.demonstration
+    own, named = tmp_path / "own.yaml", tmp_path / "named.yaml"
+    own.write_text("epochs: 1\ndataset: null\n")
+    named.write_text(f"{script.data.flag}: {demonstration}\n")
+    parse = partial(script.module.build_parser().parse, demonstration=script.module.DEMO_CONFIG)
+    recipes = [path for path in sorted(script.configs.glob("*.yaml")) if path.name != "demo.yaml"]
+    starts = [["--config", str(path)] for path in (own, *recipes)]
+    starts += [[f"--{name}", "own/"] for name in ("init_from", "valid_folder")]
+    starts += [["--image_folder", "photos/"]] if script.name == "train_tokenizer" else []  # of which clips are the data
+    for start in starts:
+        with pytest.raises(SystemExit) as raised:
+            parse(start)
+        line = capsys.readouterr().err
+        assert raised.value.code == 2 and f"error: {' '.join(start)} is given without data to train on" in line
+        assert f"give {flag} PATH as well, or {flag} {demonstration}" in line
+    assert getattr(parse(["--config", str(own), flag, "data"]), script.data.flag) == "data"
+    for path in (named, script.configs / "demo.yaml"):
+        assert getattr(parse(["--config", str(path)]), script.data.flag).startswith(demonstration)
 
 
 # Where a script has them, flags with numbers that no machine has room for, and with numbers that it has no room for

@@ -25,6 +25,11 @@ _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "config", "fresh", "dry_run"
 # they are still there much later, the root made no mistake.
 _ROOT_SPEAKS_FIRST_SECONDS, _OTHERS_SPEAK_AFTER_SECONDS = 2.0, 10.0
 
+# Who gives one of these has a run in mind: without data it is no demonstration, but refused.
+_WITHOUT_DATA_NO_RUN = (
+    "config", "init_from", "image_folder", "valid_folder", "image_embeddings", "text_embeddings"
+)  # fmt: skip
+
 _UNSET = object()
 
 # Flags of other trainers for what takes none here.
@@ -132,29 +137,37 @@ class ArgumentParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
 
-        If `argv` holds neither the flag of the data nor `--dataset` nor `--config`, the config file `demonstration` is
-        read; --help says so.
+        If neither `argv` nor the file of `--config` has the flag of the data or `--dataset`, the config file
+        `demonstration` is read, and --help says so; but it is a mistake if `argv` has `--config`, a model to start from
+        or samples of another flag, because the run would end as if it had been trained on the user's data.
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
         `on_command_line`, that of those set in `argv`, `said_as`, the name of the flag that was used for each of them,
         `script`, the script's file name, `lasting`, as the attribute, and `config_in_force`, a line that says which
         file was read, or None. A mistake ends the process through `error`.
         """
-        own = (self.data_flag, "dataset", "config")
+        data = [str(self.data_flag), "dataset"]
         if demonstration:
             self.epilog = (
-                f"Without {' and '.join(f'--{name}' for name in own)} it runs its demonstration: the flags of "
-                f"{_shown(demonstration)}, which differ from the defaults above."
+                f"Without {' and '.join(f'--{name}' for name in (*data, 'config'))} it runs its demonstration: the "
+                f"flags of {_shown(demonstration)}, which differ from the defaults above."
             )
         given, said_as = self._from_command_line(sys.argv[1:] if argv is None else argv)
         on_command_line = frozenset(given)
         in_force = f"configuration: {given['config']}" if "config" in given else None
-        if demonstration and on_command_line.isdisjoint(own):
+        settings, keys = self._from_config_file(given["config"]) if "config" in given else ({}, {})
+        if demonstration and (settings.keys() | given.keys()).isdisjoint(data):
+            if other := next((name for name in _WITHOUT_DATA_NO_RUN if name in given), None):
+                flag = f"--{self.data_flag}"
+                self.error(
+                    f"--{said_as[other]} {given[other]} is given without data to train on: give {flag} PATH as well, "
+                    f"or {flag} {self.get_default(data[0])}, which this script makes itself"
+                )
             given["config"] = os.fspath(demonstration)
+            settings, keys = self._from_config_file(given["config"])
             in_force = (
                 f"demonstration: {_shown(demonstration)}, because neither --{self.data_flag} nor --config was given"
             )
-        settings, keys = self._from_config_file(given["config"]) if "config" in given else ({}, {})
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
