@@ -138,11 +138,23 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
         "kind": "checkpoint", "step": samples // batch_size if is_known else None,
          "samples": samples,
         "written_by": meta,
-        "models": parts.get(MODELS, {}),
+        "models": {name: with_scale(model, parts.get(name, {})) for name, model in parts.get(MODELS, {}).items()},
         "parts": facts,
         "bytes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
         "checksums": checksums,
     }  # fmt: skip
+
+
+def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
+    """What a checkpoint says of a model, with the scale of latents that its weights have measured. Both may be a
+    stranger's, and unlike those of this program."""
+    from models.quantizers.gaussian import scale_of
+
+    weights = part.get("weights")
+    moments = weights.get("quantizer.moments") if isinstance(weights, dict) else None
+    if not isinstance(model, dict) or model.get("scaling_factor") or getattr(moments, "shape", None) != (3,):
+        return model
+    return {**model, **dict(zip(("scaling_factor", "shift_factor"), scale_of(moments) or (None, None), strict=True))}
 
 
 def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -305,7 +305,7 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     makes, idle = ("codes", _OF_LATENTS) if model.num_codes else ("latents", ["report"])
     if said := [name for name in idle if name in args.on_command_line]:
         raise ValueError(f"--{said[0]} has no effect: the model in {args.model} makes {makes}; leave it out")
-    if args.scaled and not (model.num_codes or model.saved_config()["scaling_factor"]):
+    if args.scaled and not (model.num_codes or model.scaling_factor):
         raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
     make = video_coder if kind == "videos" else image_coder
     coder = make(model.to(backend.device).requires_grad_(False), args, backend)
