@@ -16,10 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tandem.files.installed import HOME
 from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes
 from tandem.files.writing import write_atomically
 
-_PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
+_PACKAGES = (
+    "tandem-training", "torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors",
+    "PyYAML",
+)  # fmt: skip
 
 _STARTS = "starts.jsonl"  # an object for each start of the run
 
@@ -96,9 +100,13 @@ def environment() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Commit of this source, with "-dirty" if files differ from it; None outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """Commit of this source, with "-dirty" if files differ from it; None if it is no git checkout itself: a repository
+    around it, or that of GIT_DIR, is another project's."""
+    if not (HOME / ".git").exists():
+        return None
+    command = ["git", "-C", str(HOME), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(command, env=own, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
