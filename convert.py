@@ -260,7 +260,8 @@ def translate(args: argparse.Namespace) -> None:
         print(f"left out: {printable(line)}")
     if args.processes == 1:
         print(f"batch_size {settings['batch_size']} is for one process; for several give --processes")
-    command = shlex.join([*command_of("train_decoder.py"), "--config", str(out)])
+    data = [] if "image_folder" in settings else ["--image_folder", "tars/"]
+    command = shlex.join([*command_of("train_decoder.py"), "--config", str(out), *data])
     print(f"wrote {out}; start it with: {command}")
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,8 +27,8 @@ from tests.scripts import ROOT
 
 HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=alert(1)>"
 
-START = {"time": "2026-01-31T12:00:00+00:00", "command": ["train_vae.py"], "packages": {}, "step": 0,
-         "backend": "single", "world_size": 1, "device": "cpu"}  # fmt: skip
+START = {"time": "2026-01-31T12:00:00+00:00", "command": ["train_vae.py", "--image_folder", "my photos/*.tar"],
+         "packages": {}, "step": 0, "backend": "single", "world_size": 1, "device": "cpu"}  # fmt: skip
 
 
 def make(path: Path, lines: list[Any] | None = None, **config: Any) -> Path:
@@ -80,6 +81,11 @@ def test_a_page_stands_in_the_run_folder_and_is_made_again(tmp_path: Path) -> No
     (again,) = data_in(path)["runs"]
     assert again["step"] == 4 and [again["curves"][name]["y"][-1] for name in ("loss", "other", "large")] == [
         None, None, 1.7e308]  # fmt: skip
+
+
+def test_the_command_of_a_start_is_one_that_a_shell_takes(tmp_path: Path) -> None:
+    (start,) = report.read_all([report.RunReader(make(tmp_path / "run"), "run", 1)])["runs"][0]["starts"]
+    assert shlex.split(start["command"]) == START["command"]
 
 
 def test_how_each_start_ended_and_what_was_skipped_are_marks_in_the_order_of_updates(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from tandem.converters import config_names, config_value, nearest, said_as_flag, shown_default
 from tandem.fields import DATA, Flag, Needs, add_flag, flags_of
 from tandem.files.exits import MISTAKE, leave
-from tandem.files.installed import HOME, IS_INSTALLED, command_of
+from tandem.files.installed import HOME, IS_INSTALLED, installed_command
 from tandem.files.reading import printable
 from tandem.files.writing import open_standard_streams
 
@@ -73,7 +73,7 @@ class ArgumentParser(argparse.ArgumentParser):
     ) -> None:
         open_standard_streams()
         super().__init__(
-            prog=" ".join(command_of(prog)) if prog and IS_INSTALLED else prog,
+            prog=installed_command(prog) if prog and IS_INSTALLED else prog,
             usage="%(prog)s [--config FILE] [flags]",
             description=description,
             formatter_class=HelpFormatter,

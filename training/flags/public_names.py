@@ -5,6 +5,7 @@ such a name is met. Imports the standard library only."""
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import NamedTuple
 
 from tandem.files.installed import HOME, command_of
@@ -50,7 +51,7 @@ def instead_of(name: str, script: str) -> str | None:
     row = next((row for row in rows(script) if row.name == name and not row.flag), None)
     if row is None:
         return None
-    return f"{row.package} has it: {row.note}".replace("convert.py", " ".join(command_of("convert.py")))
+    return f"{row.package} has it: {row.note}".replace("convert.py", shlex.join(command_of("convert.py")))
 
 
 def batch_arithmetic(args: argparse.Namespace, world_size: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,13 @@ def _start(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _words(fact: Any) -> Any:
-    """Lists and mappings, such as a command, versions and what changed from one value to another, as text."""
+    """Lists and mappings, such as a command, versions and what changed from one value to another, as text; a command as
+    a shell takes it."""
     if isinstance(fact, dict):
         pairs = {name: " -> ".join(map(text_of, value)) if isinstance(value, list) else text_of(value)
                  for name, value in fact.items()}  # fmt: skip
         return ", ".join(f"{name} {value}" for name, value in pairs.items())
-    return " ".join(map(str, fact)) if isinstance(fact, list) else fact
+    return shlex.join(map(str, fact)) if isinstance(fact, list) else fact
 
 
 def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
