@@ -31,3 +31,23 @@ def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
     now = 3600 - 2 * (3 * 30 + 20) - 1
     assert not watch.is_late(save_seconds=20.0) and watch.is_late(save_seconds=21.0)
     assert not Clock(Process()).is_late(save_seconds=1e9)
+
+
+def test_a_look_at_the_clock_comes_before_half_of_what_is_left_and_in_the_end_after_each_update(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "monotonic", lambda: now[-1])
+    watch = Clock(Process(), save_minutes=20, run_minutes=30)
+    watch.begin(600.0, 0)  # 10 minutes of earlier starts
+    now[-1] = 60.0
+    assert watch.look(1) == (False, False, (1200 - 60) // 120), "half of what is left, in updates of 60 s"
+    for now[-1] in (60.0, 63.0, 65.0):
+        watch.is_late(save_seconds=0.0)
+    assert watch.look(65) == (False, False, (1200 - 65) // 6), "the slowest update took 3 s"
+    now[-1] = 1195.0
+    assert watch.look(1195) == (False, False, 1)
+    now[-1] = 1200.0
+    assert watch.look(1200) == (True, True, 1200 // 6), "a save begins now"
+    with watch.saving():
+        now[-1] = 1250.0
+    assert watch.look(1250) == (False, True, 1200 // 6)
+    assert Clock(Process()).look(1) == (False, False, 1000)
