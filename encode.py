@@ -229,7 +229,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
     if model.num_codes:
         return Coder("images", {"batch_size": count}, StoredCodes, ShardWriter, open_set, ".png", None, write)
-    settings = {"batch_size": count, **{name: getattr(args, name) for name in _OF_LATENTS}}
+    settings = {"batch_size": count, **{name: getattr(args, name) for name in _OF_LATENTS if name != "latent_dtype"}}
     writer = functools.partial(LatentWriter, Noise(args.seed, "latents"))
     return Coder("images", settings, StoredLatents, writer, open_set, ".png", None, write)
 
@@ -319,6 +319,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     from data.records.rows import parts_of
     from data.stores.codes import code_dtype
+    from data.stores.latents import DTYPES, channel_lines
     from data.stores.output import OutputFolder, names_sha256
     from training.measures.averages import code_statistics
 
@@ -327,21 +328,29 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         model, coder, about = open_coder(args, backend)
         backend.working("listing the samples")
         side, kind = args.image_size or model.image_size, coder.kind
-        dtype = code_dtype(model.num_codes) if model.num_codes else np.dtype("float32")
         grid, samples, codes = coder.open(side)
+        empty, written = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
+        if not model.num_codes:  # rows are moments of an image and the mirrored one, of which latents are made
+            _, width, *sides = grid
+            shape = [width if args.latent == "moments" else width // 2, *sides]
+            written = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
         names = [samples.name(index) for index in range(len(samples))]
         parts = parts_of(samples.source)  # of files, if a manifest asks for parts
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
-        "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),
-        "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
+        "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(empty.dtype),
+        **written, "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
         f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    empty = np.zeros((0, *grid), dtype)
     shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")
     n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
     backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of {coder.stored.name}: {args.output}")
+    if not model.num_codes:
+        with backend.agreement():
+            own = coder.stored(output.path).channels(range(backend.rank, len(shards), backend.world_size))
+        for line in channel_lines({int(k): v for part in backend.gather_objects(own) for k, v in part.items()}):
+            backend.say(line)
     if args.report and model.num_codes:
         with backend.agreement():
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))

@@ -178,7 +178,7 @@ OTHER_FLAGS = [
     ([TOKENIZE_VIDEOS], "fps", 5, "fps was null and is now 5.0"),
     ([TOKENIZE, LATENTS], "format", "npy", "format was"),
     ([LATENTS], "latent", "mean", 'latent was "sample" and is now "mean"'),
-    ([LATENTS], "latent_dtype", "bf16", 'latent_dtype was "fp16" and is now "bf16"'),
+    ([LATENTS], "latent_dtype", "bf16", 'dtype was "float16" and is now "bfloat16"'),
     ([LATENTS], "seed", 1, "seed was 0 and is now 1"),
     ([EMBED], "max_clips", 2, "max_clips was 6 and is now 2"),
 ]
@@ -284,9 +284,9 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "video codes outside the codebook": ([TOKENIZE_VIDEOS], shard_of(512, (9, 4, 4), np.uint16), "outside"),
     "latents alone": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float16), "latents_flip"),
     "latents of another type": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float64), "float64, not float16"),
-    "latents of no width": ([LATENTS], lambda f, name: change_index(f, grid=[2, "8", 4, 4]), "cannot read"),
+    "latents of no width": ([LATENTS], lambda f, name: change_index(f, grid=["4", 4, 4]), "cannot read"),
     "latents of another model": (
-        [LATENTS], lambda f, name: (narrowed(f, name), change_index(f, grid=[1, 4, 4, 4])), "give (b, 4, h', w')",
+        [LATENTS], lambda f, name: (narrowed(f, name), change_index(f, grid=[2, 4, 4], with_flip=False)), "give (b, 4, h', w')",
     ),
     "no scale": ([LATENTS], lambda f, name: change_index(f, config={}), "scaling_factor"),
     "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not (9, 4, 4)"),
