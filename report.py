@@ -11,6 +11,9 @@ page.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import json
 import signal
 from argparse import Namespace
 from collections.abc import Sequence
@@ -55,6 +58,19 @@ def check_flags(parser: ArgumentParser, args: Namespace) -> None:
         parser.error("--port has no effect without --watch")
     if (args.port or 0) > LARGEST_PORT:
         parser.error(f"--port {args.port}: the largest port is {LARGEST_PORT}")
+
+
+@functools.cache
+def defaults_of(script: str) -> dict[str, Any]:
+    """The settings of a training script without any flag, as config.yaml has them; {} if there is no such script."""
+    name = script.removesuffix(".py")
+    try:
+        module = importlib.import_module(f"{__package__}.{name}" if __package__ else name)
+    except ImportError:
+        return {}
+    parser = module.build_parser()
+    settings: dict[str, Any] = json.loads(json.dumps(parser.settings(parser.with_values({}))))
+    return settings
 
 
 def read_all(readers: Sequence[Any]) -> dict[str, Any]:
@@ -118,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_codes(parser.error):
         library()
         names = names_of(args.runs)
-        readers = [RunReader(path, name, args.pictures) for path, name in zip(args.runs, names, strict=True)]
+        readers = [
+            RunReader(path, name, args.pictures, defaults_of) for path, name in zip(args.runs, names, strict=True)
+        ]
         if args.watch:
             watch(readers, args.port or 0)
         else:

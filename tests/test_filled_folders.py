@@ -286,7 +286,8 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "latents of another type": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float64), "float64, not float16"),
     "latents of no width": ([LATENTS], lambda f, name: change_index(f, grid=["4", 4, 4]), "cannot read"),
     "latents of another model": (
-        [LATENTS], lambda f, name: (narrowed(f, name), change_index(f, grid=[2, 4, 4], with_flip=False)), "give (b, 4, h', w')",
+        [LATENTS], lambda f, name: (narrowed(f, name), change_index(f, grid=[2, 4, 4], with_flip=False)),
+        "give (b, 4, h', w')",
     ),
     "no scale": ([LATENTS], lambda f, name: change_index(f, config={}), "scaling_factor"),
     "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not (9, 4, 4)"),

@@ -136,7 +136,9 @@ class MetricsFile:
                 self._tail = self._before(file)
         except FileNotFoundError:
             self._forget()
-            self._failure = "metrics.jsonl is missing: no curves"
+            # A run that has just begun has none; one that is finished had one.
+            is_finished = (self.path.parent / "model" / "training.json").exists()
+            self._failure = "metrics.jsonl is missing: no curves" if is_finished else ""
         except (OSError, ValueError) as error:
             self._failure = f"metrics.jsonl cannot be read: {words_of(error)}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,17 @@ class RunReader:
     Args:
         name: What the page calls the run.
         pictures: Updates whose pictures are shown.
+        defaults_of: The settings of a script by its file name, as config.yaml has them, if no flag is given; {} if that
+            is not known.
 
     Raises:
         ValueError: one line, if the folder is that of no run.
     """
 
-    def __init__(self, path: str | Path, name: str, pictures: int) -> None:
-        self.path, self.name = Path(path), name
+    def __init__(
+        self, path: str | Path, name: str, pictures: int, defaults_of: Callable[[str], Mapping[str, Any]]
+    ) -> None:
+        self.path, self.name, self._defaults_of = Path(path), name, defaults_of
         if not self.path.exists():
             raise ValueError(f"there is no run folder {path}")
         if not self.path.is_dir():
@@ -63,12 +67,14 @@ class RunReader:
         if len(begun) > _MOST_STARTS:
             notes.append(f"starts.jsonl: the newest {_MOST_STARTS} of {len(begun)} starts are shown")
         pictures, more = pictures_in(self.path / "samples", self._pictures)
-        metrics = self._metrics
+        metrics, script = self._metrics, script_of(self.path)
+        defaults = self._defaults_of(script) if script else {}
+        chosen = [name for name, value in config.items() if name in defaults and value != defaults[name]]
         curves = {name: curve.as_json() for name, curve in metrics.curves.items()}
         return {
             "name": self.name,
             "path": str(self.path),
-            "script": script_of(self.path),
+            "script": script,
             "status": self._status(metrics.last_step, metrics.last_time),
             "step": metrics.last_step,
             "notes": [*notes, *more],
@@ -76,6 +82,7 @@ class RunReader:
             "clock": {name: metrics.clock[name].as_json() for name in ("samples", "seconds")},
             "marks": marks(begun, {name: metrics.curves[name].rises() for name in FAULTS if name in metrics.curves}),
             "config": {name: text_of(value) for name, value in config.items()},
+            "chosen": chosen,  # of these, what is not the script's default
             "starts": [_start(facts) for facts in begun[-_MOST_STARTS:]],
             "costs": dict(_costs(metrics, curves)),
             "best": _best(self.path / "best" / "best.json"),
