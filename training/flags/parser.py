@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from tandem import __version__
 from tandem.converters import config_names, config_value, nearest, said_as_flag, shown_default
 from tandem.fields import DATA, Flag, Needs, add_flag, flags_of
 from tandem.files.exits import MISTAKE, leave
@@ -16,10 +17,10 @@ from tandem.files.installed import HOME, IS_INSTALLED, installed_command
 from tandem.files.reading import printable
 from tandem.files.writing import open_standard_streams
 
-from .shell import HelpAll, complete, short_help
+from .shell import HelpAll, Version, complete, short_help
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
-_COMMAND_LINE_ONLY = frozenset({"help", "help_all", "config", "fresh", "dry_run", "profile_steps"})
+_COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh", "dry_run", "profile_steps"})
 
 # A launcher ends all processes when the first one fails, so the others wait until the root has printed its error. If
 # they are still there much later, the root made no mistake.
@@ -81,6 +82,7 @@ class ArgumentParser(argparse.ArgumentParser):
         )
         self._script, self._is_root = prog or self.prog, is_root
         self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
+        self.add_argument("--version", action=Version, default=argparse.SUPPRESS, help="print the version and exit")
         self._raises = False  # by `error`: the processes are connected, and have to agree on it
         #: The dataclass of the flags, if there is one, and of these the flag of the data.
         self.config: Any = None
@@ -114,6 +116,11 @@ class ArgumentParser(argparse.ArgumentParser):
             text = (None if whole else short_help(self)) or self.format_help()
             where = f"\nThe files of docs/ are in {HOME / 'docs'}.\n" if IS_INSTALLED and "docs/" in text else ""
             self._print_message(text + where, file or sys.stdout)
+
+    def print_version(self) -> None:
+        """Print the name of the package and its version."""
+        if self._is_root():
+            self._print_message(f"tandem-training {__version__}\n", sys.stdout)
 
     def add_config(self, config: type) -> None:
         """Add a flag for each field of a dataclass (`tandem.fields`).

@@ -16,12 +16,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tandem import __version__
 from tandem.files.installed import HOME
 from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes
 from tandem.files.writing import write_atomically
 
 _PACKAGES = (
-    "tandem-training", "torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors",
+    "torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors",
     "PyYAML",
 )  # fmt: skip
 
@@ -84,7 +85,7 @@ def now() -> str:
 
 def environment() -> dict[str, Any]:
     """Versions, commit and host of this run, as JSON values. No environment variables, because they may hold keys."""
-    versions = {}
+    versions = {"tandem-training": __version__}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
