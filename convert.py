@@ -33,7 +33,7 @@ from hub import add_push
 from tandem.converters import average_length, positive_int
 from tandem.files.exits import Failed, exit_codes
 from tandem.files.installed import command_of
-from tandem.files.reading import printable
+from tandem.files.reading import counted, printable
 from trained import find, load, load_discriminator, write_model
 from training.flags.parser import ArgumentParser
 
@@ -218,7 +218,8 @@ def average(args: argparse.Namespace) -> None:
         )
     model.load_state_dict(weights, strict=False)
     write_model(model, run, out)
-    print(f"wrote {out}: {described(model)}, averaged over {updates} updates; it misses {distance:.2%} of the profile")
+    averaged = f"averaged over {counted(updates, 'update')}; it misses {distance:.2%} of the profile"
+    print(f"wrote {out}: {described(model)}, {averaged}")
 
 
 def translate(args: argparse.Namespace) -> None:

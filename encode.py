@@ -32,6 +32,7 @@ import distributed
 from hub import fetch
 from tandem.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
 from tandem.fields import flag, given, when, without
+from tandem.files.reading import counted
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, add_places, kernel_settings
 
@@ -345,7 +346,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")
     n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
-    backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of {coder.stored.name}: {args.output}")
+    where = f"in {counted(len(shards), 'shard')} of {coder.stored.name}: {args.output}"
+    backend.say(f"{counted(len(names) - bad, kind[:-1])} {where}")
     if not model.num_codes:
         with backend.agreement():
             own = coder.stored(output.path).channels(range(backend.rank, len(shards), backend.world_size))
@@ -356,8 +358,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
         if n:
-            speed = f"{n} {kind} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
-            backend.say(f"{speed}; {bad} files were left out")
+            speed = f"{counted(n, kind[:-1])} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
+            backend.say(f"{speed}; {counted(bad, 'file')} left out")
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
@@ -381,7 +383,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         with backend.agreement():
             if shard is not None:
                 coder.write(codes, shard, files[shard])
-    backend.say(f"{sum(map(len, files))} {coder.kind}: {args.output}")
+    backend.say(f"{counted(sum(map(len, files)), coder.kind[:-1])}: {args.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

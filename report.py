@@ -22,7 +22,7 @@ from typing import Any
 
 from tandem.converters import non_negative_int, positive_int
 from tandem.files.exits import exit_codes
-from tandem.files.reading import printable
+from tandem.files.reading import counted, printable
 from tandem.files.writing import write_atomically
 from training.flags.parser import ArgumentParser
 from training.report.page import data_of, is_report, library, page
@@ -95,10 +95,6 @@ def write(path: Path, readers: Sequence[Any], is_default: bool) -> None:
     pictures = sum("src" in picture for run in data["runs"] for picture in run["pictures"])
     number = counted(len(data["runs"]), "run")
     say(f"wrote {path}: {len(content) / 1e6:.2f} MB, {number}, {counted(pictures, 'picture')}")
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def watch(readers: Sequence[Any], port: int) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.files.reading import counted
+
 TICK_SECONDS = 1.0
 LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed
 SILENT_TICKS = 10  # without an answer, for a process that holds up a job which is asked to end
@@ -140,7 +142,7 @@ class Judge:
             f"rank {rank} stands at update {self._ranks[rank].mark['update']} ({self._ranks[rank].mark['phase']})"
             for rank in culprits
         )
-        return f"no progress for {self._timeout_ticks * TICK_SECONDS / 60:g} minutes: {named}"
+        return f"no progress for {counted(self._timeout_ticks * TICK_SECONDS / 60, 'minute')}: {named}"
 
 
 def _listed(found: Iterable[str]) -> str:

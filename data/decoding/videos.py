@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tandem.files.installed import missing_package
+from tandem.files.reading import counted
 
 from ..bad_samples import Unsuitable
 from ..hashing import Draws
@@ -157,9 +158,7 @@ class ClipDecoder:
         if n == 0:
             raise ValueError("it holds no frames")
         if n < self.num_frames and self.short_clips == "skip":
-            raise Unsuitable(
-                f"it has {n} frame{'' if n == 1 else 's'} for a clip of {self.num_frames} (--short_clips skip)"
-            )
+            raise Unsuitable(f"it has {counted(n, 'frame')} for a clip of {self.num_frames} (--short_clips skip)")
         order = [i % n if self.short_clips == "repeat" else min(i, n - 1) for i in range(self.num_frames)]
         clip = np.empty((3, self.num_frames, self.image_size, self.image_size), np.uint8)
         for place, number in enumerate(order):

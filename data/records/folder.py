@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tandem.files.reading import DAMAGES, printable
+from tandem.files.reading import DAMAGES, counted, printable
 
 from .index import Made, PackedStrings, Watched, fingerprint_of, kept, largest, status_of
 from .record import Entry, Record, Wanted
@@ -127,7 +127,7 @@ class _Tree:
         if not len(names) and not len(tars):
             n = self._skipped.total() + self._n_files
             raise NothingFoundError(
-                f"no {self._first.noun} in {self._folder!r}, which holds {n} other file{'' if n == 1 else 's'}: files "
+                f"no {self._first.noun} in {self._folder!r}, which holds {counted(n, 'other file')}: files "
                 f"that end in {' '.join((*self._first.taken, _TAR))} are read, in the folder and in those below it"
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from tandem.files.exits import AskedToStop
+from tandem.files.reading import counted
 
 from ..ema import Average, kept_weights
 from .rehearsal import rehearse
@@ -113,7 +114,7 @@ def updates(
         run.close()
         return
     feed = run.feed
-    run.say(f"{feed.summary()}; {run.progress.total_steps} updates")
+    run.say(f"{feed.summary()}; {counted(run.progress.total_steps, 'update')}")
     run.warn(feed.skipped)
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)

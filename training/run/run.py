@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from PIL import Image
 
 from tandem.files.exits import AskedToStop, Failed
-from tandem.files.reading import words_of
+from tandem.files.reading import counted, words_of
 
 from ..checkpoints.averages import AverageFiles
 from ..checkpoints.format import damaged
@@ -399,7 +399,7 @@ class Run:
                 if self.is_root:
                     self.folder.mark_finished(self.progress.step)
             self._say_how_it_ended("finished")
-            self.say(f"finished: {self.progress.step} updates in {duration(self.clock.seconds)}")
+            self.say(f"finished: {counted(self.progress.step, 'update')} in {duration(self.clock.seconds)}")
             picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)
             for line in last_words(self.folder.path, self._models, picture, use):
                 self.display.say(line, whole=True)
