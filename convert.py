@@ -151,7 +151,7 @@ def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
     from models.quantizers.gaussian import scale_of
 
     weights = part.get("weights")
-    moments = weights.get("quantizer.moments") if isinstance(weights, dict) else None
+    moments: Any = weights.get("quantizer.moments") if isinstance(weights, dict) else None
     if not isinstance(model, dict) or model.get("scaling_factor") or getattr(moments, "shape", None) != (3,):
         return model
     return {**model, **dict(zip(("scaling_factor", "shift_factor"), scale_of(moments) or (None, None), strict=True))}

@@ -337,6 +337,9 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
             written = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
         names = [samples.name(index) for index in range(len(samples))]
         parts = parts_of(samples.source)  # of files, if a manifest asks for parts
+    if not str(args.image_folder or args.video_folder).startswith("demo:"):
+        sound = "; their sound is left out" if kind == "videos" else ""
+        backend.say(f"of {kind} the square in their middle is encoded, at {side} x {side} pixels{sound}")
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
         "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(empty.dtype),
@@ -350,7 +353,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     backend.say(f"{counted(len(names) - bad, kind[:-1])} {where}")
     if not model.num_codes:
         with backend.agreement():
-            own = coder.stored(output.path).channels(range(backend.rank, len(shards), backend.world_size))
+            stored: Any = coder.stored(output.path)
+            own = stored.channels(range(backend.rank, len(shards), backend.world_size))
         for line in channel_lines({int(k): v for part in backend.gather_objects(own) for k, v in part.items()}):
             backend.say(line)
     if args.report and model.num_codes:

@@ -155,8 +155,8 @@ def go_through(
     with backend.agreement():
         log.check()
         if n - log.count < 2:
-            read = counted(n - log.count, "sample")
-            raise ValueError(f"{read} of {args.data} could be read: give at least 2, better thousands")
+            readable = counted(n - log.count, "sample")
+            raise ValueError(f"{readable} of {args.data} could be read: give at least 2, better thousands")
 
 
 def reference(

@@ -169,6 +169,14 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(script, whole, mod
     assert files(script.fill(model, source, tmp_path)) == files(whole)
 
 
+def test_what_is_left_out_of_images_and_videos_is_said(script, model, source, tmp_path, capsys):
+    if script in CODERS:
+        script.fill(model, source, tmp_path / "cut")
+        said = "".join(capsys.readouterr())
+        assert f"the square in their middle is encoded, at {SIZE} x {SIZE} pixels" in said
+        assert ("; their sound is left out" in said) == (script is TOKENIZE_VIDEOS)
+
+
 OTHER_FLAGS = [
     (ALL, "per_shard", 5, "_per_shard was 4 and is now 5"),
     ([TOKENIZE, LATENTS, EMBED], "batch_size", 4, "batch_size was 3 and is now 4"),

@@ -171,7 +171,7 @@ class Run:
         if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
             # If the run was about to end, here is its end; if not, after an update, which has a line and a save.
             is_end = self.progress.unfinished_line is not None or self.folder.finished_step == self.progress.step
-            self._end_at(self.progress.step + (0 if is_end else 1))
+            self._ends_at(self.progress.step + (0 if is_end else 1))
         if self.progress.unfinished_line is not None:
             with here.agreement():
                 self.evaluated_before = self._evaluated_line()
@@ -296,17 +296,19 @@ class Run:
             seen = self.clock.look(step - self._resumed_step)
             self.is_save_due, is_over, updates = self.processes.broadcast_object(seen)
             self._look_at_step = step + updates
-            if is_over and not self._is_cut_short:
-                self._end_at(step + 1)
-                self.warn(self._is_cut_short and f"--max_minutes {self.args.max_minutes:g} are over: one more update")
+            if is_over and self._ends_at(step + 1):
+                self.say(f"the {counted(self.args.max_minutes, 'minute')} of --max_minutes are over: one more update")
 
     @property
     def _is_cut_short(self) -> bool:
         """Whether the run ends earlier than --epochs and --max_steps say."""
         return self.progress.last_step < self.progress.total_steps
 
-    def _end_at(self, step: int) -> None:
-        self.progress.last_step = min(step, self.progress.total_steps)
+    def _ends_at(self, step: int) -> bool:
+        """Let the run end with this update; whether it would have gone on."""
+        goes_on = step < self.progress.last_step
+        self.progress.last_step = min(step, self.progress.last_step)
+        return goes_on
 
     def save(self) -> None:
         """Start to write a checkpoint of all parts, and the averages beside it, unless this update was already
