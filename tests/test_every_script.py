@@ -27,6 +27,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from distributed.engines.arithmetic import SkipGuard
+from tandem.files.installed import command_of
 from tests.data.helpers import write_tar
 from tests.data.records.tables import save_to_disk, table, write_parquet
 from tests.scripts import (
@@ -187,7 +188,7 @@ def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_
     last = dict(line.split(": ", 1) for line in said[-4:])
     for name, path in {"model": "model", "picture": "samples/step_00000001.png"}.items():
         assert last[name].split(", ")[0] == str(tmp_path / path) and (tmp_path / path).exists()
-    assert shlex.split(last["report"]) == ["python", "report.py", str(tmp_path)]
+    assert shlex.split(last["report"]) == [*command_of("report.py"), str(tmp_path)]
     _, program, *flags = shlex.split(last["next"])
     parser = importlib.import_module(program.removesuffix(".py")).build_parser()
     assert parser.parse(flags).model == str(tmp_path / "model")
