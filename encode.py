@@ -22,6 +22,7 @@ is in latents/. Codes load in two lines:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,12 @@ class Config:
         choices=("safetensors", "npy", "png", "mp4", "gif"),
     )
 
+    sound_from: str | None = flag(
+        None,
+        "folder of the videos that were encoded: each .mp4 gets the sound of its own",
+        FOLDER,
+        needs=given("decode", "DIR"),
+    )
     image_size: int | None = flag(
         None, "side of the centre crop (default: the model's)", pixels, needs=_ENCODING, title="encoding"
     )
@@ -131,6 +138,8 @@ def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
     formats = dict.fromkeys(form for kind in kinds for form in (DECODED if args.decode else ENCODED)[kind])
     if args.format and args.format not in formats:
         raise ValueError(f"--format {args.format} is not for {doing}, which writes {', '.join(formats)}")
+    if args.sound_from and ("videos" not in kinds or args.format not in (None, "mp4")):
+        raise ValueError("--sound_from has no effect but on videos that become --format mp4; leave it out")
     if len(kinds) == 1:
         args.format = args.format or next(iter(formats))
 
@@ -243,6 +252,7 @@ def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
+    from data.decoding.videos import sound_of
     from data.feed import to_unit_range
     from data.sets import open_videos
     from data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
@@ -285,7 +295,13 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         grid = [side // model.pixels_per_code] * 2
         return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
 
-    write_film: Any = write_mp4 if args.format != "gif" else lambda file, *film: file.write(to_gif(*film))
+    def write_film(file: Any, frames: Any, fps: float, name: str) -> None:
+        if args.format == "gif":
+            file.write(to_gif(frames, fps))
+            return
+        with sound_of(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
+            write_mp4(file, frames, fps, sound)
+
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
     settings = {**speed, "frames_per_code": model.frames_per_code}
@@ -338,7 +354,9 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         names = [samples.name(index) for index in range(len(samples))]
         parts = parts_of(samples.source)  # of files, if a manifest asks for parts
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
-        sound = "; their sound is left out" if kind == "videos" else ""
+        sound = (
+            "; their sound is left out, and --decode DIR --sound_from PATH adds it again" if kind == "videos" else ""
+        )
         backend.say(f"of {kind} the square in their middle is encoded, at {side} x {side} pixels{sound}")
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
@@ -381,7 +399,10 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
             )
         files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
-    settings = {"task": "decode", **about, "index_sha256": codes.sha256}
+        if args.sound_from and len({line["path"] for line in codes.lines()}) < sum(map(len, files)):
+            raise ValueError("--sound_from: some videos are parts of one file, whose sound is that of the whole")
+    sound = {"with_sound": True} if args.sound_from else {}
+    settings = {"task": "decode", **about, **sound, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     for shard in output.rounds(range(len(files)), "decoded"):
         with backend.agreement():

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 from tandem.files.installed import missing_package
 from tandem.files.reading import counted
 
-from ..bad_samples import Unsuitable
+from ..bad_samples import Unsuitable, reason_of
 from ..hashing import Draws
 from ..records.record import Entry, open_entry
 from .images import CENTER, Crop, Cut, decode_image
@@ -198,6 +199,24 @@ def opened(entry: Entry) -> Iterator[Video]:
             raise ValueError(f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}") from None
 
 
+@contextlib.contextmanager
+def sound_of(path: Path) -> Iterator[Sound | None]:
+    """The first sound of a film; None if it has none. Raises ValueError, in one line, if the file cannot be read."""
+    try:
+        with opened(Entry(str(path))) as video:
+            yield video.sound()
+    except OSError as error:
+        raise ValueError(f"cannot read the sound of {path}: {reason_of(error)}") from None
+
+
+class Sound(NamedTuple):
+    """Sound of a film: samples per second, and its frames (av.AudioFrame), each with the time in seconds at which it
+    begins, counted from the first picture."""
+
+    rate: int
+    frames: Iterator[tuple[float, Any]]
+
+
 class Video:
     """The video stream of an open container: all times are in ticks of its time base."""
 
@@ -223,6 +242,15 @@ class Video:
         self.start = float(self._stream.start_time or 0)
         self.reached = self.start  # when the frame that was decoded last is shown
         self._moved = False
+
+    def sound(self) -> Sound | None:
+        """The sound beside the pictures, if there is one that FFmpeg can decode. Reading it moves the video."""
+        stream = next((stream for stream in self._container.streams.audio if stream.codec_context), None)
+        if stream is None:
+            return None
+        begin = self.start / self.ticks_per_second
+        frames = ((frame.time - begin, frame) for frame in self._container.decode(stream) if frame.time is not None)
+        return Sound(stream.codec_context.sample_rate, frames)
 
     @property
     def end(self) -> float:
