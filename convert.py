@@ -33,7 +33,7 @@ from hub import add_push
 from tandem.converters import average_length, positive_int
 from tandem.files.exits import Failed, exit_codes
 from tandem.files.installed import command_of
-from tandem.files.reading import printable
+from tandem.files.reading import counted, printable
 from trained import find, load, load_discriminator, write_model
 from training.flags.parser import ArgumentParser
 
@@ -138,11 +138,23 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
         "kind": "checkpoint", "step": samples // batch_size if is_known else None,
          "samples": samples,
         "written_by": meta,
-        "models": parts.get(MODELS, {}),
+        "models": {name: with_scale(model, parts.get(name, {})) for name, model in parts.get(MODELS, {}).items()},
         "parts": facts,
         "bytes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
         "checksums": checksums,
     }  # fmt: skip
+
+
+def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
+    """What a checkpoint says of a model, with the scale of latents that its weights have measured. Both may be a
+    stranger's, and unlike those of this program."""
+    from models.quantizers.gaussian import scale_of
+
+    weights = part.get("weights")
+    moments: Any = weights.get("quantizer.moments") if isinstance(weights, dict) else None
+    if not isinstance(model, dict) or model.get("scaling_factor") or getattr(moments, "shape", None) != (3,):
+        return model
+    return {**model, **dict(zip(("scaling_factor", "shift_factor"), scale_of(moments) or (None, None), strict=True))}
 
 
 def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
@@ -206,7 +218,8 @@ def average(args: argparse.Namespace) -> None:
         )
     model.load_state_dict(weights, strict=False)
     write_model(model, run, out)
-    print(f"wrote {out}: {described(model)}, averaged over {updates} updates; it misses {distance:.2%} of the profile")
+    averaged = f"averaged over {counted(updates, 'update')}; it misses {distance:.2%} of the profile"
+    print(f"wrote {out}: {described(model)}, {averaged}")
 
 
 def translate(args: argparse.Namespace) -> None:
@@ -248,7 +261,8 @@ def translate(args: argparse.Namespace) -> None:
         print(f"left out: {printable(line)}")
     if args.processes == 1:
         print(f"batch_size {settings['batch_size']} is for one process; for several give --processes")
-    command = shlex.join([*command_of("train_decoder.py"), "--config", str(out)])
+    data = [] if "image_folder" in settings else ["--image_folder", "tars/"]
+    command = shlex.join([*command_of("train_decoder.py"), "--config", str(out), *data])
     print(f"wrote {out}; start it with: {command}")
 
 

@@ -24,6 +24,7 @@ import distributed
 from hub import fetch
 from tandem.converters import FILE, FOLDER, PATH, size
 from tandem.fields import Needs, flag, given
+from tandem.files.reading import counted
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, kernel_settings
 
@@ -213,7 +214,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
             yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])
 
     _, bad, _ = shards.fill(embeddings_of, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")
-    say(f"{len(names) - bad} sounds in {len(shards)} shards of embeddings: {args.output}")
+    say(f"{counted(len(names) - bad, 'sound')} in {counted(len(shards), 'shard')} of embeddings: {args.output}")
 
 
 def clips_of_query(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor | None:

@@ -22,6 +22,7 @@ is in latents/. Codes load in two lines:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ import distributed
 from hub import fetch
 from tandem.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
 from tandem.fields import flag, given, when, without
+from tandem.files.reading import counted
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, add_places, kernel_settings
 
@@ -80,6 +82,12 @@ class Config:
         choices=("safetensors", "npy", "png", "mp4", "gif"),
     )
 
+    sound_from: str | None = flag(
+        None,
+        "folder of the videos that were encoded: each .mp4 gets the sound of its own",
+        FOLDER,
+        needs=given("decode", "DIR"),
+    )
     image_size: int | None = flag(
         None, "side of the centre crop (default: the model's)", pixels, needs=_ENCODING, title="encoding"
     )
@@ -130,6 +138,8 @@ def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
     formats = dict.fromkeys(form for kind in kinds for form in (DECODED if args.decode else ENCODED)[kind])
     if args.format and args.format not in formats:
         raise ValueError(f"--format {args.format} is not for {doing}, which writes {', '.join(formats)}")
+    if args.sound_from and ("videos" not in kinds or args.format not in (None, "mp4")):
+        raise ValueError("--sound_from has no effect but on videos that become --format mp4; leave it out")
     if len(kinds) == 1:
         args.format = args.format or next(iter(formats))
 
@@ -230,7 +240,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
     if model.num_codes:
         return Coder("images", {"batch_size": count}, StoredCodes, ShardWriter, open_set, ".png", None, write)
-    settings = {"batch_size": count, **{name: getattr(args, name) for name in _OF_LATENTS}}
+    settings = {"batch_size": count, **{name: getattr(args, name) for name in _OF_LATENTS if name != "latent_dtype"}}
     writer = functools.partial(LatentWriter, Noise(args.seed, "latents"))
     return Coder("images", settings, StoredLatents, writer, open_set, ".png", None, write)
 
@@ -243,6 +253,7 @@ def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
+    from data.decoding.videos import sound_of
     from data.feed import to_unit_range
     from data.sets import open_videos
     from data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
@@ -285,7 +296,13 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         grid = [side // model.pixels_per_code] * 2
         return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
 
-    write_film: Any = write_mp4 if args.format != "gif" else lambda file, *film: file.write(to_gif(*film))
+    def write_film(file: Any, frames: Any, fps: float, name: str) -> None:
+        if args.format == "gif":
+            file.write(to_gif(frames, fps))
+            return
+        with sound_of(Path(args.sound_from, name)) if args.sound_from else contextlib.nullcontext() as sound:
+            write_mp4(file, frames, fps, sound)
+
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
     settings = {**speed, "frames_per_code": model.frames_per_code}
@@ -306,7 +323,7 @@ def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[
     makes, idle = ("codes", _OF_LATENTS) if model.num_codes else ("latents", ["report"])
     if said := [name for name in idle if name in args.on_command_line]:
         raise ValueError(f"--{said[0]} has no effect: the model in {args.model} makes {makes}; leave it out")
-    if args.scaled and not (model.num_codes or model.saved_config()["scaling_factor"]):
+    if args.scaled and not (model.num_codes or model.scaling_factor):
         raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
     make = video_coder if kind == "videos" else image_coder
     coder = make(model.to(backend.device).requires_grad_(False), args, backend)
@@ -320,6 +337,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     from data.records.rows import parts_of
     from data.stores.codes import code_dtype
+    from data.stores.latents import DTYPES, channel_lines
     from data.stores.output import OutputFolder, names_sha256
     from training.measures.averages import code_statistics
 
@@ -328,30 +346,45 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         model, coder, about = open_coder(args, backend)
         backend.working("listing the samples")
         side, kind = args.image_size or model.image_size, coder.kind
-        dtype = code_dtype(model.num_codes) if model.num_codes else np.dtype("float32")
         grid, samples, codes = coder.open(side)
+        empty, written = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
+        if not model.num_codes:  # rows are moments of an image and the mirrored one, of which latents are made
+            _, width, *sides = grid
+            shape = [width if args.latent == "moments" else width // 2, *sides]
+            written = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
         names = [samples.name(index) for index in range(len(samples))]
         parts = parts_of(samples.source)  # of files, if a manifest asks for parts
     if samples.skipped:
         backend.say(samples.skipped)
+    if not str(args.image_folder or args.video_folder).startswith("demo:"):
+        sound = (
+            "; their sound is left out, and --decode DIR --sound_from PATH adds it again" if kind == "videos" else ""
+        )
+        backend.say(f"of {kind} the square in their middle is encoded, at {side} x {side} pixels{sound}")
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
-        "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(dtype),
-        "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
+        "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(empty.dtype),
+        **written, "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
         f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
-    empty = np.zeros((0, *grid), dtype)
     shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")
     n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
-    backend.say(f"{len(names) - bad} {kind} in {len(shards)} shards of {coder.stored.name}: {args.output}")
+    where = f"in {counted(len(shards), 'shard')} of {coder.stored.name}: {args.output}"
+    backend.say(f"{counted(len(names) - bad, kind[:-1])} {where}")
+    if not model.num_codes:
+        with backend.agreement():
+            stored: Any = coder.stored(output.path)
+            own = stored.channels(range(backend.rank, len(shards), backend.world_size))
+        for line in channel_lines({int(k): v for part in backend.gather_objects(own) for k, v in part.items()}):
+            backend.say(line)
     if args.report and model.num_codes:
         with backend.agreement():
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
         if n:
-            speed = f"{n} {kind} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
-            backend.say(f"{speed}; {bad} files were left out")
+            speed = f"{counted(n, kind[:-1])} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
+            backend.say(f"{speed}; {counted(bad, 'file')} left out")
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
@@ -369,13 +402,16 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
             )
         files = decoded_files(Path(args.output), codes, coder.ending, coder.frames_per_code)
-    settings = {"task": "decode", **about, "index_sha256": codes.sha256}
+        if args.sound_from and len({line["path"] for line in codes.lines()}) < sum(map(len, files)):
+            raise ValueError("--sound_from: some videos are parts of one file, whose sound is that of the whole")
+    sound = {"with_sound": True} if args.sound_from else {}
+    settings = {"task": "decode", **about, **sound, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     for shard in output.rounds(range(len(files)), "decoded"):
         with backend.agreement():
             if shard is not None:
                 coder.write(codes, shard, files[shard])
-    backend.say(f"{sum(map(len, files))} {coder.kind}: {args.output}")
+    backend.say(f"{counted(sum(map(len, files)), coder.kind[:-1])}: {args.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

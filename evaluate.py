@@ -30,6 +30,7 @@ import distributed
 from hub import fetch
 from tandem.converters import FILE, FOLDER, NAME, PATH, pixels, size
 from tandem.fields import flag, given
+from tandem.files.reading import counted
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, kernel_settings
 
@@ -154,7 +155,8 @@ def go_through(
     with backend.agreement():
         log.check()
         if n - log.count < 2:
-            raise ValueError(f"{n - log.count} samples of {args.data} could be read: give at least 2, better thousands")
+            readable = counted(n - log.count, "sample")
+            raise ValueError(f"{readable} of {args.data} could be read: give at least 2, better thousands")
 
 
 def reference(
@@ -227,7 +229,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     with backend.agreement():
         if any(view != views[0] for view in views):
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
-    backend.say(f"{len(samples)} samples of {args.data}: {prepared}")
+    backend.say(f"{counted(len(samples), 'sample')} of {args.data}: {prepared}")
     if samples.skipped:
         backend.say(samples.skipped)
     quality = {name: make(each.model.num_codes, device=device, losses=(), lpips=lpips) for name, each in opened.items()}

@@ -11,6 +11,9 @@ page.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import json
 import signal
 from argparse import Namespace
 from collections.abc import Sequence
@@ -19,7 +22,7 @@ from typing import Any
 
 from tandem.converters import non_negative_int, positive_int
 from tandem.files.exits import exit_codes
-from tandem.files.reading import printable
+from tandem.files.reading import counted, printable
 from tandem.files.writing import write_atomically
 from training.flags.parser import ArgumentParser
 from training.report.page import data_of, is_report, library, page
@@ -57,6 +60,19 @@ def check_flags(parser: ArgumentParser, args: Namespace) -> None:
         parser.error(f"--port {args.port}: the largest port is {LARGEST_PORT}")
 
 
+@functools.cache
+def defaults_of(script: str) -> dict[str, Any]:
+    """The settings of a training script without any flag, as config.yaml has them; {} if there is no such script."""
+    name = script.removesuffix(".py")
+    try:
+        module = importlib.import_module(f"{__package__}.{name}" if __package__ else name)
+    except ImportError:
+        return {}
+    parser = module.build_parser()
+    settings: dict[str, Any] = json.loads(json.dumps(parser.settings(parser.with_values({}))))
+    return settings
+
+
 def read_all(readers: Sequence[Any]) -> dict[str, Any]:
     return data_of([reader.read() for reader in readers])
 
@@ -79,10 +95,6 @@ def write(path: Path, readers: Sequence[Any], is_default: bool) -> None:
     pictures = sum("src" in picture for run in data["runs"] for picture in run["pictures"])
     number = counted(len(data["runs"]), "run")
     say(f"wrote {path}: {len(content) / 1e6:.2f} MB, {number}, {counted(pictures, 'picture')}")
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def watch(readers: Sequence[Any], port: int) -> None:
@@ -118,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_codes(parser.error):
         library()
         names = names_of(args.runs)
-        readers = [RunReader(path, name, args.pictures) for path, name in zip(args.runs, names, strict=True)]
+        readers = [
+            RunReader(path, name, args.pictures, defaults_of) for path, name in zip(args.runs, names, strict=True)
+        ]
         if args.watch:
             watch(readers, args.port or 0)
         else:

@@ -26,6 +26,7 @@ from hub import fetch
 from models.decoder_config import GUIDED, Sampling
 from tandem.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
 from tandem.fields import flag, given
+from tandem.files.reading import counted
 from training.flags.parser import ArgumentParser
 from training.flags.shared import ClipFlags, add_computation_arguments, add_places, kernel_settings
 
@@ -373,7 +374,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 for n, path in enumerate(paths)
             ]
             output.write("index.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-    backend.say(f"{total} pictures: {args.output}")
+    backend.say(f"{counted(total, 'picture')}: {args.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.files.reading import counted
+
 _LISTED = 20
 _NAMED = 1000  # bad samples whose path and reason are kept; of all, that they are bad
 _KINDS = {"bad": 1, "incomplete": 2}
@@ -99,8 +101,8 @@ class BadSampleLog:
         listed = "; ".join(map(str, self._named[:_LISTED]))
         rest = f"; and {self.count - _LISTED} more" if self.count > _LISTED else ""
         raise ValueError(
-            f"{self.count} of {self.n_samples} samples could not be read, more than the {int(self._tolerated)} that "
-            f"are passed over; repair or remove them: {listed}{rest}"
+            f"{self.count} of {counted(self.n_samples, 'sample')} could not be read, more than the "
+            f"{int(self._tolerated)} that are passed over; repair or remove them: {listed}{rest}"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tandem.files.reading import printable
+from tandem.files.reading import counted, printable
 
 from . import order
 from .bad_samples import BadSample, BadSampleLog, Raised
@@ -120,7 +120,7 @@ class Feed:
         """What the data is and how it is split, in one line."""
         parts = {"to train on": self.train_set, "to validate": self.valid_set, "to test": self.test_set}
         n, noun = sum(map(len, parts.values())), self.noun
-        counts = [f"{len(part)} {noun}s {use}" for use, part in parts.items() if len(part) or use != "to test"]
+        counts = [f"{counted(len(part), noun)} {use}" for use, part in parts.items() if len(part) or use != "to test"]
         fraction, batch_size = self._args.valid_fraction, self._args.batch_size
         asked = order.share(n, fraction)
         if self._valid_source:
@@ -226,7 +226,7 @@ class Feed:
         """Say how many samples were left out, if they have doubled since that was said."""
         if (count := self.bad_samples.count_incomplete) >= 2 * self._said:
             self._said = count
-            say(f"left out {count} {self.noun}{'' if count == 1 else 's'} so far, such as {sample}")
+            say(f"left out {counted(count, self.noun)} so far, such as {sample}")
 
     def _received(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""

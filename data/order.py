@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from tandem.files.reading import counted
 from tandem.hashing import mix64
 
 from .hashing import derive_key
@@ -110,9 +111,9 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     n_train = n - n_valid - n_test
     if n_train < at_least:
         raise ValueError(
-            f"{n} samples are too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)} (at least a batch), "
-            f"which leaves {max(0, n_train)} to train on, less than one batch of {at_least}: add data, or lower "
-            "--batch_size or the fractions"
+            f"{counted(n, 'sample')}, too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)} (at least a "
+            f"batch), which leaves {max(0, n_train)} to train on, less than one batch of {at_least}: add data, or "
+            "lower --batch_size or the fractions"
         )
     permutation, starts = Permutation(n, "split", seed), (0, n_train, n_train + n_valid)
     sizes = (n_train, n_valid, n_test)
@@ -128,7 +129,8 @@ def split_of_folder(indices: range, seed: int, at_least: int) -> Indices:
     n = len(indices)
     if n < at_least:
         raise ValueError(
-            f"--valid_folder holds {n} samples, less than one batch of {at_least}: add some, or lower --batch_size"
+            f"--valid_folder holds {counted(n, 'sample')}, less than one batch of {at_least}: add some, or lower "
+            "--batch_size"
         )
     return Indices(n, partial(_shuffled, Permutation(n, "split", seed), 0, indices.start))
 
@@ -151,8 +153,8 @@ def split_shards(
     n, n_valid, n_test = len(filled), share(len(filled), valid_fraction), share(len(filled), test_fraction)
     if n <= n_valid + n_test:
         raise ValueError(
-            f"{n} shards are too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)}, which leaves none to "
-            f"train on: add shards, lower the fractions, or use {otherwise}"
+            f"{counted(n, 'shard')}, too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)}, which leaves "
+            f"none to train on: add shards, lower the fractions, or use {otherwise}"
         )
     permutation = Permutation(n, "split shards", seed)
     order = [filled[permutation(i)] for i in range(n)]
@@ -162,8 +164,8 @@ def split_shards(
     for name, part, indices in zip(("training", "validation", "test"), parts, found, strict=True):
         if part and len(indices) < at_least:
             raise ValueError(
-                f"the {name} split has {len(part)} of {n} shards and {len(indices)} samples, less than one batch of "
-                f"{at_least}: lower --batch_size, or use {otherwise}"
+                f"the {name} split has {len(part)} of {counted(n, 'shard')} and {counted(len(indices), 'sample')}, "
+                f"less than one batch of {at_least}: lower --batch_size, or use {otherwise}"
             )
     return found
 

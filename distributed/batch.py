@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.files.reading import counted
+
 from .errors import UserMistake
 
 
@@ -35,7 +37,8 @@ class BatchPlan:
         """The arithmetic in one line, and the reason if it differs from the flags."""
         text = f"batch {self.global_batch_size}"
         if self.grad_accum_steps * self.world_size > 1:
-            text += f" = {self.micro_batch_size} x {self.grad_accum_steps} accumulation x {self.world_size} processes"
+            processes = counted(self.world_size, "process")
+            text += f" = {self.micro_batch_size} x {self.grad_accum_steps} accumulation x {processes}"
         if self.batch_parts:
             text += f"; in {self.batch_parts} parts, with the same bits on any number of processes"
         elif self.grad_accum_steps > self.asked_grad_accum_steps:
@@ -73,7 +76,8 @@ def plan_batches(
         of_each = f", or {global_batch_size * unit} for micro-batches of {global_batch_size} on each process"
         raise UserMistake(
             f"--batch_size {global_batch_size} is the number of samples per update over all processes and does not "
-            f"divide: {global_batch_size} / ({world_size} processes x {grad_accum_steps} accumulation steps) = "
+            f"divide: {global_batch_size} / ({counted(world_size, 'process')} x "
+            f"{counted(grad_accum_steps, 'accumulation step')}) = "
             f"{global_batch_size / unit:.12g}; use --batch_size {_nearest(global_batch_size, unit)}"
             f"{of_each if grad_accum_steps > 1 else ''}"
         )
@@ -85,7 +89,8 @@ def _plan_parts(batch_size: int, asked: int, world_size: int, parts: int) -> Bat
     unit = asked * world_size
     if parts % unit:
         raise UserMistake(
-            f"--batch_parts {parts} does not divide: {parts} / ({world_size} processes x {asked} accumulation steps) = "
+            f"--batch_parts {parts} does not divide: {parts} / ({counted(world_size, 'process')} x "
+            f"{counted(asked, 'accumulation step')}) = "
             f"{parts / unit:.12g}; use --batch_parts {_nearest(parts, unit)}"
         )
     if batch_size % parts:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.files.reading import counted
 from tandem.files.writing import tell
 
 TICK_SECONDS = 1.0
@@ -164,7 +165,7 @@ class Judge:
             f"rank {rank} stands at update {self._ranks[rank].mark['update']} ({self._ranks[rank].mark['phase']})"
             for rank in culprits
         )
-        return f"no progress for {self._timeout_ticks * TICK_SECONDS / 60:g} minutes: {named}"
+        return f"no progress for {counted(self._timeout_ticks * TICK_SECONDS / 60, 'minute')}: {named}"
 
 
 def _listed(found: Iterable[str]) -> str:

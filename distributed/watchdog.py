@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tandem.files.exits import FAILED, leave
+from tandem.files.reading import counted
 from tandem.files.writing import WRITER, processor_time, tell
 
 from .errors import TrainingStopped, first_line
@@ -230,7 +231,7 @@ class Watchdog:
                 quiet += 1
                 if quiet > self._timeout_ticks:
                     minutes = self._timeout_ticks * TICK_SECONDS / 60
-                    return self._pronounce(f"rank 0 has not answered for {minutes:g} minutes, {self._place()}")
+                    return self._pronounce(f"rank 0 has not answered for {counted(minutes, 'minute')}, {self._place()}")
                 continue
             except OSError:
                 found = b""

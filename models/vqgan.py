@@ -24,6 +24,7 @@ from .convolutional import (
     leaky_relu,
 )
 from .quantizers import make_quantizer
+from .quantizers.gaussian import scale_of
 from .recompute import recomputed
 from .taming import body as taming_body
 from .taming import halvings
@@ -65,7 +66,7 @@ class VQGAN(Autoencoder):
 
     def __init__(self, config: VQGANConfig) -> None:
         super().__init__()
-        self.config = config.plain()
+        self._arguments = config.plain()
         check_choices(config)
         check_scale(config)
         dim, channels = config.dim, config.channels
@@ -73,13 +74,13 @@ class VQGAN(Autoencoder):
         if not 1 <= num_layers <= 40:
             raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
         _check_side("image_size", config.image_size, num_layers)
-        self.config["num_layers"] = num_layers
+        self._arguments["num_layers"] = num_layers
         self.image_size, self.channels, self.num_layers = config.image_size, channels, num_layers
         self.recompute, self.centred = config.gradient_checkpointing, config.centred
         if config.body == TAMING:
             self.encoder, self.quantizer, self.decoder = taming_body(config)
             return
-        self.config["num_resnet_blocks"] = blocks = _blocks_per_level(config.num_resnet_blocks, num_layers)
+        self._arguments["num_resnet_blocks"] = blocks = _blocks_per_level(config.num_resnet_blocks, num_layers)
         widths = [dim] + [dim * 2**level for level in range(num_layers)]
 
         encoder: list[nn.Module] = [nn.Conv2d(channels, dim, 5, padding=2)]
@@ -98,6 +99,25 @@ class VQGAN(Autoencoder):
             self._start_centred()
 
     @property
+    def config(self) -> dict[str, Any]:  # type: ignore[override]
+        """The fields of the configuration by name, with the scale of continuous latents as it was measured, where no
+        one was given."""
+        scale = self._measured_scale()
+        return {**self._arguments, **dict(zip(("scaling_factor", "shift_factor"), scale, strict=True) if scale else ())}
+
+    @property
+    def scaling_factor(self) -> float | None:
+        """What a generator's latents are multiplied by, after `shift_factor` was taken off, as given or measured; None
+        if it is not known, or there are codes."""
+        factor: float | None = self.config["scaling_factor"]
+        return factor
+
+    @property
+    def shift_factor(self) -> float | None:
+        """What is taken off a generator's latents; 0 beside a scaling_factor alone, None where that is not known."""
+        return None if self.scaling_factor is None else self.config["shift_factor"] or 0.0
+
+    @property
     def num_codes(self) -> int:
         """Number of codes; with FSQ it may differ a little from codebook_size. 0: latents are continuous."""
         return int(self.quantizer.num_codes)
@@ -105,7 +125,7 @@ class VQGAN(Autoencoder):
     @property
     def codebook_summary(self) -> str:
         """What the codebook is, in a few words, such as "fsq: 1000 codes, levels 8,5,5,5"."""
-        return f"{self.config['quantizer']}: {self.quantizer.summary()}"
+        return f"{self._arguments['quantizer']}: {self.quantizer.summary()}"
 
     @property
     def last_layer(self) -> nn.Conv2d:
@@ -200,12 +220,12 @@ class VQGAN(Autoencoder):
         return (int(self.quantizer.dim), side >> self.num_layers, side >> self.num_layers)
 
     def saved_config(self) -> dict[str, Any]:
-        """With the scale of continuous latents as it was measured, where no one was given."""
-        measured = None if self.num_codes or self.config["scaling_factor"] else self.quantizer.scale()
-        if measured is None:
-            return self.config
-        mean, deviation = measured
-        return {**self.config, "scaling_factor": 1 / max(deviation, 1e-12), "shift_factor": mean, MEASURED: True}
+        """With a mark if the scale was measured: a run that starts from the model measures on."""
+        return {**self.config, MEASURED: True} if self._measured_scale() else self.config
+
+    def _measured_scale(self) -> tuple[float, float] | None:
+        is_asked = not (self.num_codes or self._arguments["scaling_factor"])
+        return scale_of(self.quantizer.moments) if is_asked else None
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):

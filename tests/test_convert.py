@@ -299,7 +299,7 @@ def test_a_training_goes_on_from_a_public_autoencoder_and_its_weights_go_back(
     assert {name for name in state if not torch.equal(written_back[name], state[name])} == moved
 
 
-def test_the_scale_of_latents_is_kept_where_a_file_says_it_and_else_measured(tmp_path: Path) -> None:
+def test_the_scale_of_latents_is_kept_where_a_file_says_it_and_else_measured(tmp_path: Path, inspected: Any) -> None:
     for case in ("sd3", "ldm"):
         path = written(case, tmp_path)
         run = VQGAN_SCRIPT.start_from(path, tmp_path / f"run-{case}", "--image_size", "16", "--discr_layers", "2")
@@ -307,8 +307,13 @@ def test_the_scale_of_latents_is_kept_where_a_file_says_it_and_else_measured(tmp
     kept, measured = (json.loads((tmp_path / f"back-{case}" / "config.json").read_text()) for case in ("sd3", "ldm"))
     assert (kept["scaling_factor"], kept["shift_factor"]) == (1.5305, 0.0609)
     model = open_model(tmp_path / "run-ldm", "VQGAN").model
-    mean, deviation = model.quantizer.scale()
-    assert (measured["scaling_factor"], measured["shift_factor"]) == pytest.approx((1 / deviation, mean))
+    assert (measured["scaling_factor"], measured["shift_factor"]) == (model.scaling_factor, model.shift_factor)
+    for source, scale in (("run-ldm", measured), ("back-ldm", measured), ("run-sd3", kept)):
+        said = inspected(tmp_path / source)
+        (arguments,) = [said["models"]["generator"]] if "models" in said else [said["arguments"]]
+        assert [arguments[name] for name in ("scaling_factor", "shift_factor")] == [
+            pytest.approx(scale[name], rel=1e-6) for name in ("scaling_factor", "shift_factor")
+        ]
 
 
 def test_a_flag_that_contradicts_a_public_autoencoder_is_refused(tmp_path: Path) -> None:

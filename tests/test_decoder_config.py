@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 
 import convert
 from models import Decoder
+from tandem.files.installed import command_of
 from tests.data.conditions import write_rows, write_tars
 from tests.scripts import DECODER, metrics, refusal
 
@@ -201,7 +203,7 @@ def test_a_training_names_the_command_that_reads_such_a_configuration(tmp_path: 
     for config in (EXAMPLE, dict(reversed(EXAMPLE.items()))):
         for flag in ("--config", "--decoder_config"):
             line = DECODER.refused_alone(flag, written(tmp_path, config))
-            assert "`python convert.py config OLD.json NEW.yaml`" in line
+            assert f"`{shlex.join(command_of('convert.py'))} config OLD.json NEW.yaml`" in line
 
 
 def test_a_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

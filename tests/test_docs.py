@@ -6,6 +6,7 @@ import argparse
 import importlib
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ PROGRAMS = {
 } | {path.name: path.stem for path in ROOT.glob("*.py") if "def build_parser(" in path.read_text()}
 STARTERS = {"python", "torchrun", "deepspeed", "horovodrun", "mpirun", "srun", "until"}
 FLAGS_OF_OTHERS = {
-    "--allow-run-as-root", "--cpus-per-task", "--editable", "--gpus-per-task", "--hostfile", "--logdir",
+    "--allow-run-as-root", "--cpus-per-task", "--editable", "--gpus-per-task", "--hostfile", "--index-url", "--logdir",
     "--master_addr", "--max-restarts", "--module", "--nnodes", "--no-deps", "--node_rank", "--nproc_per_node",
     "--ntasks", "--open-mode", "--overlap", "--pty",
     "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--requeue", "--signal",
@@ -120,6 +121,32 @@ def test_every_command_is_one_that_its_program_takes(document: Path, capsys: pyt
             parser_of(program).parse_args([word for word in arguments if word not in ("--help", "--help_all")])
         except SystemExit:
             pytest.fail(f"{program} {arguments}: {capsys.readouterr().err}")
+
+
+@each_document
+def test_what_a_command_writes_is_nothing_that_git_would_commit(document: Path) -> None:
+    """Capital letters stand for a name to choose."""
+    written = set()
+    for program, arguments in commands(document.read_text()):
+        if not {"--help", "--help_all", "--version"} & {*arguments}:
+            args = vars(parser_of(program).parse_args(arguments))
+            names = [args.get(name) for name in ("output", "output_dir", "out")]
+            ending = ".json" if program == "evaluate.py" else ""
+            named = {f"{name.removesuffix(ending)}{ending}" for name in names if name and not name.isupper()}
+            written |= {name.removeprefix("./") for name in named}
+    if not (ROOT / ".git").exists():
+        pytest.skip("the sources are in no checkout")
+    done = subprocess.run(
+        ["git", "check-ignore", "--no-index", *sorted(written)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert {*done.stdout.split()} == written, done.stderr
+
+
+def test_the_readme_names_every_extra_that_a_user_may_want() -> None:
+    text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = {*re.findall(r"^(\w+) = \[", text, re.MULTILINE)} - {"test"}
+    assert {"audio", "all"} <= extras
+    assert [name for name in sorted(extras) if f"[{name}]" not in README.read_text()] == []
 
 
 def test_commands_are_found() -> None:

@@ -79,8 +79,24 @@ def test_means_are_those_of_the_encoder_and_labels_those_of_an_image_folder(mode
     assert found["labels"].tolist() == labels == [2, 2, 0, 0, 0, 2, 2, 1, 1] and found["labels"].dtype == torch.int64
     assert [line["label"] for line in lines(folder / "index.jsonl")] == labels
     said = index(folder)
-    assert (said["grid"], said["latent"], said["latent_dtype"], said["scaled"]) == ([1, 8, 4, 4], "mean", "fp16", False)
+    assert (said["grid"], said["latent"], said["dtype"], said["scaled"]) == ([4, 4, 4], "mean", "float16", False)
+    assert [said[name] for name in said if "dtype" in name] == ["float16"]
     assert (said["config"]["scaling_factor"], said["config"]["shift_factor"]) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("how", [(), ("--scaled", FLIP), ("--latent", "moments")], ids=str)
+def test_what_each_channel_is_like_is_said_at_the_end_and_again(how, model, source, tmp_path, capsys):
+    folder = SCRIPT.fill(model, source, tmp_path, "--latent_dtype", "fp32", *how)
+    first = "".join(capsys.readouterr())
+    numbers = columns(folder)["latents"][:, :4].double().transpose(0, 1).flatten(1)
+    facts = [(each.mean(), each.std(correction=0), each.min(), each.max()) for each in numbers]
+    expected = [
+        f"channel {n}: mean {mean:.4g}, deviation {deviation:.4g}, {low:.4g} to {high:.4g}"
+        for n, (mean, deviation, low, high) in enumerate(facts)
+    ]
+    SCRIPT.fill(model, source, tmp_path, "--latent_dtype", "fp32", *how)
+    for said in (first, "".join(capsys.readouterr())):
+        assert [line for line in said.splitlines() if line.startswith("channel")] == expected
 
 
 def test_mirrored_images_have_latents_of_their_own(model, source, gaussian, tmp_path):
@@ -214,6 +230,16 @@ def test_decoded_images_are_the_reconstructions_to_8_bits(how, model, source, ga
     assert len(np.unique(found)) > 20 and np.abs(found - expected).max() <= 0.5 + 1e-3
 
 
+def test_a_folder_of_an_earlier_version_whose_grid_is_that_of_moments_is_decoded(model, source, tmp_path):
+    encoded = SCRIPT.fill(model, source, tmp_path / "latents")
+    SCRIPT.main([str(word) for word in SCRIPT.use(model, encoded, tmp_path / "images")])
+    filling.change_index(encoded, grid=[1, 8, 4, 4], dtype="float32", latent_dtype="fp16")
+    SCRIPT.main([str(word) for word in SCRIPT.use(model, encoded, tmp_path / "again")])
+    pictures = [{name: content for name, content in files(tmp_path / made).items() if name.endswith(".png")}
+                for made in ("images", "again")]  # fmt: skip
+    assert pictures[0] == pictures[1] and len(pictures[0]) == 9
+
+
 def of_codes(tmp: Path) -> Path:
     return saved(tmp / "m", vqgan())
 
@@ -235,7 +261,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "a report without codes": (lambda tmp: {"--report": None}, "makes latents"),
     "no scale": (lambda tmp: {"--model": without_scale(tmp), "--scaled": None}, "no scaling_factor"),
     "a seed of nothing": (lambda tmp: {"--seed": 1}, "--seed has no effect with --latent mean"),
-    "beyond fp16": (lambda tmp: {"--model": far_away(tmp)}, "not finite in fp16: give --latent_dtype"),
+    "beyond fp16": (lambda tmp: {"--model": far_away(tmp)}, "not finite in float16: give --latent_dtype"),
 }  # fmt: skip
 
 

@@ -197,3 +197,52 @@ def test_without_pyav_folders_and_mp4s_are_refused_in_one_line(codes, model, sou
         assert "(PyAV)" in TOKENIZE_VIDEOS.refused(capsys, *flags)
     assert len(files(decode(model, codes, tmp_path / "videos", "--format", "png"))) == sum(VIDEOS.values()) + 1
     assert json.loads((tmp_path / "videos" / "settings.json").read_text())["format"] == "png"
+
+
+def write_click(path: Path, seconds: float, click: float) -> None:
+    """A film of noise with silence, but for a click at a time."""
+    rate, noise = 8000, np.random.default_rng(0)
+    heard = np.zeros((1, round(seconds * rate)), np.float32)
+    heard[0, round(click * rate) : round(click * rate) + 200] = 0.9
+    with av.open(str(path), "w") as container:
+        picture, track = container.add_stream("libx264", rate=25), container.add_stream("aac", rate=rate)
+        picture.width, picture.height, picture.pix_fmt, track.layout = 32, 32, "yuv420p", "mono"
+        for _ in range(round(25 * seconds)):
+            pixels = noise.integers(0, 256, (32, 32, 3), np.uint8)
+            container.mux(picture.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        frame = av.AudioFrame.from_ndarray(heard, format="fltp", layout="mono")
+        frame.sample_rate, frame.pts = rate, 0
+        container.mux(track.encode(frame))
+        for stream in (picture, track):
+            container.mux(stream.encode())
+
+
+def clicks(path: Path) -> list[float]:
+    """When the loudest sample of a film is heard, in seconds from its first picture; none without sound."""
+    with av.open(str(path)) as container:
+        first = next(container.decode(video=0)).time
+    with av.open(str(path)) as container:
+        heard = (
+            [(frame.time, frame.rate, abs(frame.to_ndarray()).max(axis=0)) for frame in container.decode(audio=0)]
+            if container.streams.audio
+            else []
+        )
+    loudest = max(heard, key=lambda part: part[2].max(), default=None)
+    return [] if loudest is None else [loudest[0] + loudest[2].argmax() / loudest[1] - first]
+
+
+def test_decoded_films_get_their_sound_again_at_its_time(model, source, tmp_path, capsys):
+    films = tmp_path / "films"
+    films.mkdir()
+    for name, click in (("a.mp4", 0.4), ("b.mp4", 1.6)):
+        write_click(films / name, 2.0, click)
+    shutil.copy(source / "e.mp4", films / "silent.mp4")
+    folder = TOKENIZE_VIDEOS.fill(model, films, tmp_path / "codes", "--fps", "10")
+    videos = decode(model, folder, tmp_path / "videos", "--sound_from", str(films))
+    assert {name: clicks(videos / name) for name in ("a.mp4", "b.mp4", "silent.mp4")} == {
+        "a.mp4": [pytest.approx(0.4, abs=0.05)], "b.mp4": [pytest.approx(1.6, abs=0.05)], "silent.mp4": [],
+    }  # fmt: skip
+    assert clicks(decode(model, folder, tmp_path / "mute") / "a.mp4") == []
+    use = TOKENIZE_VIDEOS.use(model, folder, tmp_path / "more")
+    for more, said in ((["--format", "gif"], "--sound_from has no effect"), ([], "nowhere/a.mp4")):
+        assert said in TOKENIZE_VIDEOS.refused(capsys, *use, "--sound_from", tmp_path / "nowhere", *more)

@@ -27,6 +27,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from distributed.engines.arithmetic import SkipGuard
+from tandem.files.installed import command_of
 from tests.data.helpers import write_tar
 from tests.data.records.tables import save_to_disk, table, write_parquet
 from tests.scripts import (
@@ -97,7 +98,31 @@ def test_without_data_the_demonstration_runs_and_is_announced(script: Script) ->
     args = parse([f"--{flag}", "data"])
     assert (getattr(args, flag), args.output_dir, args.config_in_force) == ("data", f"runs/{name}", None)
     config = str(script.configs / "base.yaml")
-    assert config in parse(["--config", config]).config_in_force
+    assert config in parse(["--config", config, f"--{flag}", "data"]).config_in_force
+
+
+def test_who_has_a_run_in_mind_and_forgets_its_data_is_told_and_gets_no_demonstration(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every configuration but the demonstration's leaves the data to its user."""
+    flag, demonstration = f"--{script.data.flag}", script.data.demonstration
+    own, named = tmp_path / "own.yaml", tmp_path / "named.yaml"
+    own.write_text("epochs: 1\ndataset: null\n")
+    named.write_text(f"{script.data.flag}: {demonstration}\n")
+    parse = partial(script.module.build_parser().parse, demonstration=script.module.DEMO_CONFIG)
+    recipes = [path for path in sorted(script.configs.glob("*.yaml")) if path.name != "demo.yaml"]
+    starts = [["--config", str(path)] for path in (own, *recipes)]
+    starts += [[f"--{name}", "own/"] for name in ("init_from", "valid_folder")]
+    starts += [["--image_folder", "photos/"]] if script.name == "train_tokenizer" else []  # of which clips are the data
+    for start in starts:
+        with pytest.raises(SystemExit) as raised:
+            parse(start)
+        line = capsys.readouterr().err
+        assert raised.value.code == 2 and f"error: {' '.join(start)} is given without data to train on" in line
+        assert f"give {flag} PATH as well, or {flag} {demonstration}" in line
+    assert getattr(parse(["--config", str(own), flag, "data"]), script.data.flag) == "data"
+    for path in (named, script.configs / "demo.yaml"):
+        assert getattr(parse(["--config", str(path)]), script.data.flag).startswith(demonstration)
 
 
 # Where a script has them, flags with numbers that no machine has room for, and with numbers that it has no room for
@@ -191,7 +216,7 @@ def test_the_first_lines_say_model_and_data_and_the_last_ones_what_there_is_and_
     last = dict(line.split(": ", 1) for line in said[-4:])
     for name, path in {"model": "model", "picture": "samples/step_00000001.png"}.items():
         assert last[name].split(", ")[0] == str(tmp_path / path) and (tmp_path / path).exists()
-    assert shlex.split(last["report"]) == ["python", "report.py", str(tmp_path)]
+    assert shlex.split(last["report"]) == [*command_of("report.py"), str(tmp_path)]
     _, program, *flags = shlex.split(last["next"])
     parser = importlib.import_module(program.removesuffix(".py")).build_parser()
     assert parser.parse(flags).model == str(tmp_path / "model")

@@ -177,6 +177,14 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(script, whole, mod
     assert files(script.fill(model, source, tmp_path)) == files(whole)
 
 
+def test_what_is_left_out_of_images_and_videos_is_said(script, model, source, tmp_path, capsys):
+    if script in CODERS:
+        script.fill(model, source, tmp_path / "cut")
+        said = "".join(capsys.readouterr())
+        assert f"the square in their middle is encoded, at {SIZE} x {SIZE} pixels" in said
+        assert ("; their sound is left out" in said) == (script is TOKENIZE_VIDEOS)
+
+
 OTHER_FLAGS = [
     (ALL, "per_shard", 5, "_per_shard was 4 and is now 5"),
     ([TOKENIZE, LATENTS, EMBED], "batch_size", 4, "batch_size was 3 and is now 4"),
@@ -186,7 +194,7 @@ OTHER_FLAGS = [
     ([TOKENIZE_VIDEOS], "fps", 5, "fps was null and is now 5.0"),
     ([TOKENIZE, LATENTS], "format", "npy", "format was"),
     ([LATENTS], "latent", "mean", 'latent was "sample" and is now "mean"'),
-    ([LATENTS], "latent_dtype", "bf16", 'latent_dtype was "fp16" and is now "bf16"'),
+    ([LATENTS], "latent_dtype", "bf16", 'dtype was "float16" and is now "bfloat16"'),
     ([LATENTS], "seed", 1, "seed was 0 and is now 1"),
     ([EMBED], "max_clips", 2, "max_clips was 6 and is now 2"),
 ]
@@ -292,9 +300,10 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "video codes outside the codebook": ([TOKENIZE_VIDEOS], shard_of(512, (9, 4, 4), np.uint16), "outside"),
     "latents alone": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float16), "latents_flip"),
     "latents of another type": ([LATENTS], shard_of(0, (4, 4, 4, 4), np.float64), "float64, not float16"),
-    "latents of no width": ([LATENTS], lambda f, name: change_index(f, grid=[2, "8", 4, 4]), "cannot read"),
+    "latents of no width": ([LATENTS], lambda f, name: change_index(f, grid=["4", 4, 4]), "cannot read"),
     "latents of another model": (
-        [LATENTS], lambda f, name: (narrowed(f, name), change_index(f, grid=[1, 4, 4, 4])), "give (b, 4, h', w')",
+        [LATENTS], lambda f, name: (narrowed(f, name), change_index(f, grid=[2, 4, 4], with_flip=False)),
+        "give (b, 4, h', w')",
     ),
     "no scale": ([LATENTS], lambda f, name: change_index(f, config={}), "scaling_factor"),
     "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not (9, 4, 4)"),

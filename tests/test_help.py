@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tandem import __version__
 from tests.scripts import ROOT, SCRIPTS, Script
 
 PROGRAMS = sorted(path.name for path in ROOT.glob("*.py") if path.name not in ("setup.py", "trained.py", "hub.py"))
@@ -26,6 +27,12 @@ def test_help_imports_nothing_that_takes_long(script: str) -> None:
     looked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert looked.stderr == "[]\n"
     assert looked.stdout.startswith(f"usage: {script}")
+
+
+@pytest.mark.parametrize("script", PROGRAMS)
+def test_each_program_says_its_version(script: str) -> None:
+    done = subprocess.run([sys.executable, script, "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"tandem-training {__version__}\n", "")
 
 
 def said(script: Script, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import email
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -132,7 +133,12 @@ def test_each_way_to_start_trains_a_demonstration(
 def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path, tmp_path: Path) -> None:
     tiny = words(SCRIPTS["train_vae"].tiny)
     base = ["tandem-train-vae", "--config", "configs/vae/demo.yaml", *tiny, *SHORT, "--output_dir", "run"]
-    assert "configuration: configs/vae/demo.yaml" in run(installed, tmp_path, *base)
+    without_path = ["env", "PATH=/usr/bin:/bin"]  # as if the environment were not active
+    said = run(installed, tmp_path, *without_path, str(installed / base[0]), *base[1:])
+    assert "configuration: configs/vae/demo.yaml" in said
+    (report,) = re.findall("^report: (.+)$", said, re.MULTILINE)
+    run(installed, tmp_path, *without_path, *shlex.split(report))
+    assert (tmp_path / "run" / "report.html").is_file()
     run(installed, tmp_path, "tandem-encode", "--model", "run/model", "--image_folder", "demo:shapes:8",
         "--output", "codes", "--num_workers", "0")  # fmt: skip
     assert (tmp_path / "codes" / "index.json").is_file()

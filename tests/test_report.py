@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
 import report
-from tests.scripts import ROOT
+from tests.scripts import ROOT, VAE
 
 HOSTILE = "</script><script>document.title='x'</script><img src=x onerror=alert(1)>"
 
-START = {"time": "2026-01-31T12:00:00+00:00", "command": ["train_vae.py"], "packages": {}, "step": 0,
-         "backend": "single", "world_size": 1, "device": "cpu"}  # fmt: skip
+START = {"time": "2026-01-31T12:00:00+00:00", "command": ["train_vae.py", "--image_folder", "my photos/*.tar"],
+         "packages": {}, "step": 0, "backend": "single", "world_size": 1, "device": "cpu"}  # fmt: skip
 
 
 def make(path: Path, lines: list[Any] | None = None, **config: Any) -> Path:
@@ -55,6 +57,12 @@ def data_in(path: Path) -> dict[str, Any]:
     return data
 
 
+def read(run: Path) -> dict[str, Any]:
+    """What the page says of a run."""
+    found: dict[str, Any] = report.RunReader(run, "run", 1, report.defaults_of).read()
+    return found
+
+
 def told(*argv: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of report.py in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
@@ -80,6 +88,43 @@ def test_a_page_stands_in_the_run_folder_and_is_made_again(tmp_path: Path) -> No
     (again,) = data_in(path)["runs"]
     assert again["step"] == 4 and [again["curves"][name]["y"][-1] for name in ("loss", "other", "large")] == [
         None, None, 1.7e308]  # fmt: skip
+
+
+def test_the_command_of_a_start_is_one_that_a_shell_takes(tmp_path: Path) -> None:
+    (start,) = read(make(tmp_path / "run"))["starts"]
+    assert shlex.split(start["command"]) == START["command"]
+
+
+def test_a_run_without_a_line_yet_misses_nothing_and_a_finished_one_without_its_lines_does(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    (run / "metrics.jsonl").unlink()
+    assert read(run)["notes"] == ["metrics.jsonl has no line yet"]
+    (run / "model").mkdir()
+    (run / "model" / "training.json").write_text('{"step": 3}')
+    assert read(run)["notes"] == ["metrics.jsonl is missing: no curves"]
+
+
+def test_settings_that_are_not_the_default_of_the_script_are_known(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", learning_rate=0.5, image_folder="demo:shapes", num_images_save=4, no_such_flag=1)
+    assert read(run)["chosen"] == [], "its script is not known"
+    for script, chosen in {"train_vae.py": ["output_dir", "learning_rate"], "train_no_such.py": []}.items():
+        (run / "starts.jsonl").write_text(json.dumps({**START, "script": script}) + "\n")
+        assert read(run)["chosen"] == chosen
+    args = VAE.parsed("--image_size", "64")
+    (run / "config.yaml").write_text(yaml.safe_dump(VAE.module.build_parser().settings(args)))
+    (run / "starts.jsonl").write_text(json.dumps({**START, "script": "train_vae.py"}) + "\n")
+    assert read(run)["chosen"] == ["image_size"]
+
+
+def test_metrics_that_are_0_in_all_lines_of_all_runs_stand_apart(tmp_path: Path) -> None:
+    lines = [{"step": n, "loss": 1 / n, "bad_samples": 0, "skipped_updates": 0, "late": 0} for n in (1, 2)]
+    runs = [make(tmp_path / "a", lines), make(tmp_path / "b", [{**line, "skipped_updates": 1} for line in lines])]
+    (runs[1] / "metrics.jsonl").write_text(
+        (runs[1] / "metrics.jsonl").read_text() + '{"step": 3, "late": null, "first": 0}\n'
+    )
+    found = report.read_all([report.RunReader(run, run.name, 1, report.defaults_of) for run in runs])["groups"]
+    assert [group["metrics"] for group in found if group["is_folded"]] == [["bad_samples"]]
+    assert {metric for group in found for metric in group["metrics"]} == {*lines[0], "first"} - {"step"}
 
 
 def test_how_each_start_ended_and_what_was_skipped_are_marks_in_the_order_of_updates(tmp_path: Path) -> None:

@@ -153,6 +153,27 @@ def test_pointing_at_a_curve_shows_the_values_of_every_run_there(opened: Any, tw
     assert over.is_displayed() and "started again" not in figure.find_element("css selector", ".readout").text
 
 
+def test_a_resume_is_marked_in_the_charts_that_had_begun_and_what_is_always_0_is_folded_away(
+    opened: Any, tmp_path: Path
+) -> None:
+    run = make(tmp_path / "run", [{**line, "bad_samples": 0} for line in lines(20)])
+    start = json.loads((run / "starts.jsonl").read_text())
+    (run / "starts.jsonl").write_text("".join(json.dumps({**start, "step": step}) + "\n" for step in (0, 2)))
+    report.main([str(run)])
+    page = opened(run / "report.html")
+    signs = """const { plot } = charts.get(arguments[0]), drawn = [];
+        plot.ctx.fillText = (text) => drawn.push(text);
+        charts.get(arguments[0]).drawMarks();
+        delete plot.ctx.fillText;
+        return drawn"""
+    assert page.execute_script(signs, "loss") == ["\u2716"]
+    assert page.execute_script(signs, "valid/loss") == [], "its first value is of update 5"
+    (group,) = page.find_elements("css selector", "#groups details:not([open])")
+    assert group.text == "Always 0 (1)"
+    page.execute_script("arguments[0].open = true", group)
+    until(lambda: chart(page, "bad_samples").is_displayed())
+
+
 def test_the_axes_are_updates_samples_and_seconds(opened: Any, two: Path) -> None:
     page = opened(two)
     for axis, factor in (("samples", 8), ("seconds", 0.5), ("step", 1)):

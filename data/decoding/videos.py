@@ -13,15 +13,17 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.files.installed import missing_package
+from tandem.files.reading import counted
 
-from ..bad_samples import Unsuitable
+from ..bad_samples import Unsuitable, reason_of
 from ..hashing import Draws
 from ..records.record import Entry, open_entry
 from .frames import Converter, Frame, Picture
@@ -157,9 +159,7 @@ class ClipDecoder:
         if n == 0:
             raise ValueError("it holds no frames")
         if n < self.num_frames and self.short_clips == "skip":
-            raise Unsuitable(
-                f"it has {n} frame{'' if n == 1 else 's'} for a clip of {self.num_frames} (--short_clips skip)"
-            )
+            raise Unsuitable(f"it has {counted(n, 'frame')} for a clip of {self.num_frames} (--short_clips skip)")
         order = [i % n if self.short_clips == "repeat" else min(i, n - 1) for i in range(self.num_frames)]
         clip = np.empty((3, self.num_frames, self.image_size, self.image_size), np.uint8)
         for place, number in enumerate(order):
@@ -189,6 +189,24 @@ def opened(entry: Entry) -> Iterator[Video]:
                 yield Video(container)
         except av.FFmpegError as error:
             raise ValueError(f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}") from None
+
+
+@contextlib.contextmanager
+def sound_of(path: Path) -> Iterator[Sound | None]:
+    """The first sound of a film; None if it has none. Raises ValueError, in one line, if the file cannot be read."""
+    try:
+        with opened(Entry(str(path))) as video:
+            yield video.sound()
+    except OSError as error:
+        raise ValueError(f"cannot read the sound of {path}: {reason_of(error)}") from None
+
+
+class Sound(NamedTuple):
+    """Sound of a film: samples per second, and its frames (av.AudioFrame), each with the time in seconds at which it
+    begins, counted from the first picture."""
+
+    rate: int
+    frames: Iterator[tuple[float, Any]]
 
 
 class Video:
@@ -223,6 +241,15 @@ class Video:
         self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start
         self.reached = self.reached_end = self.start  # the last moments when decoded frames begin and end to be shown
         self._moved = False
+
+    def sound(self) -> Sound | None:
+        """The sound beside the pictures, if there is one that FFmpeg can decode. Reading it moves the video."""
+        stream = next((stream for stream in self._container.streams.audio if stream.codec_context), None)
+        if stream is None:
+            return None
+        begin = self.start / self.ticks_per_second
+        frames = ((frame.time - begin, frame) for frame in self._container.decode(stream) if frame.time is not None)
+        return Sound(stream.codec_context.sample_rate, frames)
 
     @property
     def end(self) -> float:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from tandem.files.reading import DAMAGES, printable
+from tandem.files.reading import DAMAGES, counted, printable
 
 from .index import Made, PackedStrings, Watched, fingerprint_of, kept, largest, status_of
 from .record import Entry, Record, Wanted
@@ -147,9 +147,8 @@ class _Tree:
         if not len(names) and not len(tars):
             n = self._skipped.total()
             raise NothingFoundError(
-                f"no {self._first.noun} in {self._folder!r}, which holds {n} other file{'' if n == 1 else 's'}: files "
-                f"that end in {' '.join(self._firsts_and_tars)} are read, in the folder and in those below it"
-                f"{self._instead()}"
+                f"no {self._first.noun} in {self._folder!r}, which holds {counted(n, 'other file')}: files that end in "
+                f"{' '.join(self._firsts_and_tars)} are read, in the folder and in those below it{self._instead()}"
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}
         columns |= {f"which {one.name}": places for one, places in zip(self._beside, which, strict=True)}

@@ -50,8 +50,8 @@ _PIECE_CODES = 4  # frames of codes that are decoded at once
 _END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 Decode = Callable[[Tensor], Tensor]
-# Writes frames (h, w, 3), of which so many are shown in a second, to a file.
-Write = Callable[[BinaryIO, Iterator[npt.NDArray[np.uint8]], float], None]
+# Writes frames (h, w, 3), of which so many are shown in a second, of the video with this path, to a file.
+Write = Callable[[BinaryIO, Iterator[npt.NDArray[np.uint8]], float, str], None]
 
 
 def code_dtype(num_codes: int) -> np.dtype:
@@ -172,7 +172,7 @@ def decode_videos(
             save_missing([path / f"{number:06d}.png" for number in range(line["frames"])], frames, num_threads)
         elif not path.exists():
             with _new_file(path) as file:
-                write(file, (frame.numpy() for frame in frames), line["fps"])
+                write(file, (frame.numpy() for frame in frames), line["fps"], line["path"])
 
 
 def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:

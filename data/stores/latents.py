@@ -9,12 +9,13 @@
 
 Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), means and then standard deviations. They
 are as the encoder gives them, or, if index.json says that they are "scaled", (latent - shift_factor) * scaling_factor,
-of which both numbers stand there in "config". Its "grid" is the shape of the moments of an image: (v, 2 d, h, w), where
-v is 2 with the mirrored one.
+of which both numbers stand there in "config". Its "dtype" is that of the latents, and its "grid" the shape of one of
+them.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from training.noise import Noise
 
 LATENTS, FLIPPED, LABELS = "latents", "latents_flip", "labels"
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_DTYPES = ("float16", "bfloat16", "float32", "int64")
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_DTYPES = (*DTYPES.values(), "int64")
 _CLASS = re.compile("[0-9]{1,9}")
 
 
@@ -108,9 +109,9 @@ class LatentWriter(ShardWriter):
         scale, shift = _scale(how)
         kept, deviation = (kept - shift) * scale, deviation * scale
         kept = torch.cat([kept, deviation], 2) if how["latent"] == "moments" else kept
-        kept = kept.to(DTYPES[how["latent_dtype"]])
+        kept = kept.to(getattr(torch, how["dtype"]))
         if not kept.isfinite().all():
-            raise ValueError(f"latents are not finite in {how['latent_dtype']}: give --latent_dtype bf16 or fp32")
+            raise ValueError(f"latents are not finite in {how['dtype']}: give --latent_dtype bf16 or fp32")
         labels = torch.tensor([note["label"] for note in notes], dtype=torch.int64)
         return {**dict(zip((LATENTS, FLIPPED), kept.unbind(1), strict=False)), LABELS: labels}
 
@@ -129,14 +130,44 @@ class StoredLatents(StoredCodes):
 
     def rows(self, shard: int) -> Tensor:
         """What the decoder takes, fp32 (n, d, h, w): the latents, or of moments the means, as the encoder gave them."""
+        with explained(self.folder / self.index["shards"][shard]["file"]):
+            scale, shift = _scale(self.index)
+            return self._written(shard) / scale + shift
+
+    def channels(self, shards: Sequence[int]) -> dict[int, list[list[float]]]:
+        """Of the latents in these shards as they are written, or of moments the means: for each channel how many
+        numbers there are, their sum, that of their squares, the lowest and the highest."""
+        found: dict[int, list[list[float]]] = {}
+        for shard in shards:
+            with explained(self.folder / self.index["shards"][shard]["file"]):
+                numbers = self._written(shard).double().transpose(0, 1).flatten(1)
+            found[shard] = [[len(each), float(each.sum()), float(each.square().sum()), float(each.min()),
+                             float(each.max())] for each in numbers if len(each)]  # fmt: skip
+        return found
+
+    def _written(self, shard: int) -> Tensor:
+        """Latents, or of moments the means, as they are in the file, but fp32."""
         index, entry = self.index, self.index["shards"][shard]
-        with explained(path := self.folder / entry["file"]):
-            views, width, *sides = index["grid"]
-            shape = (entry["rows"], width if index["latent"] == "moments" else width // 2, *sides)
-            shapes = {LATENTS: shape, **({FLIPPED: shape} if views == 2 else {}), LABELS: shape[:1]}
-            latents = read_columns(path, shapes, _DTYPES, entry["sha256"])[LATENTS].float()
-            scale, shift = _scale(index)
-            return latents[:, : width // 2] / scale + shift
+        grid = index["grid"]
+        if "latent_dtype" in index:  # an earlier version's: it says (v, 2 d, h, w), the shape of moments
+            grid = [grid[1] if index["latent"] == "moments" else grid[1] // 2, *grid[2:]]
+        shape = (entry["rows"], *grid)
+        shapes = {LATENTS: shape, **({FLIPPED: shape} if index["with_flip"] else {}), LABELS: shape[:1]}
+        latents = read_columns(self.folder / entry["file"], shapes, _DTYPES, entry["sha256"])[LATENTS].float()
+        return latents.chunk(2, dim=1)[0] if index["latent"] == "moments" else latents
+
+
+def channel_lines(shards: Mapping[int, Sequence[Sequence[float]]]) -> Iterator[str]:
+    """Mean, standard deviation and range of each channel, of what `StoredLatents.channels` found, a line each. The
+    same text however shards are spread over processes."""
+    of_channels = zip(*(shards[shard] for shard in sorted(shards) if shards[shard]), strict=True)
+    for channel, parts in enumerate(of_channels):
+        counts, sums, squares, lowest, highest = zip(*parts, strict=True)
+        mean, square = (math.fsum(each) / math.fsum(counts) for each in (sums, squares))
+        deviation = math.sqrt(max(square - mean**2, 0.0))
+        yield (
+            f"channel {channel}: mean {mean:.4g}, deviation {deviation:.4g}, {min(lowest):.4g} to {max(highest):.4g}"
+        )
 
 
 def _scale(how: Mapping[str, Any]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.files import writing
 from tandem.files.exits import AskedToStop
-from tandem.files.reading import open_regular, read_json
+from tandem.files.reading import counted, open_regular, read_json
 
 from ..bad_samples import reason_of
 
@@ -69,11 +69,11 @@ class OutputFolder:
         for first in range(0, len(shards), world):
             if self.processes.stop_requested(now=True):
                 left = len(shards) - first
-                self.say(f"asked to stop: the same command goes on with the {left} shards that are left")
+                self.say(f"asked to stop: the same command goes on with the last {counted(left, 'shard')}")
                 raise AskedToStop
             mine = first + self.processes.rank
             yield shards[mine] if mine < len(shards) else None
-            self.say(f"{done} {min(first + world, len(shards))} of {len(shards)} shards")
+            self.say(f"{done} {min(first + world, len(shards))} of {counted(len(shards), 'shard')}")
 
     def _open(self, fresh: bool) -> None:
         """Make, lock and claim the folder. Raises OSError and ValueError."""

@@ -97,7 +97,7 @@ class ShardWriter:
                         before[k] = self._check(k)
         todo = processes.broadcast_object([k for k in range(len(self)) if k not in before])
         if not todo:
-            self.output.say(f"all {len(self)} shards were {done} before, nothing is left to do: {self.output.path}")
+            self.output.say(f"all shards ({len(self)}) were {done} before, nothing is left to do: {self.output.path}")
         log = BadSampleLog(len(self._names))
         self._report(log, itertools.chain(*before.values()), stop_at_bad)
         results = compute([self._items[k] for k in todo[processes.rank :: processes.world_size]])

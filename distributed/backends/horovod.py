@@ -12,7 +12,7 @@ import importlib.util
 import os
 import socket
 
-from tandem.files.installed import HOME, IS_INSTALLED
+from tandem.files.installed import HOME, as_typed
 
 from ..base import Backend
 from ..errors import UserMistake
@@ -25,7 +25,7 @@ class HorovodBackend(Backend):
     name = "horovod"
     launch_order = 10
     sockets_per_process = 5  # Horovod's two meshes and its controller; the watchdog
-    install_hint = f"bash {HOME / _INSTALLER}" if IS_INSTALLED else f"{_INSTALLER} of the repository"
+    install_hint = f"bash {as_typed(HOME / _INSTALLER)}"
 
     @classmethod
     def is_available(cls) -> bool:

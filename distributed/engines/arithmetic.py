@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.files.reading import counted
+
 from ..batch import BatchPlan
 from ..errors import TrainingStopped
 
@@ -199,7 +201,8 @@ class SkipGuard:
         by_rank = self._gather(self._findings[:1])
         found = [f"rank {rank}: {what[0]}" for rank, what in enumerate(by_rank) if what]
         raise TrainingStopped(
-            f"{in_a_row} updates in a row were skipped because of non-finite values, the last at update {update}: "
+            f"{counted(in_a_row, 'update')} in a row skipped because of non-finite values, the last at update {update}"
+            + ": "
             + ("; ".join(found) or "only the sum over the processes is not finite")
             + ". The weights are those of the last good update; try a lower learning rate, --max_grad_norm, or fp32"
         )

@@ -48,7 +48,7 @@ def diffusers_folder(path: Path) -> Path | None:
 def save_folder(model: VQGAN, folder: Path) -> str:
     """Write weights and configuration as ``from_pretrained`` of diffusers takes them; each file appears whole or not at
     all. Returns what loads it. Raises ValueError, in one line, if diffusers has no such model."""
-    state, config = public_state(model, DIFFUSERS), model.saved_config()
+    state, config = public_state(model, DIFFUSERS), model.config
     attended, levels = config["attention_levels"] or (), range(len(config["ch_mult"]))
     attention = ["Attn" if level in attended else "" for level in levels]
     code, z_channels = channels_of(config)

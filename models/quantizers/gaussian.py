@@ -18,12 +18,22 @@ _DECAY = 0.99  # per update, of the averages from which the scale of the latents
 _LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
 
 
+def scale_of(moments: Tensor) -> tuple[float, float] | None:
+    """(scaling_factor, shift_factor), 1 / standard deviation and mean of all numbers of the latents, from
+    `DiagonalGaussian.moments`; None if nothing was measured, or if the latents were not finite."""
+    weight, mean, square = moments.tolist()
+    if not weight or not math.isfinite(mean + square):
+        return None
+    deviation = math.sqrt(max(square / weight - (mean / weight) ** 2, 0.0))
+    return 1 / max(deviation, 1e-12), mean / weight
+
+
 class DiagonalGaussian(Bottleneck):
     """Latents z ~ N(mean, variance), channel by channel; z (b, 2 dim, ...) holds means, then log variances.
 
     Loss: ``kl`` is KL(N(mean, variance) || N(0, 1)) in nats per latent: summed over the channels, a mean over batch and
     places. While it learns, it follows the mean and the mean square of the latents that the decoder gets, over the
-    whole batch of each update, with a moving average: `scale` is made of them.
+    whole batch of each update, with a moving average: `scale_of` them is that of a generator's latents.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("kl",)
@@ -42,14 +52,6 @@ class DiagonalGaussian(Bottleneck):
 
     def summary(self) -> str:
         return f"continuous latents of {self.dim} channels"
-
-    def scale(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of all numbers of the latents, as measured; None if nothing was, or if they were
-        not finite."""
-        weight, mean, square = self.moments.tolist()
-        if not weight or not math.isfinite(mean + square):
-            return None
-        return mean / weight, math.sqrt(max(square / weight - (mean / weight) ** 2, 0.0))
 
     def gaussian(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """z (b, 2 dim, ...) -> mean and log variance, fp32 (b, dim, ...) each."""

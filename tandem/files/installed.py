@@ -7,6 +7,7 @@ In a checkout the scripts, configs/ and docs/ stand beside the folder tandem/, i
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,8 +18,30 @@ _CONFIGS = "configs/"
 
 
 def command_of(script: str) -> list[str]:
-    """What a user types to start a script of this repository, such as train_vae.py."""
-    return [installed_command(script)] if IS_INSTALLED else ["python", script]
+    """What a user types in the current folder, with the environment of this process active or not, to start a script of
+    this repository, such as train_vae.py."""
+    python = Path(sys.executable)
+    if not IS_INSTALLED:
+        return [_program(python, "python"), as_typed(HOME / script)]
+    if (command := python.with_name(installed_command(script))).exists():
+        return [_program(command, command.name)]
+    return [_program(python, "python"), "-m", f"tandem.{Path(script).stem}"]
+
+
+def as_typed(path: Path) -> str:
+    """A path from the current folder, if it is below it; else the whole path."""
+    try:
+        relative = os.path.relpath(path)
+    except FileNotFoundError:  # the current folder was deleted
+        return os.fspath(path)
+    return os.fspath(path) if relative.startswith(os.pardir) else relative
+
+
+def _program(path: Path, name: str) -> str:
+    """The name of a program, where a shell finds this program by it; else its path."""
+    known = shutil.which(name)
+    is_it = known and os.path.samefile(os.path.dirname(known), path.parent) and os.path.samefile(known, path)
+    return name if is_it else as_typed(path)
 
 
 def installed_command(script: str) -> str:
@@ -44,7 +67,8 @@ def shipped(path: str) -> str:
 
 def how_to_install(extra: str) -> str:
     """The command that installs an extra of pyproject.toml."""
-    return f'pip install "tandem-training[{extra}]"' if IS_INSTALLED else f'pip install -e ".[{extra}]"'
+    package = "tandem-training" if IS_INSTALLED else as_typed(HOME)
+    return f'pip install {"" if IS_INSTALLED else "-e "}"{package}[{extra}]"'
 
 
 def missing_package(what: str, package: str, extra: str = "audio") -> ValueError:

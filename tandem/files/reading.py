@@ -197,6 +197,12 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
+def counted(number: float, noun: str) -> str:
+    """A number of things, such as "1 image", "2 processes" or "0.5 minutes"."""
+    plural = f"{noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+    return f"{f'{number:g}' if isinstance(number, float) else number} {noun if number == 1 else plural}"
+
+
 def one_line(error: BaseException) -> str:
     """The first line of an exception's message, which may quote a file, or its type if the message is empty."""
     lines = str(error).strip().splitlines()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .installed import program
-from .reading import open_regular, printable
+from .reading import counted, open_regular, printable
 
 _UMASK = os.umask(0)
 os.umask(_UMASK)
@@ -108,8 +108,8 @@ def hold(
         if waited >= LOCK_SECONDS and not has_said:
             has_said = True
             say(
-                f"{path.parent} is in use by {holder}; waiting for up to {lease_seconds / 60:g} minutes, in case that "
-                "its machine has crashed and a file server has not noticed yet"
+                f"{path.parent} is in use by {holder}; waiting for up to {counted(lease_seconds / 60, 'minute')}, in "
+                "case that its machine has crashed and a file server has not noticed yet"
             )
         mark(f"waiting for {path.parent}, which is in use by {holder}")
         time.sleep(0.2)

@@ -57,7 +57,7 @@ def test_parts_of_a_batch_are_exact_or_refused_with_the_nearest_that_fit() -> No
     [
         ((7, 2, 2, 0), ["--batch_size 7 ", "7 / (2 processes x 2 accumulation steps) = 1.75;", "or 28 for micro"]),
         ((1_000_001, 1, 2, 0), ["1000001 / (2 processes x 1 acc", "= 500000.5;"]),  # the quotient does not look whole
-        ((24, 1, 3, 8), ["--batch_parts 8 ", "8 / (3 processes x 1 accumulation steps) = 2.66666666667;"]),
+        ((24, 1, 3, 8), ["--batch_parts 8 ", "8 / (3 processes x 1 accumulation step) = 2.66666666667;"]),
         ((10, 1, 2, 4), ["--batch_size 10 ", "--batch_parts 4: 10 / 4 = 2.5;"]),
     ],
 )

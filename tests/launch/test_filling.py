@@ -182,7 +182,7 @@ def test_a_job_of_which_one_process_is_told_to_end_exits_with_75_between_two_sha
     forked = started(job, job.command(inputs, output, "--num_workers", "1"), output, tmp_path / "log", shards=2)
     os.kill(forked.pids[-1], signal.SIGTERM)
     ranks = forked.finish()
-    assert ranks[0].output.count("asked to stop: the same command goes on with the") == 1, ranks[0].output
+    assert ranks[0].output.count("asked to stop: the same command goes on with the last") == 1, ranks[0].output
     assert [rank.returncode for rank in ranks] == [75, 75], ranks[0].output
     done = list(output.glob(f"{job.script.shards}-*.safetensors"))
     assert 2 <= len(done) < N_SHARDS and not (output / "index.json").exists()

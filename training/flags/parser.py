@@ -9,21 +9,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from tandem import __version__
 from tandem.converters import config_names, config_value, nearest, said_as_flag, shown_default
 from tandem.fields import DATA, Flag, Needs, add_flag, flags_of
 from tandem.files.exits import MISTAKE, leave
-from tandem.files.installed import HOME, IS_INSTALLED, command_of
+from tandem.files.installed import HOME, IS_INSTALLED, installed_command
 from tandem.files.reading import printable
 from tandem.files.writing import open_standard_streams
 
-from .shell import HelpAll, complete, short_help
+from .shell import HelpAll, Version, complete, short_help
 
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
-_COMMAND_LINE_ONLY = frozenset({"help", "help_all", "config", "fresh", "dry_run", "profile_steps"})
+_COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh", "dry_run", "profile_steps"})
 
 # A launcher ends all processes when the first one fails, so the others wait until the root has printed its error. If
 # they are still there much later, the root made no mistake.
 _ROOT_SPEAKS_FIRST_SECONDS, _OTHERS_SPEAK_AFTER_SECONDS = 2.0, 10.0
+
+# Who gives one of these has a run in mind: without data it is no demonstration, but refused.
+_WITHOUT_DATA_NO_RUN = (
+    "config", "init_from", "image_folder", "valid_folder", "image_embeddings", "text_embeddings"
+)  # fmt: skip
 
 _UNSET = object()
 
@@ -68,7 +74,7 @@ class ArgumentParser(argparse.ArgumentParser):
     ) -> None:
         open_standard_streams()
         super().__init__(
-            prog=" ".join(command_of(prog)) if prog and IS_INSTALLED else prog,
+            prog=installed_command(prog) if prog and IS_INSTALLED else prog,
             usage="%(prog)s [--config FILE] [flags]",
             description=description,
             formatter_class=HelpFormatter,
@@ -76,6 +82,7 @@ class ArgumentParser(argparse.ArgumentParser):
         )
         self._script, self._is_root = prog or self.prog, is_root
         self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
+        self.add_argument("--version", action=Version, default=argparse.SUPPRESS, help="print the version and exit")
         self._raises = False  # by `error`: the processes are connected, and have to agree on it
         #: The dataclass of the flags, if there is one, and of these the flag of the data.
         self.config: Any = None
@@ -110,6 +117,11 @@ class ArgumentParser(argparse.ArgumentParser):
             where = f"\nThe files of docs/ are in {HOME / 'docs'}.\n" if IS_INSTALLED and "docs/" in text else ""
             self._print_message(text + where, file or sys.stdout)
 
+    def print_version(self) -> None:
+        """Print the name of the package and its version."""
+        if self._is_root():
+            self._print_message(f"tandem-training {__version__}\n", sys.stdout)
+
     def add_config(self, config: type) -> None:
         """Add a flag for each field of a dataclass (`tandem.fields`).
 
@@ -132,8 +144,9 @@ class ArgumentParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
 
-        If `argv` holds neither the flag of the data nor `--dataset` nor `--config`, the config file `demonstration` is
-        read; --help says so.
+        If neither `argv` nor the file of `--config` has the flag of the data or `--dataset`, the config file
+        `demonstration` is read, and --help says so; but it is a mistake if `argv` has `--config`, a model to start from
+        or samples of another flag, because the run would end as if it had been trained on the user's data.
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
         `on_command_line`, that of those set in `argv`, `said_as`, the name of the flag that was used for each of them,
@@ -141,21 +154,28 @@ class ArgumentParser(argparse.ArgumentParser):
         was read, or None, and `resumed`, None, where `hub.start_training` puts config.yaml of a run that goes on. A
         mistake ends the process through `error`.
         """
-        own = (self.data_flag, "dataset", "config")
+        data = [str(self.data_flag), "dataset"]
         if demonstration:
             self.epilog = (
-                f"Without {' and '.join(f'--{name}' for name in own)} it runs its demonstration: the flags of "
-                f"{_shown(demonstration)}, which differ from the defaults above."
+                f"Without {' and '.join(f'--{name}' for name in (*data, 'config'))} it runs its demonstration: the "
+                f"flags of {_shown(demonstration)}, which differ from the defaults above."
             )
         given, said_as = self._from_command_line(sys.argv[1:] if argv is None else argv)
         on_command_line = frozenset(given)
         in_force = f"configuration: {given['config']}" if "config" in given else None
-        if demonstration and on_command_line.isdisjoint(own):
+        settings, keys = self._from_config_file(given["config"]) if "config" in given else ({}, {})
+        if demonstration and (settings.keys() | given.keys()).isdisjoint(data):
+            if other := next((name for name in _WITHOUT_DATA_NO_RUN if name in given), None):
+                flag = f"--{self.data_flag}"
+                self.error(
+                    f"--{said_as[other]} {given[other]} is given without data to train on: give {flag} PATH as well, "
+                    f"or {flag} {self.get_default(data[0])}, which this script makes itself"
+                )
             given["config"] = os.fspath(demonstration)
+            settings, keys = self._from_config_file(given["config"])
             in_force = (
                 f"demonstration: {_shown(demonstration)}, because neither --{self.data_flag} nor --config was given"
             )
-        settings, keys = self._from_config_file(given["config"]) if "config" in given else ({}, {})
         explicit = {**settings, **given}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line

@@ -5,9 +5,11 @@ such a name is met. Imports the standard library only."""
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import NamedTuple
 
 from tandem.files.installed import HOME, command_of
+from tandem.files.reading import counted
 
 PAGE = HOME / "docs" / "coming_from.md"
 
@@ -50,7 +52,7 @@ def instead_of(name: str, script: str) -> str | None:
     row = next((row for row in rows(script) if row.name == name and not row.flag), None)
     if row is None:
         return None
-    return f"{row.package} has it: {row.note}".replace("convert.py", " ".join(command_of("convert.py")))
+    return f"{row.package} has it: {row.note}".replace("convert.py", shlex.join(command_of("convert.py")))
 
 
 def batch_arithmetic(args: argparse.Namespace, world_size: int) -> str | None:
@@ -59,9 +61,9 @@ def batch_arithmetic(args: argparse.Namespace, world_size: int) -> str | None:
     if name == "grad_accum_steps":
         return None
     batch, steps = args.batch_size, args.grad_accum_steps
-    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
     return (
-        f"--{name} {steps}: an update trains on {batch} samples in all, over {processes} and {steps} micro-batches; "
+        f"--{name} {steps}: an update trains on {counted(batch, 'sample')} in all, over "
+        f"{counted(world_size, 'process')} and {counted(steps, 'micro-batch')}; "
         f"where --{name} comes from, a batch size of {batch} is that of a micro-batch of one process, for which "
         f"--batch_size is {batch} x {steps} x {world_size} = {batch * steps * world_size} here"
     )

@@ -146,6 +146,13 @@ class RunFlags:
         step_count,
         also="num_train_steps",
     )
+    max_minutes: float | None = flag(
+        None,
+        "after so many minutes of all starts make a last update and finish, with validation, picture and model, if "
+        "--epochs or --max_steps would last longer; those still set the schedule of the learning rate",
+        positive_float,
+        metavar="MINUTES",
+    )
     batch_size: int = flag(
         8, "samples per update, over all processes and micro-batches", size, metavar="SAMPLES", title="optimisation"
     )
@@ -240,6 +247,12 @@ class RunFlags:
         title="checkpoints",
         also=("save_model_every", "checkpoint_every_step"),
     )
+    save_every_minutes: float = flag(
+        20.0,
+        "save also when the newest checkpoint is so old; 0: never (default: 20, but 0 beside --save_every_n_steps 0)",
+        non_negative_float,
+        metavar="MINUTES",
+    )
     keep_n_checkpoints: int = flag(3, "keep this number of newest checkpoints and delete older ones", positive_int)
     save_before_minutes: float | None = flag(
         None, "save and exit with code 75 within this time, for a scheduler's limit", positive_float, metavar="MINUTES"
@@ -249,6 +262,8 @@ class RunFlags:
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         if args.said_as.get("max_steps") == "num_train_steps" and "epochs" not in args.explicit:
             args.epochs = _ENDLESS
+        if not args.save_every_n_steps and "save_every_minutes" not in args.explicit:
+            args.save_every_minutes = 0.0
         parser.choose(args, ema_power=None, ema_decay=0.0)
         parser.choose(args, valid_folder=None, valid_fraction=0.0)
 

@@ -80,3 +80,11 @@ class HelpAll(argparse.Action):
     def __call__(self, parser: Any, *_: Any) -> None:
         parser.print_help(whole=True)
         parser.exit()
+
+
+class Version(HelpAll):
+    """--version: print it."""
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        parser.print_version()
+        parser.exit()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -94,9 +95,19 @@ def can_write_mp4() -> bool:
     return "libx264" in av.codecs_available
 
 
-def write_mp4(file: BinaryIO, frames: Iterable[np.ndarray], fps: float) -> None:
+def write_mp4(
+    file: BinaryIO,
+    frames: Iterable[np.ndarray],
+    fps: float,
+    sound: tuple[int, Iterable[tuple[float, Any]]] | None = None,
+) -> None:
     """Write the frames (h, w, 3), uint8, one by one: a film of any length takes the same memory. `fps` becomes a
-    fraction with a denominator of at most 1001, as of 30000/1001. See `to_mp4`."""
+    fraction with a denominator of at most 1001, as of 30000/1001. See `to_mp4`.
+
+    Args:
+        sound: Samples per second and frames (av.AudioFrame), each with the time in seconds at which it begins. They
+            become AAC; what begins before the first picture or after the last one is left out.
+    """
     import av
 
     rate = min(max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001)), Fraction(_HIGHEST_RATE))
@@ -106,8 +117,18 @@ def write_mp4(file: BinaryIO, frames: Iterable[np.ndarray], fps: float) -> None:
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options=options)
         stream.pix_fmt = "yuv444p"
+        samples_per_second, heard = sound or (0, ())
+        track: Any = container.add_stream("aac", rate=samples_per_second) if sound else None
+        parts = ((time, part) for time, part in heard if time >= 0)
+        time, part = next(parts, (math.inf, None))
         for number, frame in enumerate(frames):
             if number == 0:
                 stream.height, stream.width = frame.shape[:2]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            while time < (number + 1) / rate:
+                part.pts, part.time_base = round(time * samples_per_second), Fraction(1, samples_per_second)
+                container.mux(track.encode(part))
+                time, part = next(parts, (math.inf, None))
         container.mux(stream.encode())
+        if track:
+            container.mux(track.encode())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tandem.files.reading import open_regular, parse_json, words_of
+from tandem.files.reading import counted, open_regular, parse_json, words_of
 
 POINTS = 500  # a longer curve has at least so many, and less than twice as many
 MOST_METRICS = 400  # of a run; the memory grows with them
@@ -136,7 +136,9 @@ class MetricsFile:
                 self._tail = self._before(file)
         except FileNotFoundError:
             self._forget()
-            self._failure = "metrics.jsonl is missing: no curves"
+            # A run that has just begun has none; one that is finished had one.
+            is_finished = (self.path.parent / "model" / "training.json").exists()
+            self._failure = "metrics.jsonl is missing: no curves" if is_finished else ""
         except (OSError, ValueError) as error:
             self._failure = f"metrics.jsonl cannot be read: {words_of(error)}"
 
@@ -182,7 +184,7 @@ class MetricsFile:
         if self._failure or self.last_step < 0:
             yield self._failure or "metrics.jsonl has no line yet"
         for reason, count in self._lines_out.items():
-            yield f"metrics.jsonl: {count} line{'s are' if count > 1 else ' is'} left out, {reason}"
+            yield f"metrics.jsonl: {counted(count, 'line')} left out, {reason}"
         if self._is_incomplete:
             yield "metrics.jsonl: the last line is incomplete"
         if self._texts:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from tandem.files.reading import counted
+
 from ..run.starts import place
 
 # Kind of mark, what is counted, and what was done with it.
@@ -27,8 +29,7 @@ def marks(begun: Sequence[Mapping[str, Any]], rises: Mapping[str, Sequence[Seque
         kind, what, done = _COUNTS[name]
         for first, last, count in places:
             where = f"update {last:,.0f}" if first == last else f"updates {first:,.0f} to {last:,.0f}"
-            plural = "" if count == 1 else "s"
-            found.append({"step": last, "kind": kind, "text": f"{count:,.0f} {what}{plural} {done} by {where}"})
+            found.append({"step": last, "kind": kind, "text": f"{counted(int(count), what)} {done} by {where}"})
     return sorted(found, key=lambda mark: mark["step"])
 
 

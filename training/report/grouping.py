@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from ..measures.directions import COSTS, better
 
 _OF_OPTIMISATION = ("lr", "learning_rate", "grad_norm", "weight", "temperature", "scale", "skipped_updates", "bias",
                     "bad_samples")  # fmt: skip
 NAMES = ("Validation", "Validation of the whole split", "Losses", "Other values", "Optimisation", "Costs")
+ZERO = "Always 0"
 
 
 def group_of(metric: str) -> str:
@@ -25,9 +26,10 @@ def group_of(metric: str) -> str:
     return "Other values"
 
 
-def groups(metrics: Iterable[str]) -> list[dict[str, object]]:
-    """[{"name", "metrics"}] of all metrics, each group in the order in which they were met, without empty ones."""
-    found: Mapping[str, list[str]] = {name: [] for name in NAMES}
+def groups(metrics: Iterable[str], zero: Container[str] = ()) -> list[dict[str, object]]:
+    """[{"name", "metrics", "is_folded"}] of all metrics, each group in the order in which they were met, without empty
+    ones. Those that are `zero` throughout, such as counts of faults, come last, folded."""
+    found: Mapping[str, list[str]] = {name: [] for name in (*NAMES, ZERO)}
     for metric in dict.fromkeys(metrics):
-        found[group_of(metric)].append(metric)
-    return [{"name": name, "metrics": members} for name, members in found.items() if members]
+        found[ZERO if metric in zero else group_of(metric)].append(metric)
+    return [{"name": name, "metrics": members, "is_folded": name == ZERO} for name, members in found.items() if members]

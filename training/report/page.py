@@ -43,12 +43,18 @@ def library() -> dict[str, str]:
 def data_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All that a page shows, from what `RunReader.read` gave of each run."""
     metrics = [name for run in runs for name in run["curves"]]
+    not_zero = {name for run in runs for name, curve in run["curves"].items() if not _is_zero(curve)}
     return {
         "made": now(),
         "runs": list(runs),
-        "groups": groups(metrics),
+        "groups": groups(metrics, {*metrics} - not_zero),
         "directions": {name: found for name in dict.fromkeys(metrics) if (found := better(name))},
     }
+
+
+def _is_zero(curve: Mapping[str, Any]) -> bool:
+    """Whether a curve is 0 in several lines, and nothing else."""
+    return curve["count"] > 1 and not curve["missing"] and curve["low"][0] == curve["high"][0] == 0
 
 
 def as_text(data: Any) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.files.reading import read_bytes, words_of
+from tandem.files.reading import counted, read_bytes, words_of
 
 _NAME = re.compile(r"step_(\d{1,15})(?:_(.{1,100}))?\.png", re.DOTALL)
 _LARGE_BYTES, _LONGEST_SIDE = 200_000, 1600  # a larger file becomes WebP of such a side, if that is smaller
@@ -44,7 +44,7 @@ def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str
             except (OSError, ValueError) as error:
                 shown = {"error": words_of(error)[:200]}
             made.append({"step": step, "model": model, **shown})
-    some = f"pictures of {len(chosen)} of {len(steps)} updates; --pictures shows more"
+    some = f"pictures of {len(chosen)} of {counted(len(steps), 'update')}; --pictures shows more"
     notes = [some] if len(chosen) < len(steps) else []
     broken = [picture for picture in made if "error" in picture]
     if broken:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,17 @@ class RunReader:
     Args:
         name: What the page calls the run.
         pictures: Updates whose pictures are shown.
+        defaults_of: The settings of a script by its file name, as config.yaml has them, if no flag is given; {} if that
+            is not known.
 
     Raises:
         ValueError: one line, if the folder is that of no run.
     """
 
-    def __init__(self, path: str | Path, name: str, pictures: int) -> None:
-        self.path, self.name = Path(path), name
+    def __init__(
+        self, path: str | Path, name: str, pictures: int, defaults_of: Callable[[str], Mapping[str, Any]]
+    ) -> None:
+        self.path, self.name, self._defaults_of = Path(path), name, defaults_of
         if not self.path.exists():
             raise ValueError(f"there is no run folder {path}")
         if not self.path.is_dir():
@@ -62,12 +67,14 @@ class RunReader:
         if len(begun) > _MOST_STARTS:
             notes.append(f"starts.jsonl: the newest {_MOST_STARTS} of {len(begun)} starts are shown")
         pictures, more = pictures_in(self.path / "samples", self._pictures)
-        metrics = self._metrics
+        metrics, script = self._metrics, script_of(self.path)
+        defaults = self._defaults_of(script) if script else {}
+        chosen = [name for name, value in config.items() if name in defaults and value != defaults[name]]
         curves = {name: curve.as_json() for name, curve in metrics.curves.items()}
         return {
             "name": self.name,
             "path": str(self.path),
-            "script": script_of(self.path),
+            "script": script,
             "status": self._status(metrics.last_step, metrics.last_time),
             "step": metrics.last_step,
             "notes": [*notes, *more],
@@ -75,6 +82,7 @@ class RunReader:
             "clock": {name: metrics.clock[name].as_json() for name in ("samples", "seconds")},
             "marks": marks(begun, {name: metrics.curves[name].rises() for name in FAULTS if name in metrics.curves}),
             "config": {name: text_of(value) for name, value in config.items()},
+            "chosen": chosen,  # of these, what is not the script's default
             "starts": [_start(facts) for facts in begun[-_MOST_STARTS:]],
             "costs": dict(_costs(metrics, curves)),
             "best": _best(self.path / "best" / "best.json"),
@@ -122,12 +130,13 @@ def _start(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _words(fact: Any) -> Any:
-    """Lists and mappings, such as a command, versions and what changed from one value to another, as text."""
+    """Lists and mappings, such as a command, versions and what changed from one value to another, as text; a command as
+    a shell takes it."""
     if isinstance(fact, dict):
         pairs = {name: " -> ".join(map(text_of, value)) if isinstance(value, list) else text_of(value)
                  for name, value in fact.items()}  # fmt: skip
         return ", ".join(f"{name} {value}" for name, value in pairs.items())
-    return " ".join(map(str, fact)) if isinstance(fact, list) else fact
+    return shlex.join(map(str, fact)) if isinstance(fact, list) else fact
 
 
 def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

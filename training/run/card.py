@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.files.installed import installed_command
+from tandem.files.reading import counted
 
 from ..measures.directions import COSTS, FAULTS, better
 from ..report.curves import MetricsFile
@@ -132,7 +133,7 @@ def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> 
         "is for the author to add here."
     )
     if (samples := metrics.clock["samples"].as_json()["last"]) and (epoch := metrics.clock["epoch"].as_json()["last"]):
-        text += f" The run saw {samples[0]:,} samples in {samples[1]:,} updates ({epoch[0]:.3g} epochs)."
+        text += f" The run saw {samples[0]:,} samples in {counted(samples[1], 'update')} ({epoch[0]:.3g} epochs)."
     where = "" if demonstration else f" --{flag} DIR"
     block = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=1000).rstrip()
     return f"""## Training

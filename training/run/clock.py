@@ -1,4 +1,4 @@
-"""Where the time and the memory of a run go, and when it has to stop for `--save_before_minutes`."""
+"""Where the time and the memory of a run go, and when it is time to save, to stop or to finish."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from distributed import Backend
 
 _IMPORTED = time.monotonic()
+_MOST_UPDATES = 1000  # between two looks at the clock
 _UNKNOWN_SAVE_SECONDS = 10.0  # assumed before the first save
 
 
@@ -49,10 +50,19 @@ class Clock:
 
     Args:
         minutes: Of the process, in which a last save is to be done; None for no limit.
+        save_minutes: Age of a checkpoint at which the next one is due; 0 for never.
+        run_minutes: Of all starts, after which the run finishes; None for no limit.
     """
 
-    def __init__(self, processes: Backend, minutes: float | None = None) -> None:
-        self._processes, self._limit_seconds = processes, math.inf if minutes is None else 60 * minutes
+    def __init__(
+        self,
+        processes: Backend,
+        minutes: float | None = None,
+        save_minutes: float = 0.0,
+        run_minutes: float | None = None,
+    ) -> None:
+        self._processes, self._limit_seconds = processes, 60 * (minutes or math.inf)
+        self._save_seconds, self.run_seconds = 60 * (save_minutes or math.inf), 60 * (run_minutes or math.inf)
         self._asked_at: float | None = None
         self._longest_step = 0.0
         self._paused_since: float | None = None
@@ -63,6 +73,7 @@ class Clock:
     def begin(self, seconds: float, samples: int) -> None:
         """Count from now on, after the `seconds` and `samples` of earlier starts."""
         self._lap, self._lap_samples = time.monotonic(), samples
+        self._began = self._saved_at = self._lap
         self._start = self._lap - seconds
         self._before = dict(self._processes.waited)
 
@@ -105,7 +116,8 @@ class Clock:
         """Context for a save, which training waits for."""
         began = time.monotonic()
         yield
-        self._saving_seconds += time.monotonic() - began
+        self._saved_at = time.monotonic()
+        self._saving_seconds += self._saved_at - began
 
     def waits(self) -> dict[str, float]:
         """Seconds that this process waited since the last call, by metric."""
@@ -129,6 +141,18 @@ class Clock:
         # Three steps: a stop request takes effect up to two updates late (`Backend.stop_requested`).
         room = 2 * (3 * self._longest_step + (save_seconds or _UNKNOWN_SAVE_SECONDS))
         return self._limit_seconds < math.inf and process_seconds() + room >= self._limit_seconds
+
+    def look(self, updates: int) -> tuple[bool, bool, int]:
+        """Whether a checkpoint is due by its age, whether the time of the run is over, and in how many updates to look
+        again: so many as take half of what is left, if they are as slow as the slowest so far, or as the mean of all
+        `updates` of this start, of which the first may have compiled the model."""
+        now = time.monotonic()
+        save_seconds, run_seconds = self._save_seconds - (now - self._saved_at), self.run_seconds - self.seconds
+        per_update = max(self._longest_step, (now - self._began) / updates, 1e-3)
+        left = min(each if each > 0 else whole for each, whole in (
+            (save_seconds, self._save_seconds), (run_seconds, math.inf)
+        ))  # fmt: skip
+        return save_seconds <= 0, run_seconds <= 0, int(max(min(left / 2 / per_update, _MOST_UPDATES), 1))
 
     def _waited(self) -> dict[str, float]:
         return {name: seconds - self._before[name] for name, seconds in self._processes.waited.items()}

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from tandem.files.exits import AskedToStop
+from tandem.files.reading import counted
 
 from ..ema import Average, kept_weights
 from .rehearsal import rehearse
@@ -31,6 +32,7 @@ class Action:
         name: What a dry run calls it.
         every: The number n of updates; 0: only at the end.
         do: May return values for the line of metrics.
+        is_asked: Whether it happens after this update in any case.
         measures: The line of metrics waits for it, which may take long: a checkpoint of the same update, which stands
             before it in the list, says that it is still to be made.
     """
@@ -39,6 +41,7 @@ class Action:
     every: int
     do: Callable[[], Mapping[str, Any] | None]
     measures: bool = False
+    is_asked: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def updates(
         run.close()
         return
     feed = run.feed
-    run.say(f"{feed.summary()}; {run.progress.total_steps} updates")
+    run.say(f"{feed.summary()}; {counted(run.progress.total_steps, 'update')}")
     run.warn(feed.skipped)
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)
@@ -137,6 +140,7 @@ def updates(
                 yield run.progress.step, batch
             run.advance()
             run.tell("updated", batch)
+            run.look_at_clock()
             due = _due(run, listed)
             measuring = any(action.measures for action in due)
             stop = run.stop_requested(now=measuring)
@@ -166,14 +170,14 @@ def actions(run: Run, evaluations: Sequence[Evaluation], shown: Any, also: Seque
         "validation", args.validate_every_n_steps, partial(_validate_all, run, evaluations), measures=True
     )
     return [
-        Action("checkpoint", args.save_every_n_steps, run.save),
+        Action("checkpoint", args.save_every_n_steps, run.save, is_asked=lambda: run.is_save_due),
         *([validation, *also] if len(run.feed.valid_set) else []),
         Action("pictures", args.sample_every_n_steps, partial(_draw, run, evaluations, shown), measures=True),
     ]
 
 
 def _due(run: Run, listed: Sequence[Action]) -> list[Action]:
-    return [action for action in listed if run.due(action.every)]
+    return [action for action in listed if run.due(action.every) or action.is_asked()]
 
 
 def _do(run: Run, evaluations: Sequence[Evaluation], due: Sequence[Action]) -> None:

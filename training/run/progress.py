@@ -30,12 +30,15 @@ def total_steps_from(epochs: float, max_steps: int | None, samples_per_epoch: in
 
 class Progress:
     """Samples seen. Step, epoch, schedules, intervals and file names derive from it. `batch_size` is samples per update
-    over all processes, `samples_per_epoch` the size of the training split, `total_steps` the updates of the run."""
+    over all processes, `samples_per_epoch` the size of the training split, `total_steps` the updates of the run, which
+    schedules follow too."""
 
     def __init__(self, batch_size: int, samples_per_epoch: int, total_steps: int) -> None:
         self.batch_size = batch_size
         self.samples_per_epoch = samples_per_epoch
         self.total_steps = total_steps
+        #: The update with which the run ends: fewer than `total_steps` where its time is over before.
+        self.last_step = total_steps
         self.samples = 0
         #: Wall-clock seconds in which they were seen, over all starts of the run; `Run.save` sets it.
         self.seconds = 0.0
@@ -55,7 +58,7 @@ class Progress:
     @property
     def finished(self) -> bool:
         """Whether the run has reached its length."""
-        return self.step >= self.total_steps
+        return self.step >= self.last_step
 
     def advance(self) -> None:
         """Count one update."""
@@ -65,7 +68,7 @@ class Progress:
         """Whether something that happens every n updates (0: only at the end) happens after the update just counted, or
         after one that is so many updates ahead."""
         step = self.step + ahead
-        return step >= self.total_steps or (every_n_steps > 0 and step > 0 and step % every_n_steps == 0)
+        return step >= self.last_step or (every_n_steps > 0 and step > 0 and step % every_n_steps == 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The clock, as JSON values."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from tandem.files.exits import AskedToStop, Failed
+from tandem.files.reading import counted
 from tandem.files.writing import hold, is_left_behind
 
 from .clock import peak_memory
@@ -104,7 +105,7 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
     newest = run.checkpoints.latest() if run.is_root else None
     n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
     run.say(f"memory, the most of a process: {most}; a checkpoint has {n_bytes / 1e6:.3g} MB")
-    takes = f"the whole run, {total} updates with all that, would take {duration(whole)}"
+    takes = f"the whole run, {counted(total, 'update')} with all that, would take {duration(whole)}"
     run.say(f"{takes}; dry run: nothing of it was kept")
     run.close()
     if run.is_root:

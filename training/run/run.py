@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from PIL import Image
 
 from tandem.files.exits import AskedToStop, Failed
-from tandem.files.reading import words_of
+from tandem.files.reading import counted, words_of
 
 from ..checkpoints.averages import AverageFiles
 from ..checkpoints.format import damaged
@@ -93,8 +93,11 @@ class Run:
         self._averages = AverageFiles(self.folder.path / "snapshots")
         self._models: list[str] = []  # paths of those that were written
         self._unwritten: str | None = None  # why one could not be, on the root
-        self.clock, self._is_late = Clock(processes, args.save_before_minutes), False
+        minutes = (args.save_before_minutes, args.save_every_minutes, args.max_minutes)
+        self.clock, self._is_late = Clock(processes, *minutes), False
         self._has_told_of_validations = False
+        #: Whether a checkpoint is due by --save_every_minutes, as all processes know since `look_at_clock`.
+        self.is_save_due, self._look_at_step = False, 0
         #: Values of the checkpoint's own evaluation, if it was made before the run ended.
         self.evaluated_before: dict[str, Any] = {}
         steps = args.profile_steps if self.is_root and not args.dry_run else None
@@ -168,6 +171,10 @@ class Run:
             with here.agreement():
                 if self.progress.step != step_of(latest):
                     raise damaged(latest, f"it holds the state of update {self.progress.step}")
+        if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
+            # If the run was about to end, here is its end; if not, after an update, which has a line and a save.
+            is_end = self.progress.unfinished_line is not None or self.folder.finished_step == self.progress.step
+            self._ends_at(self.progress.step + (0 if is_end else 1))
         if self.progress.unfinished_line is not None:
             with here.agreement():
                 self.evaluated_before = self._evaluated_line()
@@ -201,7 +208,7 @@ class Run:
         if self.is_complete:
             self.say(
                 f"this run is finished, its model is in {self.folder.model_dir}; "
-                "give a larger --epochs or --max_steps to extend it"
+                f"give a larger {'--max_minutes' if self._is_cut_short else '--epochs or --max_steps'} to extend it"
             )
         self.clock.begin(self.progress.seconds, self.progress.samples)
 
@@ -282,6 +289,29 @@ class Run:
         except OSError as error:
             self.say(f"cannot write the picture of update {self.progress.step}: {words_of(error)}")
         self.log_image("/".join(filter(None, [model, name])), sample.picture)
+
+    def look_at_clock(self) -> None:
+        """Let all processes know from the root whether a save is due by the time, and whether the run ends with the
+        next update. Collective in some updates, the same on all processes."""
+        self.is_save_due = False
+        step = self.progress.step
+        if step >= self._look_at_step:
+            seen = self.clock.look(step - self._resumed_step)
+            self.is_save_due, is_over, updates = self.processes.broadcast_object(seen)
+            self._look_at_step = step + updates
+            if is_over and self._ends_at(step + 1):
+                self.say(f"the {counted(self.args.max_minutes, 'minute')} of --max_minutes are over: one more update")
+
+    @property
+    def _is_cut_short(self) -> bool:
+        """Whether the run ends earlier than --epochs and --max_steps say."""
+        return self.progress.last_step < self.progress.total_steps
+
+    def _ends_at(self, step: int) -> bool:
+        """Let the run end with this update; whether it would have gone on."""
+        goes_on = step < self.progress.last_step
+        self.progress.last_step = min(step, self.progress.last_step)
+        return goes_on
 
     def save(self) -> None:
         """Start to write a checkpoint of all parts, and the averages beside it, unless this update was already
@@ -386,7 +416,7 @@ class Run:
                 if self.is_root:
                     self.folder.mark_finished(self.progress.step)
             self._say_how_it_ended("finished")
-            self.say(f"finished: {self.progress.total_steps} updates in {duration(self.clock.seconds)}")
+            self.say(f"finished: {counted(self.progress.step, 'update')} in {duration(self.clock.seconds)}")
             picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)
             for line in last_words(self.folder.path, self._models, picture, use):
                 self.display.say(line, whole=True)

@@ -16,10 +16,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tandem import __version__
+from tandem.files.installed import HOME
 from tandem.files.reading import LONGEST_JSON_BYTES, parse_json, read_bytes
 from tandem.files.writing import write_atomically
 
-_PACKAGES = ("torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors", "PyYAML")
+_PACKAGES = (
+    "torch", "torchvision", "torchaudio", "deepspeed", "horovod", "numpy", "pillow", "safetensors",
+    "PyYAML",
+)  # fmt: skip
 
 _STARTS = "starts.jsonl"  # an object for each start of the run
 
@@ -80,7 +85,7 @@ def now() -> str:
 
 def environment() -> dict[str, Any]:
     """Versions, commit and host of this run, as JSON values. No environment variables, because they may hold keys."""
-    versions = {}
+    versions = {"tandem-training": __version__}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
@@ -96,9 +101,13 @@ def environment() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Commit of this source, with "-dirty" if files differ from it; None outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """Commit of this source, with "-dirty" if files differ from it; None if it is no git checkout itself: a repository
+    around it, or that of GIT_DIR, is another project's."""
+    if not (HOME / ".git").exists():
+        return None
+    command = ["git", "-C", str(HOME), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(command, env=own, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tandem.files.installed import shipped
-from tandem.files.reading import parse_json, read_bytes
+from tandem.files.reading import counted, parse_json, read_bytes
 
 from ...base import Options
 from ...errors import UserMistake
@@ -138,7 +138,8 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
         per_step = micro * world_size
         if "batch_size" in said and "grad_accum_steps" not in said and args.batch_size % per_step == 0:
             args.grad_accum_steps = args.batch_size // per_step
-        arithmetic = f"train_micro_batch_size_per_gpu ({micro} x {args.grad_accum_steps} x {world_size} processes)"
+        product = f"{micro} x {args.grad_accum_steps} x {counted(world_size, 'process')}"
+        arithmetic = f"train_micro_batch_size_per_gpu ({product})"
         fill("batch_size", arithmetic, per_step * args.grad_accum_steps)
     fill("max_grad_norm", "gradient_clipping", number("gradient_clipping", config, float, 0))
 

@@ -15,7 +15,7 @@ from torch.distributions import Normal, kl_divergence
 from models import VQGAN
 from models.configs import VQGANConfig
 from models.quantizers import make_quantizer
-from models.quantizers.gaussian import DiagonalGaussian
+from models.quantizers.gaussian import DiagonalGaussian, scale_of
 from tests.models.helpers import TAMING, assert_same_bits, some, some_images, state_of
 from tests.processes import Process, on_processes
 
@@ -71,12 +71,12 @@ def updated(quantizer: DiagonalGaussian, batches: list[Tensor], step: int = 0, *
 
 def test_the_scale_is_that_of_the_latents_of_the_updates_and_a_skipped_one_counts_for_nothing() -> None:
     quantizer = gaussian()
-    assert quantizer.scale() is None
+    assert scale_of(quantizer.moments) is None
     updated(quantizer, [some_z()])
     means = some_z()[:, :DIM].double()
-    mean, deviation = quantizer.scale()
-    assert math.isclose(mean, means.mean(), rel_tol=1e-5)
-    assert math.isclose(deviation, means.std(correction=0), rel_tol=1e-5)
+    scaling, shift = scale_of(quantizer.moments)
+    assert math.isclose(shift, means.mean(), rel_tol=1e-5)
+    assert math.isclose(scaling, 1 / means.std(correction=0), rel_tol=1e-5)
     before = state_of(quantizer)
     updated(quantizer, [torch.full_like(some_z(), math.nan)], skipped=torch.tensor(True))
     quantizer.eval()(some_z(seed=2))
@@ -129,4 +129,12 @@ def test_a_saved_model_says_its_scale(given: bool, tmp_path: Path) -> None:
     loaded = VQGAN.from_pretrained(tmp_path)
     assert torch.equal(loaded.encode(some_images()), latents)
     assert loaded.saved_config() == model.saved_config()
-    assert loaded.config["scaling_factor"] == (0.5 if given else None)
+    for each in (model, loaded):
+        assert (each.scaling_factor, each.shift_factor) == (said["scaling_factor"], said["shift_factor"])
+        assert each.config.items() <= said.items()
+
+
+def test_a_scale_without_a_shift_shifts_by_nothing_and_an_unknown_one_is_none() -> None:
+    for quantizer, given, expected in (("kl", 0.5, (0.5, 0.0)), ("kl", None, (None, None)), ("vq", None, (None, None))):
+        model = VQGAN.made({**TAMING, "quantizer": quantizer, "latent_dim": DIM, "scaling_factor": given})
+        assert (model.scaling_factor, model.shift_factor) == expected

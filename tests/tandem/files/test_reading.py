@@ -16,6 +16,7 @@ from tandem.files.reading import (
     check_inside,
     check_regular,
     compose_yaml,
+    counted,
     open_regular,
     plain_text,
     read_bytes,
@@ -148,3 +149,14 @@ def test_a_link_that_leaves_its_folder_is_refused_and_one_that_stays_in_it_is_no
 )
 def test_the_words_of_an_error_are_one_line_and_of_the_system_why(error: Exception, words: str) -> None:
     assert words_of(error) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [
+        (1, "process", "1 process"), (0, "process", "0 processes"), (2, "micro-batch", "2 micro-batches"),
+        (1.0, "minute", "1 minute"), (0.5, "minute", "0.5 minutes"), (1_500_000, "update", "1500000 updates"),
+    ],
+)  # fmt: skip
+def test_a_number_of_things_is_in_the_singular_or_the_plural(number: float, noun: str, text: str) -> None:
+    assert counted(number, noun) == text

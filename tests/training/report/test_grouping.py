@@ -26,8 +26,9 @@ def test_a_metric_has_its_group_and_its_better_end(metric: str, group: str, bett
 
 
 def test_groups_keep_the_order_of_metrics_and_leave_out_what_is_empty() -> None:
-    assert groups(["lr", "b", "valid/x", "a", "b"]) == [
-        {"name": "Validation", "metrics": ["valid/x"]},
-        {"name": "Other values", "metrics": ["b", "a"]},
-        {"name": "Optimisation", "metrics": ["lr"]},
+    assert groups(["lr", "b", "valid/x", "a", "b", "c"], zero={"c"}) == [
+        {"name": "Validation", "metrics": ["valid/x"], "is_folded": False},
+        {"name": "Other values", "metrics": ["b", "a"], "is_folded": False},
+        {"name": "Optimisation", "metrics": ["lr"], "is_folded": False},
+        {"name": "Always 0", "metrics": ["c"], "is_folded": True},
     ]

@@ -213,6 +213,49 @@ def test_a_run_that_is_nearly_out_of_time_saves_first_and_what_no_start_can_fini
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+OVER = ("--max_minutes", "1e-9")
+
+
+def test_a_run_whose_time_is_over_finishes_with_a_last_update_and_can_be_extended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    VAE.train(run, *SIX, *OVER, "--ema_decay", "0.5")
+    said = capsys.readouterr().err
+    assert "the 1e-09 minutes of --max_minutes are over: one more update" in said and "finished: 2 updates" in said
+    assert names(run / "checkpoints") == ["latest", "step_00000002"] and (run / "model" / "config.json").is_file()
+    assert names(run / "samples") == ["step_00000002.png"] and "valid/ema/loss" in metrics(run)[-1]
+    VAE.train(run, *SIX, *OVER, "--ema_decay", "0.5")
+    assert "this run is finished" in (said := capsys.readouterr().err) and "a larger --max_minutes" in said
+    shutil.rmtree(run / "model")  # as if it had been killed before it was written
+    VAE.train(run, *SIX, *OVER, "--ema_decay", "0.5")
+    assert len(metrics(run)) == 2 and (run / "model" / "config.json").is_file()
+    VAE.train(run, *SIX, "--max_minutes", "100", "--ema_decay", "0.5")
+    VAE.train(whole, *SIX, "--ema_decay", "0.5")
+    assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(whole)]
+    assert (run / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_run_that_was_killed_when_its_time_was_over_makes_its_last_update(tmp_path: Path) -> None:
+    VAE.train_killed(3, tmp_path, *SIX, "--save_every_n_steps", "1")
+    VAE.train(tmp_path, *SIX, *OVER)
+    assert "valid/loss" in metrics(tmp_path)[-1] and metrics(tmp_path)[-1]["step"] == 4
+    assert "step_00000004.png" in names(tmp_path / "samples")
+
+
+def test_a_checkpoint_is_written_when_the_newest_is_as_old_as_was_asked_for(tmp_path: Path) -> None:
+    for flags, saved in {
+        "--save_every_n_steps 4 --save_every_minutes 1e-9": [1, 2, 3, 4, 5],
+        "--save_every_n_steps 0 --save_every_minutes 1e-9": [1, 2, 3, 4, 5],
+        "--save_every_n_steps 4": [4, 5],
+        "--save_every_n_steps 0": [5],
+    }.items():
+        run = VAE.train(tmp_path / "run", "--fresh", "--max_steps", "5", "--keep_n_checkpoints", "9", *flags.split())
+        assert names(run / "checkpoints") == ["latest", *(f"step_{step:08d}" for step in saved)], flags
+    assert VAE.parsed().save_every_minutes == 20
+    assert VAE.parsed("--save_every_n_steps", "0").save_every_minutes == 0
+
+
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_run_that_is_killed_in_a_validation_goes_on_to_the_same_bits(
     step: int, run_of_eight: Callable[..., Path], tmp_path: Path

@@ -183,6 +183,7 @@ class Chart {
       ctx.font = `bold ${11 * ratio}px system-ui, sans-serif`;
       ctx.setLineDash([3 * ratio, 3 * ratio]);
       for (const [x, mark] of this.state.marks ? each.marks : []) {
+        if (x < u.scales.x.min || x > u.scales.x.max) continue; // of a part of the run that is not drawn here
         const left = Math.round(u.valToPos(x, "x", true));
         ctx.globalAlpha = 0.75;
         ctx.beginPath();

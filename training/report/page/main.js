@@ -27,11 +27,11 @@ function layOutCharts() {
   const names = JSON.stringify(data.groups);
   if (names === known) return;
   known = names;
-  const closed = new Set(
-    [...document.querySelectorAll("#groups details:not([open])")].map((each) => each.dataset.name));
+  const shown = new Map([...document.querySelectorAll("#groups details")].map((each) => [each.dataset.name, each.open]));
   put("groups", ...data.groups.map((group) => {
     for (const metric of group.metrics) if (!charts.has(metric)) charts.set(metric, new Chart(metric));
-    const made = element("details", { "data-name": group.name, open: !closed.has(group.name) },
+    const open = shown.has(group.name) ? shown.get(group.name) : !group.is_folded;
+    const made = element("details", { "data-name": group.name, open },
       element("summary", {}, `${group.name} (${group.metrics.length})`),
       element("div", { class: "grid" }, ...group.metrics.map((metric) => charts.get(metric).figure)));
     made.addEventListener("toggle", drawCharts);

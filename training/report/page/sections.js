@@ -90,11 +90,15 @@ const allNames = (runs, part) => [...new Set(runs.flatMap((run) => Object.keys(r
 
 function showSettings(runs, onlyDiffering) {
   const rows = [];
-  for (const name of allNames(runs, "config")) {
+  const chosen = new Set(runs.flatMap((run) => run.chosen));
+  const names = allNames(runs, "config");
+  const isChosen = (name) => chosen.has(name);
+  for (const name of [...names.filter(isChosen), ...names.filter((each) => !isChosen(each))]) {
     const values = runs.map((run) => (Object.hasOwn(run.config, name) ? run.config[name] : null));
     const differs = values.some((value) => value !== values[0]);
     if (onlyDiffering && !differs) continue;
-    rows.push(element("tr", { class: differs && "differs" },
+    const kinds = [differs && "differs", isChosen(name) && "chosen"].filter(Boolean).join(" ");
+    rows.push(element("tr", { class: kinds || null },
       element("th", { scope: "row" }, differs ? "\u2260 " : "", ...breakable(name)),
       ...values.map((value) => element("td", {}, value === null ? "\u2013" : value || "\u201C\u201D"))));
   }
