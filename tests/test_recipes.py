@@ -21,10 +21,11 @@ from torch.nn import functional as F
 
 import models.perceptual
 from models import VQGAN as VQGAN_MODEL
+from models import Discriminator
 from models.perceptual import PerceptualLoss
 from tests.scripts import RUN, VIDEO_TOKENIZER, VQGAN, Script, metrics, words
 from training.objectives import judge
-from training.objectives.adversarial import ADVERSARIAL_LOSSES, LeCam
+from training.objectives.adversarial import ADVERSARIAL_LOSSES, LeCam, adaptive_weight
 
 HEADS = {VQGAN: 1, VIDEO_TOKENIZER: 3}
 RECIPES = {VQGAN: "imagenet256", VIDEO_TOKENIZER: "ucf101_128"}
@@ -164,6 +165,42 @@ def test_losses_around_the_body_of_taming_stand_to_one_another_as_in_the_source(
     clipped = {"llamagen_f16": (1.0 * of_pixels, 1.0 / (0.5 * 0.5))}.get(name, (0.0, None))
     assert (made.args.max_grad_norm, made.args.discr_max_grad_norm) == pytest.approx(clipped)
     assert made.args.penalty_weight == made.args.lecam_weight == 0
+
+
+# taming's trainer counts updates from 0, vq_train.py of LlamaGen hands its loss the number of the update from 1.
+@pytest.mark.parametrize("name, start", [("taming_f16", 250001), ("llamagen_f16", 20000 - 1)])
+def test_the_adversary_takes_part_from_the_update_on_that_the_source_says(name: str, start: int) -> None:
+    assert VQGAN.parsed("--config", str(VQGAN.configs / f"{name}.yaml")).discr_start_step == start
+
+
+@pytest.mark.parametrize("strength, is_limited", [(1, True), (1000, False)])
+def test_a_decoder_is_fine_tuned_by_the_gradient_that_the_loss_of_latent_diffusion_has(
+    strength: float, is_limited: bool, tmp_path: Path
+) -> None:
+    """contperceptual.py with the squared error of ft-MSE and disc_weight 0.5, for images of 256 pixels: its adaptive
+    weight is at most 1e4 beside errors that are summed over an image."""
+    arguments = {**SMALL, "num_resnet_blocks": [1], "ch_mult": [1, 2]}
+    VQGAN_MODEL.made({"body": "taming", "quantizer": "kl", "image_size": 32, **arguments}).save_pretrained(tmp_path)
+    made = built(VQGAN, tmp_path / "run", "finetune_sd_vae", init_from=tmp_path)
+    torch.manual_seed(0)
+    images, features = torch.rand(2, 3, 256, 256), torch.randn(2, 4, 256, 256)
+    discriminator = Discriminator.made({"dim": 8, "layers": 3})
+    last_layer = torch.full((3, 4, 1, 1), 0.02, requires_grad=True)
+    fake = images + F.conv2d(features, last_layer)
+    adversarial = -strength * discriminator(fake).mean()
+
+    def at_last_layer(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, last_layer, retain_graph=True)[0]
+
+    error = ((2 * fake - 1) - (2 * images - 1)).square() + 0.1 * network()(fake, images)
+    nll = error.sum() / len(images)
+    adaptive = at_last_layer(nll).norm() / (at_last_layer(adversarial).norm() + 1e-4)
+    assert (adaptive > 1e4) == is_limited
+    theirs = nll + 0.5 * adaptive.clamp(0, 1e4) * adversarial
+    total, _ = made.loss(fake, images)
+    limit = made.args.gan_weight_max
+    weight = adaptive_weight(at_last_layer(total), at_last_layer(adversarial), limit) * made.args.gan_weight_scale
+    assert share(total + weight * adversarial, theirs, fake) == pytest.approx(1 / (4 * 3 * 256**2), rel=1e-3)
 
 
 def shares_of_codes(built: Built) -> list[float]:

@@ -102,6 +102,9 @@ class AdversaryFlags(PerceptualFlags):
         "adversarial and reconstruction loss equally large at the last layer, before --gan_weight_scale",
         number_or("adaptive"),
     )
+    gan_weight_max: float = flag(
+        1e4, "an adaptive --gan_weight is at most this", positive_float, needs=when("gan_weight", "adaptive")
+    )
     gan_weight_scale: float | None = flag(
         None,
         "factor on --gan_weight (default: 1; 0.1 if that is adaptive without a perceptual loss)",

@@ -220,7 +220,8 @@ class Judge:
             return torch.full((), weight, device=self._processes.device)  # filled there: the host does not wait
         gradients = torch.stack([each.last_layer_gradients for each in losses if each.last_layer_gradients is not None])
         of_batch = self._processes.mean(gradients.double().mean(0)).float()
-        return adaptive_weight(*of_batch) * self._args.gan_weight_scale
+        weight = adaptive_weight(of_batch[0], of_batch[1], self._args.gan_weight_max)
+        return weight * self._args.gan_weight_scale
 
     def _shown_to(self, engine: Any) -> Iterator[_Shown]:
         """What is shown of each micro-batch."""

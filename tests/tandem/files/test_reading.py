@@ -23,8 +23,8 @@ from tandem.files.reading import (
     read_json,
     read_json_or_empty,
     read_yaml,
-    words_of,
     text_lines,
+    words_of,
 )
 
 

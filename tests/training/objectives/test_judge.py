@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("no_gpu")
 
 BATCH = 8
 RULES = {
-    "gan_loss": "hinge", "gan_weight": "adaptive", "gan_weight_scale": 1.0, "penalty": "one_centred",
-    "penalty_weight": 10.0, "lecam_weight": 0.0, "lecam_decay": 0.999, "seed": 0,
+    "gan_loss": "hinge", "gan_weight": "adaptive", "gan_weight_max": 1e4, "gan_weight_scale": 1.0,
+    "penalty": "one_centred", "penalty_weight": 10.0, "lecam_weight": 0.0, "lecam_decay": 0.999, "seed": 0,
 }  # fmt: skip
 RATE = 1e-2
 
