@@ -55,6 +55,15 @@ def training_parser(script: str, text: str, config: type) -> ArgumentParser:
     parser = ArgumentParser(script, text, is_root=distributed.launched_as_root)
     parser.add_config(config)
     distributed.add_arguments(parser)
+    others = sorted({kind.script for kind in KINDS.values()} - {script})
+    parser.scripts_with = lambda names: [other for other in others if parser_of(other).knows(names)]
+    return parser
+
+
+def parser_of(script: str) -> ArgumentParser:
+    """The parser of a training script, which is named with its ending."""
+    name = script.removesuffix(".py")
+    parser: ArgumentParser = importlib.import_module(f"{__package__}.{name}" if __package__ else name).build_parser()
     return parser
 
 
@@ -251,9 +260,7 @@ def settings_of(run: Path, kind: Kind) -> dict[str, Any]:
 
     with contextlib.suppress(OSError, ValueError):
         if isinstance(config := read_yaml(run / "config.yaml"), dict):
-            name = kind.script.removesuffix(".py")
-            module = importlib.import_module(f"{__package__}.{name}" if __package__ else name)
-            parser = module.build_parser()
+            parser = parser_of(kind.script)
             known = {name: config[name] for name in parser.settings(parser.with_values({})) if name in config}
             settings = public_settings(parser, known, [name for name, part in parser.lasting.items() if part is itself])
             if config.get("dataset"):  # the flag of the other data is at its default then, which may be a demonstration

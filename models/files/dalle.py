@@ -37,7 +37,7 @@ def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
     """
     content = read_content(path)
-    parts = [content.get(name) if isinstance(content, dict) else None for name in ("hparams", "weights")]
+    parts: list[Any] = [content.get(name) if isinstance(content, dict) else None for name in ("hparams", "weights")]
     if not all(isinstance(part, dict) for part in parts):
         of = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise ValueError(f"{path} is no vae-final.pt, which has hparams and weights: it holds {of}")
