@@ -299,7 +299,8 @@ def of_taming(config: dict[str, Any], processes: int | None) -> Translated:
     from training.flags.public_names import rows
 
     config, of_whole = autoencoder_of(config)
-    lost = [f"left out: {line}" for line in without_counterpart(config, known_keys(rows("train_vqgan.py")))]
+    known = known_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
+    lost = [f"left out: {line}" for line in without_counterpart(config, known)]
     processes = processes or processes_of(config)
     flags, lines = flags_of_yaml(config, processes)
     return Translated("train_vqgan.py", flags, processes, [*of_whole, *lost, *lines])

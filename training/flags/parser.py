@@ -306,6 +306,11 @@ class ArgumentParser(argparse.ArgumentParser):
             flag = unknown[0].split("=")[0]
             if flag.startswith("-"):
                 self.error(f"unknown flag {flag}{self._hint(flag, list(self._option_string_actions))}")
+            before = argv[max(argv.index(unknown[0]) - 1, 0)]
+            switch = self._option_string_actions.get(before)
+            if switch is not None and switch.nargs == 0:
+                off = f"--no-{before[2:]}" if isinstance(switch, argparse.BooleanOptionalAction) else "nothing"
+                self.error(f"{before} is a switch without a value, got {flag!r}: give {before} or {off} alone")
             self.error(f"unexpected argument {flag!r}: every value follows a flag")
         said_as: dict[str, str] = {}
         for name in (token.split("=")[0] for token in argv):

@@ -262,6 +262,12 @@ def test_a_mistake_on_the_command_line_is_one_line(parser, argv, expected):
     assert [word for word in expected.split() if word not in line] == []
 
 
+def test_a_value_of_a_switch_is_refused_by_the_switch(parser):
+    for switch, off in (("--flip", "--no-flip"), ("--no_mixing", "nothing")):
+        line = error_line(parser, switch, "True", "--learning_rate", "1")
+        assert line == f"{switch} is a switch without a value, got 'True': give {switch} or {off} alone"
+
+
 def test_a_choice_that_there_is_not_leads_to_the_one_that_was_meant(parser, config):
     path = config("distributed_backend: dpp")
     for argv in (["--distributed_backend", "dpp"], ["--config", path]):

@@ -26,6 +26,9 @@ ARGUMENTS = {
     "train_vqgan": """vae folder num_train_steps batch_size image_size lr grad_accum_every max_grad_norm
         discr_max_grad_norm save_results_every save_model_every results_folder valid_frac random_split_seed use_ema
         ema_beta ema_update_after_step ema_update_every apply_grad_penalty_every accelerate_kwargs
+        dim layers channels codebook_size l2_recon_loss use_hinge_loss vgg lookup_free_quantization vq_codebook_dim
+        vq_commitment_weight vq_use_cosine_sim vq_kmeans_init lfq_diversity_gamma use_vgg_and_gan
+        encdec_num_resnet_blocks encdec_layer_mults encdec_resnet_groups encdec_first_conv_kernel_size
         ddconfig lossconfig double_z z_channels resolution in_channels out_ch ch ch_mult num_res_blocks attn_resolutions
         dropout n_embed embed_dim ckpt_path base_learning_rate disc_start disc_weight disc_num_layers disc_ndf
         disc_in_channels disc_factor disc_loss disc_conditional use_actnorm codebook_weight pixelloss_weight kl_weight
