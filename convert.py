@@ -220,7 +220,9 @@ def translate(args: argparse.Namespace) -> None:
     out = new_output(args, is_folder=False, kind="config")
     try:
         config = read_public_config(args.path)
-        is_decoder = "decoder" in config or "model" not in config
+        is_decoder = "decoder" in config
+        if not is_decoder and "model" not in config:
+            raise ValueError("it has no part about a decoder, as DALLE2-pytorch has, nor a model, as taming has")
         made = (of_dalle2 if is_decoder else of_taming)(config, args.processes)
         parser = parser_of(made.script)
         for name, (key, value) in made.flags.items():

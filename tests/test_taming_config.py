@@ -98,7 +98,9 @@ def test_the_configuration_of_imagenet_becomes_the_recipe_that_was_made_of_it_by
     said_by_one = {"epochs", "seed", "valid_fraction", "validate_every_n_steps", "sample_every_n_steps", "config",
                    "save_every_n_steps", "log_every_n_steps", "explicit", "said_as", "config_in_force"}  # fmt: skip
     assert {k: new[k] for k in new.keys() - said_by_one} == {k: recipe[k] for k in recipe.keys() - said_by_one}
-    assert {line.split()[2] for line in lines} == LINES and all(line.startswith("left out: ") for line in lines)
+    *lost, of_rate = lines
+    assert {line.split()[2] for line in lost} == LINES and all(line.startswith("left out: ") for line in lost)
+    assert of_rate.startswith("learning_rate 0.000432 is base_learning_rate 4.5e-06 x batch_size 96, as in main.py")
     assert (flags["epochs"], flags["seed"]) == (1000, 23)
 
 

@@ -97,7 +97,13 @@ def flags_of_yaml(config: Section, processes: int) -> tuple[Flags, list[str]]:
         "sample_every_n_steps": ("lightning.callbacks.image_logger.batch_frequency", pictures.get("batch_frequency")),
         "num_images_save": ("lightning.callbacks.image_logger.max_images", pictures.get("max_images")),
     }  # fmt: skip
-    if "learning_rate" not in flags:
+    if "learning_rate" in flags:
+        rate, batch = model["base_learning_rate"], flags["batch_size"][1]
+        said.append(
+            f"learning_rate {flags['learning_rate'][1]:g} is base_learning_rate {rate:g} x batch_size {batch:g}, as in "
+            "main.py there, unless it is told --scale_lr False"
+        )
+    else:
         said.append("data.batch_size or model.base_learning_rate is not said: give --batch_size and --learning_rate")
     return flags, said + more
 
