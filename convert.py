@@ -9,13 +9,13 @@
     python convert.py export PATH --to diffusers DIR
     python convert.py export PATH --to taming FILE.ckpt
     python convert.py export PATH --to llamagen FILE.pt
-    python convert.py config OLD.json NEW.yaml
+    python convert.py config OLD NEW.yaml
     python convert.py average RUN --ema_length 0.07 DIR
     python convert.py push RUN USER/NAME
 
 PATH is a run folder of any script (of which the newest checkpoint is taken), a checkpoint, a model folder, a file or a
-folder of a public package, or USER/NAME of a model on the Hugging Face Hub. No code in it is run. OLD.json is a
-training configuration of DALLE2-pytorch.
+folder of a public package, or USER/NAME of a model on the Hugging Face Hub. No code in it is run. OLD is a
+training configuration of DALLE2-pytorch, taming-transformers or latent diffusion.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hub import add_push
+from hub import add_push, parser_of
 from tandem.converters import average_length, positive_int
 from tandem.files.exits import Failed, exit_codes
 from tandem.files.installed import command_of
@@ -79,10 +79,11 @@ def build_parser() -> ArgumentParser:
         "folder of diffusers, or a file of taming-transformers and latent diffusion or of LlamaGen")
     add("--weights", **weights)
 
-    add = command(translate, "config", "Turn a training configuration of DALLE2-pytorch into one for train_decoder.py.",
-                  ("OLD", "the configuration, JSON"), ("NEW", "YAML file to write, for --config"))
-    add("--processes", type=positive_int, default=1, metavar="N",
-        help="how many will train together: its batch_size is that of one, ours that of all")
+    add = command(translate, "config", "Turn a training configuration of DALLE2-pytorch into one for train_decoder.py, "
+                  "or one of an autoencoder of taming-transformers or latent diffusion into one for train_vqgan.py.",
+                  ("OLD", "the configuration, JSON or YAML"), ("NEW", "YAML file to write, for --config"))
+    add("--processes", type=positive_int, metavar="N",
+        help="how many will train together: its batch_size is that of one, ours that of all (default: what it names)")
 
     add = command(average, "average", "Write a model folder with an average of the weights of another length.",
                   ("RUN", "folder of a run with --ema_power"), ("OUT", "folder to write"))
@@ -223,47 +224,101 @@ def average(args: argparse.Namespace) -> None:
 
 
 def translate(args: argparse.Namespace) -> None:
-    """Write the flags that a configuration of DALLE2-pytorch says, and a line for each key that has no counterpart."""
+    """Write the flags that a public training configuration says, and a line for each key without a counterpart."""
     import yaml
 
-    from models import Decoder
-    from models.files.building import build_on_meta, check_arguments
-    from models.files.dalle2_config import decoder_config, decoder_part
-    from models.files.dalle2_keys import flags_of_config, without_counterpart
-    from tandem.files.reading import one_line, read_json
+    from tandem.files.reading import one_line
     from tandem.files.writing import write_atomically
-    from train_decoder import build_parser
-    from training.flags.public_names import rows
 
-    out, parser = new_output(args, is_folder=False, kind="config"), build_parser()
+    out = new_output(args, is_folder=False, kind="config")
     try:
-        config = read_json(args.path)
-        known = rows("train_decoder.py")
-        lost = list(without_counterpart(config, known))
-        model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
-        check_arguments(model)
-        build_on_meta(lambda: Decoder.made(model))
-        nobody = argparse.Namespace(explicit=frozenset())  # has said a flag
-        shape = parser.config.shape_of(model, nobody)
-        said = parser.settings(parser.with_values(shape))
-        flags = flags_of_config(config, known, {name: said[name] for name in shape}, args.processes)
-        for name, (key, value) in flags.items():
+        config = read_public_config(args.path)
+        is_decoder = "decoder" in config
+        if not is_decoder and "model" not in config:
+            raise ValueError("it has no part about a decoder, as DALLE2-pytorch has, nor a model, as taming has")
+        made = (of_dalle2 if is_decoder else of_taming)(config, args.processes)
+        parser = parser_of(made.script)
+        for name, (key, value) in made.flags.items():
             try:
                 parser.with_values({name: value})
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from None
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, OSError) as error:
         raise ValueError(f"{args.path}: {one_line(error)}") from None
-    settings = {name: value for name, (_, value) in flags.items() if value is not None}
+    values = {name: value for name, (_, value) in made.flags.items() if value is not None}
+    as_written = parser.settings(parser.with_values(values))
+    settings = {name: as_written[name] for name in values}
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
-    for line in lost:
-        print(f"left out: {printable(line)}")
-    if args.processes == 1:
-        print(f"batch_size {settings['batch_size']} is for one process; for several give --processes")
-    data = [] if "image_folder" in settings else ["--image_folder", "tars/"]
-    command = shlex.join([*command_of("train_decoder.py"), "--config", str(out), *data])
+    for line in made.lines:
+        print(printable(line))
+    if args.processes is None and "batch_size" in settings:
+        of = "one process" if made.processes == 1 else f"the {made.processes} processes that it names"
+        print(
+            f"batch_size {settings['batch_size']} is for {of}; for {'several' if made.processes == 1 else 'others'} "
+            "give --processes"
+        )
+    data = () if parser.data_flag in settings else (f"--{parser.data_flag}", "photos/")
+    command = shlex.join([*command_of(made.script), "--config", str(out), *data])
     print(f"wrote {out}; start it with: {command}")
+
+
+def read_public_config(path: str) -> dict[str, Any]:
+    """What a file of JSON or YAML holds. Raises OSError, and ValueError, in one line, if that is no mapping."""
+    from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes, read_json, read_yaml
+
+    is_json = read_bytes(path, LONGEST_JSON_BYTES).lstrip().startswith(b"{")
+    config = read_json(path) if is_json else read_yaml(path)
+    if not isinstance(config, dict):
+        raise ValueError("it is no configuration: it holds no keys with values")
+    return config
+
+
+class Translated(NamedTuple):
+    """What a public configuration becomes: the flags of a script, each with the key that it comes from and its value,
+    for so many processes; and lines about what else it says."""
+
+    script: str
+    flags: dict[str, tuple[str, Any]]
+    processes: int
+    lines: list[str]
+
+
+def of_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
+    """Of a configuration of DALLE2-pytorch. Raises ValueError, in one line."""
+    from models import Decoder
+    from models.files.building import build_on_meta, check_arguments
+    from models.files.dalle2_config import decoder_config, decoder_part
+    from models.files.dalle2_keys import flags_of_config, implied, known_keys
+    from models.files.public_keys import without_counterpart
+    from training.flags.public_names import rows
+
+    parser, page = parser_of("train_decoder.py"), rows("train_decoder.py")
+    known, looked_at = known_keys(page), {name: value for name, value in config.items() if name != "seed"}
+    lost = [*without_counterpart(looked_at, known), *implied(config, known)]
+    model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
+    check_arguments(model)
+    build_on_meta(lambda: Decoder.made(model))
+    nobody = argparse.Namespace(explicit=frozenset())  # has said a flag
+    shape = parser.config.shape_of(model, nobody)
+    settings = parser.settings(parser.with_values(shape))
+    flags = flags_of_config(config, page, {name: settings[name] for name in shape}, processes or 1)
+    return Translated("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in lost])
+
+
+def of_taming(config: dict[str, Any], processes: int | None) -> Translated:
+    """Of a configuration of an autoencoder of taming-transformers or latent diffusion. Raises ValueError, in one
+    line."""
+    from models.files.public_keys import without_counterpart
+    from models.files.taming_yaml import autoencoder_of, flags_of_yaml, known_keys, processes_of
+    from training.flags.public_names import rows
+
+    config, of_whole = autoencoder_of(config)
+    known = known_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
+    lost = [f"left out: {line}" for line in without_counterpart(config, known)]
+    processes = processes or processes_of(config)
+    flags, lines = flags_of_yaml(config, processes)
+    return Translated("train_vqgan.py", flags, processes, [*of_whole, *lost, *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -56,6 +56,15 @@ def training_parser(script: str, text: str, config: type) -> ArgumentParser:
     parser = ArgumentParser(script, text, is_root=distributed.launched_as_root)
     parser.add_config(config)
     distributed.add_arguments(parser)
+    others = sorted({kind.script for kind in KINDS.values()} - {script})
+    parser.scripts_with = lambda names: [other for other in others if parser_of(other).knows(names)]
+    return parser
+
+
+def parser_of(script: str) -> ArgumentParser:
+    """The parser of a training script, which is named with its ending."""
+    name = script.removesuffix(".py")
+    parser: ArgumentParser = importlib.import_module(f"{__package__}.{name}" if __package__ else name).build_parser()
     return parser
 
 
@@ -307,12 +316,12 @@ def arguments_of(run: Path) -> argparse.Namespace:
         config = None
     if name is None or not isinstance(config, dict) or name not in {kind.script for kind in KINDS.values()}:
         raise ValueError(f"{run} is no run folder: expected its config.yaml and starts.jsonl")
-    parser = _parser_of(name)
+    parser = parser_of(name)
     arguments = vars(parser.with_values(_known(config, parser)))
     return argparse.Namespace(**arguments, script=name, data_flag=parser.data_flag)
 
 
-def _parser_of(script: str) -> ArgumentParser:
+def parser_of(script: str) -> ArgumentParser:
     name = script.removesuffix(".py")
     parser: ArgumentParser = importlib.import_module(f"{__package__}.{name}" if __package__ else name).build_parser()
     return parser
@@ -329,7 +338,7 @@ def settings_of(run: Path, kind: Kind) -> dict[str, Any]:
 
     with contextlib.suppress(OSError, ValueError):
         if isinstance(config := read_yaml(run / "config.yaml"), dict):
-            parser = _parser_of(kind.script)
+            parser = parser_of(kind.script)
             known = _known(config, parser)
             settings = public_settings(parser, known, [name for name, part in parser.lasting.items() if part is itself])
             if config.get("dataset"):  # the flag of the other data is at its default then, which may be a demonstration

@@ -26,6 +26,7 @@ READ: dict[tuple[Path, str], Any] = {}
 def find(path: Path) -> tuple[str, Path]:
     """The kind of ``path`` ("file", "checkpoint" or "model") and its path; for a run folder, its newest checkpoint, and
     for the name of a model on the Hugging Face Hub, its folder in the cache."""
+    from models.files.content import why_no_model
     from models.files.diffusers import diffusers_folder
     from models.files.hub import local
     from models.files.pretrained import CONFIG_FILE
@@ -41,8 +42,8 @@ def find(path: Path) -> tuple[str, Path]:
         return "checkpoint", latest
     if (path / "model" / CONFIG_FILE).is_file():  # the checkpoints were deleted
         return "model", path / "model"
-    missing = "" if path.exists() else " it does not exist;"
-    raise ValueError(f"{path}:{missing} expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
+    reason = why_no_model(path) if path.is_dir() else "" if path.exists() else "it does not exist; "
+    raise ValueError(f"{path}: {reason}expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
 
 
 def load(path: str | Path, which: str = "best") -> Any:

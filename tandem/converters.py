@@ -137,7 +137,9 @@ class Names:
         names = {name.strip().lower() for name in text.split(",")} - {""}
         unknown = names - {*self.known, "none"}
         if unknown or not names or ("none" in names and len(names) > 1):
-            raise argparse.ArgumentTypeError(f"expected none, or a comma list of {', '.join(self.known)}; got {text!r}")
+            hint = next(filter(None, (nearest(name, self.known) for name in sorted(unknown))), "")
+            expected = f"none, or a comma list of {', '.join(self.known)}"
+            raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}{hint}")
         return tuple(sorted(names - {"none"}))
 
     def text(self, names: Iterable[str]) -> str:
@@ -207,6 +209,12 @@ def nearest(word: str, known: Sequence[str]) -> str:
     begun = [name for name in bare if len(asked) > 2 and name.startswith(asked)]
     matches = begun if len(begun) == 1 else difflib.get_close_matches(asked, bare, n=1, cutoff=_NEAR)
     return f"; did you mean {bare[matches[0]]}?" if matches else ""
+
+
+def no_choice(value: Any, choices: Iterable[Any]) -> str:
+    """The error of a value that is none of some choices."""
+    words = [str(choice) for choice in choices]
+    return f"expected one of {', '.join(words)}; got {quoted(str(value))}{nearest(str(value), words)}"
 
 
 def config_names(action: argparse.Action) -> list[str]:

@@ -192,16 +192,14 @@ def decode_picture(
         raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
     try:
         if resize != OURS:
-            picture = _with_channels(
-                _upright(in_srgb(resizable(image), image.info.get("icc_profile")), image), channels
-            )
+            picture = in_srgb(resizable(image), image.info.get("icc_profile"))
+            picture = _with_channels(_upright(picture, image), channels)
             return _tensor(_middle(RESIZES[resize](picture, image_size), image_size))
         left, top, side = _decode_small(image, image_size, cut)
         box, size = (left, top, left + side, top + side), (image_size, image_size)
         # Pillow weights colours by alpha.
-        picture = in_srgb(
-            resizable(image).resize(size, Image.Resampling.BILINEAR, box=box), image.info.get("icc_profile")
-        )
+        picture = resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
+        picture = in_srgb(picture, image.info.get("icc_profile"))
         return _tensor(_with_channels(_upright(picture, image), channels))
     except Exception as error:
         raise _in_one_line(error) from error

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import pickletools
+import re
 import struct
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,27 @@ _CALLS = {
     *(f"torch {kind}Storage" for kind in _KINDS),
 }  # fmt: skip
 # The oldest files, such as torchvision's VGG, need one call more.
-_OLD_CALLS = {*_CALLS, "torch._utils _rebuild_tensor"}
+_OLD_CALL = "torch._utils _rebuild_tensor"
+_LIGHTNING = ("pytorch_lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric")
+#: Classes, as "module name", of which a trainer's checkpoint holds objects beside its weights: hyperparameters,
+#: callbacks, paths, versions. None of them is imported: `stand_in` gives what is put in their place.
+IGNORED = frozenset((
+    *(f"{package}.{name}" for package in _LIGHTNING for name in (
+        "callbacks ModelCheckpoint", "callbacks.model_checkpoint ModelCheckpoint", "utilities.parsing AttributeDict",
+        "utilities.data AttributeDict")),
+    *(f"omegaconf.{name}" for name in (
+        "dictconfig DictConfig", "listconfig ListConfig", "base ContainerMetadata", "base Metadata", "nodes AnyNode",
+        "nodes StringNode", "nodes IntegerNode", "nodes FloatNode", "nodes BooleanNode")),
+    *(f"__builtin__ {kind}" for kind in ("dict", "list", "int", "long", "float", "str", "unicode", "bool", "tuple")),
+    *(f"pathlib{part} {kind}Path" for part in ("", "._local") for kind in ("Posix", "Windows", "")),
+    *(f"datetime {kind}" for kind in ("datetime", "timedelta", "date")), "typing Any", "collections defaultdict",
+    "argparse Namespace", "types SimpleNamespace", "torch Size", "torch device",
+    *(f"torch {kind}" for kind in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")),
+    "numpy.core.multiarray scalar", "numpy._core.multiarray scalar", "numpy dtype", "_codecs encode",
+    # What older files pickle as their version: its make-up has changed over the years.
+    "packaging.version Version", "packaging.version _Version", "packaging._structures InfinityType",
+    "packaging._structures NegativeInfinityType",
+))  # fmt: skip
 
 # The records that end a zip file: zip64's end of the table of contents (signature, ..., place of the table), its
 # locator (signature, ..., place of that end, ...), and the plain end (signature, ..., place of the table, length of a
@@ -37,6 +58,9 @@ _LONGEST_PICKLES_BYTES = 1 << 22
 
 _STATE_DICT = 3  # place among the pickles of an old file
 
+#: What torch.compile, FSDP and checkpointing put before the names of the layers that they wrap, in a file.
+WRAPPERS_INSIDE = re.compile(rb"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
 # Of a file, to learn what it is.
 _LONGEST_BEGINNING = 1 << 20
 
@@ -44,6 +68,10 @@ _LONGEST_BEGINNING = 1 << 20
 _LARGEST_TUPLE = 1 << 10
 
 _MEMOS, _RECALLS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
+
+
+#: What to do with the file of a whole model or program.
+AS_STATE_DICT = "save the weights alone where it was made: torch.save(model.state_dict(), 'weights.pt')"
 
 
 class Ignored:
@@ -56,18 +84,27 @@ class Ignored:
         pass
 
 
+def stand_in(name: str) -> tuple[Any, str]:
+    """Of one of `IGNORED`: what is made in its place, and its name as PyTorch calls it."""
+    place = name.replace("__builtin__ long", "builtins int").replace("__builtin__ unicode", "builtins str")
+    place = place.replace("__builtin__", "builtins").replace(" ", ".")
+    return (_empty_dict if name.endswith("defaultdict") else Ignored), place
+
+
+def _empty_dict(*_: Any) -> dict[Any, Any]:
+    """A mapping, because PyTorch fills nothing else that a file fills so."""
+    return {}
+
+
 def mentions(path: Path, name: bytes) -> bool:
     """Whether ``name`` stands among the names of the weights in a .pt, .pth or .safetensors file, all of which begin
     with the names. Runs no code of it. Raises ValueError, in one line, if it is no regular file."""
     with check_regular(path).open("rb") as file:
-        return name in file.read(_LONGEST_BEGINNING)
+        return name in WRAPPERS_INSIDE.sub(b"", file.read(_LONGEST_BEGINNING))
 
 
-def check_archive(path: Path, ignored: Collection[str] = ()) -> None:
-    """Check that nothing in a .pt file is compressed or hidden, and that it calls for plain tensors only.
-
-    Args:
-        ignored: Classes that it may also call for, as "module name"; `Ignored` is to be put in their place.
+def check_archive(path: Path) -> None:
+    """Check that nothing in a .pt file is compressed or hidden, and that it calls for plain tensors and `IGNORED` only.
 
     Raises:
         OSError, ValueError, zipfile.BadZipFile: the check fails, or the file is no .pt file of PyTorch 1.6 or later.
@@ -86,7 +123,7 @@ def check_archive(path: Path, ignored: Collection[str] = ()) -> None:
             raise ValueError("it would unpack to more than the file; PyTorch writes no such files")
         instructions = archive.read(pickles[0])
     for opcode, argument in _operations(instructions):
-        _check_call(opcode, argument, _CALLS.union(ignored))
+        _check_call(opcode, argument, _CALLS)
 
 
 def check_old_file(path: Path) -> None:
@@ -102,7 +139,7 @@ def check_old_file(path: Path) -> None:
         pickles = io.BytesIO(file.read(_LONGEST_PICKLES_BYTES))
     for number in range(5):
         for opcode, argument in _operations(pickles):
-            _check_call(opcode, argument, _OLD_CALLS)
+            _check_call(opcode, argument, {*_CALLS, _OLD_CALL})
             # PyTorch allocates storages before it looks for their data; none has more numbers than the file bytes.
             if number == _STATE_DICT and isinstance(argument, int) and argument > size:
                 raise ValueError("its tensors are larger than the file")
@@ -146,9 +183,10 @@ def _operations(pickled: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
         stack += [kind if kind is pickletools.markobject else size for kind in opcode.stack_after]
 
 
-def _check_call(opcode: str, argument: Any, allowed: set[str]) -> None:
-    if opcode == "GLOBAL" and argument not in allowed:
-        raise ValueError(f"it calls for {'.'.join(str(argument).split())}, and no plain tensor needs that")
+def _check_call(opcode: str, argument: Any, calls: set[str]) -> None:
+    if opcode == "GLOBAL" and argument not in calls and argument not in IGNORED:
+        called = ".".join(str(argument).split())
+        raise ValueError(f"it calls for {called}, and no plain tensor needs that; {AS_STATE_DICT}")
 
 
 def _has_one_table_of_contents(path: Path, start: int) -> bool:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.files.reading import check_regular, one_line
-
-from .archive import check_archive, check_sizes
+from .archive import check_sizes
 from .building import check_arguments
+from .content import first_names, read_content
 from .writing import on_cpu, replacing
 
 HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks")
@@ -37,16 +36,12 @@ def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
     """
-    try:
-        check_archive(check_regular(path))
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        hparams, weights = dict(content["hparams"]), dict(content["weights"])
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception as error:  # a damaged pickle can raise anything
-        problem = f"{path} is not a vae-final.pt that can be read without running code"
-        raise ValueError(f"{problem}: {one_line(error)}") from None
-    hparams = _OF_OLD_FILES | hparams
+    content = read_content(path)
+    parts: list[Any] = [content.get(name) if isinstance(content, dict) else None for name in ("hparams", "weights")]
+    if not all(isinstance(part, dict) for part in parts):
+        of = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
+        raise ValueError(f"{path} is no vae-final.pt, which has hparams and weights: it holds {of}")
+    hparams, weights = _OF_OLD_FILES | parts[0], parts[1]
     if missing := sorted(set(HPARAMS) - set(hparams)):
         raise ValueError(f"{path}: its hparams lack {', '.join(missing)}")
     if not all(isinstance(tensor, Tensor) for tensor in weights.values()):

@@ -22,8 +22,9 @@ from ..decoder import Decoder
 from ..decoder_config import DecoderConfig, UnetConfig
 from ..diffusion.schedule import Schedule
 from ..unet import IMAGE_TOKENS
-from .archive import Ignored, check_archive, check_sizes, mentions
+from .archive import check_sizes, mentions
 from .building import build_with_weights, check_arguments, plain_values
+from .content import read_content
 from .dalle2_config import decoder_config, decoder_part, other_options, public_config
 from .description import describe_file
 from .writing import on_cpu, replacing
@@ -31,12 +32,6 @@ from .writing import on_cpu, replacing
 _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError)
 _CLOSE = 1e-3  # of alpha^2, in proportion
-
-# What older files pickle as their version: an object of packaging.version, whose make-up has changed over the years.
-_IGNORED = frozenset((
-    "packaging.version Version", "packaging.version _Version", "packaging._structures InfinityType",
-    "packaging._structures NegativeInfinityType",
-))  # fmt: skip
 
 _OF_A_UNET = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
 _OF_A_SCHEDULE = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
@@ -168,14 +163,7 @@ def _our_name(name: str) -> str:
 def _read(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """The configuration of the decoder in a file, and its weights: fp32, without those that nothing uses, and with the
     second 1 / sqrt(attn_dim_head) of the public self-attention in its queries."""
-    try:
-        check_archive(check_regular(path), ignored=_IGNORED)
-        with torch.serialization.safe_globals([(Ignored, name.replace(" ", ".")) for name in _IGNORED]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"{path} holds no decoder that can be read without running code: {one_line(error)}") from None
+    content = read_content(path)
     with _errors_of(path):
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not a dict")

@@ -8,21 +8,15 @@ Where a configuration says nothing, its own defaults hold, not those of the flag
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from tandem.converters import nearest
-
 from .dalle2_config import FIXED, UNET_KEYS, decoder_part, for_each
+from .public_keys import Flags, Known, Section, default_of, known_of, number, part_of
 
 if TYPE_CHECKING:
     from training.flags.public_names import Row
 
-# What the note of a key begins with in the page whose value is used, or has no effect. Another note says why a value
-# that is not the default is left out.
-_USED = ("--", "convert.py config reads it", "leave it out")
 _UNETS = "decoder.unets."
 # Values that are what happens here, where that is not the default there.
 _HERE = {"decoder.clip.make": ("openai", "open_clip"), "evaluate.LPIPS.net_type": ("vgg",)}
@@ -30,45 +24,19 @@ _MEASURES = ("FID", "IS", "KID", "LPIPS")
 _LAST_SHARD = 9999999  # is that of all
 _SMALL = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16
 
-Section = Mapping[str, Any]
-Flags = dict[str, tuple[str, Any]]  # flag -> key that it comes from, and value
 
-
-def without_counterpart(config: Section, rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each key that is unknown, or has a value to which nothing here corresponds.
-
-    Args:
-        rows: Of the page, those about the decoder.
-
-    Raises:
-        ValueError: one line that names a key whose value should hold keys, and does not.
-    """
-    # Of each key the values that have a counterpart, None for all, and why others have none.
-    known: dict[str, tuple[Sequence[Any] | None, str]] = {
-        **{row.key: (None if row.flag or row.note.startswith(_USED) else (_default(row),), row.note) for row in rows},
+def known_keys(rows: Sequence[Row]) -> Known:
+    """What `public_keys.without_counterpart` is told of the keys; ``rows``: of the page, those about the decoder."""
+    return {
+        **known_of(rows, _HERE),
         **dict.fromkeys((f"{_UNETS}{name}" for name in (*UNET_KEYS, "checkpoint_during_training")), (None, "")),
         **{f"{_UNETS}{name}": ((value,), f"here it is {value}") for name, value in FIXED.items()},
     }
-    known = {key: (_HERE.get(key, values), why) for key, (values, why) in known.items() if "." in key}
-    parts = {key.rpartition(".")[0] for key in known}
-    parts |= {part.rpartition(".")[0] for part in parts} - {""}
 
-    def look(section: Section, above: str, shown: str) -> Iterator[str]:
-        for key, value in section.items():
-            name, place = f"{above}{key}", f"{shown}{key}"
-            if name in parts:
-                several = isinstance(value, list)
-                for number, each in enumerate(value if several else [value]):
-                    at = f"{place}[{number}]" if several else place
-                    yield from look(_checked(each, place), f"{name}.", f"{at}.")
-            elif name not in known:
-                others = [each.removeprefix(above) for each in known if each.startswith(above)]
-                yield f"{place}: unknown key{nearest(str(key), others)}"
-            elif (values := known[name][0]) is not None and value not in (None, "", *values):
-                yield f"{place} {_short(value)}: {known[name][1]}"
 
-    yield from look({key: value for key, value in config.items() if key != "seed"}, "", "")
-    if (lpips := _part(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
+def implied(config: Section, known: Known) -> Iterator[str]:
+    """A line for each value without a counterpart that a configuration means by saying nothing."""
+    if (lpips := part_of(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
         yield f"evaluate.LPIPS.net_type is alex if nothing is said: {known['evaluate.LPIPS.net_type'][1]}"
 
 
@@ -76,7 +44,8 @@ def flags_of_config(config: Section, rows: Sequence[Row], made: Section, process
     """Flags by name, each with the key that it comes from and its value; None: the flag's own default.
 
     Args:
-        config: As `without_counterpart` has looked at it, with the same `rows`.
+        config: As `public_keys.without_counterpart` has looked at it.
+        rows: Of the page, those about the decoder.
         made: The flags that make the decoder.
         processes: How many will train together.
 
@@ -87,32 +56,35 @@ def flags_of_config(config: Section, rows: Sequence[Row], made: Section, process
     for row in rows:
         *above, name = row.key.split(".")
         if row.flag and above:
-            value = _part(config, *above).get(name)
-            flags[row.flag] = (row.key, _default(row) if value is None else value)
+            value = part_of(config, *above).get(name)
+            flags[row.flag] = (row.key, default_of(row) if value is None else value)
     flags |= {name: ("decoder", value) for name, value in made.items()}
-    flags |= _of_data(_part(config, "data"), processes)
+    flags |= _of_data(part_of(config, "data"), processes)
     flags["seed"] = ("seed", config.get("seed", 0))
-    flags["output_dir"] = ("tracker.data_path", _part(config, "tracker").get("data_path"))
-    if (log := _part(config, "tracker", "log").get("log_type", "console")) == "console":
+    flags["output_dir"] = ("tracker.data_path", part_of(config, "tracker").get("data_path"))
+    if (log := part_of(config, "tracker", "log").get("log_type", "console")) == "console":
         flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
     flags["report_to"] = ("tracker.log.log_type", "none" if log == "console" else log)
     flags |= _of_decoder(decoder_part(config), made["timesteps"])
     batch_size = flags["batch_size"][1]
-    return {**flags, **_of_training(_part(config, "train"), _part(config, "evaluate"), batch_size, len(made["dim"]))}
+    return {
+        **flags,
+        **_of_training(part_of(config, "train"), part_of(config, "evaluate"), batch_size, len(made["dim"])),
+    }
 
 
 def _of_data(data: Section, processes: int) -> Flags:
-    fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **_part(data, "splits")}
-    total = sum(_number(value, f"data.splits.{name}") for name, value in fractions.items())
+    fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **part_of(data, "splits")}
+    total = sum(number(value, f"data.splits.{name}") for name, value in fractions.items())
     if abs(total - 1) > _SMALL:
         raise ValueError(f"data.splits: train, val and test add up to {total:g}, not to 1")
     last = data.get("end_shard", _LAST_SHARD)
-    is_flipped = _part(data, "preprocessing").get("RandomHorizontalFlip", False) is not False
+    is_flipped = part_of(data, "preprocessing").get("RandomHorizontalFlip", False) is not False
     return {
         "split_by": ("data.splits", "shard"),
         "valid_fraction": ("data.splits.val", fractions["val"]),
         "test_fraction": ("data.splits.test", fractions["test"]),
-        "batch_size": ("data.batch_size", _number(data.get("batch_size", 64), "data.batch_size") * processes),
+        "batch_size": ("data.batch_size", number(data.get("batch_size", 64), "data.batch_size") * processes),
         "end_shard": ("data.end_shard", None if last == _LAST_SHARD else last),
         "random_flip": ("data.preprocessing.RandomHorizontalFlip", is_flipped),
     }  # fmt: skip
@@ -130,10 +102,10 @@ def _of_decoder(decoder: Section, timesteps: int) -> Flags:
     steps = [n if n is None or n < timesteps else None for n in for_each(decoder, "sample_timesteps", None)]
     if None in steps and any(steps):
         raise ValueError("decoder.sample_timesteps: give fewer steps than timesteps for all unets, or for none")
-    gammas = [_number(each, "decoder.p2_loss_weight_gamma") for each in for_each(decoder, "p2_loss_weight_gamma", 0.0)]
+    gammas = [number(each, "decoder.p2_loss_weight_gamma") for each in for_each(decoder, "p2_loss_weight_gamma", 0.0)]
     if len({gamma for gamma in gammas if gamma}) > 1:
         raise ValueError("decoder.p2_loss_weight_gamma: give one gamma, or 0, for each unet")
-    clip = _part(decoder, "clip")
+    clip = part_of(decoder, "clip")
     # OpenAI's weights were trained with another activation than open_clip's models of the same names.
     model, openai = clip.get("model", "ViT-L/14"), clip.get("make", "openai") == "openai"
     return {
@@ -159,7 +131,7 @@ def _of_decoder(decoder: Section, timesteps: int) -> Flags:
 def _of_training(train: Section, evaluate: Section, batch_size: float, count: int) -> Flags:
     # Their epochs validate at their end; without epoch_samples that is not known before the data are.
     every, epoch = "train.save_every_n_samples", train.get("epoch_samples")
-    saves = max(round(_number(train.get("save_every_n_samples", 100000), every) / max(batch_size, 1)), 1)
+    saves = max(round(number(train.get("save_every_n_samples", 100000), every) / max(batch_size, 1)), 1)
     names = ("save_every_n_steps", "sample_every_n_steps", "validate_every_n_steps")
     flags: Flags = dict.fromkeys(names, (every, saves))
     flags["valid_samples"] = ("train.validation_samples", train.get("validation_samples") or 0)
@@ -167,14 +139,14 @@ def _of_training(train: Section, evaluate: Section, batch_size: float, count: in
     if not (is_judged := any(evaluate.get(name) is not None for name in _MEASURES)):
         flags["n_evaluation_samples"] = ("evaluate", None)
     if epoch is not None:
-        updates = math.ceil(_number(epoch, "train.epoch_samples") / max(batch_size, 1))
-        epochs = _number(train.get("epochs", 20), "train.epochs")
+        updates = math.ceil(number(epoch, "train.epoch_samples") / max(batch_size, 1))
+        epochs = number(train.get("epochs", 20), "train.epochs")
         flags["max_steps"] = ("train.epoch_samples", math.ceil(epochs * updates))
         flags["validate_every_n_steps"] = ("train.epoch_samples", updates)
         if is_judged:
             flags["evaluate_every_n_steps"] = ("train.epoch_samples", updates)
     # ema-pytorch averages every 10 updates.
-    beta = _number(train.get("ema_beta", 0.999), "train.ema_beta") ** 0.1
+    beta = number(train.get("ema_beta", 0.999), "train.ema_beta") ** 0.1
     flags["ema_decay"] = ("train.ema_beta", round(beta, 8) if train.get("use_ema", True) else 0.0)
     if (mask := train.get("unet_training_mask")) is not None:
         if not isinstance(mask, list) or len(mask) != count or not all(isinstance(each, bool) for each in mask):
@@ -186,33 +158,6 @@ def _of_training(train: Section, evaluate: Section, batch_size: float, count: in
     return flags
 
 
-def _default(row: Row) -> Any:
-    return yaml.safe_load(row.default_there)
-
-
 def _one_of(value: Any) -> Any:
     """Of a list of equal values one; others as they are."""
     return value[0] if isinstance(value, list) and len(set(map(str, value))) == 1 else value
-
-
-def _part(config: Section, *names: str) -> Section:
-    """A part of the configuration, {} if it is absent or null."""
-    for name in names:
-        config = config.get(name) or {}
-    return config
-
-
-def _checked(value: Any, name: str) -> Section:
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{name} {_short(value)}: give a mapping of keys to values")
-    return value or {}
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} {_short(value)}: expected a number, 0 or more")
-    return value
-
-
-def _short(value: Any) -> str:
-    return " ".join(str(value).split())[:60]

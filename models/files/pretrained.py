@@ -17,9 +17,10 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from tandem.fields import ModelConfig
-from tandem.files.reading import DAMAGES, check_inside, check_regular, one_line, read_json
+from tandem.files.reading import DAMAGES, check_inside, one_line, read_json
 
 from .building import build_with_weights, check_arguments
+from .content import checked
 from .writing import on_cpu, replacing
 
 CONFIG_FILE = "config.json"
@@ -151,7 +152,9 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
         config = read_json(check_inside(folder / CONFIG_FILE, folder))
         model = config.pop("model", None)
         if not (isinstance(model, str) and model.isidentifier()):
-            raise ValueError(f"its {CONFIG_FILE} names no model")
+            other = config.get("architectures") or config.get("model_type")
+            of = f", but one of transformers, {str(other)[:80]}" if other else ""
+            raise ValueError(f"its {CONFIG_FILE} names no model of this package{of}")
         return model, {name: value for name, value in config.items() if name not in _FACTS}
 
 
@@ -173,7 +176,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     with _errors_of(folder):
         for path, names in _weight_files(folder).items():
-            with safe_open(check_regular(path), framework="pt") as file:
+            with safe_open(checked(path), framework="pt") as file:
                 weights |= {name: file.get_tensor(name) for name in names or file.keys()}
     return weights
 
@@ -188,7 +191,7 @@ def read_headers(folder: Path) -> dict[str, Headers]:
     with _errors_of(folder):
         for path, names in _weight_files(folder).items():
             # The framework "pt" would reserve memory for the whole file.
-            with safe_open(check_regular(path), framework="numpy") as file:
+            with safe_open(checked(path), framework="numpy") as file:
                 parts = {name: file.get_slice(name) for name in names or file.keys()}
                 headers[path.name] = {name: (w.get_dtype(), tuple(w.get_shape())) for name, w in parts.items()}
     return headers

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..discrete_vae import DiscreteVAE
 from .archive import mentions
+from .content import first_names, read_content, why_no_weights
 from .dalle2 import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
 from .description import describe_dalle_file
 from .diffusers import DIFFUSERS, save_folder
@@ -20,6 +21,7 @@ from .muse import (
     save_public_vqgan,
 )
 from .musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
+from .pretrained import CONFIG_FILE
 from .published import check_has_one_set
 from .taming import LLAMAGEN, OF_TAMING, Layout, describe_autoencoder, load_autoencoder, save_autoencoder
 
@@ -66,10 +68,25 @@ FORMATS = {
     ),
     "llamagen": _of_taming(LLAMAGEN, lambda path: mentions(path, b"encoder.conv_blocks.")),
     "taming": _of_taming(OF_TAMING, lambda path: mentions(path, b"encoder.conv_in.weight")),
-    "dalle": PublicFormat("DiscreteVAE", lambda path: True, _load_dalle, DiscreteVAE.save_dalle, describe_dalle_file),
+    "dalle": PublicFormat(
+        "DiscreteVAE", lambda path: mentions(path, b"hparams"), _load_dalle, DiscreteVAE.save_dalle,
+        describe_dalle_file,
+    ),
 }  # fmt: skip
 
 
 def format_of(path: Path) -> PublicFormat:
-    """The format of a file. Reads little of it, and runs none of its code."""
-    return next(public for public in FORMATS.values() if public.is_format(path))
+    """The format of a file. Reads little of it, and runs none of its code.
+
+    Raises:
+        ValueError: one line, which says what it is as far as that is known, if it is of none.
+    """
+    if path.is_file() and (reason := why_no_weights(path)):
+        raise ValueError(f"{path} holds no weights: {reason}")
+    if found := next((public for public in FORMATS.values() if public.is_format(path)), None):
+        return found
+    if (path.parent / CONFIG_FILE).is_file():
+        raise ValueError(f"{path} is of the model folder that it is in: give {path.parent}")
+    content = read_content(path)
+    held = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
+    raise ValueError(f"{path} holds {held}: no model of {', '.join(FORMATS)} has such names (README, trained weights)")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from tandem.files.fetching import Published, fetched
-from tandem.files.reading import check_regular, one_line
 
-from .archive import Ignored, check_archive, check_old_file, check_sizes
+from .archive import AS_STATE_DICT, Ignored, check_sizes
+from .content import first_names, read_content
 
 VGG16 = Published(
     "torchvision's VGG16", ("vgg16-397923af.pth",), "https://download.pytorch.org/models/vgg16-397923af.pth",
@@ -31,6 +27,9 @@ INCEPTION = Published(
     95_628_359, "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
 )  # fmt: skip
 
+# Keys under which trainers keep the weights of their model; of DeepSpeed, "module".
+_USUAL_PARTS = ("state_dict", "model_state_dict", "model", "module", "weights")
+
 #: What a flag takes in the place of a file: the published file, which is fetched if the cache does not hold it.
 PUBLISHED = "published"
 
@@ -41,31 +40,37 @@ def weights_of(file: Published, given: str, mark: Callable[[], None] = lambda: N
 
 
 def read_state_dict(
-    path: Path, names: Container[str] | None = None, part: str = "", *, published: str = "", also: Collection[str] = ()
+    path: Path, names: Container[str] | None = None, part: str = "", *, published: str = ""
 ) -> dict[str, Tensor]:
-    """Tensors by name, on the CPU, from a .safetensors file or from a .pt or .pth file of any version of PyTorch.
+    """Tensors by name, on the CPU, from a file that `read_content` reads.
 
     Args:
         names: Read only these tensors.
-        part: Key of a .pt or .pth file under which the tensors stand, if it has such a key; of several, with spaces
-            between them, the first that it has.
+        part: Key under which the tensors stand, if the file has such a key; of several, with spaces between them, the
+            first that it has. `_USUAL_PARTS` come after it.
         published: What and where such a file is, for the message about a missing one.
-        also: Classes of objects in a .pt or .pth file that are of no interest, as `ignored` of `check_archive`.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
     """
     try:
-        found = _read(path, names, part, also)
-    except OSError as error:
+        content = read_content(path, names)
+    except ValueError as error:
         source = f"; give {published}" if published and not path.exists() else ""
-        raise ValueError(f"cannot read {path}: {error.strerror or error}{source}") from None
-    except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"{path} holds no weights that can be read without running code: {one_line(error)}") from None
-    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in found.items()):
-        raise ValueError(f"{path} holds something beside names and tensors; give a file of plain weights")
-    check_sizes(path, found.values())
-    return found
+        raise ValueError(f"{error}{source}") from None
+    if isinstance(content, dict):
+        parts = (content.get(key) for key in (*part.split(), *_USUAL_PARTS))
+        content = next((each for each in parts if each is not None and not isinstance(each, Tensor)), content)
+    if not isinstance(content, dict):
+        kind = "an object of another class" if isinstance(content, Ignored) else f"a {type(content).__name__}"
+        raise ValueError(f"{path} holds no weights: it holds {kind}, not a dict of names and tensors; {AS_STATE_DICT}")
+    state = {name: value for name, value in content.items() if names is None or name in names}
+    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()):
+        raise ValueError(
+            f"{path} holds something beside names and tensors: {first_names(content)}; give a file of plain weights"
+        )
+    check_sizes(path, state.values())
+    return state
 
 
 def shape_of(state: Mapping[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
@@ -80,18 +85,3 @@ def check_has_one_set(path: Path, which: str) -> None:
     """Raise a ValueError of one line if --weights chooses one of several sets of weights, where a file has one."""
     if which != "best":
         raise ValueError(f"--weights {which} is for checkpoints; {path} holds one set of weights: leave it out")
-
-
-def _read(path: Path, names: Container[str] | None, part: str, also: Collection[str]) -> dict[Any, Any]:
-    if check_regular(path).suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if names is None or name in names}  # noqa: SIM118
-    in_archive = zipfile.is_zipfile(path)
-    check_archive(path, also) if in_archive else check_old_file(path)
-    with torch.serialization.safe_globals([(Ignored, name.replace(" ", ".")) for name in also]):
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=in_archive)
-    if isinstance(content, dict):
-        content = next((content[key] for key in part.split() if key in content), content)
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, not a dict")
-    return {name: value for name, value in content.items() if names is None or name in names}

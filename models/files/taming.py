@@ -33,16 +33,13 @@ _CODEBOOK = "quantize.embedding.weight"
 _BODY_OF_LLAMAGEN = "ch 128, num_res_blocks 2"  # no arguments there, but numbers in its code
 _LAYER = re.compile(r"(down|up|mid)(?:_(\d+))?_(block|attn|downsample|upsample)(?:_(\d+))?")
 _OF_DIFFUSION, _AVERAGE = "first_stage_model.", "model_ema."
-# What stands beside an autoencoder in its own file and in that of a whole latent diffusion, and is not needed for it.
+_FIRST = "encoder.conv_in.weight"
+# What stands beside an autoencoder in its own file (of VA-VAE, what aligns its latents), in that of a whole latent
+# diffusion, and is not needed for it.
 _OTHERS = (
-    "loss.", "colorize", "model.", "model_ema.diffusion_model", "cond_stage_model.", "conditioner.", "text_encoders.",
+    "loss.", "colorize", "linear_proj.", "foundation_model.", "model.diffusion_model.", "model_ema.diffusion_model",
+    "cond_stage_model.", "conditioner.", "text_encoders.",
 )  # fmt: skip
-# Classes of which a trainer's checkpoint holds objects, beside its weights.
-_IGNORED = frozenset((
-    "pytorch_lightning.callbacks.model_checkpoint ModelCheckpoint", "pytorch_lightning.callbacks ModelCheckpoint",
-    "argparse Namespace", "numpy.core.multiarray scalar", "numpy._core.multiarray scalar", "numpy dtype",
-    "_codecs encode",
-))  # fmt: skip
 
 
 class Layout(NamedTuple):
@@ -183,6 +180,8 @@ def _translated(
         raise ValueError("it is of diffusers: give its folder, in which config.json is")
     if any(name.startswith("decoder.adaptive.") for name in state):
         raise ValueError("it is of Open-MAGVIT2, whose body is not taming's: it has adaptive GroupNorms, no attention")
+    if "quantize.embed.weight" in state:
+        raise ValueError("it is of taming's GumbelVQ, and no VQGAN has a Gumbel quantizer")
     arguments = {**_arguments(state, layout), **said}
     check_arguments(arguments, state)
     expected, levels = build_on_meta(lambda: VQGAN.made(arguments)).state_dict(), len(arguments["ch_mult"])
@@ -190,6 +189,8 @@ def _translated(
     if other := next((name for name in state if name not in names and name not in layout.unused), None):
         raise ValueError(f"it holds {other[:80]}, which is no weight of such an autoencoder of {layout.package}")
     if missing := next((name for name in names if name not in state), None):
+        if ".attn" in missing and not any(".attn." in name for name in state if name.startswith("decoder.up.")):
+            raise ValueError("its decoder has no attention where its encoder has some, as MAR's; no VQGAN is so")
         raise ValueError(f"it lacks {missing}, a weight of such an autoencoder of {layout.package}")
     weights = {
         name: state[public][..., None, None] if state[public].ndim == 2 < expected[name].ndim else state[public]
@@ -226,8 +227,8 @@ class _Wanted:
 def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `Layout.read`. The autoencoder may be the first stage in the file of a whole latent diffusion, which says the
     scale of latents."""
-    found = read_state_dict(path, _Wanted(), "state_dict", also=_IGNORED)
-    prefix = _OF_DIFFUSION if any(name.startswith(_OF_DIFFUSION) for name in found) else ""
+    found = read_state_dict(path, _Wanted(), "state_dict")
+    prefix = _prefix_of(found)
     own = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
     state = {name: tensor for name, tensor in own.items() if not name.startswith((_AVERAGE, *_OTHERS))}
     short = {name: _AVERAGE + name.replace(".", "") for name in state}
@@ -235,15 +236,27 @@ def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str,
     if weights == "ema" and not averages:
         raise ValueError("--weights ema: it holds no moving average; leave it out")
     said: dict[str, Any] = {"quantizer": "ibq"} if _CODEBOOK in averages else {}
-    if prefix and "scale_factor" in found:
+    if prefix == _OF_DIFFUSION and "scale_factor" in found:
         said["scaling_factor"] = found["scale_factor"].tolist()
     return state if weights == "online" else {**state, **averages}, said
+
+
+def _prefix_of(state: Mapping[str, Tensor]) -> str:
+    """What stands before the names of the autoencoder in a file: a trainer calls it as its author did, the first stage
+    of a latent diffusion has the name of it."""
+    prefixes = [name.removesuffix(_FIRST) for name in state if name.endswith(_FIRST)]
+    usual = next((prefix for prefix in ("", _OF_DIFFUSION) if prefix in prefixes), None)
+    if usual is None and len(prefixes) > 1:
+        raise ValueError(f"it holds {len(prefixes)} autoencoders: {', '.join(prefixes)[:80]}; give a file of one")
+    return usual if usual is not None else "".join(prefixes)
 
 
 def _read_llamagen(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `Layout.read`."""
     part = {"ema": "ema", "online": "model"}.get(weights, "ema model")
-    return read_state_dict(path, None, part, also=_IGNORED), {}
+    state = read_state_dict(path, None, part)
+    prefix = _prefix_of(state)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}, {}
 
 
 def _arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:

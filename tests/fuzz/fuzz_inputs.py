@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import yaml
 from filling import autoencoder, mulan, video_tokenizer, vqgan, write_images, write_sounds, write_videos
 from safetensors.torch import save_file
 
@@ -36,6 +37,7 @@ from tests.models.test_clip import write_clip
 from tests.models.test_decoder import decoder
 from tests.scripts import RUN, SCRIPTS, TOKENIZER, words
 from tests.test_decoder_config import SMALL_UNET, changed
+from tests.test_taming_config import TAMING
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("vae", "vqgan", "mulan", "video", "decoder")
@@ -80,6 +82,7 @@ def _tools() -> list[Target]:
     return [
         *found,
         Target("convert", ["config", "public.json", "out"], ["public.json"]),
+        Target("convert", ["config", "taming.yaml", "out"], ["taming.yaml"]),
         Target("convert", ["average", "run", "out", "--ema_length", "0.1"], ["run"]),
         Target("report", ["run", "--output", "out"], ["run"]),
         Target("convert", ["export", "decoder.pth", "--to", "dalle2", "out.pth"], ["decoder.pth"]),
@@ -189,6 +192,7 @@ def write_inputs(folder: Path) -> None:
         "decoder"
     ]
     public = {"decoder": {**of_decoder, "image_sizes": [16], "timesteps": 20}, "train": {"epochs": 1}}
+    (folder / "taming.yaml").write_text(yaml.safe_dump(TAMING))
     (folder / "public.json").write_text(json.dumps(public))
 
 

@@ -6,19 +6,23 @@ from typing import Any
 
 import yaml
 
-from tandem.converters import config_value
-from tandem.files.installed import shipped
+from tandem.converters import config_value, no_choice
+from tandem.files.installed import command_of, shipped
 from tandem.files.reading import compose_yaml, words_of
 
 _BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
 _TRUE = {"yes", "true", "on"}
+_TO_CONVERT = (
+    f"`{' '.join(command_of('convert.py'))} config OLD NEW.yaml` makes one of a configuration of taming-transformers, "
+    "latent diffusion or DALLE2-pytorch"
+)
 
 
 def read_flags(
     path: str,
     flags: Mapping[str, argparse.Action],
     command_line_only: Container[str],
-    hint: Callable[[str, list[str]], str],
+    hint: Callable[[str, list[str], list[str]], str],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Values, and the keys that said them, by dest name from a YAML mapping.
 
@@ -30,14 +34,16 @@ def read_flags(
         path: Of a file, or of one in configs/ (`shipped`).
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
-        hint: What to do instead of a name that is none of the flags, as the end of a line.
+        hint: What to do instead of a name that is none of the flags, as the end of a line; it is given the name, the
+            flags, and all keys of the file.
 
     Raises:
         ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
     """
     config: dict[str, Any] = {}
     said: dict[str, str] = {}
-    for key_node, value_node in _mapping(shipped(path)):
+    nodes = _mapping(shipped(path))
+    for key_node, value_node in nodes:
         where = f"{path}, line {key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
             raise ValueError(f"{where}: a key must be the name of a flag")
@@ -46,7 +52,11 @@ def read_flags(
         if name in command_line_only:
             raise ValueError(f"{where}: {key} belongs on the command line, not in a config file")
         if name not in flags:
-            raise ValueError(f"{where}: unknown key {key!r}{hint(name, list(flags))}")
+            keys = [str(node.value).replace("-", "_") for node, _ in nodes]
+            instead = hint(name, list(flags), keys)
+            if isinstance(value_node, yaml.MappingNode) and not instead.startswith(":"):
+                instead = f": it holds keys of its own, and a config holds flags; {_TO_CONVERT}"
+            raise ValueError(f"{where}: unknown key {key!r}{instead}")
         action = flags[name]
         if action.dest in said:
             raise ValueError(f"{where}: {key} was already set by the key {said[action.dest]!r}; keep one of them")
@@ -116,7 +126,7 @@ def _scalar(node: yaml.Node, action: argparse.Action) -> Any:
     except (ValueError, TypeError):
         raise ValueError(f"expected {getattr(convert, '__name__', 'another value')}, got {_text(node)}") from None
     if action.choices is not None and value not in action.choices:
-        raise ValueError(f"expected one of {', '.join(map(str, action.choices))}; got {_text(node)}")
+        raise ValueError(no_choice(value, action.choices))
     return value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tandem import __version__
-from tandem.converters import config_names, config_value, nearest, said_as_flag, shown_default
+from tandem.converters import config_names, config_value, nearest, no_choice, said_as_flag, shown_default
 from tandem.fields import DATA, Flag, Needs, add_flag, flags_of
 from tandem.files.exits import MISTAKE, leave
 from tandem.files.installed import HOME, IS_INSTALLED, installed_command
@@ -83,6 +83,8 @@ class ArgumentParser(argparse.ArgumentParser):
         self._script, self._is_root = prog or self.prog, is_root
         self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
         self.add_argument("--version", action=Version, default=argparse.SUPPRESS, help="print the version and exit")
+        #: Which other scripts have all of some flags, by their names; for the message about one that is none here.
+        self.scripts_with: Callable[[Sequence[str]], list[str]] = lambda names: []
         self._raises = False  # by `error`: the processes are connected, and have to agree on it
         #: The dataclass of the flags, if there is one, and of these the flag of the data.
         self.config: Any = None
@@ -249,13 +251,28 @@ class ArgumentParser(argparse.ArgumentParser):
                 raise ValueError(f"{source} has {name} {repr(value)[:40]}: {error}") from None
         return values
 
-    def _hint(self, name: str, known: Sequence[str]) -> str:
-        """What to do instead of a name that is no flag, as the end of a line; "" if that is not known."""
+    def _hint(self, name: str, known: Sequence[str], keys: Sequence[str] = ()) -> str:
+        """What to do instead of a name that is no flag, as the end of a line; "" if that is not known. ``keys``: all of
+        the config file that has the name, if one has it."""
         from .public_names import instead_of
 
         bare = name.lstrip("-").replace("-", "_")
+        others = self.scripts_with(keys or [bare])
+        if keys and others:
+            return f": the file is a config of {' or '.join(others)}"
         instead = _NO_FLAG.get(bare) or instead_of(bare, self._script)
+        if not instead and others:
+            instead = f"it is a flag of {' and '.join(others)}"
         return f": {instead}" if instead else nearest(name, known)
+
+    def knows(self, names: Sequence[str]) -> bool:
+        """Whether a config file may have all of these keys."""
+        return self._config_flags.keys() >= set(names)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse, with the choice that was probably meant."""
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, no_choice(value, action.choices))
 
     def with_values(self, flags: Mapping[str, Any]) -> argparse.Namespace:
         """The defaults, but for these flags, which are as a config file has them. Raises ValueError, in one line, for a
@@ -311,6 +328,11 @@ class ArgumentParser(argparse.ArgumentParser):
             flag = unknown[0].split("=")[0]
             if flag.startswith("-"):
                 self.error(f"unknown flag {flag}{self._hint(flag, list(self._option_string_actions))}")
+            before = argv[max(argv.index(unknown[0]) - 1, 0)]
+            switch = self._option_string_actions.get(before)
+            if switch is not None and switch.nargs == 0:
+                off = f"--no-{before[2:]}" if isinstance(switch, argparse.BooleanOptionalAction) else "nothing"
+                self.error(f"{before} is a switch without a value, got {flag!r}: give {before} or {off} alone")
             self.error(f"unexpected argument {flag!r}: every value follows a flag")
         said_as: dict[str, str] = {}
         for name in (token.split("=")[0] for token in argv):

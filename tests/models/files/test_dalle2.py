@@ -242,7 +242,7 @@ def test_a_file_without_a_configuration_a_file_cut_short_and_a_pipe_are_refused(
     for make, complaint in (
         (lambda: torch.save(PUBLIC, path), "there is no "),
         (lambda: torch.save({"config": 3, "model": PUBLIC}, path), "no part about a decoder"),
-        (lambda: path.write_bytes(laion(path).read_bytes()[:-100]), "not a zip file"),
+        (lambda: path.write_bytes(laion(path).read_bytes()[:-100]), "cut off"),
         (lambda: (path.unlink(), os.mkfifo(path)), "not a regular file"),
     ):
         make()

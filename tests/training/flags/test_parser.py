@@ -262,6 +262,22 @@ def test_a_mistake_on_the_command_line_is_one_line(parser, argv, expected):
     assert [word for word in expected.split() if word not in line] == []
 
 
+def test_a_value_of_a_switch_is_refused_by_the_switch(parser):
+    for switch, off in (("--flip", "--no-flip"), ("--no_mixing", "nothing")):
+        line = error_line(parser, switch, "True", "--learning_rate", "1")
+        assert line == f"{switch} is a switch without a value, got 'True': give {switch} or {off} alone"
+
+
+def test_a_choice_that_there_is_not_leads_to_the_one_that_was_meant(parser, config):
+    path = config("distributed_backend: dpp")
+    for argv in (["--distributed_backend", "dpp"], ["--config", path]):
+        line = error_line(parser, *argv)
+        assert "expected one of auto, ddp; got 'dpp'; did you mean ddp?" in line
+    assert "did you mean" not in error_line(parser, "--distributed_backend", "quite_another")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'imgae,text'; did you mean image\?"):
+        Names("image", "text")("imgae,text")
+
+
 def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_said_after_the_root_had_time_to_speak(
     capsys, monkeypatch
 ):

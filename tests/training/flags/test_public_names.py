@@ -26,10 +26,15 @@ ARGUMENTS = {
     "train_vqgan": """vae folder num_train_steps batch_size image_size lr grad_accum_every max_grad_norm
         discr_max_grad_norm save_results_every save_model_every results_folder valid_frac random_split_seed use_ema
         ema_beta ema_update_after_step ema_update_every apply_grad_penalty_every accelerate_kwargs
+        dim layers channels codebook_size l2_recon_loss use_hinge_loss vgg lookup_free_quantization vq_codebook_dim
+        vq_commitment_weight vq_use_cosine_sim vq_kmeans_init lfq_diversity_gamma use_vgg_and_gan
+        encdec_num_resnet_blocks encdec_layer_mults encdec_resnet_groups encdec_first_conv_kernel_size
         ddconfig lossconfig double_z z_channels resolution in_channels out_ch ch ch_mult num_res_blocks attn_resolutions
         dropout n_embed embed_dim ckpt_path base_learning_rate disc_start disc_weight disc_num_layers disc_ndf
         disc_in_channels disc_factor disc_loss disc_conditional use_actnorm codebook_weight pixelloss_weight kl_weight
-        logvar_init perceptual_weight""",
+        logvar_init perceptual_weight n_classes pixel_loss perceptual_loss target ignore_keys image_key colorize_nlabels
+        monitor batch_resize_range scheduler_config lr_g_factor remap sane_index_shape temperature_scheduler_config
+        wrap crop_size training_images_list_file accumulate_grad_batches""",
     "train_mulan": """mulan dataset num_train_steps batch_size data_max_length folder lr grad_accum_every betas
         max_grad_norm valid_frac random_split_seed save_model_every results_folder accelerate_kwargs use_lion
         force_clear_prev_results""",
@@ -54,7 +59,7 @@ each_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda scr
 @each_script
 def test_every_public_argument_is_a_flag_or_is_answered(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     parser = script.module.build_parser()
-    in_the_table = {row.name: row.package for row in rows(f"{script.name}.py")}
+    in_the_table = {row.name: row.package for row in reversed(rows(f"{script.name}.py"))}  # the first that has it
     for name in ARGUMENTS[script.name].split():
         assert name in in_the_table
         if f"--{name}" not in parser._option_string_actions:
@@ -94,6 +99,17 @@ def test_public_names_set_their_flags_on_the_command_line_and_in_yaml(tmp_path: 
     path.write_text("use_ema: true\n")
     line = VQGAN.refused_alone("--config", str(path))
     assert "'use_ema'" in line and "--ema_decay" in line
+
+
+def test_a_config_and_a_flag_of_another_script_are_named_as_what_they_are(tmp_path: Path) -> None:
+    for script, other in ((MULAN, VQGAN), (VQGAN, DECODER), (DECODER, MULAN)):
+        for config in ("base", "demo"):
+            line = script.refused_alone("--config", str(other.configs / f"{config}.yaml"))
+            assert f"the file is a config of {other.name}.py" in line
+    (tmp_path / "mixed.yaml").write_text("num_tokens: 5\nnum_workrs: 2\n")
+    assert "config of" not in VQGAN.refused_alone("--config", str(tmp_path / "mixed.yaml"))
+    line = MULAN.refused_alone("--quantizer", "vq")
+    assert line.endswith("unknown flag --quantizer: it is a flag of train_tokenizer.py and train_vqgan.py")
 
 
 def test_only_the_public_number_of_updates_outlasts_the_epochs() -> None:

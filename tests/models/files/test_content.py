@@ -1,0 +1,192 @@
+"""Files of weights as people have them: under other names, keys and prefixes, beside a trainer's objects; and what is
+no file of weights, which is named, with what to do."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import pathlib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save, save_file
+from torch import Tensor, nn
+
+import convert
+from models import VQGAN, Decoder, DiscreteVAE, MuLaN
+from models.decoder_config import DecoderConfig
+from models.files.public import FORMATS, format_of
+from models.files.published import read_state_dict
+from tests.models.helpers import MUSICLM, VAE, assert_same_bits, one_line_of
+from tests.models.reference.autoencoders import state_of, written
+from trained import load
+
+State = dict[str, Tensor]
+STATE = state_of("ldm")
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 334643276\n"
+
+
+def prefixed(prefix: str, state: State = STATE) -> State:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def compiled(state: State) -> State:
+    """Of a model whose encoder alone was compiled."""
+    return {name.replace("encoder.", "encoder._orig_mod."): tensor for name, tensor in state.items()}
+
+
+TRAINED = {
+    "hyper_parameters": {
+        "path": pathlib.PosixPath("/x"), "counts": collections.defaultdict(int, a=1), "when": datetime.timedelta(1),
+        "args": argparse.Namespace(a=1), "size": torch.Size((1, 2)), "dtype": torch.float32,
+    },
+    "optimizer_states": [{"state": {0: {"step": 3}}}], "epoch": 3, "score": np.float64(1.5),
+}  # fmt: skip
+VARIANTS: dict[str, Any] = {
+    "plain": STATE, "under model": {"model": STATE}, "of DeepSpeed": {"module": STATE, "dp_world_size": 2},
+    "under weights": {"weights": STATE}, "of a trainer": {"state_dict": STATE, **TRAINED},
+    "of DDP": {"state_dict": prefixed("module.")}, "compiled": prefixed("_orig_mod."), "inside": compiled(STATE),
+    "compiled in DDP": {"model": prefixed("module._orig_mod.")}, "of FSDP": prefixed("_fsdp_wrapped_module."),
+    "in a module of Lightning": {"state_dict": prefixed("model.")},
+    "in one of another name": {"state_dict": {**prefixed("vae."), "lpips.net.weight": torch.zeros(3)}, **TRAINED},
+    "of VA-VAE": {"state_dict": {**STATE, "linear_proj.weight": torch.zeros(4), "foundation_model.w": torch.ones(1)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_weights_are_read_however_a_trainer_has_kept_them(variant: str, tmp_path: Path) -> None:
+    torch.save(VARIANTS[variant], tmp_path / "last.ckpt")
+    assert_same_bits(load(tmp_path / "last.ckpt"), load(written("ldm", tmp_path)))
+
+
+def test_a_file_is_read_by_what_it_holds_whatever_its_name_ends_with(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "safetensors.ckpt")
+    torch.save({"state_dict": STATE}, tmp_path / "pickle.safetensors")
+    plain = load(written("ldm", tmp_path))
+    for name in ("safetensors.ckpt", "pickle.safetensors"):
+        assert_same_bits(load(tmp_path / name), plain)
+
+
+MUSE = {"image_size": 16, "dim": 16, "num_layers": 2, "codebook_size": 256, "centred": False}
+UNET: dict[str, Any] = {
+    "dim": [8], "dim_mults": [[1, 2]], "cond_dim": [12], "num_resnet_blocks": [[1, 1]], "self_attn": [[0, 0]],
+    "attn_heads": [2], "attn_dim_head": [4], "cross_attn_heads": [8], "cross_attn_dim_head": [64],
+    "resnet_groups": [8], "switches": [()], "image_sizes": [8], "noise_schedule": ["cosine"], "objective": ["noise"],
+    "learned_variance": [0], "condition_on": ("image",), "image_embed_dim": 5, "image_embed_scale": 1.0,
+}  # fmt: skip
+MODELS: dict[str, Callable[[], Any]] = {
+    "dalle": lambda: DiscreteVAE.made(VAE), "muse": lambda: VQGAN.made(MUSE), "musiclm": lambda: MuLaN.made(MUSICLM),
+    "dalle2": lambda: Decoder(DecoderConfig(**UNET)),
+}  # fmt: skip
+FIRST_NAMES = {"dalle": "weights", "dalle2": "model"}  # where the weights stand in a file
+
+
+@pytest.mark.parametrize("name", [*MODELS, "llamagen"])
+def test_prefixes_are_taken_off_in_the_files_of_every_package(name: str, tmp_path: Path) -> None:
+    path, wrapped = tmp_path / "plain.pt", tmp_path / "wrapped.pt"
+    if name == "llamagen":
+        path = written(name, tmp_path)
+    else:
+        FORMATS[name].save(MODELS[name]().eval(), path)
+    content = torch.load(path, weights_only=True)
+    key = "model" if name == "llamagen" else FIRST_NAMES.get(name)
+    torch.save({**content, key: prefixed("module.", content[key])} if key else prefixed("module.", content), wrapped)
+    assert format_of(wrapped) is FORMATS[name]
+    assert_same_bits(load(wrapped), load(path))
+
+
+def test_what_a_published_network_is_read_from_may_have_a_prefix_too(tmp_path: Path) -> None:
+    weights = {"features.0.weight": torch.ones(2), "features.0.bias": torch.zeros(2)}
+    for content in ({"state_dict": prefixed("module.", weights)}, prefixed("model.", weights)):
+        torch.save(content, tmp_path / "vgg.pth")
+        assert_same_bits(
+            read_state_dict(tmp_path / "vgg.pth", {"features.0.bias"}), {"features.0.bias": torch.zeros(2)}
+        )
+    both = {"module.a": torch.ones(1), "module._orig_mod.a": torch.zeros(1)}  # which would become the same name
+    torch.save(both, tmp_path / "both.pth")
+    assert_same_bits(read_state_dict(tmp_path / "both.pth"), both)
+
+
+def zipped(path: Path, *names: str) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, "text")
+
+
+def cut(path: Path, content: bytes, to: int) -> None:
+    path.write_bytes(content[:to])
+
+
+def pickled(path: Path) -> bytes:
+    torch.save(STATE, path)
+    return path.read_bytes()
+
+
+NO_WEIGHTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "a pointer of Git LFS": (lambda path: path.write_bytes(LFS), ("Git LFS", "git lfs pull")),
+    "a web page": (lambda path: path.write_text("\n<!DOCTYPE html><html>Sign in</html>"), ("a web page", "login")),
+    "nothing": (lambda path: path.write_bytes(b""), ("is empty", "download it again")),
+    "a cut zip": (lambda path: cut(path, pickled(path), 5000), ("cut off", "download it again")),
+    "cut names": (lambda path: cut(path, save(STATE), 500), ("cut off", "download it again")),
+    "cut numbers": (lambda path: cut(path, save(STATE), -9), ("cut off", "download it again")),
+    "a whole model": (lambda path: torch.save(nn.Linear(1, 1), path), ("torch.nn.modules", "model.state_dict()")),
+    "TorchScript": (lambda path: zipped(path, "m/data.pkl", "m/constants.pkl"), ("TorchScript", "state_dict()")),
+    "another zip": (lambda path: zipped(path, "model.ckpt"), ("a zip of 1 files", "unpack")),
+    "ONNX": (lambda path: path.write_bytes(b"\x08\x08\x12\x07pytorch\x1a\x052.1.0"), ("ONNX", "PyTorch")),
+    "GGUF": (lambda path: path.write_bytes(b"GGUF\3\0\0\0"), ("GGUF", "PyTorch")),
+    "HDF5": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n"), ("HDF5", "PyTorch")),
+    "an array": (lambda path: path.write_bytes(b"\x93NUMPY\1\0"), ("NumPy", "PyTorch")),
+    "a compressed file": (lambda path: path.write_bytes(b"\x1f\x8b\x08\x00"), ("compressed", "unpack")),
+    "a configuration": (lambda path: path.write_text('{"_class_name": "AutoencoderKL"}'), ("JSON", "beside it")),
+    "noise": (lambda path: path.write_bytes(bytes(range(200, 250))), ("begins as no file",)),
+    "Gumbel": (lambda path: torch.save({**STATE, "quantize.embed.weight": torch.ones(1)}, path), ("GumbelVQ",)),
+    "other names": (lambda path: torch.save({"bert.a": torch.ones(1)}, path), ("'bert.a'", "taming, dalle")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("kind", NO_WEIGHTS)
+def test_what_is_no_file_of_weights_is_named_with_what_to_do(kind: str, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"vae.{ending}"
+    write, words = NO_WEIGHTS[kind]
+    write(path)
+    said = one_line_of(load, path)
+    assert all(word in said for word in words), said
+    if kind not in ("Gumbel", "other names"):
+        assert all(word in one_line_of(read_state_dict, path) for word in words)
+
+
+FOLDERS = {
+    "zero_to_fp32.py": "a checkpoint of DeepSpeed", "zero_pp_rank_0_mp_rank_00_optim_states.pt": "part of a checkpoint",
+    ".metadata": "torch.distributed.checkpoint", "model.ckpt": "have to be named themselves, such as",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FOLDERS)
+def test_a_folder_of_another_tool_is_named_with_what_to_do(file: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(b"x")
+    assert FOLDERS[file] in one_line_of(load, tmp_path)
+
+
+def test_a_pointer_in_a_model_folder_and_a_folder_of_transformers_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DiscreteVAE.made(VAE).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(LFS)
+    assert "Git LFS" in one_line_of(load, tmp_path / "model")
+    with pytest.raises(SystemExit):
+        convert.main(["inspect", str(tmp_path / "model")])
+    assert "Git LFS" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
+    assert "one of transformers, ['BertModel']" in one_line_of(load, tmp_path)
+
+
+def test_the_file_of_a_model_folder_leads_to_the_folder(tmp_path: Path) -> None:
+    DiscreteVAE.made(VAE).save_pretrained(tmp_path / "model")
+    assert f"give {tmp_path / 'model'}" in one_line_of(load, tmp_path / "model" / "model.safetensors")
