@@ -321,12 +321,6 @@ def arguments_of(run: Path) -> argparse.Namespace:
     return argparse.Namespace(**arguments, script=name, data_flag=parser.data_flag)
 
 
-def parser_of(script: str) -> ArgumentParser:
-    name = script.removesuffix(".py")
-    parser: ArgumentParser = importlib.import_module(f"{__package__}.{name}" if __package__ else name).build_parser()
-    return parser
-
-
 def _known(config: dict[str, Any], parser: ArgumentParser) -> dict[str, Any]:
     """What of a run's config.yaml the script knows."""
     return {name: config[name] for name in parser.settings(parser.with_values({})) if name in config}

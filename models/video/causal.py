@@ -121,18 +121,22 @@ class CausalConv3d(nn.Conv3d):
         """Gradient of a loss with respect to the weight, (o, i, *kernel) in fp32, from a whole clip (b, i, f, h, w) and
         the loss's gradient (b, o, f, h, w) with respect to the output. For stride 1. Needs no weights."""
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            padded = pad_space(self._pad_time(x.float()), *self.padding[1:], self.padding_mode)
+            padded = self._pad_space(self._pad_time(x.float()))
             shape = (self.out_channels, self.in_channels, *self.kernel_size)
             return conv3d_weight(padded, shape, output_gradient.float())
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padding_mode == "zeros":  # by the convolution itself
             return super()._conv_forward(input, weight, bias)
-        return F.conv3d(pad_space(input, *self.padding[1:], self.padding_mode), weight, bias, self.stride)
+        return F.conv3d(self._pad_space(input), weight, bias, self.stride)
 
     @property
     def _frames_kept(self) -> int:
         return self.kernel_size[0] - self.stride[0]
+
+    def _pad_space(self, x: Tensor) -> Tensor:
+        _, height, width = self.kernel_size
+        return pad_space(x, height // 2, width // 2, self.padding_mode)
 
     def _pad_time(self, x: Tensor) -> Tensor:
         frames = self.kernel_size[0] - 1
