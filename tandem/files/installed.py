@@ -40,7 +40,11 @@ def as_typed(path: Path) -> str:
 def _program(path: Path, name: str) -> str:
     """The name of a program, where a shell finds this program by it; else its path."""
     known = shutil.which(name)
-    is_it = known and os.path.samefile(os.path.dirname(known), path.parent) and os.path.samefile(known, path)
+    is_it = (
+        known
+        and os.path.samefile(os.path.dirname(os.path.abspath(known)), path.parent)
+        and os.path.samefile(known, path)
+    )
     return name if is_it else as_typed(path)
 
 

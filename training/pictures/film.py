@@ -120,8 +120,8 @@ def write_mp4(
         samples_per_second, heard = sound or (0, ())
         track: Any = container.add_stream("aac", rate=samples_per_second) if sound else None
         parts = ((time, part) for time, part in heard if time >= 0)
-        no_more: tuple[float, Any] = (math.inf, None)
-        time, part = next(parts, no_more)
+        ended: tuple[float, Any] = (math.inf, None)
+        time, part = next(parts, ended)
         for number, frame in enumerate(frames):
             if number == 0:
                 stream.height, stream.width = frame.shape[:2]
@@ -129,7 +129,7 @@ def write_mp4(
             while time < (number + 1) / rate:
                 part.pts, part.time_base = round(time * samples_per_second), Fraction(1, samples_per_second)
                 container.mux(track.encode(part))
-                time, part = next(parts, no_more)
+                time, part = next(parts, ended)
         container.mux(stream.encode())
         if track:
             container.mux(track.encode())
