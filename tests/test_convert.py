@@ -417,7 +417,7 @@ MISTAKES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
     "no model": (lambda run, tmp: described_as(run, tmp, model="build_in_memory"), "no model of this version"),
     "a name that is no text": (lambda run, tmp: described_as(run, tmp, model=["DiscreteVAE"]), "what its models are"),
     "an earlier version": (undescribed, "was written by an earlier version"),
-    "a picture": (lambda run, tmp: next((run / "samples").iterdir()), "not a zip file"),
+    "a picture": (lambda run, tmp: next((run / "samples").iterdir()), "a picture or a sound"),
 }
 
 

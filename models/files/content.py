@@ -33,6 +33,7 @@ _OTHER_KINDS = (
     (rb"\x89HDF", "in the HDF5 format of Keras", "give the file of PyTorch or safetensors"),
     (rb"\x93NUMPY", "a NumPy array", "give the file of PyTorch or safetensors"),
     (rb"\x1f\x8b|\xfd7zXZ|BZh|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!", "a compressed file", "unpack it"),
+    (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF", "a picture or a sound", "give the file of a model"),
     (rb"\s*[\[{]", "JSON text", "give the file of the weights beside it"),
 )  # fmt: skip
 _PICKLE = b"\x80"

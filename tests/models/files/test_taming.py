@@ -275,7 +275,7 @@ STATE = state_of("taming")
 # The file's weights with others, and what the message has to say.
 MISTAKES: list[tuple[Any, str]] = [
     ({**STATE, "quantize.used": torch.ones(3)}, "it holds quantize.used"),
-    ({**without(STATE, "quantize."), "quantize.embed.weight": torch.ones(50, 8)}, "it holds quantize.embed.weight"),
+    ({**without(STATE, "quantize."), "quantize.embed.weight": torch.ones(50, 8)}, "it is of taming's GumbelVQ"),
     ({**STATE, "transformer.weight": torch.zeros(1)}, "it holds transformer.weight"),
     ({**STATE, "decoder.adaptive.0.gamma.weight": torch.zeros(1)}, "Open-MAGVIT2"),
     (without(STATE, "decoder.mid.attn_1.q.bias"), "it lacks decoder.mid.attn_1.q.bias"),
