@@ -19,11 +19,12 @@ from . import remote
 from .files import is_address, shown
 from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
 from .record import Wanted
-from .rows import OTHER_NAMES, Rows, columns_of, path_of, seconds_of
+from .rows import OTHER_NAMES, TIMES, Rows, columns_of, path_of, seconds_of, unread_line
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
 _LONGEST_LINE = 1 << 20  # characters
+_MOST_COLUMNS = 100  # that are remembered: each object may have others
 _IN_QUOTES = re.compile(r'"(?:[^"]|"")*"')
 _QUOTING = "a cell that begins with a quotation mark ends with one, and those inside are doubled"
 
@@ -42,29 +43,31 @@ class ManifestSource(Rows):
     """
 
     shards: Sequence[range] | None = None
-    skipped = ""
 
     def __init__(self, path: str, wanted: Sequence[Wanted]) -> None:
         columns: dict[Wanted, Sequence[str]] = {wanted[0]: ("path",), **{one: columns_of(one) for one in wanted[1:]}}
         needed = list(dict.fromkeys(itertools.chain(*columns.values())))
 
         def make() -> Made:
-            watched, rows, filled = Watched(), PackedStrings(), set[str]()
+            watched, rows, filled, names = Watched(), PackedStrings(), set[str](), dict[str, None]()
             if not is_address(path):
                 watched.add("", status_of(path))  # before it is read, so that no change after it is missed
-            for row, columns in _read(path, wanted, needed):
+            for row, columns in _read(path, wanted, needed, names):
                 rows.append(row)
                 filled.update(columns)
             if not len(rows):
                 raise ValueError(f"the manifest {path!r} has no rows")
-            return Made({"rows": rows}, fingerprint_of(rows.buffers), {"filled": sorted(filled)}, watched)
+            facts = {"filled": sorted(filled), "names": [*names]}
+            return Made({"rows": rows}, fingerprint_of(rows.buffers), facts, watched)
 
         depends = _version(path) if is_address(path) else ""
         index = kept(path, json.dumps(["manifest", wanted[0].noun, *needed]), make, depends=depends)
-        self._rows, self.fingerprint, filled = index.strings("rows"), index.fingerprint, index.facts.get("filled")
-        if not isinstance(filled, list):
+        self._rows, self.fingerprint = index.strings("rows"), index.fingerprint
+        filled, names = (index.facts.get(name) for name in ("filled", "names"))
+        if not (isinstance(filled, list) and isinstance(names, list)):
             raise index.damaged()
         self._damaged = index.damaged
+        self.skipped = unread_line(shown(path), map(str, names), {"path", "file_name", *TIMES, *needed})
         there = {one: [name for name in names if name in filled] for one, names in columns.items()}
         super().__init__(there, os.path.dirname(path))
         self._path = path
@@ -100,9 +103,12 @@ def _version(address: str) -> str:
         raise ValueError(f"cannot read the manifest {shown(address)!r}: {reason_of(error)}") from None
 
 
-def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+def _read(
+    path: str, wanted: Sequence[Wanted], needed: Sequence[str], names: dict[str, None]
+) -> Iterator[tuple[str, Sequence[str]]]:
     """Of each row its path, its times, and those of these columns that it has a cell in, as JSON; and the names of
-    these columns. Raises ValueError, with path and line, if one is wrong."""
+    these columns. `names` gets those of the first columns of all. Raises ValueError, with path and line, if one is
+    wrong."""
     example = json.dumps({"path": "...", **{columns_of(one)[0]: "..." for one in wanted if one.as_cells}})
     numbers = {column for one in wanted[1:] if not one.as_cells for column in columns_of(one)}
     lines: _Lines | None = None
@@ -112,6 +118,7 @@ def _read(path: str, wanted: Sequence[Wanted], needed: Sequence[str]) -> Iterato
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
             endings = wanted[0].taken
             for cells in _objects(lines, example) if delimiter is None else _table(lines, delimiter, endings):
+                names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS)) if len(names) < _MOST_COLUMNS else {}
                 cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}
                 start, end = seconds_of(cells)
                 row = {name: cells[name] for name in needed if cells.get(name) not in (None, "")}

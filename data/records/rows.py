@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from tandem.files.reading import printable
 
 from .files import as_on_disk, is_address
 from .record import MOST_EXAMPLES, Entry, Record, Source, Wanted
@@ -16,6 +19,7 @@ TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
 OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
 _LATEST = 1e9  # seconds; about thirty years
 _LONGEST_QUOTE = 40
+_MOST_NAMES = 8
 _UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON can hold and a path cannot
 
 
@@ -105,6 +109,13 @@ def _part_of(cells: Mapping[str, Any]) -> str:
     except ValueError:  # a bad sample, when it is read
         return repr([cells.get(name) for name in TIMES])
     return f"{start} {end}"
+
+
+def unread_line(path: str, names: Iterable[str], read: Container[str]) -> str:
+    """A line about the columns of a table or manifest of which nothing is read; "" if there are none."""
+    unread = [*itertools.islice((name for name in names if name and name not in read), _MOST_NAMES + 1)]
+    shown = [printable(name[:_LONGEST_QUOTE]) for name in unread[:_MOST_NAMES]] + ["..."] * (len(unread) > _MOST_NAMES)
+    return f"columns of {path!r} that are not read: {', '.join(shown)}" if shown else ""
 
 
 def columns_of(wanted: Wanted) -> tuple[str, ...]:

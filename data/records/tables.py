@@ -33,7 +33,7 @@ from .files import is_address, shown
 from .folder import FolderSource, NothingFoundError
 from .index import fingerprint_of
 from .record import Entry, Files, Wanted, open_bytes
-from .rows import TIMES, Rows, columns_of
+from .rows import TIMES, Rows, columns_of, unread_line
 
 ENDINGS = (".arrow", ".parquet")
 _LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without compression
@@ -130,7 +130,7 @@ class TableSource(Rows):
             import pyarrow.parquet  # noqa: F401
         except ImportError:
             raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
-        self._given, self.paths, self.skipped = (files, tuple(wanted)), files.paths, files.skipped
+        self._given, self.paths = (files, tuple(wanted)), files.paths
         with ThreadPoolExecutor(_THREADS) as threads:  # a server takes a while for each
             opened = [*threads.map(_opened, files.paths)]
         kinds, features = _kinds(opened[0].schema), _features_of(opened[0].schema)
@@ -144,6 +144,7 @@ class TableSource(Rows):
         self.classes = {
             name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
         }
+        self.skipped = "; ".join(filter(None, (files.skipped, unread_line(files.paths[0], kinds, chosen))))
         types = {name: kinds[name] for name in chosen}
         for path, file in zip(files.paths, opened, strict=True):
             found = {name: kind for name, kind in _kinds(file.schema).items() if name in types}
