@@ -277,4 +277,19 @@ def test_a_flag_is_judged_beside_those_that_a_run_adopts(tmp_path: Path) -> None
     VQGAN.train(tmp_path / "vq", "--quantizer", "vq", "--max_steps", "1")
     said = "--image_size", "16", "--discr_layers", "2"
     VQGAN.start_from(tmp_path / "vq", tmp_path / "decay", *said, "--vq_decay", "0.9")
-    assert "vq_decay: 0.9" in (tmp_path / "decay" / "config.yaml").read_text()
+    assert VQGAN.arguments_of(tmp_path / "decay").vq_decay == 0.9
+
+
+@pytest.mark.parametrize("said, decay, moves", [([], 0.99, False), (["--vq_decay", "0.8"], 0.8, True)])
+def test_entries_that_were_loaded_stay_where_no_vector_chooses_them(
+    said: list[str], decay: float, moves: bool, tmp_path: Path
+) -> None:
+    """At 0.8, an entry is revived elsewhere after 21 updates without a vector. Nothing else moves here."""
+    arguments = {"quantizer": "vq", "codebook_size": 512, "codebook_dim": 4, "dim": 8, "num_layers": 2}
+    model = Generator.made({"image_size": 16, **arguments})
+    model.quantizer.initialized.fill_(True)
+    said = [*said, "--discr_layers", "2", "--max_steps", "30"]
+    run = VQGAN.start_from(saved(tmp_path / "vq", model), tmp_path / "run", *said)
+    distances = (Generator.from_pretrained(run / "model").quantizer.codebook - model.quantizer.codebook).norm(dim=1)
+    assert VQGAN.arguments_of(run).vq_decay == decay
+    assert (distances.median() > 0.1) == moves
