@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .bad_samples import NotASample
 from .decoding import sounds, videos
-from .decoding.images import CENTER, Crop, decode_image, decode_picture, randomly_flipped
+from .decoding.images import CENTER, OURS, Crop, decode_image, decode_picture, randomly_flipped
 from .decoding.images import ENDINGS as IMAGE_ENDINGS
 from .decoding.texts import TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_row
 from .demo import FRAMES_PER_SECOND
@@ -60,6 +60,7 @@ class ImageField(Field):
         enlarge: Whether images whose shorter side has fewer than `image_size` pixels are enlarged; else they are
             `Incomplete`.
         crop: What is cut out of augmented images; out of others it is the middle. Nothing is cut out of drawn ones.
+        resize: How images that are not augmented are resized (`decode_image`).
     """
 
     image_size: int
@@ -68,6 +69,7 @@ class ImageField(Field):
     seed: int = 0
     enlarge: bool = True
     crop: Crop = CENTER
+    resize: str = OURS
 
     def __post_init__(self) -> None:
         if self.channels not in (3, 4):
@@ -80,7 +82,8 @@ class ImageField(Field):
     of_item = staticmethod(own.image_of)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        how = (self.image_size, self.channels, self.enlarge, self.crop.cut(epoch, index) if augment else None)
+        cut, resize = (self.crop.cut(epoch, index), OURS) if augment else (None, self.resize)
+        how = (self.image_size, self.channels, self.enlarge, cut, resize)
         found = self.found(record)
         if isinstance(found, Entry):
             image = decode_image(found, *how)
@@ -298,6 +301,10 @@ class Joined(Samples):
     def describe(self, index: int) -> str:
         samples, index = self._place(index)
         return samples.describe(index)
+
+    def name(self, index: int) -> str:
+        samples, index = self._place(index)
+        return samples.name(index)
 
     def _place(self, index: int) -> tuple[Samples, int]:
         n = len(self.first)

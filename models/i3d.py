@@ -8,6 +8,7 @@ checksum of it is published.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from .files.published import read_state_dict
 I3D_DIM = 400  # classes of Kinetics-400
 SMALLEST_FRAMES = 9  # the last pooling takes 2 frames of ceil(f / 8)
 _SIDE = 224
+EPS = 1e-3  # of its batch normalisations where it was trained, and in the graph by which the distance was published
 _PUBLISHED = "I3D: i3d_pretrained_400.pt of https://github.com/npurson/fid-metrics/releases/tag/v1.0 (50 MB)"
 
 # Channels of the branches: 1 x 1; 1 x 1 and the 3 x 3 after it; the same again; 1 x 1 after pooling.
@@ -43,9 +45,12 @@ class I3D(nn.Module):
 
     Modules have the names of the published state dicts. Convolutions and poolings pad with zeros as TensorFlow's "same"
     does, behind more than in front if the padding is odd.
+
+    Args:
+        eps: What batch normalisations add to a variance.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, eps: float = EPS) -> None:
         super().__init__()
         self.Conv3d_1a_7x7 = _Unit(3, 64, 7, stride=2)
         self.MaxPool3d_2a_3x3 = _MaxPool((1, 3, 3), (1, 2, 2))
@@ -61,6 +66,9 @@ class I3D(nn.Module):
                 self.add_module(name, _Mixed(channels, *sizes))
                 channels = sizes[0] + sizes[2] + sizes[4] + sizes[5]
         self.logits = _Unit(channels, I3D_DIM, 1, is_last=True)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm3d):
+                module.eps = eps
         self.requires_grad_(False)
         self.eval()
 
@@ -101,8 +109,8 @@ def check_shape(channels: int, frames: int) -> None:
         raise ValueError(f"{takes}, not {channels} channels and {frames} frames; use longer clips, or no rFVD")
 
 
-def load_i3d(weights: str | Path, device: torch.device | str = "cpu") -> I3D:
-    """I3D with weights from a file (.pt, .pth or .safetensors).
+def load_i3d(weights: str | Path, device: torch.device | str = "cpu", eps: float = EPS) -> I3D:
+    """I3D with weights from a file (.pt, .pth or .safetensors); `eps`: see `I3D`.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or of another network.
@@ -114,21 +122,21 @@ def load_i3d(weights: str | Path, device: torch.device | str = "cpu") -> I3D:
     counts = {name: torch.zeros((), dtype=torch.int64) for name in ours if name.endswith("num_batches_tracked")}
     try:
         with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
-            model = build_with_weights(I3D, {**counts, **found})
+            model = build_with_weights(partial(I3D, eps), {**counts, **found})
     except ValueError as error:
         raise ValueError(f"the weights in {weights} are not those of I3D: {error}") from None
     return model.to(device)
 
 
 def i3d_features(
-    weights: str | Path | None, frames: int, device: torch.device | str = "cpu"
+    weights: str | Path | None, frames: int, device: torch.device | str = "cpu", eps: float = EPS
 ) -> Callable[[Tensor], Tensor] | None:
-    """The features of I3D for RGB videos of so many frames, see `I3D.features`; None without a file of weights. Raises
-    ValueError, in one line, if I3D takes no such videos or the file does not hold it."""
+    """The features of I3D for RGB videos of so many frames, see `I3D.features`, with its `eps`; None without a file of
+    weights. Raises ValueError, in one line, if I3D takes no such videos or the file does not hold it."""
     if weights is None:
         return None
     check_shape(3, frames)
-    return load_i3d(weights, device).features
+    return load_i3d(weights, device, eps).features
 
 
 class _Unit(nn.Module):
@@ -137,7 +145,7 @@ class _Unit(nn.Module):
     def __init__(self, fan_in: int, fan_out: int, kernel: int, stride: int = 1, *, is_last: bool = False) -> None:
         super().__init__()
         self.conv3d = nn.Conv3d(fan_in, fan_out, kernel, stride, bias=is_last)
-        self.bn = None if is_last else nn.BatchNorm3d(fan_out, eps=1e-3)
+        self.bn = None if is_last else nn.BatchNorm3d(fan_out)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv3d(pad_same(x, self.conv3d.kernel_size, self.conv3d.stride))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
+from torch.nn import functional
 
 from tandem.files.reading import open_regular
 
@@ -36,6 +37,7 @@ FORMATS = {
 }
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
+OURS = "ours"  # how a picture is resized for training: by Pillow's bilinear filter, which averages
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -114,9 +116,11 @@ class Crop:
 CENTER = Crop()
 
 
-def decode_image(entry: Entry, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None) -> Tensor:
+def decode_image(
+    entry: Entry, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None, resize: str = OURS
+) -> Tensor:
     """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped;
-    or the square that `cut` gives, resized.
+    or the square that `cut` gives, resized. `resize`: OURS or, without `cut`, one of RESIZES.
 
     channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha.
     Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
@@ -125,7 +129,7 @@ def decode_image(entry: Entry, image_size: int, channels: int, enlarge: bool = T
     part be returned that there is; the rest is black or grey.
     """
     with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as file, _opened(file) as image:
-        return decode_picture(image, image_size, channels, enlarge, cut)
+        return decode_picture(image, image_size, channels, enlarge, cut, resize)
 
 
 def _opened(file: Any) -> Image.Image:
@@ -142,18 +146,25 @@ def _opened(file: Any) -> Image.Image:
 
 
 def decode_picture(
-    image: Image.Image, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None
+    image: Image.Image,
+    image_size: int,
+    channels: int,
+    enlarge: bool = True,
+    cut: Cut | None = None,
+    resize: str = OURS,
 ) -> Tensor:
     """`decode_image` of an open picture of Pillow: of a file that is not decoded yet, with the same result."""
     if not enlarge and min(image.size) < image_size:
         raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
     try:
+        if resize != OURS:
+            picture = _with_channels(_upright(_resizable(image), image), channels)
+            return _tensor(_middle(RESIZES[resize](picture, image_size), image_size))
         left, top, side = _decode_small(image, image_size, cut)
         box, size = (left, top, left + side, top + side), (image_size, image_size)
         # Pillow weights RGBA by alpha.
         picture = _resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
-        orientation = _orientation(image)  # read last: for a PNG, this decodes the pixels and ignores errors
-        return _tensor(picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture, channels)
+        return _tensor(_with_channels(_upright(picture, image), channels))
     except Exception as error:
         raise _in_one_line(error) from error
 
@@ -167,11 +178,13 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
     return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
 
 
-def _orientation(image: Image.Image) -> int:
-    try:
-        return image.getexif().get(_EXIF_ORIENTATION, 1)
+def _upright(picture: Image.Image, image: Image.Image) -> Image.Image:
+    """The picture, which was made of the image, turned as the image's file says."""
+    try:  # after the pixels: for a PNG, this decodes them and ignores errors
+        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:  # broken metadata does not make a bad image
-        return 1
+        return picture
+    return picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture
 
 
 def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
@@ -202,8 +215,44 @@ def _resizable(image: Image.Image) -> Image.Image:
     return image.convert("L" if image.mode == "1" else "RGB")
 
 
-def _tensor(image: Image.Image, channels: int) -> Tensor:
+def _with_channels(image: Image.Image, channels: int) -> Image.Image:
     if channels == 3 and image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    pixels = np.asarray(image.convert({3: "RGB", 4: "RGBA"}[channels])).transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(pixels))
+    return image.convert({3: "RGB", 4: "RGBA"}[channels])
+
+
+def _tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
+
+
+def _resized_as_taming(picture: Image.Image, side: int) -> Image.Image:
+    """The shorter side becomes `side` by bilinear interpolation of the four nearest pixels, however much smaller the
+    picture becomes: albumentations' SmallestMaxSize, as in taming-transformers, Open-MAGVIT2 and IBQ. No value is more
+    than one level from that of OpenCV, whose weights have 11 bits."""
+    width, height = _with_shorter_side(picture, side)
+    pixels = torch.from_numpy(np.array(picture)).movedim(2, 0)[None].float()
+    resized = functional.interpolate(pixels, (height, width), mode="bilinear", align_corners=False).round().byte()
+    return Image.fromarray(resized[0].movedim(0, 2).numpy())
+
+
+def _resized_as_adm(picture: Image.Image, side: int) -> Image.Image:
+    """Halved by a box filter while it is twice as large or more, then the shorter side becomes `side` by Pillow's
+    bicubic filter: center_crop_arr of guided-diffusion, as in LlamaGen."""
+    while min(picture.size) >= 2 * side:
+        picture = picture.resize((picture.width // 2, picture.height // 2), Image.Resampling.BOX)
+    return picture.resize(_with_shorter_side(picture, side), Image.Resampling.BICUBIC)
+
+
+def _with_shorter_side(picture: Image.Image, side: int) -> tuple[int, int]:
+    """Width and height of the picture whose shorter side is `side`."""
+    scale = side / min(picture.size)
+    return round(picture.width * scale), round(picture.height * scale)
+
+
+def _middle(picture: Image.Image, side: int) -> Image.Image:
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    return picture.crop((left, top, left + side, top + side))
+
+
+#: Other ways to resize a picture, by names: its shorter side becomes a number of pixels.
+RESIZES: dict[str, Callable[[Image.Image, int], Image.Image]] = {"taming": _resized_as_taming, "adm": _resized_as_adm}

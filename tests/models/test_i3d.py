@@ -47,15 +47,18 @@ def test_padding_is_that_of_tensorflow(size: int, kernel: int, stride: int, in_f
     assert padded.tolist() == [0] * in_front + [1] * size + [0] * behind
 
 
-def test_a_unit_normalises_by_the_averages_of_its_training_with_tensorflows_epsilon(model: I3D) -> None:
-    unit, x = I3D().Mixed_3b.b0, torch.randn(1, 192, 2, 3, 3)
+@pytest.mark.parametrize("given, eps", [({}, 1e-3), ({"eps": 1e-5}, 1e-5)])
+def test_a_unit_normalises_by_the_averages_of_its_training_with_tensorflows_epsilon_or_another(
+    model: I3D, given: dict[str, float], eps: float
+) -> None:
+    unit, x = I3D(**given).Mixed_3b.b0, torch.randn(1, 192, 2, 3, 3)
     for tensor in (unit.bn.running_mean, unit.bn.running_var, unit.bn.weight, unit.bn.bias):
-        tensor.copy_(torch.rand(64) + 0.1)
+        tensor.copy_(torch.rand(64) / 100 + 1e-3)
     mean, variance, scale, shift = (
         tensor[:, None, None, None]
         for tensor in (unit.bn.running_mean, unit.bn.running_var, unit.bn.weight, unit.bn.bias)
     )
-    expected = (F.conv3d(x, unit.conv3d.weight) - mean) / (variance + 1e-3).sqrt() * scale + shift
+    expected = (F.conv3d(x, unit.conv3d.weight) - mean) / (variance + eps).sqrt() * scale + shift
     torch.testing.assert_close(unit(x), expected.clamp_min(0), rtol=1e-4, atol=1e-5)
 
 

@@ -225,6 +225,68 @@ def test_an_image_that_is_cut_off_is_what_pillow_reads_of_it_where_that_is_accep
     assert 0.2 < is_there.float().mean() < 0.7, "the rows that lie in front of the cut, wherever the format puts them"
 
 
+def between_pixels(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """(h, w, c) -> (height, width, c): at the middle of each new pixel, the four nearest old ones by their distance."""
+    for axis, new in ((0, height), (1, width)):
+        old = pixels.shape[axis]
+        places = ((np.arange(new) + 0.5) * old / new - 0.5).clip(0, old - 1)
+        before = np.floor(places).astype(int).clip(0, max(old - 2, 0))
+        share = (places - before).reshape([-1 if axis == each else 1 for each in range(3)])
+        first, second = (np.take(pixels, before + step, axis).astype(float) for step in (0, 1))
+        pixels = (1 - share) * first + share * second
+    return pixels
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+@pytest.mark.parametrize("size", [(301, 200), (97, 230), (30, 19)])
+def test_pictures_are_resized_without_averaging_as_in_taming(tmp_path, size, ending):
+    """SmallestMaxSize and CenterCrop of albumentations, on a JPEG that is decoded whole."""
+    path = tmp_path / f"a.{ending}"
+    photo(*size).save(path)
+    scale = 24 / min(size)
+    width, height = (round(side * scale) for side in size)
+    left, top = (width - 24) // 2, (height - 24) // 2
+    expected = between_pixels(np.asarray(Image.open(path)), height, width)[top : top + 24, left : left + 24]
+    picture = decode_image(Entry(str(path)), 24, 3, resize="taming").permute(1, 2, 0).numpy()
+    np.testing.assert_allclose(picture, expected, rtol=0, atol=0.5 + 1e-3)
+
+
+def halved(pixels: np.ndarray) -> np.ndarray:
+    """The mean of each 2 x 2, without an odd last row or column."""
+    height, width = (side // 2 for side in pixels.shape[:2])
+    return pixels[: 2 * height, : 2 * width].reshape(height, 2, width, 2, 3).mean((1, 3))
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+def test_pictures_are_halved_and_then_resized_bicubically_as_in_adm(tmp_path, ending):
+    """center_crop_arr of guided-diffusion, on a JPEG that is decoded whole."""
+    path = tmp_path / f"a.{ending}"
+    photo(136, 96).save(path)
+    picture = decode_image(Entry(str(path)), 24, 3, resize="adm").permute(1, 2, 0).numpy()
+    expected = halved(halved(np.asarray(Image.open(path))))  # 34 x 24, which stay as they are
+    np.testing.assert_allclose(picture, expected[:, 5:29], rtol=0, atol=2)  # each filter rounds, across and down
+    photo(70, 47).save(path)
+    picture = decode_image(Entry(str(path)), 24, 3, resize="adm").permute(1, 2, 0).numpy()
+    resized = Image.open(path).resize((36, 24), Image.Resampling.BICUBIC)  # 47 is less than twice 24
+    assert np.array_equal(picture, np.asarray(resized.crop((6, 0, 30, 24))))
+
+
+@pytest.mark.parametrize("resize", ["taming", "adm"])
+def test_colours_transparency_and_orientation_do_not_depend_on_how_pictures_are_resized(tmp_path, resize):
+    for name, (image, (left, right), tolerance) in COLOUR_CASES.items():
+        image.save(tmp_path / name, quality=95)
+        assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 3, resize=resize), left, right, tolerance)
+    for name, (image, left, options) in TRANSPARENT.items():
+        image.save(tmp_path / name, **options)
+        assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 3, resize=resize), left, (255, 255, 255), 0)
+        assert_halves(decode_image(Entry(str(tmp_path / name)), 32, 4, resize=resize)[3:], (255,), (0,), 0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    halves(LEFT, RIGHT, "RGB").save(tmp_path / "turned.png", exif=exif)
+    turned = decode_image(Entry(str(tmp_path / "turned.png")), 32, 3, resize=resize)
+    assert_halves(turned.rot90(1, (1, 2)), LEFT, RIGHT, 0)
+
+
 def test_a_disk_that_fails_is_not_taken_for_a_file_that_is_cut_off(tmp_path, monkeypatch):
     write_tar(tmp_path / "0.tar", {"a": {"jpg": JPEG}})
     images = open_images(str(tmp_path / "0.tar"), image_size=48)
