@@ -5,6 +5,7 @@ codebook is used.
     torchrun --nproc_per_node 8 evaluate.py --compare runs/a runs/b vae.pt --image_folder photos/ --output eval.json
     deepspeed evaluate.py --model runs/tokenizer --video_folder clips/ --fvd_weights i3d.pt
     horovodrun -np 8 python evaluate.py --model runs/tokenizer --image_folder photos/
+    python evaluate.py --model runs/vqgan --held_out_of runs/vqgan
 
 The values are the same, to the last bit, for every launcher and any number of processes: batches do not depend on it,
 and sums are exact. docs/evaluation.md says how everything is measured, and how papers do it.
@@ -27,9 +28,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from hub import fetch
-from tandem.converters import FILE, FOLDER, NAME, PATH, pixels, size
-from tandem.fields import flag, given
+from hub import arguments_of, fetch, run_of
+from tandem.converters import FILE, FOLDER, NAME, PATH, pixels, positive_float, size
+from tandem.fields import Needs, flag, given
+from trained import find, newest
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, kernel_settings
 
@@ -46,7 +48,14 @@ HEADINGS = {
     "dpsnr": "PSNR of motion", "flicker": "flicker", "codes_used": "codes used", "perplexity": "perplexity",
     "samples_per_second": "samples/s",
 }  # fmt: skip
+# How images can be resized to the side of the models' images, before the centre is cropped.
+RESIZES = {
+    "ours": "shorter side resized to {} pixels (bilinear, antialiased)",
+    "taming": "shorter side resized to {} pixels (bilinear, not antialiased)",
+    "adm": "halved by a box filter while twice as large, then shorter side resized to {} pixels (bicubic, antialiased)",
+}
 _OF_VIDEOS = given("video_folder", "PATH")
+_OF_FILES = Needs("image_folder", "PATH", lambda args: not (args.image_folder or "demo:").startswith("demo:"))
 
 
 @dataclass
@@ -59,28 +68,50 @@ class Config:
         title="what is measured")
     image_folder: str | None = flag(None, "images: a folder, tars, a table or manifest, or demo:shapes", PATH)
     video_folder: str | None = flag(None, "videos: the same; the clip in the middle of each is measured", PATH)
+    held_out_of: str | None = flag(None, "instead of these: what this run did not train on, by its own data and split; "
+        "of videos, its --num_frames is the default", FOLDER, metavar="RUN")
     output: str | None = flag(None, "write the values to NAME.json, and to NAME.png the samples that the models make "
         "most differently, or that a single one makes worst, under their originals", NAME)
     image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="how")
+    resize: str = flag("ours", "how images are resized: ours averages bilinearly; taming does not average, as for the "
+        "values of taming-transformers, Open-MAGVIT2 and IBQ; adm halves first, as for those of LlamaGen",
+        choices=tuple(RESIZES), needs=_OF_FILES)
     num_frames: int = flag(17, "frames of a clip", size, needs=_OF_VIDEOS)
     fid_weights: str | None = flag(None, "report rFID and inception score by these weights (pt_inception-2015-12-05): "
         "a file, or published, which fetches them", FILE, needs=given("image_folder", "PATH"))
     fvd_weights: str | None = flag(None, "report rFVD by these weights of I3D (a state dict)", FILE, needs=_OF_VIDEOS)
+    fvd_eps: float = flag(1e-3, "what I3D's batch normalisations add to a variance: 1e-3 as in its training, 1e-5 as "
+        "for the values of TATS, Open-MAGVIT2 and cd-fvd", positive_float, needs=given("fvd_weights", "FILE"))
     lpips_weights: str | None = flag(None, "report LPIPS by these weights: a file, a folder, or published", FILE)
     # fmt: on
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
-        parser.choose(args, image_folder=None, video_folder=None)
+        parser.choose(args, image_folder=None, video_folder=None, held_out_of=None)
+        args.run = None
+        if args.held_out_of:
+            try:
+                args.run = arguments_of(Path(args.held_out_of))
+            except ValueError as error:
+                parser.error(f"--held_out_of: {error}")
+            if args.run.script not in ("train_vae.py", "train_vqgan.py", "train_tokenizer.py"):
+                parser.error(
+                    f"--held_out_of {args.held_out_of} is a run of {args.run.script}, which trains no autoencoder"
+                )
+            setattr(args, args.run.data_flag, args.run.dataset or getattr(args.run, args.run.data_flag))
+            if args.video_folder and "num_frames" not in args.explicit:
+                args.num_frames = args.run.num_frames
         args.fresh, args.data = False, args.image_folder or args.video_folder
         args.output = args.output and args.output.removesuffix(".json")
         if not args.data:
-            parser.error("give --image_folder or --video_folder")
+            parser.error("give --image_folder, --video_folder or --held_out_of")
 
 
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("evaluate.py", "Measure trained autoencoders.", is_root=distributed.launched_as_root)
-    parser.usage = "%(prog)s --model DIR [DIR ...] (--image_folder PATH | --video_folder PATH) [flags]"
+    parser.usage = (
+        "%(prog)s --model DIR [DIR ...] (--image_folder PATH | --video_folder PATH | --held_out_of RUN) [flags]"
+    )
     parser.add_config(Config)
     add_computation_arguments(parser, batch_size=32, unit="SAMPLES", num_workers_help="loader processes per process")
     distributed.add_arguments(parser, trains=False)
@@ -113,6 +144,39 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
         except ValueError as error:
             raise ValueError(f"{name} takes no such samples: {error}") from None
     return opened
+
+
+def open_samples(args: argparse.Namespace) -> Samples:
+    """What is measured. Raises ValueError, in one line, if there is none."""
+    from data.held_out import divided_by
+    from data.sets import open_images, open_videos
+
+    how = {"channels": args.channels, "resize": args.resize}
+    if not args.held_out_of:
+        if args.video_folder:
+            return open_videos(args.data, image_size=args.image_size, num_frames=args.num_frames)
+        return open_images(args.data, image_size=args.image_size, **how)
+    sizes = {"image_size": args.image_size, "num_frames": args.num_frames}
+    try:
+        _, held_out = divided_by(argparse.Namespace(**{**vars(args.run), **sizes}), **how)
+    except ValueError as error:
+        raise ValueError(f"--held_out_of {args.held_out_of}: {error}") from None
+    if not len(held_out):
+        raise ValueError(f"{args.held_out_of} was trained on all of {args.data}: its --valid_fraction is 0")
+    return held_out
+
+
+def count_trained_on(args: argparse.Namespace, samples: Samples) -> dict[str, int]:
+    """How many of the samples each model that lies in its run's folder was trained on, if any; without models of which
+    nobody knows it any more."""
+    from data import held_out
+
+    counts: dict[str, int] = {}
+    for name in args.model:
+        with contextlib.suppress(OSError, ValueError):
+            if (folder := run_of(find(newest(Path(name)))[1])) is not None:
+                counts[name] = held_out.count_trained_on(arguments_of(folder), samples, args.data)
+    return {name: count for name, count in counts.items() if count}
 
 
 def load(samples: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
@@ -191,7 +255,6 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Measure the models and say what was found. Raises AskedToStop after a signal."""
     import torch
 
-    from data.sets import open_images, open_videos
     from data.stores.output import json_bytes, sha256_of
     from models.files.published import INCEPTION, PUBLISHED, weights_of
     from models.i3d import I3D_DIM, i3d_features
@@ -210,24 +273,26 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         lpips = load_lpips(args.lpips_weights, args.image_size, device, mark)
         weights = fetched(INCEPTION, mark) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
         weights_sha256 = sha256_of([Path(weights)]) if weights else None
-        network: Any = i3d_features(args.fvd_weights, args.num_frames, device)
+        network: Any = i3d_features(args.fvd_weights, args.num_frames, device, args.fvd_eps)
         if args.fid_weights:
             network = fid.Inception(weights_of(INCEPTION, str(weights), mark), device)
         backend.working("listing the samples")
-        side = args.image_size
-        prepared = f"shorter side resized to {side} pixels (bilinear, antialiased), then the centre cropped"
+        samples = open_samples(args)
+        trained_on = count_trained_on(args, samples) if backend.is_root else {}
+        prepared = RESIZES[args.resize].format(args.image_size) + ", then the centre cropped"
         make: Any = reconstruction.ReconstructionQuality
-        if args.image_folder:
-            samples = open_images(args.data, image_size=side, channels=args.channels)
-        else:
-            samples = open_videos(args.data, image_size=side, num_frames=args.num_frames)
+        if args.video_folder:
             prepared = f"{args.num_frames} frames from the middle, {prepared}"
             make = partial(videos.VideoQuality, num_frames=args.num_frames)
     views = backend.gather_objects([len(samples), samples.fingerprint, device.type])
     with backend.agreement():
         if any(view != views[0] for view in views):
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
-    backend.say(f"{len(samples)} samples of {args.data}: {prepared}")
+    held_out = f" that {args.held_out_of} did not train on" if args.held_out_of else ""
+    backend.say(f"{len(samples)} samples of {args.data}{held_out}: {prepared}")
+    for name, count in trained_on.items():
+        instead = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
+        backend.say(f"{name} was trained on {count} of these {len(samples)}{instead}")
     quality = {name: make(each.model.num_codes, device=device, losses=(), lpips=lpips) for name, each in opened.items()}
     dim = getattr(network, "dim", I3D_DIM)
     features = partial(exact.Features, network, dim, device)
@@ -255,7 +320,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         everything = sorted(itertools.chain(*backend.gather_objects(notes)), key=lambda note: note["index"])
         checksums = [note["checksum"] for note in everything]
         how = [args.batch_size, kernel_settings(args, backend)]
-        key = [weights_sha256, samples.fingerprint, prepared, checksums, *how]
+        key = [weights_sha256, args.fvd_eps, samples.fingerprint, prepared, checksums, *how]
         original = reference(key, features(), dim, again, backend) if network else None
     values: dict[str, dict[str, Any]] = {}
     for place, (name, each) in enumerate(opened.items()):
@@ -269,14 +334,19 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 if backend.is_root:
                     found["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(original, made)
         shown = {measure: found[measure] for measure in HEADINGS if measure in found}
+        shown |= {"trained_on": trained_on[name]} if name in trained_on else {}
         values[name] = {**shown, "samples_per_second": speed, "num_codes": each.model.num_codes, **each.about}
     with backend.agreement():
         if backend.is_root:
-            say_table(values, backend.say)
+            how_measured = f"--resize {args.resize}" if args.image_folder else ""
+            how_measured = f"--fvd_eps {args.fvd_eps:g}" if args.fvd_weights else how_measured
+            say_table(values, how_measured, backend.say)
         if backend.is_root and args.output:
             report = {
-                "data": args.data, "samples": len(everything), "prepared": prepared, "judge_sha256": weights_sha256,
-                "batch_size": args.batch_size, **kernel_settings(args, backend), "models": values,
+                "data": args.data, "samples": len(everything), "held_out_of": args.held_out_of, "prepared": prepared,
+                "resize": args.resize, "fvd_eps": args.fvd_eps if args.fvd_weights else None,
+                "judge_sha256": weights_sha256, "batch_size": args.batch_size, **kernel_settings(args, backend),
+                "models": values,
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
             draw(args, opened, everything, samples, backend)
@@ -286,12 +356,12 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         backend.say(f"not measured without the weights that they need: {', '.join(missing)}")
 
 
-def say_table(values: Mapping[str, Mapping[str, Any]], say: Callable[[str], None]) -> None:
-    """Print a row for each model, with a column for each value that there is."""
+def say_table(values: Mapping[str, Mapping[str, Any]], how: str, say: Callable[[str], None]) -> None:
+    """Print a row for each model, with a column for each value, and in the corner how they are measured."""
     from training.run.table import number
 
     names = [name for name in HEADINGS if any(name in found for found in values.values())]
-    rows = [["", *(HEADINGS[name] for name in names)]]
+    rows = [[how, *(HEADINGS[name] for name in names)]]
     for model, found in values.items():
         cells = {name: number(found.get(name)) for name in names}
         if found["num_codes"]:

@@ -245,16 +245,42 @@ def run_of(where: Path) -> Path | None:
     return next((folder for folder in path.parents[:2] if script_of(folder)), None)
 
 
+def arguments_of(run: Path) -> argparse.Namespace:
+    """The arguments of a run, as its config.yaml has them, at their defaults where that does not say them; besides,
+    its `script` and `data_flag`. Raises ValueError, in one line, if this is no run folder, or it cannot be read."""
+    from tandem.files.reading import read_yaml
+
+    name = script_of(run)
+    try:
+        config = read_yaml(run / "config.yaml") if name else None
+    except OSError:
+        config = None
+    if name is None or not isinstance(config, dict) or name not in {kind.script for kind in KINDS.values()}:
+        raise ValueError(f"{run} is no run folder: expected its config.yaml and starts.jsonl")
+    parser = _parser_of(name)
+    arguments = vars(parser.with_values(_known(config, parser)))
+    return argparse.Namespace(**arguments, script=name, data_flag=parser.data_flag)
+
+
+def _parser_of(script: str) -> ArgumentParser:
+    name = script.removesuffix(".py")
+    parser: ArgumentParser = importlib.import_module(f"{__package__}.{name}" if __package__ else name).build_parser()
+    return parser
+
+
+def _known(config: dict[str, Any], parser: ArgumentParser) -> dict[str, Any]:
+    """What of a run's config.yaml the script knows."""
+    return {name: config[name] for name in parser.settings(parser.with_values({})) if name in config}
+
+
 def settings_of(run: Path, kind: Kind) -> dict[str, Any]:
     """What may be shown of a run's configuration, as far as the script knows it; nothing if that cannot be read."""
     from tandem.files.reading import read_yaml
 
     with contextlib.suppress(OSError, ValueError):
         if isinstance(config := read_yaml(run / "config.yaml"), dict):
-            name = kind.script.removesuffix(".py")
-            module = importlib.import_module(f"{__package__}.{name}" if __package__ else name)
-            parser = module.build_parser()
-            known = {name: config[name] for name in parser.settings(parser.with_values({})) if name in config}
+            parser = _parser_of(kind.script)
+            known = _known(config, parser)
             settings = public_settings(parser, known, [name for name, part in parser.lasting.items() if part is itself])
             if config.get("dataset"):  # the flag of the other data is at its default then, which may be a demonstration
                 settings.pop(kind.data[0], None)

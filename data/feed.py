@@ -77,7 +77,7 @@ class Feed:
         with processes.agreement():
             sources = " and ".join(filter(None, [source, self._valid_source]))
             _check_views(views, f"{noun}s in {sources}")
-            self.train_set, self.valid_set, self.test_set = _divided(first, args, source)
+            self.train_set, self.valid_set, self.test_set = divided(first, args, source)
             if self.valid_samples is not None:
                 indices = range(len(self.samples))[-len(self.valid_samples) :]
                 self.valid_set = order.split_of_folder(indices, split_seed_of(args), args.batch_size)
@@ -246,7 +246,7 @@ def _validated_samples(n: int, args: argparse.Namespace) -> int:
     return min(n, max(most, args.batch_size)) if most else n
 
 
-def _divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Split:
+def divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Split:
     """The parts for training, validation and a test. Raises ValueError, in one line, if there are too few samples, or
     no shards where flags are about them."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)

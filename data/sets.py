@@ -80,10 +80,14 @@ def open_images(spec: Spec, field: type[ImageField] = ImageField, **how: Any) ->
     return Samples(open_records(spec, [fields[0].wanted], "shapes", fields[0].seed), fields)
 
 
+def images_of(args: argparse.Namespace, **how: Any) -> Callable[..., Samples]:
+    """What opens sets of images as the flags of a run say; `how`: further arguments of `ImageField`."""
+    return partial(open_images, **_pictures(args, args.image_size), **how)
+
+
 def image_feed(args: argparse.Namespace, processes: Backend, channels: int = 3) -> Feed:
     """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `Feed` raises."""
-    open_set = partial(open_images, **_pictures(args, args.image_size), channels=channels)
-    return _feed(open_set, args, processes, "image_folder", "image")
+    return _feed(images_of(args, channels=channels), args, processes, "image_folder", "image")
 
 
 def _pictures(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
@@ -107,17 +111,21 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
     return Samples(source, fields)
 
 
+def videos_of(args: argparse.Namespace) -> Callable[..., Samples]:
+    """What opens sets of clips as the flags of a run say."""
+    names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
+    return partial(open_videos, **_pictures(args, args.image_size), **{name: getattr(args, name) for name in names})
+
+
 def video_feed(args: argparse.Namespace, processes: Backend) -> Feed:
     """The feed of a script that trains on videos: with `--image_folder`, every `--image_every`-th update is a batch of
     images, as clips of one frame. Validation is of videos only. Raises what `Feed` raises."""
-    pictures, more = _pictures(args, args.image_size), dict[str, Any]()
-    names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
-    open_set = partial(open_videos, **pictures, **{name: getattr(args, name) for name in names})
+    more = dict[str, Any]()
     if args.image_folder:
         both = f"{data_of(args, 'video_folder')} and {args.image_folder}"
-        open_second = partial(open_images, args.image_folder, OneFrameField, **pictures)
+        open_second = partial(images_of(args), args.image_folder, OneFrameField)
         more = {"open_second": open_second, "second_every": args.image_every, "source": both}
-    return _feed(open_set, args, processes, "video_folder", "clip", **more)
+    return _feed(videos_of(args), args, processes, "video_folder", "clip", **more)
 
 
 def open_sounds(

@@ -28,13 +28,20 @@ import models.files.published
 import models.i3d
 import training.measures.fid
 from benchmarks.launching import ONE_PROCESS, Launcher, run
+from data.decoding.images import decode_image
+from data.order import split_samples
+from data.records.record import Entry
 from data.sets import open_videos
 from distributed import Backend
 from models.perceptual import PerceptualLoss
+from tests.data.helpers import write_tar
 from tests.models.test_perceptual import part, published
+from tests.scripts import MULAN, VIDEO_TOKENIZER, VQGAN, Script, metrics
+from tests.scripts import write_images as write_noise
 from tests.test_encode_images import vae
 from tests.training.measures.test_fid import random_inception
 from training.measures.fid import FrechetStatistics, frechet_distance
+from training.measures.reconstruction import psnr
 
 MODELS = ("a", "b")
 
@@ -236,6 +243,103 @@ def test_rfvd_is_the_distance_of_the_features_of_clips(
     assert found["rfvd"] == pytest.approx(frechet_distance(*gaussians), rel=1e-4) and "inception_score" not in found
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("resize", ["taming", "adm"])
+def test_images_are_resized_as_in_other_packages_and_table_and_file_say_so(
+    resize: str, at: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ["--model", at / "a", "--image_folder", at / "photos"]
+    ours = report_of(*said, output=tmp_path / "ours")
+    found = report_of(*said, "--resize", resize, output=tmp_path / "values")
+    assert found["resize"] == resize and f"\n--resize {resize} " in capsys.readouterr().out
+    images = [decode_image(Entry(str(at / "photos" / name)), SIZE, 3, resize=resize) / 255 for name in IMAGES]
+    model, batch = vqgan(0), torch.stack(images)
+    expected = psnr(batch, model.decode(model.encode(batch))).mean().item()
+    assert values(found, at / "a")["psnr"] == pytest.approx(expected, rel=1e-5)
+    assert values(ours, at / "a")["psnr"] != values(found, at / "a")["psnr"] and ours["prepared"] != found["prepared"]
+
+
+def test_the_epsilon_of_i3d_is_a_choice_that_table_and_file_say_and_that_kept_statistics_depend_on(
+    at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def i3d_features(weights: Any, frames: int, device: Any, eps: float) -> Callable[[Tensor], Tensor]:
+        return lambda videos: videos.flatten(1)[:, :400] / (1 + eps) ** 0.5
+
+    monkeypatch.setattr(models.i3d, "i3d_features", i3d_features)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "i3d.pt").write_bytes(b"weights")
+    said = ["--model", at / "films", "--video_folder", at / "clips", "--num_frames", 3]
+    said += ["--fvd_weights", tmp_path / "i3d.pt"]
+    usual, other = (report_of(*said, *more, output=tmp_path / "values") for more in ([], ["--fvd_eps", "1"]))
+    assert (usual["fvd_eps"], other["fvd_eps"]) == (1e-3, 1)
+    table = capsys.readouterr().out
+    assert "\n--fvd_eps 0.001 " in table and "\n--fvd_eps 1 " in table
+    distances = [values(report, at / "films")["rfvd"] for report in (usual, other)]
+    assert distances[1] == pytest.approx(distances[0] * 1.001 / 2, rel=1e-3)
+
+
+# What a run did not train on.
+
+# The script of a run, its flags, and how many samples it holds out.
+HELD_OUT: dict[str, tuple[Script, list[str], int]] = {
+    "a share of the images": (VQGAN, ["--image_folder", "images", "--valid_fraction", "0.3", "--split_seed", "5"], 12),
+    "another folder": (VQGAN, ["--image_folder", "images", "--valid_folder", "others", "--valid_fraction", "0"], 9),
+    "whole tars": (VQGAN, ["--image_folder", "tars", "--shuffle", "shards", "--valid_fraction", "0.3"], 16),
+    "drawn images": (VQGAN, ["--image_folder", "demo:shapes:40", "--seed", "3"], 8),
+    "videos": (VIDEO_TOKENIZER, ["--video_folder", "films", "--image_folder", "images", "--fps", "20"], 8),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    images = sorted(write_noise(folder / "images", 40).iterdir())
+    write_noise(folder / "others", 9)
+    VIDEO_TOKENIZER.data.write(folder / "films", 20)
+    for number in range(5):
+        files = images[8 * number : 8 * number + 8]
+        write_tar(folder / "tars" / f"{number}.tar", {path.stem: {"png": path.read_bytes()} for path in files})
+    return folder
+
+
+@pytest.mark.parametrize("case", HELD_OUT)
+def test_the_samples_that_a_run_held_out_are_measured_as_it_validates_them(
+    case: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, flags, count = HELD_OUT[case]
+    monkeypatch.chdir(data)
+    run = script.train(tmp_path / "run", *flags, "--max_steps", "1")
+    found = report_of("--model", run, "--held_out_of", run, output=tmp_path / "values")
+    assert (found["samples"], found["held_out_of"]) == (count, str(run))
+    assert values(found, run)["psnr"] == pytest.approx(metrics(run)[-1]["valid/psnr"], rel=1e-5)
+    assert "trained on" not in capsys.readouterr().out.replace(f"that {run} did not train on", "")
+
+
+def test_a_line_and_the_file_say_how_many_of_the_samples_a_model_was_trained_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(data)
+    first, second = (
+        VQGAN.train(tmp_path / str(seed), "--image_folder", "images", "--split_seed", str(seed), "--max_steps", "1")
+        for seed in (0, 1)
+    )
+
+    def counted(*said: Any) -> dict[str, int | None]:
+        report = report_of("--model", first / "model", second, *said, output=tmp_path / "values")
+        printed = capsys.readouterr().out
+        counts = {name: found.get("trained_on") for name, found in report["models"].items()}
+        for name, count in counts.items():
+            assert (f"{name} was trained on {count} of these {report['samples']}" in printed) == (count is not None)
+        return counts
+
+    of_first, of_second = str(first / "model"), str(second)
+    assert counted("--image_folder", data / "images") == {of_first: 32, of_second: 32}
+    assert counted("--image_folder", data / "others") == {of_first: None, of_second: None}
+    splits = [split_samples(40, 0.2, 0, seed, 8).valid for seed in (0, 1)]
+    held_out = [{split[place] for place in range(8)} for split in splits]
+    assert counted("--held_out_of", first) == {of_first: None, of_second: len(held_out[0] - held_out[1])}
+
+
 # What is said and shown.
 
 
@@ -246,7 +350,7 @@ def test_the_table_and_the_picture_show_where_models_differ(
     report = report_of(*command(at, {}), output=tmp_path / "values")
     said = capsys.readouterr().out.splitlines()
     heading, a, b = (line.split() for line in said[1:4])
-    assert heading == ["PSNR", "SSIM", "codes", "used", "perplexity", "samples/s"]
+    assert heading == ["--resize", "ours", "PSNR", "SSIM", "codes", "used", "perplexity", "samples/s"]
     assert (a[0], b[0]) == (str(at / "a"), str(at / "b"))
     assert a[1] == f"{values(report, at / 'a')['psnr']:.2f}" and a[4:6] == ["of", "512"]
     assert said[-1].endswith("without the weights that they need: LPIPS (--lpips_weights), rFID and IS (--fid_weights)")
@@ -275,7 +379,7 @@ def test_a_model_without_codes_has_no_columns_of_codes(
 ) -> None:
     found = values(report_of("--model", at / "kl", "--image_folder", at / "photos", output=tmp_path / "v"), at / "kl")
     assert not {"codes_used", "perplexity"} & found.keys() and found["psnr"] > 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["PSNR", "SSIM", "samples/s"]
+    assert capsys.readouterr().out.splitlines()[1].split() == ["--resize", "ours", "PSNR", "SSIM", "samples/s"]
 
 
 # Commands that are repeated or stopped.
@@ -370,7 +474,15 @@ def test_processes_that_see_other_files_and_a_model_that_is_not_finite_end_in_a_
 Flags = Callable[[Path], list[Any]]
 PHOTOS: Flags = lambda at: ["--image_folder", at / "photos"]  # noqa: E731
 MISTAKES: dict[str, tuple[Flags, str]] = {
-    "no data": (lambda at: ["--model", at / "a"], "give --image_folder or --video_folder"),
+    "no data": (lambda at: ["--model", at / "a"], "give --image_folder, --video_folder or --held_out_of"),
+    "no run": (lambda at: ["--model", at / "a", "--held_out_of", at / "a"], "a is no run folder"),
+    "data of a run and other data": (lambda at: ["--model", at / "a", *PHOTOS(at), "--held_out_of", at], "exclude"),
+    "resized clips": (
+        lambda at: ["--model", at / "films", "--video_folder", at / "clips", "--resize", "adm"], "has no effect"
+    ),
+    "another epsilon of nothing": (
+        lambda at: ["--model", at / "films", "--video_folder", at / "clips", "--fvd_eps", "1e-5"], "has no effect"
+    ),
     "two kinds of data": (lambda at: ["--model", at / "a", *PHOTOS(at), "--video_folder", at / "clips"], "exclude"),
     "no model": (lambda at: ["--model", at / "photos", *PHOTOS(at)], "expected a run folder"),
     "another kind of model": (lambda at: ["--model", at / "mulan", *PHOTOS(at)], "holds a MuLaN"),
@@ -388,6 +500,20 @@ MISTAKES: dict[str, tuple[Flags, str]] = {
     "a single image": (lambda at: ["--model", at / "a", "--image_folder", at / "photos/cats/old"], "at least 2"),
     "training": (lambda at: ["--model", at / "a", *PHOTOS(at), "--batch_parts", 2], "trains nothing"),
 }  # fmt: skip
+
+
+def test_a_run_that_holds_nothing_out_and_one_of_sounds_are_refused(
+    at: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(data)
+    run = VQGAN.train(tmp_path / "run", "--image_folder", "images", "--valid_fraction", "0", "--max_steps", "1")
+    capsys.readouterr()
+    assert f"{run} was trained on all of images" in refused(capsys, "--model", run, "--held_out_of", run)
+    monkeypatch.chdir(tmp_path)
+    assert "no folder 'images'" in refused(capsys, "--model", run, "--held_out_of", run)
+    sounds = MULAN.train(tmp_path / "sounds", "--max_steps", "1")
+    capsys.readouterr()
+    assert "train_mulan.py" in refused(capsys, "--model", at / "a", "--held_out_of", sounds)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
