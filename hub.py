@@ -177,12 +177,13 @@ def describe(path: str | Path) -> dict[str, Any]:
     with as_named(path):
         kind, where = find(newest(Path(path)))
         if kind == "file":
-            from models.files.musiclm import assumed
+            from models.files.public import format_of
 
             model, discriminator = load(where), load_discriminator(where, of_runs=False)
             READ.update({(where, "best"): model, (where, DISCRIMINATOR): discriminator})
             found, others = model.description(), {"discriminator": discriminator.config} if discriminator else {}
-            return {**found, **others, **({"assumed": assumed(found)} if "layout" in found else {})}
+            assumed = format_of(where).assumed
+            return {**found, **others, **({"assumed": assumed(found)} if assumed else {})}
         if kind == "checkpoint":
             found = next(iter(models_in(read_checkpoint(where, verify=False)[0], where).values()))
         else:

@@ -124,7 +124,7 @@ class QuantizerConfig(ModelConfig):
         for name, value in _USUAL_OF.get(args.quantizer, {}).items():
             if name not in args.explicit:
                 setattr(args, name, value)
-        if args.init_from and "vq_decay" not in args.explicit:
+        if args.init_from and args.quantizer == "vq" and args.train == "all" and "vq_decay" not in args.explicit:
             args.vq_decay = _LOADED_VQ_DECAY
 
 

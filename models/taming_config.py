@@ -54,6 +54,12 @@ class BodyConfig(ModelConfig):
     quant_conv: bool = flag(
         True, "1 x 1 convolutions around the quantizer; SD3 and FLUX have none", in_weights=True, needs=_OF_TAMING
     )
+    force_upcast: bool = flag(
+        True,
+        "what diffusers is told by --to diffusers: to decode in fp32 where all else is fp16",
+        lasting=True,
+        needs=_OF_TAMING,
+    )
     norm_groups: int = flag(32, "groups of every GroupNorm; they divide --dim", size, in_weights=True, needs=_OF_TAMING)
 
     @classmethod

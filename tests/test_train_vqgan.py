@@ -280,6 +280,19 @@ def test_a_flag_is_judged_beside_those_that_a_run_adopts(tmp_path: Path) -> None
     assert VQGAN.arguments_of(tmp_path / "decay").vq_decay == 0.9
 
 
+@pytest.mark.parametrize("model", [
+    {"body": "taming", "ch_mult": [1, 1, 1], "norm_groups": 4, "quantizer": "vq", "scaling_factor": 0.5},
+    {"num_layers": 2, "quantizer": "lfq", "codebook_size": 64, "vq_cosine": True, "codebook_dim": 7, "norm_groups": 2},
+])  # fmt: skip
+def test_what_a_run_says_that_it_adopts_can_be_said_on_a_command_line(
+    model: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = saved(tmp_path / "model", Generator.made({"image_size": 16, "dim": 8, "num_resnet_blocks": [1], **model}))
+    VQGAN.start_from(start, tmp_path / "run", "--discr_layers", "2")
+    _, line = next(line for line in capsys.readouterr().out.splitlines() if "has it: " in line).split("has it: ")
+    VQGAN.start_from(start, tmp_path / "again", "--discr_layers", "2", *line.split())
+
+
 @pytest.mark.parametrize("said, decay, moves", [([], 0.99, False), (["--vq_decay", "0.8"], 0.8, True)])
 def test_entries_that_were_loaded_stay_where_no_vector_chooses_them(
     said: list[str], decay: float, moves: bool, tmp_path: Path

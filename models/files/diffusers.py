@@ -14,6 +14,7 @@ from tandem.files.reading import check_inside, read_json, read_json_or_empty
 
 from ..taming_config import KL
 from ..vqgan import VQGAN
+from .pretrained import files_of_index
 from .published import check_has_one_set, read_state_dict
 from .taming import GROUPS, Layout, channels_of, public_state
 from .writing import replacing
@@ -25,13 +26,18 @@ _CONFIG = "config.json"
 _FILES = (
     "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin",
 )  # fmt: skip
+# Of weights in several files, what names them.
+_INDICES = (
+    "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.fp16.json",
+    "diffusion_pytorch_model.bin.index.json",
+)  # fmt: skip
 _CLASSES = {KL: "AutoencoderKL", "vq": "VQModel"}
 # Of what a model there may have, all that we have, which is what a configuration means that does not say it.
 _CONSTANTS = {
     "act_fn": "silu", "norm_type": "group", "mid_block_add_attention": True, "latents_mean": None, "latents_std": None,
 }  # fmt: skip
 _USUAL_SCALE = 0.18215  # of a configuration that says none: that of Stable Diffusion 1 and 2
-_MOST_GROUPS = 1 << 16
+_MOST_GROUPS, _LARGEST_SIDE = 1 << 16, 1 << 13
 
 
 def diffusers_folder(path: Path) -> Path | None:
@@ -64,6 +70,7 @@ def save_folder(model: VQGAN, folder: Path) -> str:
         "in_channels": config["channels"], "out_channels": config["channels"], "latent_channels": z_channels,
         "layers_per_block": config["num_resnet_blocks"][0], "norm_num_groups": config["norm_groups"],
         "sample_size": config["image_size"], "scaling_factor": config["scaling_factor"] or _USUAL_SCALE,
+        "force_upcast": config["force_upcast"],
     }  # fmt: skip
     if model.num_codes:
         said |= {"num_vq_embeddings": model.num_codes, "vq_embed_dim": code}
@@ -84,13 +91,18 @@ def _read(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]
     """As `Layout.read`."""
     said = read_folder_config(folder)
     check_has_one_set(folder, weights)
-    state = read_state_dict(check_inside(weights_file(folder), folder))
+    state: dict[str, Tensor] = {}
+    for path, names in weight_files(folder).items():
+        state |= read_state_dict(check_inside(path, folder), names or None)
     return {_EARLIER_PART.sub(lambda part: _EARLIER[part[0]], name): weight for name, weight in state.items()}, said
 
 
-def weights_file(folder: Path) -> Path:
-    """The file of a folder's weights, which may not exist."""
-    return next((folder / name for name in _FILES if (folder / name).exists()), folder / _FILES[0])
+def weight_files(folder: Path) -> dict[Path, list[str]]:
+    """The files of a folder's weights, which may not exist, each with the names of its tensors; an empty list means
+    all. Raises OSError or ValueError, in one line, if an index of them is damaged."""
+    path = next((folder / name for name in _FILES if (folder / name).exists()), None)
+    index = next((folder / name for name in _INDICES if (folder / name).exists()), None)
+    return files_of_index(index) if index and not path else {path or folder / _FILES[0]: []}
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
@@ -108,9 +120,19 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"its {name} is {str(config[name])[:80]}, and a VQGAN has {value} alone")
     if type(groups) is not int or not 1 <= groups <= _MOST_GROUPS:
         raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, and 1 to {_MOST_GROUPS} are possible")
+    is_kl = found == _CLASSES[KL]
+    upcast = config.get("force_upcast", is_kl)  # as a configuration means it that does not say it
+    if type(upcast) is not bool:
+        raise ValueError(f"its force_upcast is {str(upcast)[:80]}, neither true nor false")
+    side = config.get("sample_size", 256)
+    if type(side) is not int or not 1 <= side <= _LARGEST_SIDE:
+        raise ValueError(f"its sample_size is {str(side)[:80]}, and 1 to {_LARGEST_SIDE} are possible")
     if (scaling := config.get("scaling_factor", _USUAL_SCALE)) is None:
         raise ValueError("its scaling_factor is null")
-    return {"norm_groups": groups, "scaling_factor": scaling, "shift_factor": config.get("shift_factor")}
+    return {
+        "norm_groups": groups, "scaling_factor": scaling, "shift_factor": config.get("shift_factor"),
+        "image_size": side, "force_upcast": upcast,
+    }  # fmt: skip
 
 
 DIFFUSERS = Layout(

@@ -15,7 +15,7 @@ from tandem.files.fetching import SECONDS, hub_library
 from tandem.files.reading import one_line
 from tandem.files.writing import say
 
-from .diffusers import diffusers_folder, read_folder_config, weights_file
+from .diffusers import diffusers_folder, read_folder_config, weight_files
 from .pretrained import CONFIG_FILE, holds_weights, read_config
 
 LONGEST_NAME = 96  # of a model on the Hub, with its user
@@ -25,6 +25,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILES = (
     CONFIG_FILE, "tokenizer.json", "model*.safetensors", "model.safetensors.index.json", "discriminator/config.json",
     "discriminator/model.safetensors", "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model-*-of-*.safetensors",
 )  # fmt: skip
 # A path that ends so is meant to be a file, and one that is missing is no reason to ask the Hub.
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".yaml")
@@ -89,7 +90,7 @@ def download(name: str) -> Path:
         check = read_folder_config if diffusers_folder(folder) else read_config
         check(folder)  # before gigabytes of another kind of model are downloaded
         library.snapshot_download(model, revision=folder.name, allow_patterns=_FILES, **alone)
-        if not (holds_weights(folder) or weights_file(folder).is_file()):
+        if not (holds_weights(folder) or all(path.is_file() for path in weight_files(folder))):
             raise ValueError("there is no answer, and the cache does not hold all of it")
     except Exception as error:
         where = library.constants.ENDPOINT

@@ -201,13 +201,23 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
     """The files of a folder's weights, each with the names of the tensors to read from it; an empty list means all."""
     if (folder / _WEIGHTS).exists() or not (folder / _INDEX).exists():
         return {check_inside(folder / _WEIGHTS, folder): []}
-    weight_map = read_json(check_inside(folder / _INDEX, folder)).get("weight_map")
+    return files_of_index(folder / _INDEX)
+
+
+def files_of_index(index: Path) -> dict[Path, list[str]]:
+    """The files beside an index of weights that it names, each with the names of its tensors.
+
+    Raises:
+        OSError, ValueError: one line, if there is no index, it is damaged, or it names something outside of its folder.
+    """
+    folder = index.parent
+    weight_map = read_json(check_inside(index, folder)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"its {_INDEX} has no weight_map")
+        raise ValueError(f"its {index.name} has no weight_map")
     files: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or file in ("", ".", "..") or any(sign in file for sign in "/\\:\0"):
-            raise ValueError(f"its {_INDEX} names {str(file)[:80]!r}, which is no file in the folder")
+            raise ValueError(f"its {index.name} names {str(file)[:80]!r}, which is no file in the folder")
         files.setdefault(folder / file, []).append(name)
     for path in files:
         check_inside(path, folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +20,18 @@ from .muse import (
     load_public_vqgan,
     save_public_vqgan,
 )
-from .musiclm import describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
+from .musiclm import assumed, describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
 from .pretrained import CONFIG_FILE
 from .published import check_has_one_set
-from .taming import LLAMAGEN, OF_TAMING, Layout, describe_autoencoder, load_autoencoder, save_autoencoder
+from .taming import (
+    LLAMAGEN,
+    OF_TAMING,
+    Layout,
+    assumed_of_llamagen,
+    describe_autoencoder,
+    load_autoencoder,
+    save_autoencoder,
+)
 
 
 class PublicFormat(NamedTuple):
@@ -39,6 +47,8 @@ class PublicFormat(NamedTuple):
     describe: Callable[[Path], dict[str, Any]]
     load_discriminator: Callable[[Path], Any] | None = None
     """path -> the discriminator in the file, or None; None for a format that has none."""
+    assumed: Callable[[Mapping[str, Any]], str] | None = None
+    """`config` of a model that was read -> what its file does not say, in words; None for a format that says all."""
 
 
 def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
@@ -64,9 +74,11 @@ FORMATS = {
     ),
     "musiclm": PublicFormat(
         "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
-        save_public_mulan, describe_public_mulan,
+        save_public_mulan, describe_public_mulan, assumed=assumed,
     ),
-    "llamagen": _of_taming(LLAMAGEN, lambda path: mentions(path, b"encoder.conv_blocks.")),
+    "llamagen": _of_taming(LLAMAGEN, lambda path: mentions(path, b"encoder.conv_blocks."))._replace(
+        assumed=assumed_of_llamagen
+    ),
     "taming": _of_taming(OF_TAMING, lambda path: mentions(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat(
         "DiscreteVAE", lambda path: mentions(path, b"hparams"), _load_dalle, DiscreteVAE.save_dalle,

@@ -30,6 +30,9 @@ from .writing import on_cpu, replacing
 
 GROUPS = 32
 _CODEBOOK = "quantize.embedding.weight"
+# Entries that LlamaGen scales to length 1 wherever it uses them begin with that, and no gradient makes them shorter.
+# Others begin with less than 1 / codebook_size in each place, and stay there where nothing chooses them.
+_SHORTEST = 0.5
 _BODY_OF_LLAMAGEN = "ch 128, num_res_blocks 2"  # no arguments there, but numbers in its code
 _LAYER = re.compile(r"(down|up|mid)(?:_(\d+))?_(block|attn|downsample|upsample)(?:_(\d+))?")
 _OF_DIFFUSION, _AVERAGE = "first_stage_model.", "model_ema."
@@ -57,8 +60,8 @@ class Layout(NamedTuple):
     """Name of a layer between the levels; `order` counts all of them, `before` those of its kind."""
     words: Mapping[str, str] = MappingProxyType({})
     """Layers and parts of layers that have other names than taming's."""
-    is_cosine: bool = False
-    """Whether codes are chosen by their angle."""
+    cosine: tuple[bool, ...] = (False,)
+    """Whether codes are chosen by their angle; both, where it has the choice."""
     has_matrices: bool = False
     """Whether the projections of an attention are matrices and no convolutions."""
     key: str = "state_dict"
@@ -131,11 +134,17 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     body = f"ch {config['dim']}, num_res_blocks {config['num_resnet_blocks'][0]}"
     if layout is LLAMAGEN:
         said = f"encoder_ch_mult and decoder_ch_mult {config['ch_mult']}, z_channels {z_channels}, codebook_size "
-        said += f"{model.num_codes}, codebook_embed_dim {code}"
+        said += f"{model.num_codes}, codebook_embed_dim {code}, codebook_l2_norm {config['vq_cosine']}"
         return f"its arguments there: {said}" + ("" if body == _BODY_OF_LLAMAGEN else f"; change its code to {body}")
     said = f"{body}, ch_mult {config['ch_mult']}, attn_resolutions {sides} of {side}, z_channels {z_channels}, "
     said += f"embed_dim {code}, " + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
     return f"its arguments there: {said}"
+
+
+def assumed_of_llamagen(config: Mapping[str, Any]) -> str:
+    """What a file of LlamaGen does not say, and what was taken for it: of the `config` of its model."""
+    because = "no entry is" if config["vq_cosine"] else "entries are"
+    return f"codebook_l2_norm {config['vq_cosine']}, because {because} shorter than {_SHORTEST:g}"
 
 
 def channels_of(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -151,8 +160,8 @@ def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
         raise ValueError(f"{package} has taming's body, this model {config['body']}'s: train with --body taming")
     if config["quantizer"] not in layout.quantizers:
         raise ValueError(f"{package} has {' and '.join(layout.quantizers)}, and this model has {config['quantizer']}")
-    if config["quantizer"] == "vq" and config["vq_cosine"] != layout.is_cosine:
-        raise ValueError(f"{package} has vq {'with' if layout.is_cosine else 'without'} --vq_cosine alone")
+    if config["quantizer"] == "vq" and config["vq_cosine"] not in layout.cosine:
+        raise ValueError(f"{package} has vq without --vq_cosine alone")
     if model.num_codes and not config["quant_conv"]:
         raise ValueError(f"{package} has a quant_conv beside its codebook, and this model has none")
     state = {name: torch.zeros(length) for name, length in layout.unused.items()}
@@ -286,7 +295,8 @@ def _arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
         code = shape_of(state, "post_quant_conv.weight", 4)[1] if has_conv else z_channels
         return {**arguments, "quantizer": KL, "latent_dim": code}
     size, code = shape_of(state, _CODEBOOK, 2)
-    of_codes = {"codebook_size": size, "codebook_dim": code, "vq_cosine": layout.is_cosine}
+    is_cosine = True in layout.cosine and bool((state[_CODEBOOK].float().norm(dim=1) > _SHORTEST).all())
+    of_codes = {"codebook_size": size, "codebook_dim": code, "vq_cosine": is_cosine}
     return {**arguments, "quantizer": "vq", **of_codes}
 
 
@@ -295,6 +305,6 @@ OF_TAMING = Layout(
     "mid.{what}_{number}",
 )  # fmt: skip
 LLAMAGEN = Layout(
-    "LlamaGen", _read_llamagen, ("vq",), "conv_blocks.{index}.{what}", "mid.{order}", {"block": "res"}, is_cosine=True,
-    key="model", unused={"quantize.codebook_used": 65536},
+    "LlamaGen", _read_llamagen, ("vq",), "conv_blocks.{index}.{what}", "mid.{order}", {"block": "res"},
+    cosine=(True, False), key="model", unused={"quantize.codebook_used": 65536},
 )  # fmt: skip

@@ -233,7 +233,8 @@ class ArgumentParser(argparse.ArgumentParser):
         differing = [name for name in taken if getattr(args, name) != getattr(model, name)]
         if needed := self._said(model, [name for name in differing if name not in self.config.idle(model)]):
             raise ValueError(f"the weights in {source} are of another model; they need {', '.join(needed)}")
-        return self._said(args, [name for name in before if getattr(args, name) != before[name]])
+        idle = self.config.idle(args)  # a command line that says them is refused
+        return self._said(args, [name for name in before if getattr(args, name) != before[name] and name not in idle])
 
     def _said(self, args: argparse.Namespace, names: Sequence[str]) -> list[str]:
         return [said_as_flag(self._config_flags[name], getattr(args, name)) for name in names]

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hub import describe
 from models import VQGAN
 from models.configs import VQGANConfig
 from models.files.diffusers import DIFFUSERS, diffusers_folder
@@ -84,9 +85,74 @@ def test_the_configuration_that_is_written_says_what_the_public_one_says(case: s
     assert said == f"load it by {config['_class_name']}.from_pretrained"
     constants = {"act_fn": "silu", "norm_type": "group", "mid_block_add_attention": True}
     usual = {"latents_mean": None, "latents_std": None, "lookup_from_codebook": False, **constants}
-    for name in config.keys() - back.keys() - {"_diffusers_version", "force_upcast"}:
+    for name in config.keys() - back.keys() - {"_diffusers_version"}:
         assert config[name] == usual[name], name
-    assert {name: back[name] for name in back} == {**{name: config[name] for name in back}, "sample_size": 256}
+    assert back == {name: config[name] for name in back}
+
+
+@pytest.mark.parametrize("case", ["sd", "vq"])
+def test_what_a_configuration_says_for_users_of_the_weights_comes_back_and_means_diffusers_default_without(
+    case: str, tmp_path: Path
+) -> None:
+    """The side of images, by which diffusers cuts large ones into tiles, and whether fp16 is too narrow."""
+    folder, public = written(case, tmp_path), FORMATS["diffusers"]
+    for said, expected in (
+        ({"sample_size": 512, "force_upcast": False}, (512, False)),
+        ({"sample_size": 64, "force_upcast": True}, (64, True)),
+        ({}, (256, case == "sd")),
+    ):
+        config = {name: value for name, value in stored(case, "config").items() if name not in SAID_TO_USERS}
+        (folder / "config.json").write_text(json.dumps({**config, **said}))
+        model = load(folder)
+        assert (model.image_size, model.config["force_upcast"]) == expected
+        public.save(model, tmp_path / "back")
+        back = json.loads((tmp_path / "back" / "config.json").read_text())
+        assert tuple(back[name] for name in SAID_TO_USERS) == expected
+
+
+SAID_TO_USERS = ("sample_size", "force_upcast")
+
+
+@pytest.mark.parametrize(("weights", "index"), [
+    ("diffusion_pytorch_model{}.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
+    ("diffusion_pytorch_model.fp16{}.safetensors", "diffusion_pytorch_model.safetensors.index.fp16.json"),
+    ("diffusion_pytorch_model{}.bin", "diffusion_pytorch_model.bin.index.json"),
+])  # fmt: skip
+def test_weights_in_several_files_are_those_that_the_index_names(weights: str, index: str, tmp_path: Path) -> None:
+    folder, state, write = written("sd", tmp_path), state_of("sd"), torch.save if ".bin" in weights else save_file
+    whole = load(folder)
+    (folder / WEIGHTS).unlink()
+    names, weight_map = sorted(state), {}
+    for number, part in enumerate((names[:7], names[7:90], names[90:])):
+        file = weights.format(f"-0000{number + 1}-of-00003")
+        write({name: state[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert find(folder) == ("file", folder)
+    assert_same_bits(load(folder), whole)
+    (folder / file).unlink()
+    assert file in one_line_of(load, folder)
+    (folder / index).write_text(json.dumps({"weight_map": {"a": "../" + file}}))
+    assert "no file in the folder" in one_line_of(load, folder)
+
+
+def test_entries_of_llamagen_that_nothing_has_scaled_are_read_as_they_are(tmp_path: Path) -> None:
+    """Without codebook_l2_norm, entries that were never chosen stay short, where the others have any length."""
+    state, path = state_of("llamagen"), tmp_path / "plain.pt"
+    entries = state["quantize.embedding.weight"]
+    entries = torch.where(torch.arange(len(entries))[:, None] % 2 == 0, 3 * entries, entries / 1000)
+    torch.save({"model": {**state, "quantize.embedding.weight": entries}}, path)
+    model, public = load(path), FORMATS["llamagen"]
+    assert not model.config["vq_cosine"] and torch.equal(model.quantizer.codebook, entries)
+    with torch.no_grad():
+        of_places = model.encoder(2 * images("llamagen") - 1).movedim(1, -1).flatten(0, -2)
+    assert torch.equal(model.encode(images("llamagen")).flatten(), torch.cdist(of_places, entries).argmin(1))
+    said = public.save(model, tmp_path / "back.pt")
+    assert "codebook_l2_norm False" in said
+    assert torch.equal(torch.load(tmp_path / "back.pt")["model"]["quantize.embedding.weight"], entries)
+    for file, value in ((path, False), (written("llamagen", tmp_path), True)):
+        assert f"codebook_l2_norm {value}" in describe(file)["assumed"]
+    assert "assumed" not in describe(written("sd", tmp_path))
 
 
 @pytest.mark.parametrize("quantizer, is_said", [("kl", True), ("vq", False)])
@@ -233,7 +299,7 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(("to", "other", "complaint"), [
     ("diffusers", {"quantizer": "fsq", "fsq_levels": [3, 3]}, "fsq"), ("diffusers", {"quantizer": "ibq"}, "ibq"),
     ("diffusers", {"vq_cosine": True}, "without --vq_cosine"), ("taming", {"vq_cosine": True}, "without --vq_cosine"),
-    ("llamagen", {}, "with --vq_cosine"), ("llamagen", {"quantizer": "kl"}, "kl"),
+    ("llamagen", {"quantizer": "kl"}, "kl"),
     ("llamagen", {"vq_cosine": True, "attention_levels": None}, "--attention_levels 1"),
     ("taming", {"norm_groups": 16}, "32 groups"), ("taming", {"quant_conv": False}, "quant_conv"),
     ("diffusers", {"body": "muse", "num_layers": 2}, "--body taming"),
