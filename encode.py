@@ -376,8 +376,13 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         with backend.agreement():
             stored: Any = coder.stored(output.path)
             own = stored.channels(range(backend.rank, len(shards), backend.world_size))
+            labels = {line["label"] for line in stored.lines()}
         for line in channel_lines({int(k): v for part in backend.gather_objects(own) for k, v in part.items()}):
             backend.say(line)
+        classes = "all 0; a class is a column cls or label, KEY.cls, or the first folder of a relative path"
+        if labels - {0}:
+            classes = f"{len(labels)} different ones, {min(labels)} to {max(labels)}"
+        backend.say(f"labels: {classes}")
     if args.report and model.num_codes:
         with backend.agreement():
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))

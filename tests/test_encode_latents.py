@@ -206,6 +206,42 @@ def test_without_classes_in_a_manifest_folders_are_the_labels(source, tmp_path):
     assert [images.load(n)["label"] for n in range(len(names))] == [folders.index(x.split("/")[0]) for x in names]
 
 
+@pytest.mark.parametrize("root", ["../source", "{source}"])
+def test_images_that_a_manifest_names_elsewhere_are_encoded_and_decoded_below_the_output(
+    root, model, source, tmp_path, capsys
+):
+    """By an absolute path, or one with "..": a list of files is often kept in a folder of its own."""
+    names = [f"{root.format(source=source)}/{name}" for name in IMAGES[:3]]
+    (tmp_path / "source").symlink_to(source)
+    (lists := tmp_path / "lists").mkdir()
+    (lists / "all.csv").write_text("path,label\n" + "".join(f"{name},{2 * n}\n" for n, name in enumerate(names)))
+    encoded = SCRIPT.fill(model, lists / "all.csv", tmp_path / "latents")
+    assert "labels: 3 different ones, 0 to 4" in "".join(capsys.readouterr())
+    SCRIPT.main([str(word) for word in SCRIPT.use(model, encoded, tmp_path / "images")])
+    relative = [name.removeprefix("..").lstrip("/") for name in names]
+    assert {str(path.relative_to(tmp_path / "images")) for path in (tmp_path / "images").rglob("*.png")} == {
+        *output_names(relative, [".png"] * 3)
+    }
+
+
+def test_that_no_image_has_a_class_is_said(model, source, tmp_path, capsys):
+    names = "".join(f"{source / name}\n" for name in IMAGES)
+    (tmp_path / "all.csv").write_text(f"path\n{names}")
+    SCRIPT.fill(model, tmp_path / "all.csv", tmp_path / "latents")
+    assert "labels: all 0; a class is a column cls or label" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("path", ["..", "/", "", "a\0b"])
+def test_a_path_of_which_nothing_is_left_is_refused(path):
+    with pytest.raises(ValueError, match="no path of a file"):
+        output_names([path], [".png"])
+
+
+def test_names_of_which_the_same_is_left_stay_different():
+    names = output_names(["../a.png", "/a.png", "a.png", "b/../../../c.png"], [".png"] * 4)
+    assert len(set(names)) == 4 and not any(".." in Path(name).parts or name.startswith("/") for name in names)
+
+
 def test_classes_of_a_table_have_the_numbers_that_they_have_there(source, tmp_path):
     kinds = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["zebra", "ant"]}}
     pictures = [{"bytes": (source / name).read_bytes(), "path": None} for name in IMAGES[:3]]

@@ -294,7 +294,7 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
     "numbers of another type": ([EMBED], shard_of(0, (4, 8), np.float64), "float64, not float32"),
     "another kind of index": ([EMBED], lambda f, name: change_index(f, task="encode"), "something else"),
     "embeddings of another shape": ([EMBED], shard_of(0, (4, 9), np.float32), "(4, 9), not (4, 8)"),
-    "a path that leaves": (CODERS, lambda f, name: damage_first_line(f, path="../a.png"), "'../a.png'"),
+    "a path that leaves": (CODERS, lambda f, name: damage_first_line(f, path="../.."), "'../..'"),
     "a row twice": (CODERS, lambda f, name: damage_first_line(f, row=1), "not in order"),
     "codes outside the codebook": ([TOKENIZE], shard_of(512, (4, 4, 4), np.uint16), "outside"),
     "video codes outside the codebook": ([TOKENIZE_VIDEOS], shard_of(512, (9, 4, 4), np.uint16), "outside"),

@@ -145,9 +145,9 @@ class _Tree:
                 which[place].append(spelling)
                 sizes[place].append(size)
         if not len(names) and not len(tars):
-            n = self._skipped.total()
+            others = counted(n, "other file") if (n := self._skipped.total()) else "nothing"
             raise NothingFoundError(
-                f"no {self._first.noun} in {self._folder!r}, which holds {counted(n, 'other file')}: files that end in "
+                f"no {self._first.noun} in {self._folder!r}, which holds {others}: files that end in "
                 f"{' '.join(self._firsts_and_tars)} are read, in the folder and in those below it{self._instead()}"
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}

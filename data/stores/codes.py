@@ -15,8 +15,8 @@ further the number of frames before encoding and how many are shown in a second 
     {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
     line = json.loads(open("codes/index.jsonl").readline()); of_video = codes[line["row"]:][:line["code_frames"]]
 
-They are decoded to a folder of images or videos, at the relative paths of the originals; an image, and a video of one
-frame, become a PNG. Files are written whole.
+They are decoded to a folder of images or videos, at the relative paths of the originals (for absolute ones, and those
+with .., see `below`); an image, and a video of one frame, become a PNG. Files are written whole.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def decode_videos(
             save_missing([path / f"{number:06d}.png" for number in range(line["frames"])], frames, num_threads)
         elif not path.exists():
             with _new_file(path) as file:
-                write(file, (frame.numpy() for frame in frames), line["fps"], line["path"])
+                write(file, (frame.numpy() for frame in frames), line["fps"], below(line["path"]))
 
 
 def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:
@@ -210,12 +210,20 @@ def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[
         yield from images.permute(0, 2, 3, 1).contiguous().cpu()
 
 
+def below(path: str) -> str:
+    """A path of an index, without its root and every ``..``, so that it is one below any folder: a manifest may name
+    files anywhere. Raises ValueError, in one line, if nothing is left of it."""
+    relative = str(PurePosixPath(*(part for part in PurePosixPath(path).parts if part.strip("/") not in ("", ".."))))
+    if not stays_inside(relative):
+        raise ValueError(f"the index names {path!r}, which is no path of a file")
+    return relative
+
+
 def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
     """The file name for what is made of each path: its ending becomes the one given. If two would get one name (a.jpg
     and a.webp), the new ending is appended instead, and if need be, as for two parts of one file, the place in the list
-    before it; no two names are equal. Raises ValueError, in one line, if a path would leave the folder."""
-    if outside := [path for path in paths if not stays_inside(path)]:
-        raise ValueError(f"the index names {outside[0]!r}, which is no path below a folder")
+    before it; no two names are equal. Raises what `below` raises."""
+    paths = [below(path) for path in paths]
     replaced = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in zip(paths, endings, strict=True)]
     appended = [f"{path}{ending}" for path, ending in zip(paths, endings, strict=True)]
     counts = Counter(replaced)

@@ -197,7 +197,7 @@ class Stored:
             if not self.folder.is_dir():
                 what = "there is no such folder"
             elif any(self.folder.glob(f"{name}-*")):
-                what = "the command that fills it did not finish: start it again"
+                what = "the command that fills it did not finish: start it again; or another program made it"
             raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {what}")
         with explained(path):
             content = read_bytes(path, LONGEST_JSON_BYTES)

@@ -232,6 +232,10 @@ def _errors_of(folder: Path) -> Iterator[None]:
     except OSError as error:
         if (folder / "model" / CONFIG_FILE).is_file():
             raise ValueError(f"{folder} is a run folder; its model is in {folder / 'model'}") from None
+        of_run = folder if (folder / "checkpoints").is_dir() else folder.parent
+        if (of_run / "checkpoints").is_dir() and not (folder / CONFIG_FILE).exists():
+            export = f"python convert.py export {of_run} DIR --to model"
+            raise ValueError(f"{folder} holds no model before the run has ended; of its checkpoint: {export}") from None
         raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
     except _DAMAGES as error:
         raise ValueError(f"{folder} is not a model folder: {one_line(error)}") from None

@@ -388,7 +388,7 @@ def test_what_is_no_set_is_refused_in_one_line(tmp_path):
 
     assert str(tmp_path / "phtos") in said("phtos") and ", or demo:shapes to try without one" in said("phtos")
     (tmp_path / "empty").mkdir()
-    assert "holds 0 other files" in said("empty")
+    assert "holds nothing: files that end" in said("empty")
     (tmp_path / "empty" / "a.pdf").touch()
     assert "1 other file: files that end in .png .jpg .tar are read" in said("empty")
     assert "copy them to a disk" in one_line(open_source, "pipe:cat 000.tar", WANTED, demo="demo:shapes")

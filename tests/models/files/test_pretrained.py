@@ -24,6 +24,13 @@ def test_weights_in_any_memory_format_are_saved(tmp_path: Path) -> None:
     assert_same_bits(DiscreteVAE.from_dalle(tmp_path / "vae.pt"), model)
 
 
+def test_a_run_without_a_model_yet_says_how_to_get_one(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for folder in (tmp_path / "run", tmp_path / "run" / "model"):
+        complaint = one_line_of(DiscreteVAE.from_pretrained, folder)
+        assert f"convert.py export {tmp_path / 'run'} DIR --to model" in complaint
+
+
 def test_a_dalle_file_is_taken_by_a_model_that_differs_in_its_training_alone(tmp_path: Path) -> None:
     """What it holds is in tests/test_train_vae.py."""
     model, path = small_vae(num_resnet_blocks=1), tmp_path / "vae-final.pt"
