@@ -43,7 +43,7 @@ _LEFT_TO_THE_MAIN_PROCESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signa
 # What is left of an iterator that could not be made has nothing to shut down, but prints a traceback without this.
 _MultiProcessingDataLoaderIter._shutdown = True
 # Nor has one of which only some workers could be started; these are told to end.
-_MultiProcessingDataLoaderIter._workers_status = collections.defaultdict(lambda: True)
+_MultiProcessingDataLoaderIter._workers_status = collections.defaultdict(lambda: True)  # type: ignore[assignment]
 
 # Silence a warning about the number of workers: every rank would print it, and the user chose the number.
 warnings.filterwarnings("ignore", message="This DataLoader will create")
