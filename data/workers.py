@@ -8,6 +8,7 @@ thread that sends prints a traceback and drops the batch, for which the main pro
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import io
@@ -41,6 +42,8 @@ _LEFT_TO_THE_MAIN_PROCESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signa
 
 # What is left of an iterator that could not be made has nothing to shut down, but prints a traceback without this.
 _MultiProcessingDataLoaderIter._shutdown = True
+# Nor has one of which only some workers could be started; these are told to end.
+_MultiProcessingDataLoaderIter._workers_status = collections.defaultdict(lambda: True)  # type: ignore[assignment]
 
 # Silence a warning about the number of workers: every rank would print it, and the user chose the number.
 warnings.filterwarnings("ignore", message="This DataLoader will create")

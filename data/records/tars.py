@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.files.reading import DAMAGES
+from tandem.files.reading import DAMAGES, counted
 
 from ..bad_samples import reason_of
 from .files import Bytes, is_address
@@ -79,7 +79,7 @@ class TarSource:
         try:
             lines = [skipped, skipped_line("member", str(self), *index.facts["skipped"])]
             for said, (count, first) in index.facts["ends"].items():
-                lines.append(f"{said}: {self.paths[first]!r}{f' and {count - 1:d} more tars' if count > 1 else ''}")
+                lines.append(f"{said}: {self.paths[first]!r}{f' and {counted(count - 1, "more tar")}' if count > 1 else ''}")
         except DAMAGES:
             raise index.damaged() from None
         self.skipped = "; ".join(filter(None, lines))

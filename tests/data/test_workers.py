@@ -169,6 +169,24 @@ def test_workers_that_cannot_be_started_are_one_line(number, reason, monkeypatch
         next(results)
 
 
+@pytest.mark.filterwarnings("error")
+def test_workers_of_which_only_the_first_can_be_started_are_one_line_and_end(monkeypatch):
+    before, fork, pids = set(multiprocessing.active_children()), os.fork, list[int]()
+
+    def fork_once():
+        if pids:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        pids.append(fork())
+        return pids[0]
+
+    monkeypatch.setattr(os, "fork", fork_once)
+    results = iter(Loader(abs, range(4), num_workers=2))
+    with pytest.raises(CannotGoOn, match="cannot be started: too many files are open"):
+        next(results)
+    del results
+    assert pids and set(multiprocessing.active_children()) == before
+
+
 HANGS = f"""
 import os, sys, time
 import psutil

@@ -131,6 +131,12 @@ class AverageFiles:
         ]
         if not stored:
             raise ValueError(f"{self.folder} holds no averages: only a run with --ema_power writes them, at each save")
+        parts = {beginning for each in stored for beginning in each.updates} - {""}
+        if parts:  # in a file of an earlier version one count is that of all Unets
+            stored = [
+                each._replace(updates=dict.fromkeys(parts, each.updates[""])) if "" in each.updates else each
+                for each in stored
+            ]
         if any(each.updates.keys() != stored[0].updates.keys() for each in stored):
             raise ValueError(f"{self.folder} holds averages of several models: leave those of one there")
         return sorted(stored, key=lambda of: (max(of.updates.values()), of.path.name))

@@ -68,8 +68,10 @@ class BestModel:
         return value < self.value if self._lowest else value > self.value
 
     def measured(self, values: Mapping[str, float]) -> tuple[float | None, float | None]:
-        """Value and loss among the values of a validation, by name; None for what is not there."""
-        return values.get(self.metric), values.get(self._loss_metric or "")
+        """Value and loss among the values of a validation, by name; None for what is not there, and for a loss that is
+        not finite, which JSON cannot say."""
+        loss = values.get(self._loss_metric or "")
+        return values.get(self.metric), loss if loss is not None and math.isfinite(loss) else None
 
     def save_if_better(
         self, values: Mapping[str, float], step: int, write: Callable[[Path], None],

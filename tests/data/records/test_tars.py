@@ -244,7 +244,7 @@ def test_a_tar_that_is_cut_off_is_an_error_or_between_two_members_a_line(tmp_pat
             assert content(source) == expected(*range(n))
             assert source.skipped == f"without a mark of the end, as if cut off: {str(tmp_path / 'b.tar')!r}"
     two = opened(tmp_path / "a.tar", tmp_path / "b.tar", shutil.copy(tmp_path / "b.tar", tmp_path / "c.tar"))
-    assert two.skipped.endswith(f"{str(tmp_path / 'b.tar')!r} and 1 more tars")
+    assert two.skipped.endswith(f"{str(tmp_path / 'b.tar')!r} and 1 more tar")
     (tmp_path / "b.tar").write_bytes(content_of[: end + 512])
     assert len(source := opened(tmp_path / "b.tar")) == 4 and source.skipped == ""
 

@@ -157,3 +157,24 @@ def test_an_average_of_another_length_counts_the_updates_of_each_part(checkpoint
     found, updates, distance = files.of_length("ema", 0.07, like)
     assert found["weight"].flatten().tolist() == pytest.approx([wanted] * 2, abs=0.03) and updates == 200
     assert distance < 0.01 and torch.equal(found["count"], files.newest("ema")["count"])
+
+
+def test_averages_of_an_earlier_version_which_counts_all_parts_as_one_go_on(checkpoints, tmp_path):
+    files, of_all = AverageFiles(tmp_path / "snapshots"), make_ema(WEIGHTS, 0.0, [0.05, 0.10])
+    expected, by_part = make_ema(WEIGHTS, 0.0, [0.07]), make_ema(WEIGHTS, 0.0, [0.05, 0.10], ("weight", "bias"))
+    for update in range(1, 201):
+        if update == 101:
+            by_part.load_state_dict(of_all.state_dict())
+        averages = of_all if update <= 100 else by_part
+        for tensor in WEIGHTS.module.state_dict().values():
+            tensor.fill_(float(update))
+        averages.update()
+        expected.update()
+        if update % 10 == 0:
+            checkpoints.save(update, {"ema": averages.state_dict()}, {}, files.write)
+            checkpoints.wait()
+    wanted = expected.state_dict()["powers"]["0.07"]["weights"]
+    found, updates, distance = files.of_length("ema", 0.07, dict(made().named_parameters()))
+    assert updates == 200 and distance < 0.01
+    assert found["bias"].item() == pytest.approx(wanted["bias"].item(), abs=0.05)
+    assert found["weight"][0, 1].item() == pytest.approx(wanted["weight"][0, 1].item(), abs=0.05)

@@ -82,6 +82,13 @@ def test_of_equal_values_the_one_of_the_lower_loss_is_taken_and_a_next_start_kno
     assert [plain.save_if_better({METRIC: 2.0, LOSS: loss}, 9, model(2.0)) for loss in (0.5, 0.4)] == [True, False]
 
 
+def test_a_best_model_whose_loss_is_not_finite_is_kept_and_known(tmp_path):
+    best = best_of(tmp_path, loss=LOSS)
+    assert best.save_if_better({METRIC: 0.5, LOSS: math.nan}, 1, model(0.5)) and content(tmp_path) == (0.5, 1)
+    assert best.state_dict() == {"value": 0.5, "loss": None, "step": 1}
+    assert not best.save_if_better({METRIC: 0.4, LOSS: 0.1}, 2, model(0.4))
+
+
 def test_a_best_model_that_is_gone_is_said_and_replaced_by_the_next(tmp_path):
     best = best_of(tmp_path)
     best.save_if_better({METRIC: 0.5}, 100, model(0.5))
