@@ -17,6 +17,8 @@ is in latents/. Codes load in two lines:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # a row per line of index.jsonl
     of_video = codes[line["row"]:][:line["code_frames"]]  # line: json.loads of a line of codes/index.jsonl
+
+With --keep_aspect, each film has a "grid" of its own in its line: data/stores/codes.py has the line that loads it.
 """
 
 from __future__ import annotations
@@ -99,6 +101,12 @@ class Config:
         None, "frames per second, chosen by time stamps (default: all of the file)", frame_rate, needs=_OF_VIDEOS
     )
     frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=(_OF_VIDEOS, without("fps")))
+    keep_aspect: bool = flag(
+        False,
+        "keep the shape of each video: its shorter side is --image_size, and both are cut to a multiple of the pixels "
+        "of a code (default: the square in the middle)",
+        needs=_OF_VIDEOS,
+    )
     on_bad_sample: str = flag(
         "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_ENCODING
     )
@@ -168,9 +176,9 @@ class Coder(NamedTuple):
     kind: "images" or "videos".
     settings: what the files depend on.
     stored, writer: a folder of codes or latents, and what fills one.
-    open: opens the set to be encoded at images of this side: the shape of its rows, [h', w'] of codes, (v, 2 d, h', w')
-        of latents; its samples; and the indices of those of each shard -> their rows. Raises ValueError, in one line,
-        if the model does not take them.
+    open: opens the set to be encoded at images of this side: the shape of its rows, [h', w'] of codes, [] if videos
+        keep their shape, (v, 2 d, h', w') of latents; its samples; and the indices of those of each shard -> their
+        rows. Raises ValueError, in one line, if the model does not take them.
     ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
     write: stored codes, shard, files: writes the files of a shard.
     """
@@ -253,6 +261,7 @@ def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
+    from data.decoding.images import LONGEST_SHAPE
     from data.decoding.videos import sound_of
     from data.feed import to_unit_range
     from data.sets import open_videos
@@ -269,6 +278,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
     speed = {"fps": args.fps, "frame_stride": args.frame_stride}
     threads, dtype = max(1, args.num_workers), code_dtype(model.num_codes)
+    multiple = model.pixels_per_code if args.keep_aspect else None
 
     def start_encoding() -> Callable[[Tensor], np.ndarray]:
         state = StreamState()
@@ -281,19 +291,27 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
     def start_decoding() -> Callable[[Tensor], Tensor]:
         state = StreamState()
-        return lambda codes: computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
+
+        def decode(codes: Tensor) -> Tensor:
+            height, width = (side * model.pixels_per_code for side in codes.shape[1:])
+            frames = len(codes) * model.frames_per_code
+            require_room(f"{counted(frames, 'frame')} of {width} x {height} pixels", frames, 3, height, width)
+            return computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
+
+        return decode
 
     def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         check_side("--image_size", side, model.pixels_per_code)
-        require_room(f"a piece of a video of {side} pixels", PIECE_FRAMES, 3, side, side)
+        longest = LONGEST_SHAPE * side if args.keep_aspect else side
+        require_room(f"a piece of a video of {longest} x {side} pixels", PIECE_FRAMES, 3, side, longest)
         videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
         clips: Any = videos.fields[0]
 
         def frames_of(index: int) -> Any:
-            return clips.frames(videos.source.record(index))
+            return clips.frames(videos.source.record(index), multiple)
 
-        how = {"frames_per_code": model.frames_per_code, "num_threads": threads}
-        grid = [side // model.pixels_per_code] * 2
+        how = {"frames_per_code": model.frames_per_code, "num_threads": threads, "in_shape": args.keep_aspect}
+        grid = [] if args.keep_aspect else [side // model.pixels_per_code] * 2
         return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
 
     def write_film(file: Any, frames: Any, fps: float, name: str) -> None:
@@ -306,6 +324,8 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
     settings = {**speed, "frames_per_code": model.frames_per_code}
+    if args.keep_aspect:
+        settings["keep_aspect"] = True
     return Coder("videos", settings, StoredCodes, ShardWriter, open_set, ending, model.frames_per_code, write)
 
 
@@ -357,10 +377,14 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     if samples.skipped:
         backend.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
-        sound = (
-            "; their sound is left out, and --decode DIR --sound_from PATH adds it again" if kind == "videos" else ""
-        )
-        backend.say(f"of {kind} the square in their middle is encoded, at {side} x {side} pixels{sound}")
+        what = f"of {kind} the square in their middle is encoded, at {side} x {side} pixels"
+        if args.keep_aspect:
+            cut = f"and both sides are cut to multiples of {model.pixels_per_code}"
+            what = f"{kind} keep their shape: the shorter side becomes {side} pixels, {cut}"
+        elif kind == "videos":
+            what += " (--keep_aspect keeps their shape)"
+        sound = "; their sound is left out, and --decode DIR --sound_from PATH adds it again"
+        backend.say(what + sound * (kind == "videos"))
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
         "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(empty.dtype),

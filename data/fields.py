@@ -132,11 +132,11 @@ class ClipField(Field):
 
     of_item = staticmethod(own.video_of)
 
-    def frames(self, record: Record) -> Iterator[tuple[Tensor, float | None]]:
-        """All frames of a video, see `ClipDecoder.frames`; of a drawn one, which has no end, those of a clip."""
+    def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
+        """All frames of a video, see `ClipDecoder.frames`; of a drawn one, a square without end, those of a clip."""
         found = record[self.wanted.name]
         if isinstance(found, Entry):
-            return self.clips.frames(found)
+            return self.clips.frames(found, multiple)
         return ((frame, FRAMES_PER_SECOND / self._step) for frame in self._drawn(found).unbind(1))
 
     @property

@@ -26,7 +26,7 @@ from data.demo import DemoSource
 from data.feed import to_unit_range
 from data.records.record import Entry
 from models import VideoTokenizer
-from tests.data.decoding.films import write_video
+from tests.data.decoding.films import write_video, write_widths
 from tests.scripts import files, lines
 from tests.training.disk import left_by_kills
 
@@ -98,14 +98,94 @@ def test_parts_of_one_file_in_a_manifest_are_videos_of_their_own(model, source, 
     assert sorted(files(videos)) == ["e.mp4-0.mp4", "e.mp4-1.mp4", "settings.json"]
 
 
+# Width and height of films whose codes have 4 x 4 pixels, and what of them is encoded: left, top, width and height.
+SHAPES = {
+    "square.mkv": ((16, 16), (0, 0, 16, 16)), "still.png": ((49, 16), (0, 0, 48, 16)),
+    "tall.mkv": ((16, 39), (0, 1, 16, 36)), "wide.mkv": ((32, 16), (0, 0, 32, 16)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shapes(model, tmp_path_factory) -> tuple[dict[str, np.ndarray], Path]:
+    """The parts (f, h, w, 3) of films without loss that are encoded, and the folder of codes of all of them."""
+    folder = tmp_path_factory.mktemp("shapes")
+    (folder / "films").mkdir()
+    parts = {}
+    for seed, (name, ((width, height), (left, top, across, down))) in enumerate(SHAPES.items()):
+        n, noise = 1 if name == "still.png" else 4 + seed, np.random.default_rng(seed)
+        frames = noise.integers(0, 256, (n, height, width, 3), np.uint8)
+        if n == 1:
+            frames[:, :, -1] = frames[:, :, -2]  # what is left out of an image is half a column on either side
+            Image.fromarray(frames[0]).save(folder / "films" / name)
+        else:
+            write_video(folder / "films" / name, n, pictures=frames, codec="ffv1", pix_fmt="bgr0")
+        parts[name] = frames[:, top : top + down, left : left + across]
+    return parts, TOKENIZE_VIDEOS.fill(model, folder / "films", folder / "codes", "--keep_aspect", "--report")
+
+
+def test_films_that_keep_their_shape_are_encoded_whole_but_for_what_fills_no_code(shapes):
+    parts, folder = shapes
+    found = TOKENIZE_VIDEOS.rows(folder)
+    assert list(found) == list(SHAPES) and index(folder)["grid"] == []
+    assert [line["grid"] for line in lines(folder / "index.jsonl")] == [[4, 4], [4, 12], [9, 4], [4, 8]]
+    for name, part in parts.items():
+        if name == "still.png":
+            continue
+        held = np.concatenate([part, part[-1:]][: 2 - len(part) % 2])  # 1 + 2 n frames
+        videos = to_unit_range(torch.from_numpy(held).permute(3, 0, 1, 2))[None]
+        np.testing.assert_array_equal(found[name], video_tokenizer().encode(videos)[0].numpy(), name)
+
+
+def test_films_are_decoded_in_their_own_shape(shapes, model, tmp_path):
+    parts, folder = shapes
+    codes = TOKENIZE_VIDEOS.rows(folder)
+    pngs, gifs, films = (decode(model, folder, tmp_path / form, "--format", form) for form in ("png", "gif", "mp4"))
+    for name, part in parts.items():
+        exact = pixels(codes[name], len(part))
+        assert exact.shape == part.shape
+        if name == "still.png":
+            np.testing.assert_array_equal(np.asarray(Image.open(pngs / name)), exact[0])
+            continue
+        stem = Path(name).stem
+        for number, frame in enumerate(exact):
+            np.testing.assert_array_equal(np.asarray(Image.open(pngs / f"{stem}.frames/{number:06d}.png")), frame)
+        assert Image.open(gifs / f"{stem}.gif").size == part.shape[2:0:-1]
+        frames = shown(films / f"{stem}.mp4")[1]
+        assert frames.shape == exact.shape and np.abs(frames.astype(int) - exact).mean() < 4
+
+
+def test_a_film_whose_shape_changes_is_left_out(model, tmp_path):
+    (films := tmp_path / "films").mkdir()
+    filling.write_film(films / "longest.mkv", 0, 3, 16, 64)
+    write_widths(films / "two_shapes.avi", 32, 32, 24, 32)
+    folder = TOKENIZE_VIDEOS.fill(model, films, tmp_path / "codes", "--keep_aspect")
+    assert [line["grid"] for line in lines(folder / "index.jsonl")] == [[4, 16]]
+    (bad,) = TOKENIZE_VIDEOS.bad(folder)
+    assert bad["path"] == "two_shapes.avi" and "frame 2 would be 24 x 16 pixels" in bad["reason"]
+    squares = TOKENIZE_VIDEOS.fill(model, films, tmp_path / "squares")
+    assert [line["frames"] for line in lines(squares / "index.jsonl")] == [3, 4]
+
+
+def test_what_the_largest_shape_takes_is_asked_for(shapes, model, tmp_path, monkeypatch, capsys):
+    """Of the memory that a machine has; it does not grow with the length of a film."""
+    folder, room = shapes[1], "models.files.building._memory_bytes"
+    monkeypatch.setattr(room, lambda: 16 * 3 * 16 * 64 * 4 - 1)
+    flags = TOKENIZE_VIDEOS.flags(model, folder.parent / "films", tmp_path / "codes")
+    assert "a piece of a video of 64 x 16 pixels: " in TOKENIZE_VIDEOS.refused(capsys, *flags, "--keep_aspect")
+    TOKENIZE_VIDEOS.main(flags)
+    monkeypatch.setattr(room, lambda: 8 * 3 * 16 * 36 * 4 - 1)
+    use = TOKENIZE_VIDEOS.use(model, folder, tmp_path / "videos")
+    assert "8 frames of 16 x 36 pixels: " in TOKENIZE_VIDEOS.refused(capsys, *use)
+
+
 def test_a_long_film_is_never_in_memory(model, tmp_path, monkeypatch):
     (tmp_path / "films").mkdir()
     write_video(tmp_path / "films" / "long.mp4", 300, pictures=np.zeros((300, 16, 16, 3), np.uint8))
     read, given, waiting = [0], [0], [0]
     frames, encode_next = ClipDecoder.frames, VideoTokenizer.encode_next
 
-    def counted(self: Any, source: Entry) -> Any:
-        for frame in frames(self, source):
+    def counted(self: Any, source: Entry, *shape: Any) -> Any:
+        for frame in frames(self, source, *shape):
             read[0] += 1
             yield frame
 

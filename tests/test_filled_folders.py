@@ -23,6 +23,7 @@ from filling import (
     LATENTS,
     SIZE,
     TOKENIZE,
+    TOKENIZE_SHAPES,
     TOKENIZE_VIDEOS,
     Script,
     broken_copy,
@@ -43,7 +44,8 @@ from models import DiscreteVAE, Discriminator
 from tests.scripts import files, lines
 from tests.training.disk import failing, left_by_kills
 
-CODERS = [TOKENIZE, LATENTS, TOKENIZE_VIDEOS]
+CODERS = [TOKENIZE, LATENTS, TOKENIZE_VIDEOS, TOKENIZE_SHAPES]
+OF_VIDEOS = (TOKENIZE_VIDEOS, TOKENIZE_SHAPES)
 ALL = [*CODERS, EMBED]
 
 
@@ -181,8 +183,11 @@ def test_what_is_left_out_of_images_and_videos_is_said(script, model, source, tm
     if script in CODERS:
         script.fill(model, source, tmp_path / "cut")
         said = "".join(capsys.readouterr())
-        assert f"the square in their middle is encoded, at {SIZE} x {SIZE} pixels" in said
-        assert ("; their sound is left out" in said) == (script is TOKENIZE_VIDEOS)
+        square = f"the square in their middle is encoded, at {SIZE} x {SIZE} pixels"
+        shape = f"videos keep their shape: the shorter side becomes {SIZE} pixels, and both sides are cut"
+        assert (shape if script is TOKENIZE_SHAPES else square) in said
+        assert ("(--keep_aspect keeps their shape)" in said) == (script is TOKENIZE_VIDEOS)
+        assert ("; their sound is left out" in said) == (script in OF_VIDEOS)
 
 
 OTHER_FLAGS = [
@@ -191,7 +196,7 @@ OTHER_FLAGS = [
     (ALL, "precision", "bf16", 'precision was "fp32" and is now "bf16"'),
     (ALL, "cpu_threads", 2, "cpu_threads was 1 and is now 2"),
     (CODERS, "image_size", 20, "image_size was 16 and is now 20"),
-    ([TOKENIZE_VIDEOS], "fps", 5, "fps was null and is now 5.0"),
+    (OF_VIDEOS, "fps", 5, "fps was null and is now 5.0"),
     ([TOKENIZE, LATENTS], "format", "npy", "format was"),
     ([LATENTS], "latent", "mean", 'latent was "sample" and is now "mean"'),
     ([LATENTS], "latent_dtype", "bf16", 'dtype was "float16" and is now "bfloat16"'),
@@ -263,6 +268,15 @@ def narrowed(folder: Path, name: str) -> None:
     change_index(folder, shards=[{**first, "sha256": sha256}, *rest])
 
 
+def in_shapes(folder: Path, name: str) -> None:
+    """The index of codes whose rows are single codes, each item in a shape of its own."""
+    items = lines(folder / "index.jsonl")
+    text = "".join(json.dumps({**line, "row": 16 * line["row"], "grid": [4, 4]}) + "\n" for line in items)
+    (folder / "index.jsonl").write_text(text)
+    shards = [{**shard, "rows": 16 * shard["rows"]} for shard in index(folder)["shards"]]
+    change_index(folder, grid=[], shards=shards, lines_sha256=sha256_of([folder / "index.jsonl"]))
+
+
 def shard_of(value: int, shape: tuple[int, ...], dtype: Any) -> Callable[[Path, str], None]:
     return lambda folder, name: damage_shard(folder, name, np.full(shape, value, dtype))
 
@@ -306,9 +320,22 @@ DAMAGES: dict[str, tuple[list[Script], Callable[[Path, str], Any], str]] = {
         "give (b, 4, h', w')",
     ),
     "no scale": ([LATENTS], lambda f, name: change_index(f, config={}), "scaling_factor"),
+    "codes of shapes outside the codebook": ([TOKENIZE_SHAPES], shard_of(512, (172,), np.uint16), "outside"),
+    "too few codes of shapes": ([TOKENIZE_SHAPES], shard_of(0, (171,), np.uint16), "not (172,)"),
+    "another shape": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid=[4, 5]), "not in order"),
+    "no shape": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid=None), "has a grid of None"),
+    "a shape of no codes": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid=[0, 4]), "a grid of [0, 4]"),
+    "a shape of three": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid=[2, 2, 4]), "a grid of [2, 2"),
+    "a shape of text": ([TOKENIZE_SHAPES], lambda f, name: damage_first_line(f, grid="44"), "has a grid of 44"),
+    "a shape of a square": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, grid=[1, 1]), "a grid of [1, 1]"),
+    "squares without a shape": (CODERS[:3], lambda f, name: change_index(f, grid=[]), "has a grid of None"),
+    "images in shapes": ([TOKENIZE], in_shapes, "the model is one of images"),
+    "shapes that are squares": (
+        [TOKENIZE_SHAPES], lambda f, name: change_index(f, grid=[4, 4]), "has a grid of [4, 4]"),
+    "no grid": (CODERS, lambda f, name: change_index(f, grid=None), "cannot read"),
     "too few video codes": ([TOKENIZE_VIDEOS], shard_of(0, (8, 4, 4), np.uint16), "not (9, 4, 4)"),
-    "more frames than codes": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, frames=6), "6 frames and 3"),
-    "a rate of 0": ([TOKENIZE_VIDEOS], lambda f, name: damage_first_line(f, fps=0), "0 frames per second"),
+    "more frames than codes": (OF_VIDEOS, lambda f, name: damage_first_line(f, frames=6), "6 frames and 3"),
+    "a rate of 0": (OF_VIDEOS, lambda f, name: damage_first_line(f, fps=0), "0 frames per second"),
     "an endless index": (ALL, lambda f, name: replaced(f / "index.json", bottomless), "longer than 67108864 bytes"),
     "an endless shard": (ALL, lambda f, name: replaced(f / f"{name}-00000.safetensors", bottomless), "cannot read"),
     "a grid of 10^12": ([TOKENIZE], lambda f, name: change_index(f, grid=[10**6, 10**6]), "claims a shape of (4, 1000"),

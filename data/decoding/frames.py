@@ -1,4 +1,4 @@
-"""From a decoded frame of a film to an upright square picture over white."""
+"""From a decoded frame of a film to an upright picture over white, square or in the shape of the film."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .images import Cut
+from .images import Cut, check_shape
 
 Picture = npt.NDArray[np.uint8]
 
@@ -22,12 +22,22 @@ class Frame(NamedTuple):
 
 class Converter:
     """Frames -> upright squares (side, side, 3) RGB, of the middle or of the square that `cut` gives; over white unless
-    the film `is_opaque` whatever its alpha says. One for a clip: FFmpeg keeps megabytes for each."""
+    the film `is_opaque` whatever its alpha says. With `multiple`, without `cut`, (height, width, 3) in the shape of the
+    film, see `check_shape`: the shorter side is `side`, and both are cut to multiples. One for a clip: FFmpeg keeps
+    megabytes for each."""
 
-    def __init__(self, side: int, pixel_width: float, cut: Cut | None = None, is_opaque: bool = False) -> None:
+    def __init__(
+        self,
+        side: int,
+        pixel_width: float,
+        cut: Cut | None = None,
+        is_opaque: bool = False,
+        multiple: int | None = None,
+    ) -> None:
         from av.video.reformatter import VideoReformatter
 
         self._side, self._pixel_width, self._cut, self._is_opaque = side, pixel_width, cut, is_opaque
+        self._multiple = multiple
         self._resize, self._uncover = VideoReformatter().reformat, VideoReformatter().reformat
 
     def __call__(self, frame: Frame) -> Picture:
@@ -35,6 +45,8 @@ class Converter:
         if image.format.has_palette or any(component.is_alpha for component in image.format.components):
             image = image if self._is_opaque else self._over_white(image)
         sides = image.width * self._pixel_width, image.height
+        if self._multiple:
+            check_shape(*sides)
         square = self._cut(*(max(1, round(side)) for side in sides)) if self._cut else None
         shorter = square.side if square else min(sides)
         width, height = (max(self._side, round(side * self._side / shorter)) for side in sides)
@@ -46,8 +58,10 @@ class Converter:
             top, left = (min(begin, room - self._side) for begin, room in zip(begins, pixels.shape, strict=False))
             pixels = pixels[top : top + self._side, left : left + self._side]
         picture: Picture = _upright(pixels, frame.image)
-        top, left = ((side - self._side) // 2 for side in picture.shape[:2])
-        return picture[top : top + self._side, left : left + self._side]
+        multiple = self._multiple
+        down, across = (side // multiple * multiple if multiple else self._side for side in picture.shape[:2])
+        top, left = (picture.shape[0] - down) // 2, (picture.shape[1] - across) // 2
+        return picture[top : top + down, left : left + across]
 
     def _over_white(self, image: Any) -> Any:
         """A frame with transparent pixels, laid over white before anything is resized: what such a pixel hides would

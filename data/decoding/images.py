@@ -39,6 +39,7 @@ FORMATS = {
 }
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
+LONGEST_SHAPE = 4  # longer over shorter side of a picture whose shape is kept: what is in memory grows with it
 OURS = "ours"  # how a picture is resized for training: by Pillow's bilinear filter, which averages
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
 _UPRIGHT = {
@@ -124,11 +125,28 @@ class Crop:
 CENTER = Crop()
 
 
+def check_shape(width: float, height: float) -> None:
+    """Raise ValueError, in one line, if a picture whose shape is kept is longer than LONGEST_SHAPE."""
+    if max(width, height) > LONGEST_SHAPE * min(width, height):
+        raise ValueError(
+            f"it is {width:.5g} x {height:.5g} pixels large, and --keep_aspect takes no side that is more than "
+            f"{LONGEST_SHAPE} times as long as the other"
+        )
+
+
 def decode_image(
-    entry: Entry, image_size: int, channels: int, enlarge: bool = True, cut: Cut | None = None, resize: str = OURS
+    entry: Entry,
+    image_size: int,
+    channels: int,
+    enlarge: bool = True,
+    cut: Cut | None = None,
+    resize: str = OURS,
+    multiple: int | None = None,
 ) -> Tensor:
     """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped;
-    or the square that `cut` gives, resized. `resize`: OURS or, without `cut`, one of RESIZES.
+    or the square that `cut` gives, resized. `resize`: OURS or, without `cut`, one of RESIZES. With `multiple`, without
+    these two, (channels, height, width): the image keeps its shape, see `check_shape`, but for what is cut off its ends
+    so that both are multiples.
 
     channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha. Colours
     are those of sRGB: of a file with the profile of another space they are converted.
@@ -141,7 +159,7 @@ def decode_image(
         file = io.BufferedReader(raw, _BUFFER) if isinstance(raw, io.RawIOBase) else raw
         try:
             with _opened(file) as image:
-                return decode_picture(image, image_size, channels, enlarge, cut, resize)
+                return decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
         except Incomplete:
             raise
         except ValueError:
@@ -149,7 +167,7 @@ def decode_image(
             if pixels is None:
                 raise
             with contextlib.suppress(ValueError), _opened(pixels) as image:
-                return decode_picture(image, image_size, channels, enlarge, cut, resize)
+                return decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
             raise
 
 
@@ -186,6 +204,7 @@ def decode_picture(
     enlarge: bool = True,
     cut: Cut | None = None,
     resize: str = OURS,
+    multiple: int | None = None,
 ) -> Tensor:
     """`decode_image` of an open picture of Pillow: of a file that is not decoded yet, with the same result."""
     if not enlarge and min(image.size) < image_size:
@@ -197,6 +216,8 @@ def decode_picture(
             return _tensor(_middle(RESIZES[resize](picture, image_size), image_size))
         left, top, side = _decode_small(image, image_size, cut)
         box, size = (left, top, left + side, top + side), (image_size, image_size)
+        if multiple:
+            box, size = _in_shape(side + 2 * left, side + 2 * top, image_size, multiple)
         # Pillow weights colours by alpha.
         picture = resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
         picture = in_srgb(picture, image.info.get("icc_profile"))
@@ -238,6 +259,17 @@ def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
         return Square((width - side) / 2, (height - side) / 2, side)
     scale = width / whole[0]
     return Square(*(scale * number for number in square))
+
+
+def _in_shape(
+    width: float, height: float, image_size: int, multiple: int
+) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
+    """Of a picture of this size, the middle that is resized, and width and height that it gets."""
+    check_shape(width, height)
+    scale = min(width, height) / image_size
+    across, down = (round(length / scale) // multiple * multiple for length in (width, height))
+    left, top = (max(0.0, (length - side * scale) / 2) for length, side in ((width, across), (height, down)))
+    return (left, top, width - left, height - top), (across, down)
 
 
 def _with_channels(image: Image.Image, channels: int) -> Image.Image:

@@ -80,19 +80,24 @@ class ClipDecoder:
                 frames = self._clip(video, entry, share, augment and self.clip_starts == "keyframe", cut)
         return self.filled(frames)
 
-    def frames(self, entry: Entry) -> Iterator[tuple[Tensor, float | None]]:
+    def frames(self, entry: Entry, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
         (3, image_size, image_size), at the fps or frame_stride of clips; beside each the frames per second up to it:
         those that the headers state, if all stamps agree with them to half a frame, else the mean; None for an image.
-        Raises what `load` raises."""
+        With `multiple`, (3, height, width) in the shape of the file, see `Converter`. Raises what `load` raises."""
         if entry.name.lower().endswith(IMAGE_ENDINGS):
-            yield self._image(entry), None
+            yield self._image(entry, multiple=multiple), None
             return
         with opened(entry) as video:
             begin, end = video.part(entry)
-            step, first, is_steady = self._step(video), math.nan, True
-            for number, (time, picture) in enumerate(self._pictures(video, begin, end)):
-                first = time if number == 0 else first
+            step, first, is_steady, shape = self._step(video), math.nan, True, (0, 0, 0)
+            for number, (time, picture) in enumerate(self._pictures(video, begin, end, multiple=multiple)):
+                first, shape = (time, picture.shape) if number == 0 else (first, shape)
+                if picture.shape != shape:
+                    raise ValueError(
+                        f"its shape changes: frame {number} would be {picture.shape[1]} x {picture.shape[0]} pixels "
+                        f"large, those before {shape[1]} x {shape[0]}; without --keep_aspect all become square"
+                    )
                 passed = time - first
                 is_steady = is_steady and abs(passed - number * step) < step / 2
                 ticks = step if is_steady or passed <= 0 else passed / number
@@ -101,8 +106,8 @@ class ClipDecoder:
             if end == math.inf:
                 video.require_end()
 
-    def _image(self, entry: Entry, cut: Cut | None = None) -> Tensor:
-        return decode_image(entry, self.image_size, 3, cut=cut)
+    def _image(self, entry: Entry, cut: Cut | None = None, multiple: int | None = None) -> Tensor:
+        return decode_image(entry, self.image_size, 3, cut=cut, multiple=multiple)
 
     def _clip(self, video: Video, entry: Entry, share: float, at_keyframe: bool, cut: Cut | None) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
@@ -127,10 +132,10 @@ class ClipDecoder:
         return video.ticks_per_second / self.fps if self.fps else video.ticks_per_frame * self.frame_stride
 
     def _pictures(
-        self, video: Video, start: float, end: float, cut: Cut | None = None
+        self, video: Video, start: float, end: float, cut: Cut | None = None, multiple: int | None = None
     ) -> Iterator[tuple[float, Picture]]:
-        """The frames from time `start` to before `end`, in ticks, as (image_size, image_size, 3), with their times."""
-        convert = Converter(self.image_size, video.pixel_width, cut, video.is_opaque)
+        """The frames from time `start` to before `end`, in ticks, as `Converter` makes them, with their times."""
+        convert = Converter(self.image_size, video.pixel_width, cut, video.is_opaque, multiple)
         if not self.fps:
             for number, frame in enumerate(video.frames_from(start)):
                 if number and frame.pts >= end:

@@ -78,8 +78,9 @@ class TarSource:
         self._damaged, self.examples = index.damaged, index.examples
         try:
             lines = [skipped, skipped_line("member", str(self), *index.facts["skipped"])]
-            for said, (count, first) in index.facts["ends"].items():
-                lines.append(f"{said}: {self.paths[first]!r}{f' and {counted(count - 1, "more tar")}' if count > 1 else ''}")
+            for end, (count, first) in index.facts["ends"].items():
+                others = f" and {counted(count - 1, 'more tar')}" if count > 1 else ""
+                lines.append(f"{end}: {self.paths[first]!r}{others}")
         except DAMAGES:
             raise index.damaged() from None
         self.skipped = "; ".join(filter(None, lines))

@@ -15,6 +15,12 @@ further the number of frames before encoding and how many are shown in a second 
     {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
     line = json.loads(open("codes/index.jsonl").readline()); of_video = codes[line["row"]:][:line["code_frames"]]
 
+Videos that keep their shape have rows of a single code each, (n,), frame after frame and line after line of a picture;
+"grid" in index.json, the shape of a row, is [] then, and in each line stands that of its frames, (h, w):
+
+    {"path": "b.mp4", "shard": 0, "row": 480, "code_frames": 5, "frames": 17, "fps": 25.0, "grid": [8, 14]}
+    of_video = codes[line["row"]:][:5 * 8 * 14].reshape(5, 8, 14)
+
 They are decoded to a folder of images or videos, at the relative paths of the originals (for absolute ones, and those
 with .., see `below`); an image, and a video of one frame, become a PNG. Files are written whole.
 """
@@ -41,7 +47,7 @@ from tandem.files.reading import open_regular
 from tandem.files.writing import create, replacing
 
 from .output import explained_write
-from .shards import COUNT, LINES_FILE, Array, Stored, explained, stays_inside
+from .shards import COUNT, GRID, LINES_FILE, Array, Stored, explained, row_count, stays_inside
 
 CODES = "codes"
 _DTYPES = ("uint8", "uint16", "int32")
@@ -82,13 +88,16 @@ class StoredCodes(Stored):
                     raise ValueError(f"it is not in order at {line['path']!r}")
                 if type(count) is not int or count < 1:
                     raise ValueError(f"{line['path']!r} has {count!r} rows")
+                grid = line.get(GRID)
+                if not (_is_grid(grid) if self.index[GRID] == [] else grid is None):
+                    raise ValueError(f"{line['path']!r} has a grid of {str(grid)[:40]}")
                 self.by_shard[shard].append(line)
-                rows[shard] += count
+                rows[shard] += row_count(line)
             if rows != [entry["rows"] for entry in shards]:
                 raise ValueError("its numbers of rows are not those of the index")
 
     def rows(self, shard: int) -> Tensor:
-        """What the model decodes of a shard, int64 (n, h, w)."""
+        """What the model decodes of a shard, int64 (n, h, w), or (n,) of videos that keep their shape."""
         return torch.from_numpy(self.load(shard).astype(np.int64))
 
     def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
@@ -99,7 +108,7 @@ class StoredCodes(Stored):
         return counts
 
     def load(self, shard: int) -> Array:
-        """Codes (n, h, w) of a shard, checked against its checksum, the index and the size of the codebook."""
+        """Codes of a shard, see `rows`, checked against its checksum, the index and the size of the codebook."""
         with self.rows_of(shard, self.index["grid"], _DTYPES) as codes:
             if codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < self.index["num_codes"]:
                 raise ValueError(f"it holds codes outside [0, {self.index['num_codes']})")
@@ -117,9 +126,15 @@ def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code
         if frames_per_code is not None:
             for line in lines:
                 _check(line, frames_per_code)
+        elif codes.index[GRID] == []:
+            raise ValueError("its lines have shapes of their own, as videos have, and the model is one of images")
         endings = [".png" if line.get("frames", 1) == 1 else ending for line in lines]
     names = iter(output_names([line["path"] for line in lines], endings))
     return [[folder / next(names) for _ in of_shard] for of_shard in codes.by_shard]
+
+
+def _is_grid(grid: Any) -> bool:
+    return isinstance(grid, list) and len(grid) == 2 and all(type(side) is int and side >= 1 for side in grid)
 
 
 def _check(line: Mapping[str, Any], frames_per_code: int) -> None:
@@ -164,7 +179,8 @@ def decode_videos(
     """
     rows, first = codes.rows(shard), 0
     for line, path in zip(codes.by_shard[shard], files, strict=True):
-        of_video, first = rows[first : first + line[COUNT]], first + line[COUNT]
+        of_video, first = rows[first : first + row_count(line)], first + row_count(line)
+        of_video = of_video.reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
         frames = itertools.islice(pixels_of(of_video.split(_PIECE_CODES), open_stream()), line["frames"])
         if path.suffix == ".png":
             save_missing([path], frames, 1)

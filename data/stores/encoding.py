@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..bad_samples import BadSample, reason_of
 from ..workers import Loader
-from .shards import COUNT, Encoded
+from .shards import COUNT, GRID, Encoded
 
 PIECE_FRAMES = 16  # of a video, which are in memory at once
 
@@ -101,6 +101,7 @@ def encode_streams(
     *,
     frames_per_code: int,
     num_threads: int,
+    in_shape: bool = False,
 ) -> Iterator[Encoded]:
     """Codes of the videos with the indices of each shard, in the order of the shards. Memory does not depend on the
     length of a video.
@@ -113,20 +114,23 @@ def encode_streams(
         frames_per_code: 1 + n times as many frames have 1 + n frames of codes. The last frame of other videos is held
             until they do.
         num_threads: As many videos are decoded at once, each by a thread that is at most one piece ahead.
+        in_shape: Whether each video has its own (h', w'), which its note then holds as GRID, and rows are single codes.
     """
     for indices in shards:
         encoders, parts = defaultdict[int, Any](open_stream), defaultdict[int, list[Any]](list)
-        notes, bad = dict[int, Note](), list[BadSample]()
+        notes, grids, bad = dict[int, Note](), dict[int, Note](), list[BadSample]()
         for index, found in _in_turn(lambda index: _pieces(frames_of, index, frames_per_code), indices, num_threads):
             if isinstance(found, Tensor):
-                parts[index].append(encoders[index](found))
+                codes = encoders[index](found)
+                parts[index].append(codes.ravel() if in_shape else codes)
+                grids[index] = {GRID: [*codes.shape[1:]]} if in_shape else {}
                 continue
             encoders.pop(index, None)  # and with it what a model keeps of a video
             if isinstance(found, Exception):
                 parts.pop(index, None)
                 bad.append(BadSample(index, describe(index), reason_of(found)))
             else:
-                notes[index] = found
+                notes[index] = {**found, **grids[index]}
         done = sorted(notes)
         bad.sort(key=lambda sample: sample.index)
         yield Encoded([part for index in done for part in parts[index]], [notes[index] for index in done], bad)

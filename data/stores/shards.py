@@ -33,6 +33,7 @@ from .output import OutputFolder, json_bytes
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
 COUNT = "code_frames"  # key of the number of rows of an item that has several
+GRID = "grid"  # key of their shape, if it is the item's own: then a row is a single number
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
 _MOST_NUMBERS = 1 << 29  # of a shard
 
@@ -44,7 +45,7 @@ class Encoded(NamedTuple):
 
     Args:
         parts: Arrays (n, ...), together the rows of the items that could be read, in order.
-        notes: What the index says of each item that could be read; COUNT among it, if an item has several rows.
+        notes: What the index says of each item that could be read; COUNT and GRID among it, see `row_count`.
         bad: The items that could not be read.
     """
 
@@ -167,7 +168,7 @@ class ShardWriter:
                     bad.append({"path": path, "reason": reasons[index]})
                 else:
                     lines.append({"path": path, "shard": shard, "row": row, **next(notes)})
-                    row += lines[-1].get(COUNT, 1)
+                    row += row_count(lines[-1])
             shards.append({"file": self._file(shard), "rows": row, "sha256": about["sha256"]})
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         self.output.write(LINES_FILE, text)
@@ -261,8 +262,13 @@ def _dtype(column: Tensor) -> str:
     return str(column.dtype).removeprefix("torch.")
 
 
+def row_count(note: Mapping[str, Any]) -> int:
+    """The number of rows of an item, of which the index says this."""
+    return int(note.get(COUNT, 1) * math.prod(note.get(GRID, ())))
+
+
 def _rows(notes: Iterable[Mapping[str, Any]]) -> int:
-    return sum(note.get(COUNT, 1) for note in notes)
+    return sum(row_count(note) for note in notes)
 
 
 @contextlib.contextmanager

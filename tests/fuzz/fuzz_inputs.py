@@ -98,8 +98,10 @@ def _tools() -> list[Target]:
         Target("encode", ["--model", "video", *videos, "--output", "out"], ["videos", "video"], 2),
         Target("encode", ["--model", "video", "--video_folder", "videos-manifest/set.jsonl", *few, "--output", "out"],
                ["videos-manifest", "video"], 2),
-        Target("encode", ["--model", "video", "--decode", "films", *few, "--output", "out"],
-               ["films", "video"]),
+        *(Target("encode", ["--model", "video", "--decode", films, *few, "--output", "out"], [films, "video"])
+          for films in ("films", "shaped_films")),
+        Target("encode", ["--model", "video", *videos, "--keep_aspect", "--output", "shaped_films"],
+               ["shaped_films", "video", "videos"]),
         Target("embed", ["--model", "mulan", "--audio", "sounds", *few, "--output", "out"], ["sounds", "mulan"], 2),
         Target("encode", ["--model", "vae", "--image_folder", "odd_images", *few, "--output", "out"],
                ["odd_images", "vae"]),
@@ -183,6 +185,7 @@ def write_inputs(folder: Path) -> None:
     _run(folder, "codes_npy", *of_images, "--format", "npy")
     _run(folder, "latents", "encode", "--model", "autoencoder", "--image_folder", "images", "--with_flip", "--scaled")
     _run(folder, "films", "encode", "--model", "video", "--video_folder", "videos")
+    _run(folder, "shaped_films", "encode", "--model", "video", "--video_folder", "videos", "--keep_aspect")
     _run(folder, "index", "embed", "--model", "mulan", "--audio", "sounds")
     _train(folder, "train_vae", "run", "--image_folder", "demo:shapes:8", "--ema_power", "0.1", "--max_steps", "2")
     _write_listed(folder)

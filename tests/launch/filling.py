@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -96,6 +97,12 @@ def write_videos(folder: Path) -> None:
     (folder / "notes.txt").write_text("no video")
 
 
+def write_shapes(folder: Path) -> None:
+    """Videos whose codes, with the tokenizer above, have grids of 4 x 4, 4 x 5 and 6 x 4."""
+    for seed, (name, frames) in enumerate(VIDEOS.items()):
+        write_film(folder / name, seed, frames, *((18, 18), (18, 23), (27, 18))[seed % 3])
+
+
 def write_sounds(folder: Path) -> None:
     for seed, (name, seconds) in enumerate(SOUNDS.items()):
         write_sound(folder / name, seed, seconds)
@@ -120,7 +127,7 @@ class Script:
     more: tuple[str, ...] = ()  # further flags
 
     def __str__(self) -> str:
-        return f"{self.name}{self.source}-{self.shards}"
+        return f"{self.name}{self.source}-{self.shards}{'-shapes' if '--keep_aspect' in self.more else ''}"
 
     def flags(self, model: Path, source: Path | str, output: Path, *more: Any) -> list[str]:
         said = ["--model", model, self.source, source, "--output", output, f"--{self.per_shard}", 4]
@@ -144,8 +151,12 @@ class Script:
     def rows(self, folder: Path) -> dict[str, np.ndarray]:
         """Row or rows by path, read as the documentation of the store's module describes."""
         shards = [load_file(path)[self.shards] for path in sorted(folder.glob(f"{self.shards}-*.safetensors"))]
-        said = [(line, shards[line["shard"]][line["row"] :]) for line in lines(folder / "index.jsonl")]
-        return {line["path"]: rows[: line["code_frames"]] if "code_frames" in line else rows[0] for line, rows in said}
+        found = {}
+        for line in lines(folder / "index.jsonl"):
+            rows, grid = shards[line["shard"]][line["row"] :], line.get("grid", [])
+            rows = rows[: line.get("code_frames", 1) * math.prod(grid)]
+            found[line["path"]] = rows.reshape(-1, *grid) if grid else rows if "code_frames" in line else rows[0]
+        return found
 
     def shard_rows(self, *left_out: int) -> list[int]:
         """The rows of the three shards, without those of some inputs."""
@@ -168,6 +179,10 @@ TOKENIZE_VIDEOS = Script(
     video_tokenizer, write_videos,
     lambda model, codes, other: ["--model", model, "--decode", codes, "--output", other],
     batch_size=None, lengths=tuple(1 + frames // 2 for frames in VIDEOS.values()),
+)  # fmt: skip
+TOKENIZE_SHAPES = replace(
+    TOKENIZE_VIDEOS, write_inputs=write_shapes, more=("--keep_aspect",),
+    lengths=tuple(4 * (4 + seed % 3) * (1 + frames // 2) for seed, frames in enumerate(VIDEOS.values())),
 )  # fmt: skip
 EMBED = Script(
     "embed.py", embed.main, "--audio", "files_per_shard", "embeddings", tuple(SOUNDS), mulan,

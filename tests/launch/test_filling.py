@@ -64,6 +64,10 @@ TOKENIZE_VIDEOS = Job(
     lambda path, seed: filling.write_film(path, seed, 1 + 4 * (1 + seed % 7), 64, 70), N_SHARDS + 3,
     f"41 videos in {N_SHARDS} shards of codes",
 )  # fmt: skip
+TOKENIZE_SHAPES = replace(
+    TOKENIZE_VIDEOS, script=filling.TOKENIZE_SHAPES, write_item=lambda path, seed: filling.write_film(
+        path, seed, 1 + 4 * (1 + seed % 7), *((64, 70), (64, 90), (80, 64))[seed % 3])
+)  # fmt: skip
 EMBED = Job(
     filling.EMBED, "wav",
     {"audio_dim": 128, "audio_depth": 3, "dim_head": 16, "sample_rate": 8000, "clip_seconds": 1.0, "n_fft": 512,
@@ -124,7 +128,7 @@ def started(job: Job, command: list[str], output: Path, log: Path, shards: int) 
 @pytest.mark.parametrize(
     ("launcher", "job"),
     [
-        *((None, job) for job in JOBS),
+        *((None, job) for job in (*JOBS, TOKENIZE_SHAPES)),
         *((Launcher(name, 2), EMBED) for name in ("torchrun", "deepspeed", "horovodrun")),
         (Launcher("torchrun", 2), LATENTS),
     ],
@@ -144,6 +148,7 @@ def test_two_processes_write_the_bytes_of_one(launcher, job, inputs, of_one_proc
     assert len(files(of_one_process)) == job.n_files
 
 
+@pytest.mark.parametrize("job", [*JOBS, TOKENIZE_SHAPES], indirect=True, ids=str)
 def test_two_processes_use_a_folder_as_one_does(job, inputs, of_one_process, tmp_path, capsys):
     command = ["--model", str(inputs / "model")]
     if job is not EMBED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -11,6 +12,7 @@ from typing import Any
 import av
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 from torch import Tensor
 
 SIDE = 64
@@ -85,3 +87,16 @@ def write_video(
             container.mux(tone.encode(piece))
             container.mux(tone.encode())
     return path
+
+
+def write_widths(path: Path, *widths: int) -> None:
+    """An AVI whose frames are pictures of these widths and 16 pixels high."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = widths[0], 16, "yuvj420p"
+        for number, width in enumerate(widths):
+            content = io.BytesIO()
+            Image.new("RGB", (width, 16), "red").save(content, "jpeg")
+            packet = av.Packet(content.getvalue())
+            packet.stream, packet.pts, packet.dts, packet.is_keyframe = stream, number, number, True
+            container.mux(packet)

@@ -19,7 +19,7 @@ from data.bad_samples import Unsuitable
 from data.decoding.videos import ClipDecoder
 from data.records.files import FileWindow
 from data.records.record import Entry, open_entry
-from tests.data.decoding.films import RATE, SIDE, TICKS, number_of, numbers, picture, write_video
+from tests.data.decoding.films import RATE, SIDE, TICKS, number_of, numbers, picture, write_video, write_widths
 from tests.data.helpers import one_line
 from tests.data.sources import encoded
 
@@ -205,6 +205,53 @@ def test_the_shorter_side_is_resized_and_the_longer_one_cropped(width, height, s
 def test_pixels_that_are_not_square_are_stretched(tmp_path):
     path = write_video(tmp_path / "a.mp4", 2, pictures=[picture(999, 32, 64)] * 2, sample_aspect_ratio=2)
     assert numbers(ClipDecoder(SIDE, 2).load(Entry(str(path)), 0)) == [999, 999]
+
+
+def test_a_film_keeps_the_shape_in_which_it_is_shown(tmp_path):
+    level = np.kron(np.random.default_rng(0).integers(0, 256, (2, 3)), np.ones((16, 16))).astype(np.uint8)
+    film = write_video(tmp_path / "a.mp4", 2, pictures=[level] * 2).read_bytes()
+    turned = with_matrix(film, 0, 1, -1, 0)  # a quarter, clockwise
+    wide = write_video(tmp_path / "b.mp4", 2, pictures=[level] * 2, sample_aspect_ratio=2).read_bytes()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, clockwise
+    Image.fromarray(level).save(tmp_path / "c.png", exif=exif)
+    expected = {
+        "a.mp4": (film, level), "turned.mp4": (turned, np.rot90(level, -1)), "b.mp4": (wide, level.repeat(2, axis=1)),
+        "c.png": ((tmp_path / "c.png").read_bytes(), np.rot90(level, -1)),
+    }  # fmt: skip
+    for name, (content, shown) in expected.items():
+        for frame, _ in ClipDecoder(32, 2).frames(Entry.in_memory(content, name), 8):
+            assert frame.shape[1:] == shown.shape, name
+            error = (frame.int() - torch.from_numpy(shown.astype(np.int32))).abs()
+            assert error.float().mean() < 2 and error[:, 4:12, 4:12].max() <= 2, name  # stretched edges are soft
+
+
+def test_both_sides_are_cut_to_multiples_in_the_middle(tmp_path):
+    ramp = np.add.outer(np.linspace(0, 100, 72), np.linspace(0, 150, 107)).round().astype(np.uint8)
+    write_video(tmp_path / "a.mkv", 2, codec="ffv1", pictures=[ramp] * 2)
+    Image.fromarray(ramp).save(tmp_path / "a.png")
+    for path in (tmp_path / "a.mkv", tmp_path / "a.png"):
+        for side, multiple, width in ((24, 8, 32), (24, 12, 36), (40, 20, 40), (72, 1, 107)):
+            frame, _ = next(ClipDecoder(side, 2).frames(Entry(str(path)), multiple))
+            assert frame.shape == (3, side, width), (path.name, side)
+            assert abs(frame.float().mean().item() - 125) < 2, (path.name, side)  # of the ramp and of its middle
+
+
+def test_a_shape_that_is_too_long_or_changes_is_refused_in_one_line(tmp_path):
+    for name, width, height in (("a.mkv", 66, 16), ("b.png", 16, 66), ("c.mkv", 64, 16)):
+        picture = np.zeros((height, width), np.uint8)
+        if name == "b.png":
+            Image.fromarray(picture).save(tmp_path / name)
+        else:
+            write_video(tmp_path / name, 2, codec="ffv1", pictures=[picture] * 2)
+    write_widths(tmp_path / "d.avi", 32, 24)
+
+    def all_of(name: str) -> list[object]:
+        return [*ClipDecoder(16, 2).frames(Entry(str(tmp_path / name)), 4)]
+
+    assert len(all_of("c.mkv")) == 2
+    for name, said in (("a.mkv", "66 x 16 pixels"), ("b.png", "16 x 66 pixels"), ("d.avi", "frame 1 would be 24 x 16")):
+        assert said in one_line(all_of, name)
 
 
 def test_gifs_are_videos_with_white_behind_them(tmp_path):
