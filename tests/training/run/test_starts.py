@@ -52,7 +52,8 @@ def test_the_commit_is_that_of_this_source_and_of_no_repository_around_it_or_in_
     assert commit_of(source) == commit_of(source, **elsewhere) == "None"
     commit = committed(source, "tandem/__init__.py")
     assert commit_of(source) == commit_of(source, **elsewhere) == commit
-    (source / "tandem" / "__init__.py").write_text('"""Changed."""\n')
+    with open(source / "tandem" / "__init__.py", "a") as file:
+        file.write("# changed\n")
     assert commit_of(source) == f"{commit}-dirty"
     git(source, "add", ".")
     git(source, "commit", "--quiet", "--message", "Second")
