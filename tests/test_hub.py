@@ -159,6 +159,7 @@ def test_only_the_files_of_a_model_are_downloaded_and_what_says_which_first(
     assert bob.init_from == f"{NAME}@{first}"
     paths = [line.split("/")[-1] for line in hub.requests if line.startswith("GET /alice")]
     assert paths[0] == "config.json" and sorted(paths[1:]) == ["model.safetensors", "tokenizer.json"]
+    (bob.folder / "new").rename(bob.folder / "old")  # a run that goes on asks for nothing
     assert "Revision Not Found" in bob.trains_from(f"{NAME}@v2", "fails")
 
 

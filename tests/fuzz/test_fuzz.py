@@ -39,6 +39,7 @@ def test_no_case_of_a_short_part_has_a_fault(inputs: Path, capsys: pytest.Captur
 
 def test_a_case_is_the_same_again(inputs: Path, tmp_path: Path) -> None:
     one, two, other = (fuzz.run_case(5, n, inputs, tmp_path / name) for n, name in ((2, "1"), (2, "2"), (4, "3")))
+    one, two = (result._replace(said="") for result in (one, two))  # which may hold a speed
     assert one == two and one.damages and (one.target, one.damages) != (other.target, other.damages)
 
 
