@@ -107,7 +107,7 @@ def test_the_verdict_names_who_holds_the_job_up_when_it_is_due_and_not_before(st
     *before, last = (job.pass_time(*time) for time in times)
     assert before == [None] * len(before)
     is_held_up = verdict is not None and " stands " in verdict
-    assert last == (f"no progress for 1 minutes: {verdict}" if is_held_up else verdict)
+    assert last == (f"no progress for 1 minute: {verdict}" if is_held_up else verdict)
 
 
 def test_who_waits_for_whom_is_told_after_ten_seconds_once_for_each_phase() -> None:
