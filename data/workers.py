@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import fcntl
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -143,6 +144,9 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
         super().run()
 
 
+_SET_PIPE_SIZE, _PIPE_BYTES = 1031, 1 << 20  # F_SETPIPE_SZ of Linux, and what a user may ask for by default
+
+
 class _Queue(multiprocessing.queues.Queue):
     """A queue, read by one process, whose `get` waits no longer than it is told where a process died while it sent."""
 
@@ -152,6 +156,8 @@ class _Queue(multiprocessing.queues.Queue):
     def __init__(self, *args: Any, **context: Any) -> None:
         super().__init__(*args, **context)
         self._message, self._received, self._is_header = bytearray(4), 0, True
+        with contextlib.suppress(OSError):  # the pipe then stays as small as it was
+            fcntl.fcntl(self._reader.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         while True:
