@@ -86,10 +86,9 @@ def allow_open_files(needed: int) -> str | None:
 
 
 def use_tf32(precision: str) -> None:
-    """Say what GPUs may round to TF32, which keeps 10 of the 23 bits of the mantissa, of what they multiply in fp32:
-    nothing with "fp32", everything with "tf32". With "bf16" and "fp16" it is what autocast leaves in fp32 of the
-    convolutions, such as the second derivatives of a gradient penalty: they stay more exact than all others, which
-    keep 7 or 10 bits, and take half of the time. Distances to codes are matrix products, and stay fp32. (PyTorch
+    """Set which fp32 products a GPU may round to TF32, which keeps 10 of the 23 bits of the mantissa: with "fp32" none,
+    with "tf32" all. With "bf16" and "fp16" the convolutions that autocast leaves in fp32, such as those of a gradient
+    penalty: they still keep more bits than bf16. Matrix products, such as distances to codes, stay fp32 then. (PyTorch
     begins with this setting.)"""
     # Not by the newer fp32_precision: torch.compile reads these names, and PyTorch 2.15 raises if both are used.
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
