@@ -17,7 +17,6 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.process
-import multiprocessing.queues
 import os
 import pickle
 import queue
@@ -74,7 +73,7 @@ class Loader:
             _Requests(load),
             batch_size=None,  # one request is one result
             sampler=requests,
-            collate_fn=_Packed if num_workers else _unchanged,
+            collate_fn=_unchanged,
             num_workers=num_workers,
             worker_init_fn=_become_worker,
             multiprocessing_context=_FORK if num_workers else None,
@@ -147,68 +146,110 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
 _SET_PIPE_SIZE, _PIPE_BYTES = 1031, 1 << 20  # F_SETPIPE_SZ of Linux, and what a user may ask for by default
 
 
-class _Queue(multiprocessing.queues.Queue):
-    """A queue, read by one process, whose `get` waits no longer than it is told where a process died while it sent."""
+class _Queue:
+    """A queue between processes, read by one of them, with the methods that DataLoader calls. A thread sends.
 
-    _reader: Any
-    _sem: Any
+    A message is 8 bytes with the number of its parts, 8 bytes with the size of each, and the parts: a pickle, and the
+    elements of each tensor, which are copied only into the pipe and out of it. `get` waits no longer than it is told,
+    also where a process died while it sent.
+    """
 
-    def __init__(self, *args: Any, **context: Any) -> None:
-        super().__init__(*args, **context)
-        self._message, self._received, self._is_header = bytearray(4), 0, True
+    def __init__(self) -> None:
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+        self._writes = multiprocessing.get_context("fork").Lock()
+        self._to_send: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._received = self._receive()
         with contextlib.suppress(OSError):  # the pipe then stays as small as it was
             fcntl.fcntl(self._reader.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        while True:
-            while self._received < len(self._message):
-                if not self._reader.poll(timeout):
-                    raise queue.Empty
-                if not (count := os.readv(self._reader.fileno(), [memoryview(self._message)[self._received :]])):
-                    raise EOFError
-                self._received += count
-            message, is_header = self._message, self._is_header
-            # A message follows its length: 4 bytes, or -1 and 8 bytes (multiprocessing.connection).
-            length = struct.unpack("!i" if len(message) == 4 else "!Q", message)[0] if is_header else 4
-            self._is_header = not is_header or length == -1
-            self._message, self._received = bytearray(8 if length == -1 else length), 0
-            if not is_header:
-                self._sem.release()
-                return pickle.loads(message)
+    def put(self, message: tuple[Any, Any] | None) -> None:
+        """Send (the number of a request, the request or its result), or None. A result that cannot be pickled is sent
+        as a CannotGoOn."""
+        try:
+            parts = _pickled(message)
+        except Exception as error:
+            if message is None or torch.utils.data.get_worker_info() is None:
+                raise
+            parts = _pickled((message[0], CannotGoOn(_cannot_send(error))))
+        self._to_send.put(parts)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send, daemon=True)
+            self._thread.start()
 
-    def _on_queue_feeder_error(self, error: BaseException, result: Any) -> None:
-        """What the thread that sends cannot send. The base class prints a traceback; the other end waits."""
-        if torch.utils.data.get_worker_info() is not None:  # else a worker is gone that the main process sends to
-            tell(f"a loader process cannot send what it has loaded: {type(error).__name__}: {error}")
-            leave(FAILED, at_once=True)
+    def _send(self) -> None:
+        while parts := self._to_send.get():
+            header = struct.pack(f"={1 + len(parts)}Q", len(parts), *map(len, parts))
+            try:
+                with self._writes:
+                    for rest in [memoryview(header), *parts]:
+                        while rest:
+                            rest = rest[os.write(self._writer.fileno(), rest) :]
+            except OSError as error:
+                if torch.utils.data.get_worker_info() is not None:  # the main process would wait without end
+                    tell(_cannot_send(error))
+                    leave(FAILED, at_once=True)
+                return  # a worker is gone that the main process sends to
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The next message. Raises queue.Empty where none, or no more of one, has come within `timeout` seconds."""
+        while self._reader.poll(timeout):
+            if message := next(self._received):
+                return message[0]
+        raise queue.Empty
+
+    def _receive(self) -> Iterator[tuple[Any, ...]]:
+        """The messages, in tuples of one; an empty tuple wherever it would wait for the rest of one."""
+        while True:
+            for _ in self._filled(number := bytearray(8)):
+                yield ()
+            for _ in self._filled(sizes := bytearray(8 * struct.unpack("=Q", number)[0])):
+                yield ()
+            parts = list[memoryview]()
+            for (size,) in struct.iter_unpack("=Q", sizes):
+                # Aligned in memory as every other tensor is, so that kernels compute the same bits with it.
+                elements: Any = torch.empty(size, dtype=torch.uint8).numpy()
+                parts.append(memoryview(elements))
+                for _ in self._filled(parts[-1]):
+                    yield ()
+            yield (pickle.loads(parts[0], buffers=parts[1:]),)
+
+    def _filled(self, buffer: Any) -> Iterator[None]:
+        """Fill a buffer from the pipe; one step wherever the next read may have to wait."""
+        rest = memoryview(buffer)
+        while rest:
+            yield
+            if not (count := os.readv(self._reader.fileno(), [rest])):
+                raise EOFError
+            rest = rest[count:]
+
+    def close(self) -> None:
+        self._to_send.put(None)
+
+    def cancel_join_thread(self) -> None:
+        """Nothing: a process that ends never waits for the thread."""
+
+
+def _cannot_send(error: BaseException) -> str:
+    return f"a loader process cannot send what it has loaded: {type(error).__name__}: {error}"
 
 
 class _Fork(multiprocessing.context.ForkContext):
     Process = _ForkedWorker
 
-    def Queue(self, maxsize: int = 0) -> _Queue:
-        return _Queue(maxsize, ctx=self)
+    def Queue(self, maxsize: int = 0) -> _Queue:  # type: ignore[override]
+        return _Queue()
 
 
-class _Packed:
-    """What a worker has loaded, on its way: a pickle of this object is read as what was loaded, or as a CannotGoOn if
-    that cannot be sent."""
-
-    def __init__(self, result: Any) -> None:
-        content = io.BytesIO()
-        try:
-            _Pickler(content, protocol=5).dump(result)
-            self._pickled = content.getvalue()
-        except Exception as error:
-            reason = f"a loader process cannot send what it has loaded: {type(error).__name__}: {error}"
-            self._pickled = pickle.dumps(CannotGoOn(reason))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self._pickled,)
+def _pickled(message: Any) -> list[memoryview]:
+    """The bytes of a pickle, and those of each buffer that it leaves out."""
+    content, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(content, protocol=5, buffer_callback=buffers.append).dump(message)
+    return [content.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays, because PyTorch's own way copies them several times."""
+    """Pickles tensors as arrays, whose elements need no copy; PyTorch's own way needs several."""
 
     def reducer_override(self, value: Any) -> Any:
         return (torch.from_numpy, (value.contiguous().numpy(),)) if type(value) is torch.Tensor else NotImplemented

@@ -118,18 +118,14 @@ Nowhere = type("Nowhere", (Exception,), {})
 Nowhere.__qualname__ = "Elsewhere"  # pickle looks for a class by its name
 
 
-@pytest.mark.parametrize(
-    ("result", "reason"),
-    [(lambda: None, "cannot send what it has loaded"), (Nowhere("x"), "ended with the exit code 1")],
-    ids=["no pickle", "an error of no module"],
-)
-def test_what_a_worker_cannot_send_is_one_line_and_no_wait(result, reason, capfd):
+@pytest.mark.parametrize("result", [lambda: None, Nowhere("x")], ids=["no pickle", "an error of no module"])
+def test_what_a_worker_cannot_send_is_one_line_and_no_wait(result, capfd):
     def load(request):
         if isinstance(result, Exception):
             raise result
         return result
 
-    with pytest.raises(CannotGoOn, match=reason):
+    with pytest.raises(CannotGoOn, match="cannot send what it has loaded"):
         list(Loader(load, range(4), num_workers=1))
     assert "Traceback" not in capfd.readouterr().err
 
