@@ -377,7 +377,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     if samples.skipped:
         backend.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
-        what = f"of {kind} the square in their middle is encoded, at {side} x {side} pixels"
+        what = f"the square in the middle of each of the {kind} is encoded, at {side} x {side} pixels"
         if args.keep_aspect:
             cut = f"and both sides are cut to multiples of {model.pixels_per_code}"
             what = f"{kind} keep their shape: the shorter side becomes {side} pixels, {cut}"

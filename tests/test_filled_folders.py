@@ -183,7 +183,8 @@ def test_what_is_left_out_of_images_and_videos_is_said(script, model, source, tm
     if script in CODERS:
         script.fill(model, source, tmp_path / "cut")
         said = "".join(capsys.readouterr())
-        square = f"the square in their middle is encoded, at {SIZE} x {SIZE} pixels"
+        kind = "videos" if script in OF_VIDEOS else "images"
+        square = f"the square in the middle of each of the {kind} is encoded, at {SIZE} x {SIZE} pixels"
         shape = f"videos keep their shape: the shorter side becomes {SIZE} pixels, and both sides are cut"
         assert (shape if script is TOKENIZE_SHAPES else square) in said
         assert ("(--keep_aspect keeps their shape)" in said) == (script is TOKENIZE_VIDEOS)
