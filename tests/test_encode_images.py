@@ -13,7 +13,7 @@ import filling
 import numpy as np
 import pytest
 import torch
-from filling import IMAGES, SIZE, TOKENIZE, index, vqgan
+from filling import IMAGES, SIZE, TOKENIZE, index, lines, vqgan
 from filling_fixtures import model, on_one_cpu, source  # noqa: F401
 from filling_fixtures import whole as codes  # noqa: F401
 from PIL import Image
@@ -66,6 +66,19 @@ def test_codes_are_those_of_a_vqgan(codes, source):
     np.testing.assert_array_equal(np.stack(list(found.values())), expected)
     assert {rows.dtype for rows in found.values()} == {np.dtype(np.uint16)}
     assert (index(codes)["coded_images"], index(codes)["images"], index(codes)["num_codes"]) == (9, 9, 512)
+
+
+def test_the_line_of_an_image_has_its_class_as_for_latents(codes, model, source, tmp_path, capsys):
+    by_path = {line["path"]: line["label"] for line in lines(codes / "index.jsonl")}
+    assert [by_path[name] for name in IMAGES] == [2, 2, 0, 0, 0, 2, 2, 1, 1], "folders, as test_encode_latents has them"
+    classes = ["7", "3", "dog", "0"]
+    (tmp_path / "some.csv").write_text(
+        "path,cls\n" + "".join(f"{source / name},{each}\n" for name, each in zip(IMAGES, classes, strict=False))
+    )
+    folder = TOKENIZE.fill(model, tmp_path / "some.csv", tmp_path / "codes")
+    assert [line.get("label") for line in lines(folder / "index.jsonl")] == [7, 3, None, 0], "no image is left out"
+    said = "labels: 3 different ones, 0 to 7; some images have none, because their class is no number"
+    assert said in "".join(capsys.readouterr())
 
 
 def test_codes_are_those_of_a_discrete_vae(source, tmp_path):
