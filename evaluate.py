@@ -70,10 +70,10 @@ class Config:
         title="what is measured")
     image_folder: str | None = flag(None, "images: a folder, tars, a table or manifest, or demo:shapes", PATH)
     video_folder: str | None = flag(None, "videos: the same; the clip in the middle of each is measured", PATH)
-    held_out_of: str | None = flag(None, "instead of these: what this run did not train on, by its own data and split; "
-        "of videos, its --num_frames is the default", FOLDER, metavar="RUN")
-    output: str | None = flag(None, "write the values to NAME.json, and to NAME.png the samples that the models make "
-        "most differently, or that a single one makes worst, under their originals", NAME)
+    held_out_of: str | None = flag(None, "measure what this run held out of its own data, instead of a folder; of "
+        "videos, its --num_frames is the default", FOLDER, metavar="RUN")
+    output: str | None = flag(None, "write the values to NAME.json, and a picture to NAME.png: the samples on which "
+        "the models differ most, or which a single model reconstructs worst, below their originals", NAME)
     image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="how")
     resize: str = flag("ours", "how images are resized: ours averages bilinearly; taming does not average, as for the "
         "values of taming-transformers, Open-MAGVIT2 and IBQ; adm halves first, as for those of LlamaGen",

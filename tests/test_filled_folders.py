@@ -397,7 +397,7 @@ MISTAKES: dict[str, tuple[list[Script], Callable[[Path], dict[str, Any]], str]] 
         [TOKENIZE_VIDEOS], lambda tmp: {"--batch_size": 2}, "--batch_size has no effect on encoding videos"),
     "a class of model": ([EMBED], lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "train_vqgan.py, not a MuLaN"),
     "no sounds": ([EMBED], lambda tmp: {"--audio": tmp}, "no sound in"),
-    "audio without output": ([EMBED], lambda tmp: {"--output": None}, "which index?"),
+    "audio without output": ([EMBED], lambda tmp: {"--output": None}, "no index is named"),
     "nothing": ([EMBED], lambda tmp: {"--audio": None, "--output": None}, "nothing to do"),
     "matches without a query": ([EMBED], lambda tmp: {"--top_k": 3}, "--top_k has no effect without --query"),
     "endless clips": ([EMBED], lambda tmp: {"--model": saved(tmp / "m", mulan(), clip_seconds=1e300)}, "1.1 GB"),

@@ -140,8 +140,8 @@ class RunFlags:
     seed: int = flag(0, "seed of the initial weights, the data order and the noise", non_negative_int)
     epochs: float = flag(
         20,
-        "passes over the training data; the run ends with them or with --max_steps, whichever comes first, and says at "
-        "its start which",
+        "passes over the training data; the run ends with them or with --max_steps, whichever comes first, and a line at "
+        "its start says which",
         epoch_count,
     )
     max_steps: int | None = flag(
@@ -254,7 +254,7 @@ class RunFlags:
     )
     save_every_minutes: float = flag(
         20.0,
-        "save also when the newest checkpoint is so old; 0: never (default: 20, but 0 beside --save_every_n_steps 0)",
+        "save also when the newest checkpoint is so old; 0, which --save_every_n_steps 0 chooses as well: never",
         non_negative_float,
         metavar="MINUTES",
     )
