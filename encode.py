@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
-from hub import fetch
+from hub import arguments_of, fetch, run_of
 from tandem.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
 from tandem.fields import flag, given, when, without
 from tandem.files.reading import counted
+from trained import find, newest, open_model
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, add_places, kernel_settings
 
@@ -343,7 +344,6 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
     """The model on the device of the run, what codes with it, and the settings that codes depend on besides what is
     coded. Raises ValueError, in one line, if there is no such model or it does not code what the flags say."""
-    from trained import open_model
 
     model, about, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     name = type(model).__name__
@@ -427,6 +427,18 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
+def decodes_codes_of(name: str, made_by: Any) -> bool:
+    """Whether a model lies in a run of --train decoder that began with the model whose weights have this checksum, so
+    that the codes and latents of that one are its own, or with such a run's."""
+    with contextlib.suppress(OSError, ValueError):
+        if (folder := run_of(find(newest(Path(name)))[1])) is not None:
+            run = arguments_of(folder)
+            if getattr(run, "train", None) == "decoder" and run.init_from:
+                first = open_model(run.init_from).about["weights_sha256"]
+                return first == made_by or decodes_codes_of(run.init_from, made_by)
+    return False
+
+
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Decode a folder of codes or latents to images or videos. Raises AskedToStop after a signal."""
     from data.stores.codes import decoded_files
@@ -436,7 +448,8 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     with backend.agreement():
         _, coder, about = open_coder(args, backend)
         codes = coder.stored(args.decode)
-        if codes.index.get("weights_sha256") != about["weights_sha256"]:
+        made_by = codes.index.get("weights_sha256")
+        if made_by != about["weights_sha256"] and not decodes_codes_of(args.model, made_by):
             raise ValueError(
                 f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
             )

@@ -13,7 +13,7 @@ import filling
 import numpy as np
 import pytest
 import torch
-from filling import IMAGES, SIZE, TOKENIZE, index, lines, vqgan
+from filling import IMAGES, SIZE, TOKENIZE, index, vqgan
 from filling_fixtures import model, on_one_cpu, source  # noqa: F401
 from filling_fixtures import whole as codes  # noqa: F401
 from PIL import Image
@@ -26,7 +26,7 @@ from data.sets import open_images
 from data.stores.codes import StoredCodes, code_dtype
 from models import DiscreteVAE
 from models.configs import DiscreteVAEConfig
-from tests.scripts import files
+from tests.scripts import VQGAN, files, lines, refusal
 from training.measures.averages import code_statistics
 
 
@@ -87,6 +87,18 @@ def test_codes_are_those_of_a_discrete_vae(source, tmp_path):
     expected = vae().get_codebook_indices(pixels(source, IMAGES)).unflatten(1, (4, 4)).numpy()
     np.testing.assert_array_equal(np.stack([found[name] for name in IMAGES]), expected)
     assert found["a.png"].dtype == np.uint8
+
+
+def test_a_decoder_that_was_trained_alone_decodes_the_codes_of_the_model_that_it_began_with(source, tmp_path, capsys):
+    first, flags = tmp_path / "first", ["--max_steps", "1", "--image_size", str(SIZE)]
+    VQGAN.train(first, *flags)
+    codes = TOKENIZE.fill(first, source, tmp_path / "codes")
+    alone = VQGAN.train(tmp_path / "alone", *flags, "--train", "decoder", "--init_from", str(first))
+    again = VQGAN.train(tmp_path / "again", *flags, "--train", "decoder", "--init_from", str(alone))
+    for run in (alone, again):
+        assert len([*decode(run, codes, tmp_path / f"images of {run.name}").rglob("*.png")]) == len(IMAGES)
+    other = VQGAN.train(tmp_path / "other", *flags, "--init_from", str(first))
+    assert "give the model that made them" in refusal(encode.main, *decoding(other, codes, tmp_path / "refused"))
 
 
 def test_npy_files_hold_the_same_codes(codes, model, source, tmp_path):
