@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -179,6 +180,9 @@ def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[d
         if (folder := run_of(find(newest(Path(name)))[1])) is None:
             continue
         try:
+            if args.held_out_of and os.path.realpath(folder) == os.path.realpath(args.held_out_of):
+                counts[name] = 0  # by its split; whether that is still the one of its training is said below
+                continue
             run = arguments_of(folder)
             counts[name], fingerprint = held_out.count_trained_on(run, samples, args.data)
         except (OSError, ValueError) as error:
