@@ -48,7 +48,7 @@ class Config(ClipFlags, Sampling):
 
     prompts: list[str] | None = flag(
         None,
-        "draw for each of these texts. A model of demo:shapes takes such as 'a small red circle on the left'; for other "
+        "draw for each of these texts. A model of demo:shapes takes 'a small red circle on the left'; for other "
         "models --clip encodes the texts, by default the published CLIP that the model was trained with. A model of "
         "image embeddings gets CLIP's embedding of the text instead, because there is no prior",
         nargs="+",

@@ -140,8 +140,8 @@ class RunFlags:
     seed: int = flag(0, "seed of the initial weights, the data order and the noise", non_negative_int)
     epochs: float = flag(
         20,
-        "passes over the training data; the run ends with them or with --max_steps, whichever comes first, and a line at "
-        "its start says which",
+        "passes over the training data; the run ends with them or with --max_steps, whichever comes first, and says at "
+        "the start which",
         epoch_count,
     )
     max_steps: int | None = flag(
