@@ -344,7 +344,6 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
     """The model on the device of the run, what codes with it, and the settings that codes depend on besides what is
     coded. Raises ValueError, in one line, if there is no such model or it does not code what the flags say."""
-
     model, about, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     name = type(model).__name__
     kind = "videos" if name == "VideoTokenizer" else "images"
