@@ -84,11 +84,11 @@ class Config:
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         args.index = args.index or args.output
         if not (args.audio or _QUERY.is_met(args)):
-            parser.error("nothing to do: say --audio or --query")
+            parser.error("nothing to do: give --audio or --query")
         if (args.audio and not args.output) or not args.index:
-            parser.error("which index? say --index, or --output beside --audio to make one")
+            parser.error("no index is named: give --index, or --audio and --output to make one")
         if "num_workers" in args.explicit and not args.audio:
-            parser.error("--num_workers is for --audio; leave it out, or say --audio")
+            parser.error("--num_workers is for --audio; leave it out, or give --audio")
 
 
 def build_parser() -> ArgumentParser:

@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed
-from hub import fetch
+from hub import arguments_of, fetch, run_of
 from tandem.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
 from tandem.fields import flag, given, when, without
 from tandem.files.reading import counted
+from trained import find, newest, open_model
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, add_places, kernel_settings
 
@@ -78,9 +79,9 @@ class Config:
     decode: str | None = flag(None, "make images or videos of the codes or latents in this folder", FOLDER)
     format: str | None = flag(
         None,
-        "of codes and latents: safetensors (default), or npy, for images: a .npy beside each, or of latents one for "
-        "each image and its label; of decoded videos: mp4 (default), gif (holds a whole video in memory) or png, a "
-        "folder of frames for each video. One frame is always a png",
+        "files of codes and latents: safetensors (default); npy writes a .npy beside each file of codes of images as "
+        "well, or for latents a .npy for each image and one for its label. Decoded videos: mp4 (default), gif (holds a "
+        "whole video in memory) or png, a folder of frames for each video; a video of one frame is always a png",
         choices=("safetensors", "npy", "png", "mp4", "gif"),
     )
 
@@ -112,12 +113,24 @@ class Config:
     )
     report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
 
-    with_flip: bool = flag(False, "mirrored images, too", needs=_OF_IMAGES, title="latents of a model without codes")
+    with_flip: bool = flag(
+        False,
+        "write the latents of mirrored images as well",
+        needs=_OF_IMAGES,
+        title="latents of a model without codes",
+    )
     latent: str = flag(
-        "mean", "mean, a sample, or both moments of each", choices=("mean", "sample", "moments"), needs=_OF_IMAGES
+        "mean",
+        "write the mean of each image, a sample, or both moments",
+        choices=("mean", "sample", "moments"),
+        needs=_OF_IMAGES,
     )
     latent_dtype: str = flag("fp16", "type of the numbers", choices=("fp16", "bf16", "fp32"), needs=_OF_IMAGES)
-    scaled: bool = flag(False, "(latent - shift_factor) * scaling_factor, of its config.json", needs=_OF_IMAGES)
+    scaled: bool = flag(
+        False,
+        "write (latent - shift_factor) * scaling_factor, two numbers of the model's config.json",
+        needs=_OF_IMAGES,
+    )
     seed: int = flag(0, "seed of the samples", non_negative_int, needs=when("latent", "sample"))
 
     @classmethod
@@ -212,7 +225,6 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     import torch
 
     from data.feed import to_unit_range
-    from data.sets import open_images
     from data.stores.codes import StoredCodes, decode_images
     from data.stores.encoding import encode_batches
     from data.stores.latents import LatentWriter, StoredLatents, open_labelled
@@ -237,8 +249,8 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
             grid = list(encode(torch.zeros(1, model.channels, side, side, dtype=torch.uint8)).shape[1:])
         except ValueError as error:
             raise ValueError(f"--image_size {side} does not fit the model: {error}") from None
-        open_set_of = open_images if model.num_codes else open_labelled
-        images = open_set_of(args.image_folder, image_size=side, channels=model.channels)
+        needs_label = not model.num_codes  # latents are for diffusion transformers, which take a class
+        images = open_labelled(args.image_folder, is_needed=needs_label, image_size=side, channels=model.channels)
         load = functools.partial(load_alone, images)
         how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
         how["waiting"] = backend.waiting_for_workers
@@ -332,8 +344,6 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
     """The model on the device of the run, what codes with it, and the settings that codes depend on besides what is
     coded. Raises ValueError, in one line, if there is no such model or it does not code what the flags say."""
-    from trained import open_model
-
     model, about, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     name = type(model).__name__
     kind = "videos" if name == "VideoTokenizer" else "images"
@@ -357,7 +367,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     from data.records.rows import parts_of
     from data.stores.codes import code_dtype
-    from data.stores.latents import DTYPES, channel_lines
+    from data.stores.latents import DTYPES, channel_lines, labels_line
     from data.stores.output import OutputFolder, names_sha256
     from training.measures.averages import code_statistics
 
@@ -377,7 +387,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     if samples.skipped:
         backend.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
-        what = f"of {kind} the square in their middle is encoded, at {side} x {side} pixels"
+        what = f"the square in the middle of each of the {kind} is encoded, at {side} x {side} pixels"
         if args.keep_aspect:
             cut = f"and both sides are cut to multiples of {model.pixels_per_code}"
             what = f"{kind} keep their shape: the shorter side becomes {side} pixels, {cut}"
@@ -400,13 +410,12 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         with backend.agreement():
             stored: Any = coder.stored(output.path)
             own = stored.channels(range(backend.rank, len(shards), backend.world_size))
-            labels = {line["label"] for line in stored.lines()}
         for line in channel_lines({int(k): v for part in backend.gather_objects(own) for k, v in part.items()}):
             backend.say(line)
-        classes = "all 0; a class is a column cls or label, KEY.cls, or the first folder of a relative path"
-        if labels - {0}:
-            classes = f"{len(labels)} different ones, {min(labels)} to {max(labels)}"
-        backend.say(f"labels: {classes}")
+    if kind == "images" and len(names) > bad:
+        with backend.agreement():
+            labels = {line.get("label") for line in coder.stored(output.path).lines()}
+        backend.say(labels_line(labels))
     if args.report and model.num_codes:
         with backend.agreement():
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
@@ -415,6 +424,18 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
             speed = f"{counted(n, kind[:-1])} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
             backend.say(f"{speed}; {counted(bad, 'file')} left out")
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
+
+
+def decodes_codes_of(name: str, made_by: Any) -> bool:
+    """Whether a model lies in a run of --train decoder that began with the model whose weights have this checksum, so
+    that the codes and latents of that one are its own, or with such a run's."""
+    with contextlib.suppress(OSError, ValueError):
+        if (folder := run_of(find(newest(Path(name)))[1])) is not None:
+            run = arguments_of(folder)
+            if getattr(run, "train", None) == "decoder" and run.init_from:
+                first = open_model(run.init_from).about["weights_sha256"]
+                return first == made_by or decodes_codes_of(run.init_from, made_by)
+    return False
 
 
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
@@ -426,7 +447,8 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     with backend.agreement():
         _, coder, about = open_coder(args, backend)
         codes = coder.stored(args.decode)
-        if codes.index.get("weights_sha256") != about["weights_sha256"]:
+        made_by = codes.index.get("weights_sha256")
+        if made_by != about["weights_sha256"] and not decodes_codes_of(args.model, made_by):
             raise ValueError(
                 f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
             )

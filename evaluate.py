@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,11 @@ import distributed
 from hub import arguments_of, fetch, run_of
 from tandem.converters import FILE, FOLDER, NAME, PATH, pixels, positive_float, size
 from tandem.fields import Needs, flag, given
-from tandem.files.reading import counted
+from tandem.files.reading import counted, words_of
 from trained import find, newest
 from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, kernel_settings
+from training.run.starts import last_start
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
@@ -69,10 +71,10 @@ class Config:
         title="what is measured")
     image_folder: str | None = flag(None, "images: a folder, tars, a table or manifest, or demo:shapes", PATH)
     video_folder: str | None = flag(None, "videos: the same; the clip in the middle of each is measured", PATH)
-    held_out_of: str | None = flag(None, "instead of these: what this run did not train on, by its own data and split; "
-        "of videos, its --num_frames is the default", FOLDER, metavar="RUN")
-    output: str | None = flag(None, "write the values to NAME.json, and to NAME.png the samples that the models make "
-        "most differently, or that a single one makes worst, under their originals", NAME)
+    held_out_of: str | None = flag(None, "measure what this run held out of its own data, instead of a folder; of "
+        "videos, its --num_frames is the default", FOLDER, metavar="RUN")
+    output: str | None = flag(None, "write the values to NAME.json, and a picture to NAME.png: the samples on which "
+        "the models differ most, or which a single model reconstructs worst, below their originals", NAME)
     image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="how")
     resize: str = flag("ours", "how images are resized: ours averages bilinearly; taming does not average, as for the "
         "values of taming-transformers, Open-MAGVIT2 and IBQ; adm halves first, as for those of LlamaGen",
@@ -159,7 +161,7 @@ def open_samples(args: argparse.Namespace) -> Samples:
         return open_images(args.data, image_size=args.image_size, **how)
     sizes = {"image_size": args.image_size, "num_frames": args.num_frames}
     try:
-        _, held_out = divided_by(argparse.Namespace(**{**vars(args.run), **sizes}), **how)
+        held_out = divided_by(argparse.Namespace(**{**vars(args.run), **sizes}), **how).held_out
     except ValueError as error:
         raise ValueError(f"--held_out_of {args.held_out_of}: {error}") from None
     if not len(held_out):
@@ -167,17 +169,48 @@ def open_samples(args: argparse.Namespace) -> Samples:
     return held_out
 
 
-def count_trained_on(args: argparse.Namespace, samples: Samples) -> dict[str, int]:
-    """How many of the samples each model that lies in its run's folder was trained on, if any; without models of which
-    nobody knows it any more."""
+def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[dict[str, int], list[str]]:
+    """How many of the samples each model that lies in its run's folder was trained on, as far as that can be known, and
+    lines that say it: what was compared, or why nothing could be."""
     from data import held_out
 
-    counts: dict[str, int] = {}
+    counts, lines, n = dict[str, int](), list[str](), len(samples)
+    instead = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
     for name in args.model:
-        with contextlib.suppress(OSError, ValueError):
-            if (folder := run_of(find(newest(Path(name)))[1])) is not None:
-                counts[name] = held_out.count_trained_on(arguments_of(folder), samples, args.data)
-    return {name: count for name, count in counts.items() if count}
+        if (folder := run_of(find(newest(Path(name)))[1])) is None:
+            continue
+        try:
+            if args.held_out_of and os.path.realpath(folder) == os.path.realpath(args.held_out_of):
+                counts[name] = 0  # by its split; whether that is still the one of its training is said below
+                continue
+            run = arguments_of(folder)
+            counts[name], fingerprint = held_out.count_trained_on(run, samples, args.data)
+        except (OSError, ValueError) as error:
+            lines.append(f"on how many of these {n} {name} was trained is not known: {words_of(error)}")
+            continue
+        places = held_out.places_of(run)
+        if counts[name]:
+            lines.append(
+                f"{name} was trained on {counts[name]} of these {n}, by their paths: its data is {places}{instead}"
+            )
+        elif not args.held_out_of:
+            lines.append(f"{name} was trained on none of these {n} by their paths: its data is {places}")
+        lines += change_of_data(name, folder, fingerprint)
+    if args.held_out_of:
+        now = held_out.divided_by(args.run).fingerprint
+        lines += change_of_data(args.held_out_of, Path(args.held_out_of), now)
+    return counts, list(dict.fromkeys(lines))
+
+
+def change_of_data(name: str, run: Path, fingerprint: str | None) -> list[str]:
+    """A line if the data of a run has another fingerprint now than when it was last started."""
+    before = last_start(run).get("data_fingerprint")
+    if None in (before, fingerprint) or before == fingerprint:
+        return []
+    return [
+        f"the data of {name} does not have the names that it had in training: files were added, removed or renamed, so "
+        "the split is another one, and what it held out may have been trained on"
+    ]
 
 
 def load(samples: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
@@ -280,7 +313,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             network = fid.Inception(weights_of(INCEPTION, str(weights), mark), device)
         backend.working("listing the samples")
         samples = open_samples(args)
-        trained_on = count_trained_on(args, samples) if backend.is_root else {}
+        trained_on, lines = compare_with_training(args, samples) if backend.is_root else ({}, [])
         prepared = RESIZES[args.resize].format(args.image_size) + ", then the centre cropped"
         make: Any = reconstruction.ReconstructionQuality
         if args.video_folder:
@@ -294,9 +327,8 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     backend.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {prepared}")
     if samples.skipped:
         backend.say(samples.skipped)
-    for name, count in trained_on.items():
-        instead = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
-        backend.say(f"{name} was trained on {count} of these {len(samples)}{instead}")
+    for line in lines:
+        backend.say(line)
     quality = {name: make(each.model.num_codes, device=device, losses=(), lpips=lpips) for name, each in opened.items()}
     dim = getattr(network, "dim", I3D_DIM)
     features = partial(exact.Features, network, dim, device)

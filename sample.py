@@ -48,9 +48,9 @@ class Config(ClipFlags, Sampling):
 
     prompts: list[str] | None = flag(
         None,
-        "draw for these texts: of demo:shapes, such as 'a small red circle on the left'; else --clip encodes them, by "
-        "default the published one that the model was trained with, and a model of image embeddings gets CLIP's "
-        "embedding of the text in their place: there is no prior",
+        "draw for each of these texts. A model of demo:shapes takes 'a small red circle on the left'; for other "
+        "models --clip encodes the texts, by default the published CLIP that the model was trained with. A model of "
+        "image embeddings gets CLIP's embedding of the text instead, because there is no prior",
         nargs="+",
         metavar="TEXT",
         title="conditions",

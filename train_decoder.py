@@ -13,7 +13,7 @@ All give the same numbers. Run the same command again to resume; see docs/runnin
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,15 +58,44 @@ def build_parser() -> ArgumentParser:
     return training_parser("train_decoder.py", "Train a cascade of Unets.", Config)
 
 
-def build_model(args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None) -> Decoder:
+def build_model(
+    args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Decoder:  # fmt: skip
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`; for `widths` of the
-    data and its `clip` see `DecoderConfig.of_data`."""
+    data and its `clip` see `DecoderConfig.of_data`. A line for the user goes to `say`."""
     from models import Decoder
 
-    decoder: Decoder = built(Decoder, args, config=DecoderConfig.of_data(args, widths, clip))
+    def load(decoder: Decoder, source: Decoder, name: str) -> None:
+        decoder.load_weights_from(source, name)
+        if line := other_clip(args, source.config["clip"], clip, name):
+            say(line)
+
+    decoder: Decoder = built(Decoder, args, load, config=DecoderConfig.of_data(args, widths, clip))
     for number, unet in enumerate(decoder.unets, start=1):
         unet.requires_grad_(number in (args.train_unets or [number]))
     return decoder
+
+
+def other_clip(
+    args: argparse.Namespace, theirs: Mapping[str, str] | None, ours: Mapping[str, str] | None, name: str
+) -> str | None:
+    """A line if the conditions of this run need not be those that a decoder was trained with.
+
+    Args:
+        theirs: `Clip.origin` of the decoder that `name` calls; None if it does not say any.
+        ours: That of this run; None if the data holds its conditions.
+    """
+    if not args.condition_on or theirs is None or (ours and ours["sha256"] == theirs["sha256"]):
+        return None
+    clip = f"--clip {theirs['name']} and weights {theirs['weights']} (SHA-256 {theirs['sha256']})"
+    if ours is None:
+        return f"{name} was trained with {clip}: the conditions that the data holds should be made by the same"
+    here = f"{ours['name']} and {ours['weights']} (SHA-256 {ours['sha256']})"
+    return (
+        f"{name} was trained with {clip}, this run has {here}: unless they hold the same weights, the decoder has to "
+        "learn its conditions anew"
+    )
 
 
 class UnetTraining:
@@ -147,7 +176,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     )  # fmt: skip
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
     with backend.agreement():
-        decoder = build_model(args, widths, clip.origin if clip else None).to(backend.device)
+        decoder = build_model(args, widths, clip.origin if clip else None, backend.say).to(backend.device)
         lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, mark)
         inception = (
             Inception(weights_of(INCEPTION, args.fid_weights, mark), backend.device) if args.fid_weights else None

@@ -219,7 +219,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
         validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
         draw=lambda models, shown, step: picture(embedder(kept_model(models)), shown, args.num_sounds_shown),
-        use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", "index/"),
+        use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", f"{args.output_dir}/index"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
     with backend.agreement():

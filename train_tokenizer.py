@@ -179,7 +179,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         tokenizer, ema, write={"model": VideoTokenizer.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(validate), draw=in_precision(draw),
-        use=("encode.py", "--video_folder", place_of(args, "video_folder"), "--output", "codes/"),
+        use=("encode.py", "--video_folder", place_of(args, "video_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
     run.resume(generator=tokenizer, discriminator=critic, lecam=judge.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))

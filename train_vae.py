@@ -145,7 +145,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         vae, ema, write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
         validate=in_precision(validate), draw=in_precision(draw), watch=alarm.check,
-        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", "codes/"),
+        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
     run.resume(engine=vae, ema=ema)
 

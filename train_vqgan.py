@@ -178,7 +178,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(validate), draw=in_precision(draw),
-        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{made}/"),
+        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{args.output_dir}/{made}"),
     )  # fmt: skip
     run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))

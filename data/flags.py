@@ -56,7 +56,7 @@ class DatasetFlags:
     )
     cache_gb: float = flag(
         50.0,
-        "size of --cache_dir in GB; the shards of longest ago are deleted",
+        "size of --cache_dir in GB; the shards that were read longest ago are deleted",
         positive_float,
         needs=given("cache_dir", "FOLDER"),
     )

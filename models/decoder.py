@@ -70,12 +70,12 @@ class Decoder(Pretrained):
     def _check_sizes(self) -> None:
         for size, larger in itertools.pairwise(self.image_sizes):
             if larger <= size:
-                raise ValueError(f"image sizes {size} and {larger}: each Unet makes larger pictures than the last")
+                raise ValueError(f"image_sizes {size} and {larger}: each Unet makes larger pictures than the last")
         for number, size in enumerate(self.image_sizes, start=1):
             multiple = self.unet(number - 1).smallest_multiple
             if size % multiple:
                 near = f"{size // multiple * multiple or multiple} or {(size // multiple + 1) * multiple}"
-                raise ValueError(f"image size {size} of Unet {number} must be a multiple of {multiple}; use {near}")
+                raise ValueError(f"image_sizes: {size} of Unet {number} must be a multiple of {multiple}; use {near}")
 
     def unet(self, index: int) -> Unet:
         """A Unet, from 0."""
@@ -113,7 +113,7 @@ class Decoder(Pretrained):
         size, multiple = self.image_sizes[index], self.unet(index).smallest_multiple
         if crop > size or crop % multiple:
             known = f"a multiple of {multiple}, {size} at most"
-            raise ValueError(f"crops of {crop} pixels for Unet {index + 1}: give 0 or {known}")
+            raise ValueError(f"random_crop_sizes: {crop} pixels for Unet {index + 1}: give 0 or {known}")
         return CHANNELS, crop or size, crop or size
 
     def training_pictures(

@@ -39,9 +39,10 @@ class Discriminator(Pretrained):
         dim, channels, layers = config.dim, config.channels, config.layers
         if min(dim, channels, layers) < 1:
             sizes = f"dim {dim}, {channels} channels and {layers} layers"
-            raise ValueError(f"a discriminator of {sizes}: give numbers of at least 1")
+            raise ValueError(f"a discriminator of {sizes}: give numbers of at least 1 (--discr_dim, --discr_layers)")
         if layers > _MOST_LAYERS:
-            raise ValueError(f"{layers} layers of a discriminator are as many halvings; give at most {_MOST_LAYERS}")
+            most = f"lower --discr_layers to at most {_MOST_LAYERS}"
+            raise ValueError(f"a discriminator of {layers} layers halves images as often: {most}")
         widths = [dim] + [dim * 2**level for level in range(layers)]
         self.smallest_side = _LAST_KERNEL * 2**layers
         self.layers = nn.Sequential(
@@ -68,10 +69,12 @@ class Discriminator(Pretrained):
     def check_side(self, pixels: int) -> None:
         """Raise a ValueError if images of this height or width are too small for one logit."""
         if pixels < self.smallest_side:
-            needs = (
-                f"{len(self.layers) - 1} layers, which needs {self.smallest_side}; use larger images or fewer layers"
+            fitting = (pixels // _LAST_KERNEL).bit_length() - 1
+            fewer = f", or lower --discr_layers to {fitting}" if fitting > 0 else ""
+            raise ValueError(
+                f"images of {pixels} pixels are too small for a discriminator of {len(self.layers) - 1} layers "
+                f"(--discr_layers), which needs {self.smallest_side}: use larger images (--image_size){fewer}"
             )
-            raise ValueError(f"images of {pixels} pixels are too small for a discriminator of {needs}")
 
 
 class VideoDiscriminator(Pretrained):

@@ -56,7 +56,7 @@ class BodyConfig(ModelConfig):
     )
     force_upcast: bool = flag(
         True,
-        "what diffusers is told by --to diffusers: to decode in fp32 where all else is fp16",
+        "let --to diffusers write that diffusers decodes in fp32 where all else is fp16",
         lasting=True,
         needs=_OF_TAMING,
     )

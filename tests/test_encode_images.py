@@ -26,7 +26,7 @@ from data.sets import open_images
 from data.stores.codes import StoredCodes, code_dtype
 from models import DiscreteVAE
 from models.configs import DiscreteVAEConfig
-from tests.scripts import files
+from tests.scripts import VQGAN, files, lines, refusal
 from training.measures.averages import code_statistics
 
 
@@ -68,12 +68,37 @@ def test_codes_are_those_of_a_vqgan(codes, source):
     assert (index(codes)["coded_images"], index(codes)["images"], index(codes)["num_codes"]) == (9, 9, 512)
 
 
+def test_the_line_of_an_image_has_its_class_as_for_latents(codes, model, source, tmp_path, capsys):
+    by_path = {line["path"]: line["label"] for line in lines(codes / "index.jsonl")}
+    assert [by_path[name] for name in IMAGES] == [2, 2, 0, 0, 0, 2, 2, 1, 1], "folders, as test_encode_latents has them"
+    classes = ["7", "3", "dog", "0"]
+    (tmp_path / "some.csv").write_text(
+        "path,cls\n" + "".join(f"{source / name},{each}\n" for name, each in zip(IMAGES, classes, strict=False))
+    )
+    folder = TOKENIZE.fill(model, tmp_path / "some.csv", tmp_path / "codes")
+    assert [line.get("label") for line in lines(folder / "index.jsonl")] == [7, 3, None, 0], "no image is left out"
+    said = "labels: 3 different ones, 0 to 7; some images have none, because their class is no number"
+    assert said in "".join(capsys.readouterr())
+
+
 def test_codes_are_those_of_a_discrete_vae(source, tmp_path):
     vae().save_pretrained(tmp_path / "model")
     found = TOKENIZE.rows(TOKENIZE.fill(tmp_path / "model", source, tmp_path / "codes"))
     expected = vae().get_codebook_indices(pixels(source, IMAGES)).unflatten(1, (4, 4)).numpy()
     np.testing.assert_array_equal(np.stack([found[name] for name in IMAGES]), expected)
     assert found["a.png"].dtype == np.uint8
+
+
+def test_a_decoder_that_was_trained_alone_decodes_the_codes_of_the_model_that_it_began_with(source, tmp_path, capsys):
+    first, flags = tmp_path / "first", ["--max_steps", "1", "--image_size", str(SIZE)]
+    VQGAN.train(first, *flags)
+    codes = TOKENIZE.fill(first, source, tmp_path / "codes")
+    alone = VQGAN.train(tmp_path / "alone", *flags, "--train", "decoder", "--init_from", str(first))
+    again = VQGAN.train(tmp_path / "again", *flags, "--train", "decoder", "--init_from", str(alone))
+    for run in (alone, again):
+        assert len([*decode(run, codes, tmp_path / f"images of {run.name}").rglob("*.png")]) == len(IMAGES)
+    other = VQGAN.train(tmp_path / "other", *flags, "--init_from", str(first))
+    assert "give the model that made them" in refusal(encode.main, *decoding(other, codes, tmp_path / "refused"))
 
 
 def test_npy_files_hold_the_same_codes(codes, model, source, tmp_path):

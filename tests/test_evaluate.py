@@ -329,15 +329,49 @@ def test_a_line_and_the_file_say_how_many_of_the_samples_a_model_was_trained_on(
         printed = capsys.readouterr().out
         counts = {name: found.get("trained_on") for name, found in report["models"].items()}
         for name, count in counts.items():
-            assert (f"{name} was trained on {count} of these {report['samples']}" in printed) == (count is not None)
+            assert (f"{name} was trained on {count} of these {report['samples']}" in printed) == bool(count)
+            none = (
+                f"{name} was trained on none of these {report['samples']} by their paths: its data is {data / 'images'}"
+            )
+            assert (none in printed) == (count == 0 and "--held_out_of" not in said)
         return counts
 
     of_first, of_second = str(first / "model"), str(second)
     assert counted("--image_folder", data / "images") == {of_first: 32, of_second: 32}
-    assert counted("--image_folder", data / "others") == {of_first: None, of_second: None}
+    assert counted("--image_folder", data / "others") == {of_first: 0, of_second: 0}
     splits = [split_samples(40, 0.2, 0, seed, 8).valid for seed in (0, 1)]
     held_out = [{split[place] for place in range(8)} for split in splits]
-    assert counted("--held_out_of", first) == {of_first: None, of_second: len(held_out[0] - held_out[1])}
+    assert counted("--held_out_of", first) == {of_first: 0, of_second: len(held_out[0] - held_out[1])}
+
+
+def test_where_the_data_of_a_run_cannot_be_compared_a_line_says_why(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(data / "images", tmp_path / "images")
+    monkeypatch.chdir(tmp_path)
+    of_files = VQGAN.train(tmp_path / "files", "--image_folder", "images", "--max_steps", "1")
+    drawn = VQGAN.train(tmp_path / "drawn", "--image_folder", "demo:shapes:40", "--max_steps", "1")
+
+    def printed(model: Path, *said: Any) -> tuple[str, Any]:
+        report = report_of("--model", model, *said, output=tmp_path / "values")
+        return capsys.readouterr().out, report["models"][str(model)].get("trained_on")
+
+    said, count = printed(drawn, "--image_folder", "demo:shapes:20")
+    assert f"on how many of these 20 {drawn} was trained is not known: demo:shapes:20 and the run's data" in said
+    assert count is None
+    assert "the names that it had" not in printed(of_files, "--held_out_of", of_files)[0]
+    (tmp_path / "images" / "added.png").write_bytes(next((data / "others").iterdir()).read_bytes())
+    for measured in (["--held_out_of", of_files], ["--image_folder", "images"]):
+        said, count = printed(of_files, *measured)
+        assert said.count(f"the data of {of_files} does not have the names that it had in training") == 1
+    assert "the names that it had" not in printed(of_files, "--image_folder", data / "others")[0], "no file is shared"
+    monkeypatch.chdir(data)
+    assert f"its data is {data / 'images'}" in printed(of_files, "--image_folder", data / "others")[0]
+    for file in sorted((tmp_path / "images").iterdir())[3:]:
+        file.unlink()
+    monkeypatch.chdir(tmp_path)
+    said, count = printed(of_files, "--image_folder", "images")
+    assert f"on how many of these 3 {of_files} was trained is not known: " in said and count is None
 
 
 # What is said and shown.

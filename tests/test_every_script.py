@@ -118,7 +118,7 @@ def test_who_has_a_run_in_mind_and_forgets_its_data_is_told_and_gets_no_demonstr
         with pytest.raises(SystemExit) as raised:
             parse(start)
         line = capsys.readouterr().err
-        assert raised.value.code == 2 and f"error: {' '.join(start)} is given without data to train on" in line
+        assert raised.value.code == 2 and f"error: {' '.join(start)} alone does not say what to train on" in line
         assert f"give {flag} PATH as well, or {flag} {demonstration}" in line
     assert getattr(parse(["--config", str(own), flag, "data"]), script.data.flag) == "data"
     for path in (named, script.configs / "demo.yaml"):

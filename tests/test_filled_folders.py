@@ -183,7 +183,8 @@ def test_what_is_left_out_of_images_and_videos_is_said(script, model, source, tm
     if script in CODERS:
         script.fill(model, source, tmp_path / "cut")
         said = "".join(capsys.readouterr())
-        square = f"the square in their middle is encoded, at {SIZE} x {SIZE} pixels"
+        kind = "videos" if script in OF_VIDEOS else "images"
+        square = f"the square in the middle of each of the {kind} is encoded, at {SIZE} x {SIZE} pixels"
         shape = f"videos keep their shape: the shorter side becomes {SIZE} pixels, and both sides are cut"
         assert (shape if script is TOKENIZE_SHAPES else square) in said
         assert ("(--keep_aspect keeps their shape)" in said) == (script is TOKENIZE_VIDEOS)
@@ -396,7 +397,7 @@ MISTAKES: dict[str, tuple[list[Script], Callable[[Path], dict[str, Any]], str]] 
         [TOKENIZE_VIDEOS], lambda tmp: {"--batch_size": 2}, "--batch_size has no effect on encoding videos"),
     "a class of model": ([EMBED], lambda tmp: {"--model": saved(tmp / "m", vqgan())}, "train_vqgan.py, not a MuLaN"),
     "no sounds": ([EMBED], lambda tmp: {"--audio": tmp}, "no sound in"),
-    "audio without output": ([EMBED], lambda tmp: {"--output": None}, "which index?"),
+    "audio without output": ([EMBED], lambda tmp: {"--output": None}, "no index is named"),
     "nothing": ([EMBED], lambda tmp: {"--audio": None, "--output": None}, "nothing to do"),
     "matches without a query": ([EMBED], lambda tmp: {"--top_k": 3}, "--top_k has no effect without --query"),
     "endless clips": ([EMBED], lambda tmp: {"--model": saved(tmp / "m", mulan(), clip_seconds=1e300)}, "1.1 GB"),

@@ -131,6 +131,27 @@ def test_the_model_says_which_clip_it_was_trained_with_and_no_other_one_goes_on(
         assert (f"{other[3]} is not the file with which {run} was trained" in capsys.readouterr().out) == is_told
 
 
+def test_a_decoder_that_was_trained_with_another_clip_than_that_of_the_run_is_told(
+    clip: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = write_clip(tmp_path / "other")
+    save_file({name: tensor + 0.01 for name, tensor in load_file(other[3]).items()}, other[3])
+    first = DECODER.train(tmp_path / "first", *ONE, *clip, "--max_steps", "1")
+    theirs, ours = (sha256(Path(each[3]).read_bytes()) for each in (clip, other))
+    capsys.readouterr()
+    for name, said, told in (
+        ("another", other, f"(SHA-256 {theirs}), this run has tiny.json and tiny.safetensors (SHA-256 {ours})"),
+        ("the same", clip, None),
+    ):
+        DECODER.train(tmp_path / name, *ONE, *said, "--init_from", str(first), "--max_steps", "1")
+        printed = "".join(capsys.readouterr())
+        assert (f"{first} was trained with --clip tiny.json" in printed) == (told is not None)
+        assert told is None or told in printed
+    DECODER.train(tmp_path / "another", *ONE, *other, "--init_from", str(first), "--max_steps", "2")
+    assert "was trained with --clip" not in "".join(capsys.readouterr()), "it goes on"
+
+
 def test_a_unet_is_trained_and_its_gradient_clipped_as_if_it_were_alone(tmp_path: Path) -> None:
     """Also if the Unets that are trained have one between them that is not."""
     said = ["--image_sizes", "8", "16", "32", "--max_steps", "2", "--max_grad_norm", "1e-3"]
@@ -225,7 +246,7 @@ def test_every_mistake_gives_one_line(trained: Path, tmp_path: Path, monkeypatch
         (["--objective", "noise"], "objective noise"),
         (["--blur_sigma", "0.8", "0.4"], "--blur_sigma"),
         (["--random_crop_sizes", "8", "8"], "--random_crop_sizes 8 8: Unet 1"),
-        (["--dim_mults", "1,2", "--random_crop_sizes", "18"], "crops of 18 pixels for Unet 2"),
+        (["--dim_mults", "1,2", "--random_crop_sizes", "18"], "random_crop_sizes: 18 pixels for Unet 2"),
         (["--switches", "sparse_attention"], "sparse_attn"),
         (["--image_folder", str(bare)], "KEY.img_emb.npy"),
         (["--image_folder", str(captioned), "--image_sizes", "8", "24"], "20 pixels, fewer than 24"),

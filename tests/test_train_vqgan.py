@@ -195,7 +195,7 @@ def test_continuous_latents_are_sampled_with_the_noise_of_the_run_and_weighed_by
 
     with patch.object(DiagonalGaussian, "forward", watched):
         line = metrics(trained(tmp_path / "run", *said, "--validate_every_n_steps", "1"))[0]
-    assert capsys.readouterr().err.endswith("--output latents/\n")  # the command that uses the model
+    assert capsys.readouterr().err.endswith("/latents\n")  # the command that uses the model
     in_training, elsewhere = ([noise for mode, noise in seen if mode == is_on] for is_on in (True, False))
     assert all(noise is None for noise in elsewhere) and elsewhere
     expected = Noise(0, "latents").normal(0, range(8), (4, 4, 4))

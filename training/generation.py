@@ -149,4 +149,4 @@ def sampling_example(args: argparse.Namespace) -> list[str]:
         flags = ["--prompts", "a red circle on the left"]
     else:
         flags = ["--image_embeddings" if "image" in args.condition_on else "--text_embeddings", "rows.npy"]
-    return [*flags, "--output", "pictures/"]
+    return [*flags, "--output", f"{args.output_dir}/pictures"]

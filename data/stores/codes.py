@@ -1,13 +1,16 @@
 """The codes of a folder of images or videos on the disk: shards of a fixed number of items, and an index of the rows.
 
     codes/codes-00000.safetensors    "codes" (n, h, w), uint8, uint16 or int32: the smallest that holds the codebook
-    codes/index.jsonl                {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per image, in order
+    codes/index.jsonl                {"path": "cats/1.jpg", "shard": 0, "row": 0, "label": 0}, a line per image in order
     codes/index.json                 settings, shards and unreadable files; see shards.py
 
 Loading needs no code of this repository:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # with npy: numpy.load("....npy")
     paths = [json.loads(line)["path"] for line in open("codes/index.jsonl")]       # row by row, shard after shard
+
+The label of an image is the number of its class, as in latents.py. An image whose class is no number has no label, and
+neither have videos.
 
 A row is the codes of an image, or of a frame of codes of a video, which has several rows; its line says how many, and
 further the number of frames before encoding and how many are shown in a second (null: an image):

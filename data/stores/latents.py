@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -52,11 +52,14 @@ class LabelField(Field):
         numbers: Of the classes by name. An image in no folder has the number after the last, which trainers of
             diffusion transformers take for no class.
         name_of: index -> the name of the image, as of a `Source`.
+        is_needed: Whether an image whose class is neither a number nor such a name is a bad one; if not, it has no
+            label.
     """
 
     is_said: bool
     numbers: Mapping[str, int]
     name_of: Callable[[int], str]
+    is_needed: bool = True
 
     wanted: ClassVar[Wanted] = Wanted("class", "class", (".cls",), ("cls", "label"), as_cells=True)
 
@@ -69,6 +72,8 @@ class LabelField(Field):
         )
         number = self.numbers.get(text, text)
         if not _CLASS.fullmatch(str(number)):
+            if not self.is_needed:
+                return {}
             raise ValueError(f"its class is {text[:40]!r}: its .cls, or cls in its row, has to be a number from 0 on")
         return {"label": int(number)}
 
@@ -78,10 +83,11 @@ def _folder(name: str) -> str:
     return "".join(PurePosixPath(name).parts[:-1][:1])
 
 
-def open_labelled(spec: str, **how: Any) -> Samples:
-    """A set of images with their "label": names of classes have their numbers in a table; or, if no class is said
-    beside an image, folders, or those of the members of tars, have their places, sorted, as torchvision's ImageFolder
-    numbers them. See `open_records` for `spec` and what is raised, and `ImageField` for the arguments."""
+def open_labelled(spec: str, *, is_needed: bool = True, **how: Any) -> Samples:
+    """A set of images with their "label", which may be missing unless it `is_needed` (see `LabelField`). Names of
+    classes have their numbers in a table. If no class stands beside an image, the folders, or those of the members of
+    tars, are numbered in sorted order, as torchvision's ImageFolder does it. See `open_records` for `spec` and what is
+    raised, and `ImageField` for the arguments."""
     image, names = ImageField(**how), list[str]()
     source = open_records(spec, [image.wanted, LabelField.wanted], "shapes", image.seed)
     is_said = has(source, LabelField.wanted.name)
@@ -90,7 +96,19 @@ def open_labelled(spec: str, **how: Any) -> Samples:
     else:
         names = sorted({_folder(source.name(index)) for index in range(len(source))} - {""})
     numbers = {name: number for number, name in enumerate(names)}
-    return Samples(source, [image, LabelField(is_said, numbers, source.name)])
+    return Samples(source, [image, LabelField(is_said, numbers, source.name, is_needed)])
+
+
+def labels_line(labels: Collection[int | None]) -> str:
+    """What is said of the different labels of a set; None: of an image without one."""
+    numbers = {label for label in labels if label is not None}
+    if numbers - {0}:
+        text = f"{len(numbers)} different ones, {min(numbers)} to {max(numbers)}"
+    elif numbers:
+        text = "all 0; a class is a column cls or label, KEY.cls, or the first folder of a relative path"
+    else:
+        return "labels: none, because no class is a number"
+    return f"labels: {text}{'; some images have none, because their class is no number' * (None in labels)}"
 
 
 class LatentWriter(ShardWriter):

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from tandem.fields import ModelConfig
+from tandem.files.installed import command_of
 from tandem.files.reading import DAMAGES, check_inside, one_line, read_json
 
 from .building import build_with_weights, check_arguments
@@ -234,7 +236,7 @@ def _errors_of(folder: Path) -> Iterator[None]:
             raise ValueError(f"{folder} is a run folder; its model is in {folder / 'model'}") from None
         of_run = folder if (folder / "checkpoints").is_dir() else folder.parent
         if (of_run / "checkpoints").is_dir() and not (folder / CONFIG_FILE).exists():
-            export = f"python convert.py export {of_run} DIR --to model"
+            export = shlex.join([*command_of("convert.py"), "export", str(of_run), "DIR", "--to", "model"])
             raise ValueError(f"{folder} holds no model before the run has ended; of its checkpoint: {export}") from None
         raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
     except _DAMAGES as error:

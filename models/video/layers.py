@@ -54,15 +54,17 @@ def parse_layers(text: str) -> list[Layer]:
     for part in text.split(","):
         name, colon, number = (piece.strip() for piece in part.strip().partition(":"))
         if name not in LAYERS:
-            raise ValueError(f"layer {name!r} is unknown; use some of {', '.join(LAYERS)}")
+            raise ValueError(f"layers: {name!r} is unknown; use some of {', '.join(LAYERS)}")
         meaning = LAYERS[name]
         if colon and meaning is None:
-            raise ValueError(f"layer {part.strip()!r}: {name} takes no number")
+            raise ValueError(f"layers: {part.strip()!r}: {name} takes no number")
         if (colon or name == "consecutive_residual") and not (number.isascii() and number.isdigit() and int(number)):
-            raise ValueError(f"layer {part.strip()!r}: give {name}:N with a whole number N of at least 1 ({meaning})")
+            raise ValueError(f"layers: {part.strip()!r}: give {name}:N with a whole number N of at least 1 ({meaning})")
         layers.append(Layer(name, int(number) if colon else None))
     if len(layers) > _MOST_LAYERS or sum(layer.name.startswith("compress") for layer in layers) > _MOST_HALVINGS:
-        raise ValueError(f"{len(layers)} layers: give at most {_MOST_LAYERS}, and {_MOST_HALVINGS} that compress")
+        raise ValueError(
+            f"layers: these are {len(layers)}; give at most {_MOST_LAYERS}, and {_MOST_HALVINGS} that compress"
+        )
     return layers
 
 
@@ -81,7 +83,9 @@ def check_frames(frames: int, per_code: int) -> None:
     if frames < 1 or (frames - 1) % per_code:
         below = max(frames - 1, 0) // per_code * per_code + 1
         use = f"use {below} or {below + per_code}"
-        raise ValueError(f"{frames} frames must be 1 + {per_code} n, as {per_code} frames share a code; {use}")
+        raise ValueError(
+            f"num_frames: {frames} frames must be 1 + {per_code} n, as {per_code} frames share a code; {use}"
+        )
 
 
 def check_side(name: str, pixels: int, per_code: int) -> None:
@@ -101,9 +105,11 @@ def check_options(config: VideoTokenizerConfig) -> None:
     size = config.patch_size
     if size < 1 or size & (size - 1):
         raise ValueError(f"patch_size {size} must be a power of two: 1, 2, 4, ...")
-    kernel, side = max(config.input_kernel, config.output_kernel), config.image_size // size
-    if config.pad_mode == "reflect" and kernel // 2 >= side:
-        raise ValueError(f"a kernel of {kernel} is too large for pad_mode 'reflect' at {side} x {side}; use 'constant'")
+    side = config.image_size // size
+    for name in ("input_kernel", "output_kernel"):
+        if config.pad_mode == "reflect" and (kernel := getattr(config, name)) // 2 >= side:
+            at = f"pad_mode reflect at {side} x {side}"
+            raise ValueError(f"{name} {kernel} is too large for {at}; lower it, or use pad_mode constant")
     for name, value, least in (
         ("init_dim", config.init_dim, 1), ("max_dim", config.max_dim, 1), ("time_window", config.time_window, 0),
     ):  # fmt: skip

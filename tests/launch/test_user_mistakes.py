@@ -41,7 +41,7 @@ OF_ALL: dict[str, Mistake] = {
         "train_vae", lambda tmp: ["--image_folder", folder_of_broken_images(tmp / "b")], "could be read"
     ),
     "output_dir cannot be written": ("train_vae", lambda tmp: ["--output_dir", unwritable(tmp)], "a_file"),
-    "frames": ("train_tokenizer", lambda tmp: ["--num_frames", "16"], "16 frames must be 1 + 2 n"),
+    "frames": ("train_tokenizer", lambda tmp: ["--num_frames", "16"], "num_frames: 16 frames must be 1 + 2 n"),
     "noise without a picture": ("train_decoder", lambda tmp: ["--objective", "noise"], "nothing about the picture"),
 }  # fmt: skip
 # Found before the processes connect: each says them, unless a launcher ends it first.

@@ -36,7 +36,8 @@ def test_the_smallest_image_gives_one_logit_and_a_smaller_one_is_an_error_with_t
     assert model(some_images()).shape == (2, 1, 1, 1)
     for images in (some_images()[:, :, 1:], some_images()[..., 1:]):
         said = refused(model, images)
-        assert "15 pixels" in said and "2 layers, which needs 16" in said
+        assert "15 pixels" in said and "2 layers (--discr_layers), which needs 16" in said
+        assert "or lower --discr_layers to 1" in said and small(layers=1)(images).shape[0] == 2
     assert "15 pixels" in refused(of_videos(), some_videos(2, 5, 15, 15), FRAMES)
 
 

@@ -159,13 +159,9 @@ class Checkpoints:
         blind = [rank for rank, sees in enumerate(here.gather_objects(folder.is_seen)) if not sees]
         with here.agreement():
             if blind:
-                unseen = (
-                    f"rank {blind[0]} does not see {folder.path}; put --output_dir on a disk that all machines see, "
-                    "because every process reads the checkpoint there to resume"
-                )
                 if latest:
-                    raise ValueError(f"cannot resume: {unseen}")
-                say(unseen)
+                    raise ValueError(f"cannot resume: {unseen(blind[0], folder.path)}")
+                say(unseen(blind[0], folder.path))
             if latest:
                 return Path(latest), *self.load(Path(latest), expected)
         return None, {}, {}
@@ -318,6 +314,14 @@ def _others(n: int) -> str:
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint in a folder, or None. Incomplete ones that a killed save left, and links, are ignored."""
     return next(reversed(_found(folder)), None)
+
+
+def unseen(rank: int, folder: Path) -> str:
+    """What is said if a process does not see the run folder of the root."""
+    return (
+        f"rank {rank} does not see {folder}; put --output_dir on a disk that all machines see, because every process "
+        "reads the checkpoint there to resume"
+    )
 
 
 def step_of(path: Path) -> int:

@@ -170,7 +170,7 @@ class ArgumentParser(argparse.ArgumentParser):
             if other := next((name for name in _WITHOUT_DATA_NO_RUN if name in given), None):
                 flag = f"--{self.data_flag}"
                 self.error(
-                    f"--{said_as[other]} {given[other]} is given without data to train on: give {flag} PATH as well, "
+                    f"--{said_as[other]} {given[other]} alone does not say what to train on: give {flag} PATH as well, "
                     f"or {flag} {self.get_default(data[0])}, which this script makes itself"
                 )
             given["config"] = os.fspath(demonstration)

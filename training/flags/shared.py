@@ -119,7 +119,7 @@ class DecayingOptimizerFlags(RateFlags, OptimizerFlags):
     )
 
 
-_ENDLESS = 1e9  # epochs, where the number of updates ends a run
+ENDLESS = 1e9  # epochs, where the number of updates ends a run
 _WANDB = when("report_to", "wandb")
 
 
@@ -138,11 +138,16 @@ class RunFlags:
         "they and the whole run take, and delete them",
     )
     seed: int = flag(0, "seed of the initial weights, the data order and the noise", non_negative_int)
-    epochs: float = flag(20, "passes over the training data", epoch_count)
+    epochs: float = flag(
+        20,
+        "passes over the training data; the run ends with them or with --max_steps, whichever comes first, and says at "
+        "the start which",
+        epoch_count,
+    )
     max_steps: int | None = flag(
         None,
-        "stop after this number of updates, if --epochs would last longer; as --num_train_steps, epochs alone do not "
-        "end the run",
+        "updates after which the run ends, if --epochs does not end it before; as --num_train_steps without --epochs, "
+        "this number alone ends it",
         step_count,
         also="num_train_steps",
     )
@@ -249,7 +254,7 @@ class RunFlags:
     )
     save_every_minutes: float = flag(
         20.0,
-        "save also when the newest checkpoint is so old; 0: never (default: 20, but 0 beside --save_every_n_steps 0)",
+        "save also when the newest checkpoint is so old; 0, which --save_every_n_steps 0 chooses as well: never",
         non_negative_float,
         metavar="MINUTES",
     )
@@ -261,7 +266,7 @@ class RunFlags:
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
         if args.said_as.get("max_steps") == "num_train_steps" and "epochs" not in args.explicit:
-            args.epochs = _ENDLESS
+            args.epochs = ENDLESS
         if not args.save_every_n_steps and "save_every_minutes" not in args.explicit:
             args.save_every_minutes = 0.0
         parser.choose(args, ema_power=None, ema_decay=0.0)

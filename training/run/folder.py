@@ -199,9 +199,10 @@ def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, An
     checkpoint, no flag has to say what its model is or where that came from. Collective.
 
     Raises:
-        UserMistake: one line, if config.yaml cannot be read.
+        UserMistake: one line, if config.yaml cannot be read, or a process does not see it: what else it lacks in a
+            folder of its own, such as a tokenizer, would be a message that misleads.
     """
-    from ..checkpoints.store import latest_checkpoint  # not at the top: it imports PyTorch
+    from ..checkpoints.store import latest_checkpoint, unseen  # not at the top: it imports PyTorch
 
     folder, config = Path(args.output_dir), None
     torchruns = processes.torchruns() if args.fresh else []
@@ -216,6 +217,9 @@ def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, An
         if goes_on:
             config = json.loads(json.dumps(_config_to_go_on_with(folder), default=str))
     resumed: dict[str, Any] | None = processes.broadcast_object(config)
+    with processes.agreement():
+        if resumed is not None and not os.path.exists(folder / "config.yaml"):
+            raise ValueError(f"cannot resume: {unseen(processes.rank, folder)}")
     return resumed
 
 

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from tandem.files.exits import AskedToStop
-from tandem.files.reading import counted
 
 from ..ema import Average, kept_weights
 from .rehearsal import rehearse
@@ -114,7 +113,7 @@ def updates(
         run.close()
         return
     feed = run.feed
-    run.say(f"{feed.summary()}; {counted(run.progress.total_steps, 'update')}")
+    run.say(f"{feed.summary()}; {run.length}")
     run.warn(feed.skipped)
     batch = feed.start(run.progress.samples)
     shown = feed.preview(preview)

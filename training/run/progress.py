@@ -7,25 +7,47 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from tandem.files.installed import command_of
-from tandem.files.reading import printable
+from tandem.files.reading import counted, printable
 
+from ..flags.shared import ENDLESS
 from .starts import place
-from .table import MetricsTable
+from .table import MetricsTable, time_left
 
 _WIDTH = 100  # characters of a line of metrics, where the terminal has as many
 
 
 def total_steps_from(epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
     """Updates of the whole run: those of `epochs`, but at most `max_steps`, and at least 1."""
-    steps = math.ceil(round(epochs * samples_per_epoch) / batch_size)
-    return max(1, steps if max_steps is None else min(steps, max_steps))
+    steps = _steps_of(epochs, samples_per_epoch, batch_size)
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+def _steps_of(epochs: float, samples_per_epoch: int, batch_size: int) -> int:
+    return max(1, math.ceil(round(epochs * samples_per_epoch) / batch_size))
+
+
+def length_of(
+    epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int, max_minutes: float | None = None
+) -> tuple[str, str]:
+    """The flag that sets the length of a run, `--epochs` or `--max_steps`; and the number of updates with the flags
+    that bound it, as people read them."""
+    by_epochs, flag = _steps_of(epochs, samples_per_epoch, batch_size), "--epochs"
+    why, steps = f"--epochs {epochs:g}", by_epochs
+    if max_steps is not None and max_steps < by_epochs:
+        flag, steps = "--max_steps", max_steps
+        longer = f"; --epochs {epochs:g} would make {by_epochs}" if epochs < ENDLESS else ""
+        why = f"--max_steps {max_steps}{longer}"
+    elif max_steps is not None and max_steps > by_epochs:
+        why += f", which ends the run before --max_steps {max_steps}"
+    minutes = f"; at most {counted(max_minutes, 'minute')} by --max_minutes" if max_minutes else ""
+    return flag, f"{counted(steps, 'update')} ({why}{minutes})"
 
 
 class Progress:
@@ -115,11 +137,14 @@ class ProgressDisplay:
 
     Args:
         columns: See `MetricsTable`.
+        most_left: Seconds after which the run ends in any case.
     """
 
     def __init__(
-        self, progress: Progress, is_root: bool, stream: TextIO | None = None, columns: Sequence[str] = ()
-    ) -> None:
+        self, progress: Progress, is_root: bool, stream: TextIO | None = None, columns: Sequence[str] = (),
+        most_left: Callable[[], float] = lambda: math.inf,
+    ) -> None:  # fmt: skip
+        self._most_left = most_left
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
         self._first_step, self._start_seconds = progress.step, time.monotonic()
         # tqdm draws no bar if the terminal does not report its width; get_terminal_size returns 80 then.
@@ -127,8 +152,7 @@ class ProgressDisplay:
         self._bar = tqdm(
             total=progress.total_steps,
             initial=progress.step,
-            bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed, {remaining} left",
-            smoothing=0,  # the time left is that of the table
+            bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed{postfix}",
             leave=False,  # the last words of a run are its last lines
             ncols=self._columns,
             file=self._stream,
@@ -142,16 +166,23 @@ class ProgressDisplay:
     def update(self) -> None:
         """Show that an update was counted."""
         with contextlib.suppress(OSError):
+            if not self._bar.disable and (left := self._seconds_left()) is not None:
+                self._bar.set_postfix_str(f"{time_left(left)} left", refresh=False)
             self._bar.update(self._progress.step - self._bar.n)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Print these metrics of the newest update, as far as people need them."""
-        clock, left = self._progress, None
-        if (seen := clock.step - self._first_step) > 0:
-            left = (time.monotonic() - self._start_seconds) / seen * (clock.total_steps - clock.step)
         if self._is_root:
-            for line in self._table.lines(clock.step, metrics, left):
+            for line in self._table.lines(self._progress.step, metrics, self._seconds_left()):
                 self._print(printable(line))
+
+    def _seconds_left(self) -> float | None:
+        """Until the end of the run, by the updates of this start; None before the first one."""
+        clock = self._progress
+        if (seen := clock.step - self._first_step) < 1:
+            return None
+        by_updates = (time.monotonic() - self._start_seconds) / seen * (clock.last_step - clock.step)
+        return max(0.0, min(by_updates, self._most_left()))
 
     def say(self, text: str, *, whole: bool = False) -> None:
         """Print a message, which may quote a file; on a terminal in lines that end between words, unless it is to be

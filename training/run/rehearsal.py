@@ -106,6 +106,9 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
     n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
     run.say(f"memory, the most of a process: {most}; a checkpoint has {n_bytes / 1e6:.3g} MB")
     takes = f"the whole run, {counted(total, 'update')} with all that, would take {duration(whole)}"
+    if whole > run.clock.run_seconds:
+        reached = counted(max(1, int(total * run.clock.run_seconds / whole)), "update")
+        takes += f"; --max_minutes {run.args.max_minutes:g} ends it after about {reached}"
     run.say(f"{takes}; dry run: nothing of it was kept")
     run.close()
     if run.is_root:

@@ -29,7 +29,17 @@ from .folder import RunFolder, check_apart
 from .loop import Action, Evaluation, updates
 from .metrics import Metrics
 from .profiling import Profiler
-from .progress import Progress, ProgressDisplay, changes, described, duration, last_words, plain, total_steps_from
+from .progress import (
+    Progress,
+    ProgressDisplay,
+    changes,
+    described,
+    duration,
+    last_words,
+    length_of,
+    plain,
+    total_steps_from,
+)
 from .rehearsal import folder_beside
 from .starts import end_start
 from .tracking import Trackers
@@ -85,6 +95,7 @@ class Run:
             )
         size = feed.samples_per_epoch
         total_steps = processes.total_updates = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
+        self._length_flag, self.length = length_of(args.epochs, args.max_steps, size, args.batch_size, args.max_minutes)
         self.progress = Progress(args.batch_size, size, total_steps)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
@@ -185,11 +196,15 @@ class Run:
         with here.agreement():
             if here.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
                 start = {"script": self.args.script, "step": self.progress.step, **here.describe()}
+                start["data_fingerprint"] = self.feed.first.fingerprint
                 changed = self.folder.begin(self._settings, start)
                 self.checkpoints.left += self._averages.cut_back(self.progress.step)
             is_line_written = self.progress.unfinished_line is None
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
-        self.display = ProgressDisplay(self.progress, here.is_root, columns=self._columns)
+        self.display = ProgressDisplay(
+            self.progress, here.is_root, columns=self._columns,
+            most_left=lambda: self.clock.run_seconds - self.clock.seconds,
+        )  # fmt: skip
         self.display.remember(self.tracker.last_validation)
         for line in news:
             self.say(line)
@@ -208,7 +223,7 @@ class Run:
         if self.is_complete:
             self.say(
                 f"this run is finished, its model is in {self.folder.model_dir}; "
-                f"give a larger {'--max_minutes' if self._is_cut_short else '--epochs or --max_steps'} to extend it"
+                f"give a larger {'--max_minutes' if self._is_cut_short else self._length_flag} to extend it"
             )
         self.clock.begin(self.progress.seconds, self.progress.samples)
 

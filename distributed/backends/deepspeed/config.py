@@ -39,12 +39,17 @@ SECTIONS = frozenset({
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 })  # fmt: skip
 
-# What may be "auto", by its path: what a flag says or follows from flags, and what `resolve` chooses for the model.
-# Of the numbers of zero_optimization, which have no flags, those that it does not choose are DeepSpeed's.
+# What may be "auto", by its path: what a flag says or follows from flags, what `resolve` chooses for the model, and
+# those numbers and switches of zero_optimization that are no choice of the user's, which DeepSpeed leaves at its
+# defaults. An object such as offload_optimizer is a choice: without it, DeepSpeed would do something else silently.
 _MAY_BE_AUTO = re.compile(
     "train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps|gradient_clipping|steps_per_print|"
     "communication_data_type|(bf16|fp16|amp).enabled|amp.opt_level|optimizer.params.(lr|betas|eps|weight_decay)|"
-    "scheduler.params.(warmup_min_lr|warmup_max_lr|warmup_num_steps|total_num_steps)|zero_optimization.[^.]*"
+    "scheduler.params.(warmup_min_lr|warmup_max_lr|warmup_num_steps|total_num_steps)|"
+    "zero_optimization.(stage|overlap_comm|contiguous_gradients|reduce_scatter|allgather_partitions|"
+    "round_robin_gradients|sub_group_size|(reduce|allgather)_bucket_size|(stage3_)?(prefetch_bucket_size|"
+    "(param|model)_persistence_threshold|max_live_parameters|max_reuse_distance|"
+    "gather_(16bit|fp16)_weights_on_model_save))"
 )
 
 
@@ -181,7 +186,7 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
             f"{where} in {path} is auto, and --lr_warmup_steps {each} are several: give one number in both"
         )
     stage = number("stage", section("zero_optimization"), int, 0, "zero_optimization.stage")
-    if section("zero_optimization").get("mics_shard_size") not in (None, AUTO, -1):
+    if section("zero_optimization").get("mics_shard_size") not in (None, -1):
         raise UserMistake(
             f"zero_optimization.mics_shard_size in {path}: weights that are sharded over some of the processes (MiCS) "
             "are not supported; leave it out"
@@ -202,7 +207,7 @@ def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
     """
     zero = config.get("zero_optimization", {})
     found = [f"the optimizer section of {path}"] * ("optimizer" in config)
-    found += [f"bf16.enabled in {path}"] * bool(config.get("bf16", {}).get("enabled"))
+    found += [f"bf16.enabled in {path}"] * (config.get("bf16", {}).get("enabled") is True)
     found += ["fp16"] * (precision == "fp16")
     found += [f"{key} in {path}" for key in ("offload_optimizer", "offload_param", "cpu_offload") if zero.get(key)]
     if found:

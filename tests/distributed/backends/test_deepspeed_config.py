@@ -110,6 +110,11 @@ def with_params(section: str, **params: Any) -> Json:
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": "auto"}}}, "scheduler.params.cycle_max_lr"),
         ({"fp16": {"enabled": True, "loss_scale": "auto"}}, "fp16.loss_scale"),
         ({"zero_optimization": {"offload_param": {"device": "auto"}}}, "zero_optimization.offload_param.device"),
+        *(({"zero_optimization": {key: "auto"}}, f"zero_optimization.{key}")
+          for key in ("offload_optimizer", "offload_param", "zenflow", "leaf_module", "cpu_offload", "mics_shard_size",
+                      "reduce_buckt_size")),
+        *(({key: "auto"}, key) for key in ("optimizer", "scheduler", "zero_optimization", "bf16", "timers")),
+        ({"optimizer": {"type": "AdamW", "params": "auto"}}, "optimizer.params"),
         ({"tensorboard": {"output_path": "auto"}}, "tensorboard.output_path"),
         ({"of_the_future": "auto"}, "of_the_future"),
     ],
@@ -320,7 +325,7 @@ def test_the_configurations_in_the_repository_are_complete_and_fit_together(merg
         ({"bf16": {"enabled": True}}, "bf16", "bf16.enabled in ds.json"),
         ({}, "fp16", "with fp16"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "fp32", "offload_optimizer in ds.json"),
-        ({}, "bf16", None), ({"bf16": {"enabled": False}}, "fp32", None),
+        ({}, "bf16", None), ({"bf16": {"enabled": False}}, "fp32", None), ({"bf16": {"enabled": "auto"}}, "fp32", None),
     ],
 )  # fmt: skip
 def test_batch_parts_excludes_what_computes_differently_from_other_backends_and_nothing_else(

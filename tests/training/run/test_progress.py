@@ -5,7 +5,7 @@ import io
 import pytest
 
 from tandem.files.writing import say
-from training.run.progress import Progress, ProgressDisplay, changes, total_steps_from
+from training.run.progress import Progress, ProgressDisplay, changes, length_of, total_steps_from
 
 
 class Terminal(io.StringIO):
@@ -20,6 +20,49 @@ class Terminal(io.StringIO):
 )  # fmt: skip
 def test_length_is_whole_updates_of_the_shorter_limit(epochs, max_steps, size, batch_size, expected):
     assert total_steps_from(epochs, max_steps, size, batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "flag", "text"),
+    [((2, None, 100, 10), "--epochs", "20 updates (--epochs 2)"),
+     ((2, 7, 100, 10), "--max_steps", "7 updates (--max_steps 7; --epochs 2 would make 20)"),
+     ((2, 20, 100, 10), "--epochs", "20 updates (--epochs 2)"),
+     ((2, 1000, 100, 10), "--epochs", "20 updates (--epochs 2, which ends the run before --max_steps 1000)"),
+     ((1e9, 1, 100, 10), "--max_steps", "1 update (--max_steps 1)"),
+     ((2, None, 100, 10, 90.0), "--epochs", "20 updates (--epochs 2; at most 90 minutes by --max_minutes)")],
+)  # fmt: skip
+def test_a_run_says_which_flag_ends_it(limits, flag, text):
+    assert length_of(*limits) == (flag, text)
+
+
+def test_the_time_left_is_that_of_the_limit_that_comes_first():
+    def left(most_left: float) -> str:
+        stream, progress = io.StringIO(), Progress(4, 16, 10**12)
+        display = ProgressDisplay(progress, True, stream, most_left=lambda: most_left)
+        progress.advance()
+        display.log({"loss": 1.0})
+        return stream.getvalue().split()[-1]
+
+    assert left(90.0) == "1:30" and left(-5.0) == "0:00"
+    assert "d" in left(float("inf")), "so many updates take days"
+
+
+def test_a_run_whose_last_update_is_made_has_no_time_left():
+    stream, progress = io.StringIO(), Progress(4, 16, 10**12)
+    display = ProgressDisplay(progress, True, stream)
+    progress.advance()
+    progress.last_step = 1
+    display.log({"loss": 1.0})
+    assert stream.getvalue().split()[-1] == "0:00"
+
+
+def test_the_bar_of_a_terminal_shows_the_same_time_left():
+    stream, progress = Terminal(), Progress(4, 16, 10**12)
+    display = ProgressDisplay(progress, True, stream, most_left=lambda: 90.0)
+    progress.advance()
+    display.update()
+    display.log({"loss": 1.0})
+    assert "1:30 left" in stream.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ What is so of every script stands in tests/test_every_script.py; here one script
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
@@ -23,7 +24,7 @@ from tests.processes import on_processes
 from tests.scripts import VAE, assert_same_run, edit_checkpoint, files, metrics, names
 from tests.training.disk import failing
 from training.checkpoints.store import Checkpoints
-from training.run.folder import RunFolder
+from training.run.folder import RunFolder, resumed_config
 from training.run.starts import starts
 
 SIX = ("--max_steps", "6", "--save_every_n_steps", "2")
@@ -340,6 +341,22 @@ def test_a_folder_that_another_process_does_not_see_is_told_before_a_resume_need
     unseen = f"rank 1 does not see {tmp_path}/disk0; put --output_dir on a disk that all machines see"
     assert unseen in on_processes(2, load)[0]
     assert all(f"refused: cannot resume: {unseen}" in line for line in on_processes(2, load))
+
+
+def test_a_process_that_does_not_see_the_run_is_told_before_anything_else_of_it_is_read(tmp_path: Path) -> None:
+    VAE.train(tmp_path / "disk0", "--max_steps", "1")
+
+    def read(process: Any) -> str:
+        flags = {"output_dir": str(tmp_path / f"disk{process.rank}"), "fresh": False, "dry_run": False}
+        try:
+            resumed_config(argparse.Namespace(**flags, script="train_vae.py"), process)
+        except ValueError as error:
+            return f"refused: {error}"
+        return "goes on"
+
+    assert all(
+        f"refused: cannot resume: rank 1 does not see {tmp_path}/disk1" in line for line in on_processes(2, read)
+    )
 
 
 # What else a run writes.
