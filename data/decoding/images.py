@@ -19,7 +19,7 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.files.reading import open_regular
+from tandem.files.reading import LONGEST_BEGINNING, open_regular, other_kind
 
 from ..bad_samples import Incomplete
 from ..hashing import Draws, derive_key
@@ -189,10 +189,11 @@ def _opened(file: Any) -> Image.Image:
     try:
         return Image.open(file, formats=tuple(FORMATS))
     except UnidentifiedImageError:
-        is_empty = file.seek(0, os.SEEK_END) == 0
+        file.seek(0)
+        beginning = file.read(LONGEST_BEGINNING)
         found = ", ".join(name for name, endings in FORMATS.items() if endings)
         reason = f"the content is none of {found}, or of a kind of them that Pillow does not read"
-        raise ValueError("the file is empty" if is_empty else reason) from None
+        raise ValueError(other_kind(beginning) or reason if beginning else "the file is empty") from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
         raise _in_one_line(error) from error
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from tandem.files.installed import missing_package
-from tandem.files.reading import open_regular
+from tandem.files.reading import LONGEST_BEGINNING, open_regular, other_kind
 
 from ..hashing import Draws
 from ..records.files import LocalBytes
@@ -155,7 +155,10 @@ def _opened(entry: Entry) -> Iterator[Any]:
             with soundfile.SoundFile(with_length(file)) as sound:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
-        failure = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
+        failure = (
+            other_kind(entry.read(LONGEST_BEGINNING))
+            or f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
+        )
         raise ValueError(failure) from None
 
 

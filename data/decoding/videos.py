@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tandem.files.installed import missing_package
-from tandem.files.reading import counted
+from tandem.files.reading import LONGEST_BEGINNING, counted, other_kind
 
 from ..bad_samples import Unsuitable, reason_of
 from ..hashing import Draws
@@ -193,7 +193,8 @@ def opened(entry: Entry) -> Iterator[Video]:
             with av.open(file, options=options, metadata_errors="replace") as container:
                 yield Video(container)
         except av.FFmpegError as error:
-            raise ValueError(f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}") from None
+            reason = f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}"
+            raise ValueError(other_kind(entry.read(LONGEST_BEGINNING)) or reason) from None
 
 
 @contextlib.contextmanager
