@@ -7,7 +7,6 @@ import contextlib
 import functools
 import io
 import math
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -186,7 +186,7 @@ def bomb() -> bytes:
 JPEG, PNG, WEBP = (encoded(photo(64, 64), kind) for kind in ("jpeg", "png", "webp"))
 BROKEN = {
     "truncated": (JPEG[:1000], "truncated"), "empty": (b"", "the file is empty"),
-    "no image": (b"<html>404 Not Found</html>", "none of JPEG"),
+    "no image": (b"404 Not Found", "none of JPEG"),
     "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "none of JPEG"),
     "broken stream": (PNG.replace(b"IDAT\x78", b"IDAT\0"), ""),  # zlib's header
     "bomb": (bomb(), "bomb"),

@@ -343,7 +343,8 @@ def test_rows_may_be_parts_of_one_long_file(tmp_path):
     [
         ("a.csv", "file,caption\na.wav,one\n", "it has file, caption"), ("a.csv", "path,caption\n", "has no rows"),
         ("a.csv", "path,caption\na.wav,one\n,two\n", "line 3"), ("a.csv", "", "it has nothing"),
-        ("a.csv", "path,caption\na.wav,a bell, loud\n", "line 2: it has 3 cells, but the first line names 2 columns: put a cell with"),
+        ("a.csv", "path,caption\na.wav,a bell, loud\n",
+         "line 2: it has 3 cells, but the first line names 2 columns: put a cell with"),
         ("a.csv", 'path,caption\na.wav,"' + ("x" * 1000 + "\n") * 1100, "it is no table"),
         ("a.csv", "path,caption\na.wav," + "x" * (1 << 20), "line 2: it is longer than"),
         ("a.csv", "path,caption,start_seconds\na.wav,one,nan\n", "line 2: its start_seconds is 'nan'"),
