@@ -29,6 +29,7 @@ from ..records.record import Entry, open_entry
 from .frames import Converter, Frame, Picture
 from .images import CENTER, Crop, Cut, decode_image
 from .images import ENDINGS as IMAGE_ENDINGS
+from .whole import check_whole
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
 # FFmpeg knows the format by content; others, such as lists of files and addresses to read instead, are refused.
@@ -187,6 +188,7 @@ def opened(entry: Entry) -> Iterator[Video]:
     import av
 
     with open_entry(entry) as file:
+        check_whole(file)
         try:
             # Through a file object, because FFmpeg takes some names, such as `concat:a`, for something else.
             options = {"format_whitelist": _FORMATS}
