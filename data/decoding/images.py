@@ -23,7 +23,7 @@ from tandem.files.reading import LONGEST_BEGINNING, open_regular, other_kind
 from ..bad_samples import Incomplete
 from ..hashing import Draws, derive_key
 from ..records.record import Entry, open_entry
-from .colours import in_srgb, resizable
+from .colours import in_srgb, resizable, why_unread
 
 # Formats of Pillow, and the endings by which files of them are found. Content is recognised by itself, so that a GIF
 # called .png is read too. Not all formats are allowed: PostScript would start Ghostscript.
@@ -192,7 +192,9 @@ def _opened(file: Any) -> Image.Image:
         beginning = file.read(LONGEST_BEGINNING)
         found = ", ".join(name for name, endings in FORMATS.items() if endings)
         reason = f"the content is none of {found}, or of a kind of them that Pillow does not read"
-        raise ValueError(other_kind(beginning) or reason if beginning else "the file is empty") from None
+        raise ValueError(
+            (other_kind(beginning) or why_unread(file) or reason) if beginning else "the file is empty"
+        ) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
         raise _in_one_line(error) from error
 
