@@ -114,8 +114,9 @@ def _read(
     lines: _Lines | None = None
     try:
         opened = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]
-        if reason := other_kind(opened.peek(LONGEST_BEGINNING)[:LONGEST_BEGINNING]):
-            raise ValueError(reason)
+        if other := other_kind(opened.read(LONGEST_BEGINNING)):
+            raise ValueError(other)
+        opened.seek(0)
         with io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
             endings = wanted[0].taken
