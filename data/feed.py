@@ -242,7 +242,7 @@ class Feed:
         if (count := len(self._partial)) >= 2 * self._said_partial:
             self._said_partial = count
             example = next(iter(self._partial.values()))
-            say(f"only a part of {counted(count, self.noun)} so far is read, such as of {example}")
+            say(f"of {counted(count, self.noun)} so far only a part is read, such as {example}")
 
     def _received(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
