@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from tandem.files.reading import counted
 _LISTED = 20
 _NAMED = 1000  # bad samples whose path and reason are kept; of all, that they are bad
 _KINDS = {"bad": 1, "incomplete": 2}
+_reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,23 @@ class BadSampleLog:
             known = np.unpackbits(state[kind].numpy(), bitorder="little")[: self.n_samples]
             self._kinds[: len(known)][known > 0] = _KINDS[kind]
         self.count, self.count_incomplete = (int((self._kinds == number).sum()) for number in _KINDS.values())
+
+
+@contextlib.contextmanager
+def partly_read() -> Iterator[list[str]]:
+    """A list of why a file that is read inside is read only in part, as decoders tell it by `tell_partly_read`."""
+    reasons: list[str] = []
+    token = _reasons.set(reasons)
+    try:
+        yield reasons
+    finally:
+        _reasons.reset(token)
+
+
+def tell_partly_read(reason: str) -> None:
+    """Tell whoever reads inside `partly_read`, if anybody does."""
+    if (reasons := _reasons.get()) is not None:
+        reasons.append(reason)
 
 
 def reason_of(error: BaseException) -> str:

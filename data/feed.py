@@ -110,6 +110,9 @@ class Feed:
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
         self._said = 0  # how many were left out, when it was said last
+        self._partial = dict[int, str]()  # samples of which only a part is read, of all processes
+        self._partial_here = dict[int, str]()  # those of this process, since they were exchanged
+        self._said_partial = 0
 
     @property
     def validated(self) -> order.Indices:
@@ -184,7 +187,10 @@ class Feed:
         Raises UserMistake if those that could not be read are too many to continue. Collective."""
         new: list[BadSample] = []
         # Ask first: this comes with every line of metrics, and hardly ever has anything to exchange.
-        if self._processes.sum({"unreported": len(self._unreported)})["unreported"]:
+        counts = self._processes.sum({"unreported": len(self._unreported), "partial": len(self._partial_here)})
+        if counts["partial"]:
+            self._say_partial(say)
+        if counts["unreported"]:
             new = self.bad_samples.share(self._unreported, self._processes.gather_objects)
         for sample in new:
             if sample.is_incomplete:
@@ -228,14 +234,25 @@ class Feed:
             self._said = count
             say(f"left out {counted(count, self.noun)} so far, such as {sample}")
 
+    def _say_partial(self, say: Callable[[str], None]) -> None:
+        """Say of how many samples only a part is read, if they have doubled since that was said. Collective."""
+        for of_rank in self._processes.gather_objects(self._partial_here):
+            self._partial |= of_rank
+        self._partial_here.clear()
+        if (count := len(self._partial)) >= 2 * self._said_partial:
+            self._said_partial = count
+            example = next(iter(self._partial.values()))
+            say(f"of {counted(count, self.noun)} so far only a part is read, such as {example}")
+
     def _received(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
         self._unreported += batch["bad"]
+        self._partial_here |= {i: reason for i, reason in batch.get("partial", {}).items() if i not in self._partial}
         device = self._processes.device
         return {
             key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for key, value in batch.items()
-            if key != "bad"
+            if key not in ("bad", "partial")
         }
 
 

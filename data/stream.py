@@ -12,7 +12,7 @@ import torch
 from PIL import ImageFile
 from torch import Tensor
 
-from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, reason_of
+from .bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, partly_read, reason_of
 from .fields import Samples
 from .order import Indices, Order, ValidationOrder
 from .workers import Loader
@@ -36,8 +36,9 @@ class _Stream(Loader):
     replaced. Also raises ValueError if none of min(n, 100) successive samples can be read.
 
     Yields the entries of the samples (`collate_entries`); "positions", the place of each sample in the global batch;
-    "ids", the dataset index of the sample that was loaded; and "bad", the samples that could not be read while loading
-    the batch, or only in part. `noun` is what messages call the samples; `loading`: see `Loader`.
+    "ids", the dataset index of the sample that was loaded; "bad", the samples that could not be read while loading the
+    batch; and "partial", where there are any, by index of a sample its path and why only a part of its
+    file is read. `noun` is what messages call the samples; `loading`: see `Loader`.
     """
 
     def __init__(
@@ -124,22 +125,28 @@ class _BatchLoader:
         first, positions = request
         ImageFile.LOAD_TRUNCATED_IMAGES = self.on_bad_sample == "accept"  # of this process, which may be a worker
         bad: dict[int, BadSample] = {}
-        samples = [self._load(first + position, bad) for position in positions]
+        partial: dict[int, str] = {}
+        samples = [self._load(first + position, bad, partial) for position in positions]
         return {
             **collate_entries([sample for sample, _ in samples]),
             "positions": list(positions),
             "ids": [index for _, index in samples],
             "bad": list(bad.values()),
+            **({"partial": partial} if partial else {}),
         }
 
-    def _load(self, position: int, bad: dict[int, BadSample]) -> tuple[Any, int]:
+    def _load(self, position: int, bad: dict[int, BadSample], partial: dict[int, str]) -> tuple[Any, int]:
         """The sample at `position` of the order, or the next one there that can be read."""
         tries = min(len(self.order), _MOST_TRIES)
         failures: list[BadSample] = []
         for skip in range(tries):
             epoch, index = self.order(position, skip)
             try:
-                return self.samples.load(index, epoch, self.augment), index
+                with partly_read() as reasons:
+                    sample = self.samples.load(index, epoch, self.augment)
+                if reasons:
+                    partial[index] = f"{self.samples.describe(index)}: {reasons[0]}"
+                return sample, index
             except NotASample:
                 raise
             except (OSError, ValueError) as error:

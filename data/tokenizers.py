@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.files.installed import missing_package
-from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes
+from tandem.files.reading import LONGEST_BEGINNING, LONGEST_JSON_BYTES, other_kind, read_bytes
 from tandem.files.writing import write_atomically
 
 _NAME_OF_CLIP = "clip"
@@ -143,6 +143,8 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
         raise missing_package("a tokenizer.json", "tokenizers") from None
     try:
         content = read_bytes(path, LONGEST_JSON_BYTES).removeprefix(codecs.BOM_UTF8)
+        if reason := other_kind(content[:LONGEST_BEGINNING]):
+            raise ValueError(reason)
         fast = Fast.from_str(content.decode())
         fast.no_padding()
         fast.enable_truncation(max_text_tokens)  # this keeps the marks of start and end

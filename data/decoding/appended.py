@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+from .flac import Read, ends_elsewhere
 
 _LONGEST_PAGE = 1 << 16  # bytes of a page of Ogg, rounded up (RFC 3533)
 _LONGEST_FRAME = 1441  # bytes of a frame of MP3
@@ -12,20 +13,46 @@ _ID3V1 = 128  # bytes of a tag behind an MP3
 # Where the tag of Xing stands in the first frame, by MPEG version and channels, without and with a checksum.
 _PLACES_OF_XING = (13, 15, 21, 23, 36, 38)
 
-Read = Callable[[int, int], bytes]  # offset, size -> bytes
+_MOST_CHUNKS = 100  # of a CAF file, which are looked at
 
 
 def check_nothing_appended(sound: Any, read: Read, n_bytes: int) -> None:
     """Raise ValueError, in one line, if an open soundfile.SoundFile of n_bytes holds a second stream behind the first.
     Of Ogg, it is known by another serial number; of MP3, by the length in the tag of Xing, without which the file is
-    read to its end."""
-    if (sound.format == "OGG" and _is_chained(sound, read, n_bytes)) or (
-        sound.format == "MP3" and _goes_on(read, n_bytes)
-    ):
+    read to its end; of FLAC, by the number of its last frame; of others, by a second header where the first one ends.
+    libsndfile itself refuses WAV and AIFF of this kind."""
+    is_longer = {
+        "OGG": lambda: _is_chained(sound, read, n_bytes),
+        "MP3": lambda: _goes_on(read, n_bytes),
+        "FLAC": lambda: ends_elsewhere(read, n_bytes, sound.frames),
+        "AU": lambda: _begins_again(read, sum(int.from_bytes(read(at, 4), _order_of_au(read)) for at in (4, 8))),
+        "W64": lambda: _begins_again(read, int.from_bytes(read(16, 8), "little")),
+        "CAF": lambda: _begins_again(read, _end_of_caf(read)),
+    }.get(sound.format)
+    if is_longer and is_longer():
         raise ValueError(
             "it holds several streams one after the other, of which the first alone would be heard: write them as one, "
             "such as by ffmpeg -i OLD NEW.flac"
         )
+
+
+def _begins_again(read: Read, end: int) -> bool:
+    return end < 1 << 62 and read(end, 4) == read(0, 4)
+
+
+def _order_of_au(read: Read) -> Literal["big", "little"]:
+    return "big" if read(0, 4) == b".snd" else "little"
+
+
+def _end_of_caf(read: Read) -> int:
+    """Where the chunks of a CAF file end: a name of 4 bytes, a length of 8, and the content of each."""
+    at = 8
+    for _ in range(_MOST_CHUNKS):
+        header = read(at, 12)
+        if len(header) < 12 or header[:4] == b"caff":
+            break
+        at += 12 + int.from_bytes(header[4:], "big")
+    return at
 
 
 def _is_chained(sound: Any, read: Read, n_bytes: int) -> bool:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem.files.reading import other_kind
+
 from ..records.files import shown
 from ..records.record import Entry, open_entry
 
@@ -58,7 +60,7 @@ def find_array(entry: Entry) -> StoredArray:
     try:
         shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)
     except Exception:  # numpy parses it as Python, and a damaged one can raise anything
-        raise ValueError("it is no numpy array (.npy)") from None
+        raise ValueError(other_kind(content) or "it is no numpy array (.npy)") from None
     if dtype.kind != "f" or is_fortran:
         kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
         raise ValueError(f"it holds {kind}: save it as float16 or float32 in C order")

@@ -9,11 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageChops, ImageCms
+from PIL import Image, ImageChops, ImageCms, TiffImagePlugin
+
+from tandem.files.reading import counted
 
 # Tags of TIFF 6.0. MinSampleValue and MaxSampleValue are statistics there; the two with an S are the range.
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _MAX_SAMPLE_VALUE, _SAMPLE_FORMAT, _S_MIN, _S_MAX = 258, 262, 281, 339, 340, 341
 _WHITE_IS_ZERO, _SIGNED = 0, 2
+_SAMPLES_PER_PIXEL, _COMPRESSION = 277, 259
+_TYPES = {1: "integers", _SIGNED: "signed integers", 3: "floats"}  # of samples
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how a file begins; the last two are of BigTIFF
 _ALL_OF_SOME_BITS = {(1 << bits) - 1 for bits in range(8, 16)}
 _OUTSIDE = 1e-3  # of the range: how far samples may lie outside, as an interpolation leaves them
 # The transparent value in a PNG has the bits of its file, the pixels of Pillow have eight.
@@ -43,6 +48,26 @@ def resizable(image: Image.Image) -> Image.Image:
     if image.format == "BMP" and with_alpha.getchannel("A").getextrema() == (0, 0):
         return with_alpha.convert("RGB")  # Windows leaves these bytes empty, and programs show such a file as opaque
     return with_alpha
+
+
+def why_unread(file: Any) -> str:
+    """What a TIFF holds that Pillow does not read, as a line; "" of another file, or if its tags are damaged."""
+    file.seek(0)
+    header = file.read(16)
+    if not header.startswith(_TIFF):
+        return ""
+    try:
+        tags = TiffImagePlugin.ImageFileDirectory_v2(header if b"+" in header[:4] else header[:8])
+        file.seek(tags.next)
+        tags.load(file)
+        n, bits, kind = tags.get(_SAMPLES_PER_PIXEL, 1), tags.get(_BITS_PER_SAMPLE, 1), tags.get(_SAMPLE_FORMAT, 1)
+        details = [f"{_TYPES.get(_first(kind), 'numbers of another type')} of {_first(bits)} bits"]
+        details += ["0 is white"] if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else []
+        details += [f"compression {number}"] if (number := tags.get(_COMPRESSION, 1)) != 1 else []
+    except Exception:  # damaged tags raise what they like
+        return ""
+    kind = f"a TIFF of {counted(n, 'sample')} per pixel ({', '.join(details)})"
+    return f"it is {kind}, which Pillow does not read: save it as grey or RGB of 8 or 16 bits without a sign"
 
 
 def in_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:

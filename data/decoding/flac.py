@@ -1,18 +1,24 @@
-"""The length of a FLAC file that was written into a pipe, whose header does not state it (RFC 9639): that of its last
-frame says where it ends. No other part of the file is read."""
+"""The last frame of a FLAC file (RFC 9639), which says where it ends: where the header does not, as in a file that was
+written into a pipe, and where another file was appended. No other part of the file is read."""
 
 from __future__ import annotations
 
 import functools
 import io
 import os
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 _MOST_AT_START = 1 << 20  # bytes, of an ID3 tag before the stream
 _LEAST_AT_END, _MOST_AT_END = 1 << 16, 1 << 23  # bytes; a frame has at most 65535 samples of 8 channels
 _STREAM_INFO = 8  # bytes from "fLaC" to what it says
 _LENGTH_BITS = 36  # of the 64 that begin with the sample rate
 _CRC_8, _CRC_16 = (8, 0x07), (16, 0x8005)
+_TAGS = re.compile(rb"TAG|APETAGEX|ID3")  # the beginnings of what programs write behind the last frame
+
+Read = Callable[[int, int], bytes]  # offset, size -> bytes
+_BEHIND = re.compile(rb"TAG|APETAGEX|ID3|fLaC")  # the beginnings of tags that may stand behind the last frame
 
 
 def with_length(file: Any) -> io.RawIOBase:
@@ -23,7 +29,8 @@ def with_length(file: Any) -> io.RawIOBase:
     file.seek(0)
     start = file.read(_MOST_AT_START)
     info = start.find(b"fLaC") + _STREAM_INFO
-    total = _length(file, int.from_bytes(start[info + 2 : info + 4], "big"))
+    last = _last_frame(_read_of(file), file.seek(0, os.SEEK_END), int.from_bytes(start[info + 2 : info + 4], "big"))
+    total = last.first + (last.samples if last.is_whole else 0) if last else 0
     if not 0 < total < 1 << _LENGTH_BITS:
         raise ValueError("its header does not state its length, and no whole frame of a FLAC file is at its end")
     stated = (
@@ -61,22 +68,59 @@ class _Patched(io.RawIOBase):
         return n
 
 
-def _length(file: Any, block: int) -> int:
-    """Samples per channel, 0 if no frame is found. `block`: those of a frame, where all but the last have as many."""
-    size, n = file.seek(0, os.SEEK_END), _LEAST_AT_END
+class _LastFrame(NamedTuple):
+    """The number of its first sample, how many it has, and whether the file holds all of it."""
+
+    first: int
+    samples: int
+    is_whole: bool
+
+
+def ends_elsewhere(read: Read, n_bytes: int, frames: int) -> bool:
+    """Whether a file of n_bytes ends with a whole frame that is not the last one by the length in its header, because
+    another file was appended. One of the same length is not noticed."""
+    info = read(0, _STREAM_INFO + 4)
+    if not info.startswith(b"fLaC"):  # but with a tag
+        return False
+    block = int.from_bytes(info[-2:], "big")
+    begin = max(0, n_bytes - 3 * n_bytes * block // max(2 * frames, 1) - 16)  # half more than the mean of a frame
+    if any(first + samples == frames for _, first, samples in _frames(read(begin, n_bytes - begin), block)):
+        return False  # as nearly always
+    last = _last_frame(read, n_bytes, block)
+    return last is not None and last.is_whole and last.first + last.samples != frames
+
+
+def _read_of(file: Any) -> Read:
+    def read(offset: int, size: int) -> bytes:
+        file.seek(offset)
+        content: bytes = file.read(size)
+        return content
+
+    return read
+
+
+def _last_frame(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
+    """The last frame of a file; None if none is found. `block`: the samples of a frame, where all but the last have as
+    many."""
+    n = _LEAST_AT_END
     while n <= _MOST_AT_END:
-        begin = max(0, size - n)
-        file.seek(begin)
-        content = file.read(n)
+        begin = max(0, n_bytes - n)
+        content = read(begin, n)
         frames = _frames(content, block)
         ends = {first + samples for _, first, samples in frames}
         for at, first, samples in reversed(frames):
             if first in ends or (first == 0 and begin == 0):  # bytes that look like a frame by chance follow none
-                return first + (samples if _remainder(content[at:], *_CRC_16) == 0 else 0)
+                return _LastFrame(first, samples, _is_whole(content[at:]))
         if begin == 0:
             break
         n *= 4
-    return 0
+    return None
+
+
+def _is_whole(content: bytes) -> bool:
+    """Whether a frame that begins here ends with its checksum at the end, or in front of a tag."""
+    ends = [*(tag.start() for tag in _TAGS.finditer(content)), len(content)]
+    return any(_remainder(content[:end], *_CRC_16) == 0 for end in ends)
 
 
 def _frames(content: bytes, block: int) -> list[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ about 150 kB more. MP3 has no table of contents: everything before the clip is r
 variable bit rate does not state its length, the length is a guess, and sound after it is never read. A FLAC file that
 was written into a pipe does not state it, and its last frames are searched for it, which takes 0.5 ms more. An Ogg file
 that was cut off is read without an error; a file of another format raises an error if the cut removed a part of the
-clip. An Ogg or MP3 file to which another one was appended is refused; what was appended to a FLAC file is never read.
+clip. A file to which another one was appended is refused, as far as that is noticed (`appended`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from tandem.files.installed import missing_package
-from tandem.files.reading import open_regular
+from tandem.files.reading import LONGEST_BEGINNING, open_regular, other_kind
 
 from ..hashing import Draws
 from ..records.files import LocalBytes
@@ -155,7 +155,10 @@ def _opened(entry: Entry) -> Iterator[Any]:
             with soundfile.SoundFile(with_length(file)) as sound:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
-        failure = f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
+        failure = (
+            other_kind(entry.read(LONGEST_BEGINNING))
+            or f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
+        )
         raise ValueError(failure) from None
 
 

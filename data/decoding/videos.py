@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tandem.files.installed import missing_package
-from tandem.files.reading import counted
+from tandem.files.reading import LONGEST_BEGINNING, counted, other_kind
 
 from ..bad_samples import Unsuitable, reason_of
 from ..hashing import Draws
@@ -29,6 +29,7 @@ from ..records.record import Entry, open_entry
 from .frames import Converter, Frame, Picture
 from .images import CENTER, Crop, Cut, decode_image
 from .images import ENDINGS as IMAGE_ENDINGS
+from .whole import check_whole
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
 # FFmpeg knows the format by content; others, such as lists of files and addresses to read instead, are refused.
@@ -187,13 +188,15 @@ def opened(entry: Entry) -> Iterator[Video]:
     import av
 
     with open_entry(entry) as file:
+        check_whole(file)
         try:
             # Through a file object, because FFmpeg takes some names, such as `concat:a`, for something else.
             options = {"format_whitelist": _FORMATS}
             with av.open(file, options=options, metadata_errors="replace") as container:
                 yield Video(container)
         except av.FFmpegError as error:
-            raise ValueError(f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}") from None
+            reason = f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}"
+            raise ValueError(other_kind(entry.read(LONGEST_BEGINNING)) or reason) from None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tandem.files.reading import open_regular, parse_json
+from tandem.files.reading import LONGEST_BEGINNING, counted, open_regular, other_kind, parse_json
 
 from ..bad_samples import reason_of
 from . import remote
@@ -114,6 +114,9 @@ def _read(
     lines: _Lines | None = None
     try:
         opened = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]
+        if other := other_kind(opened.read(LONGEST_BEGINNING)):
+            raise ValueError(other)
+        opened.seek(0)
         with io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
             endings = wanted[0].taken
@@ -137,7 +140,7 @@ def _read(
         if lines is None:  # such as a pipe
             raise ValueError(f"cannot read the manifest {path!r}: {error}") from None
         reason = f"it is no table ({error}): {_QUOTING}" if isinstance(error, csv.Error) else error
-        raise ValueError(f"{path}, line {lines.of_row}: {reason}") from None
+        raise ValueError(f"{path}, {lines.of_row}: {reason}") from None
 
 
 class _Lines:
@@ -149,9 +152,9 @@ class _Lines:
 
     @property
     def of_row(self) -> str:
-        """The number of the first line of the row, and of its last one if it has several."""
+        """The line of the row that is read, or its lines."""
         first = self.number - max(len(self.row), 1) + 1
-        return f"{first}" if first == self.number else f"{first} to {self.number}"
+        return f"line {first}" if first == self.number else f"lines {first} to {self.number}"
 
     def __iter__(self) -> Iterator[str]:
         while line := self._file.readline(_LONGEST_LINE + 1):
@@ -193,8 +196,10 @@ def _table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iterator[
         if (was_open or is_open) and len(cells) < len(header):
             raise ValueError("a cell in quotes goes on over several lines, and in a .tsv each is a row: write .csv")
         if len(cells) > len(header):
-            hint = 'cells with a comma stand in "double quotes"' if delimiter == "," else "no cell holds a tab"
-            raise ValueError(f"{len(cells)} cells under {len(header)} columns: {hint}")
+            hint = 'put a cell with a comma into "double quotes"' if delimiter == "," else "no cell may contain a tab"
+            raise ValueError(
+                f"it has {len(cells)} cells, but the first line names {counted(len(header), 'column')}: {hint}"
+            )
         if any(cell.strip() for cell in cells):
             yield dict(zip(header, cells, strict=False))
         lines.row.clear()

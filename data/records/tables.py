@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from tandem.files.installed import missing_package
-from tandem.files.reading import DAMAGES, check_regular, read_json
+from tandem.files.reading import DAMAGES, LONGEST_BEGINNING, check_regular, other_kind, read_json
 
 from ..bad_samples import reason_of
 from . import remote
@@ -316,7 +316,12 @@ def _opened(path: str) -> _ArrowFile | _ParquetFile:
     with _in_one_line(f"cannot read {path!r}"):
         if not is_address(path):
             check_regular(Path(path))
-        return _ParquetFile(path) if shown(path).lower().endswith(".parquet") else _ArrowFile(path)
+        try:
+            return _ParquetFile(path) if shown(path).lower().endswith(".parquet") else _ArrowFile(path)
+        except ValueError:  # pyarrow's errors of a content are ValueErrors, too
+            if reason := other_kind(Entry(path).read(LONGEST_BEGINNING)):
+                raise ValueError(reason) from None
+            raise
 
 
 def _at_random(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.files.reading import DAMAGES, counted
+from tandem.files.reading import DAMAGES, counted, other_kind
 
 from ..bad_samples import reason_of
 from .files import Bytes, is_address
@@ -39,7 +39,7 @@ _WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINKS = (b"1", b"2")
 # What may be said of the end of a tar. One behind which others were appended is read on; between their ends and their
 # next headers there are zeros, of which no more are looked at than any program writes.
-_UNENDED, _GOES_ON = "without a mark of the end, as if cut off", "with something behind the end that is not read"
+_UNENDED, _GOES_ON = "without a mark of the end, perhaps cut off", "with bytes behind the end, which are not read"
 _LONGEST_END = 1 << 20  # bytes
 _PARTS = ("size", "offset", "ending")
 
@@ -79,8 +79,7 @@ class TarSource:
         try:
             lines = [skipped, skipped_line("member", str(self), *index.facts["skipped"])]
             for end, (count, first) in index.facts["ends"].items():
-                others = f" and {counted(count - 1, 'more tar')}" if count > 1 else ""
-                lines.append(f"{end}: {self.paths[first]!r}{others}")
+                lines.append(f"{counted(count, 'tar')} {end}: {'such as ' if count > 1 else ''}{self.paths[first]!r}")
         except DAMAGES:
             raise index.damaged() from None
         self.skipped = "; ".join(filter(None, lines))
@@ -334,7 +333,7 @@ def _members(pieces: _Pieces, n_bytes: int, left: Counter[str], ends: list[str])
         if at >= n_bytes:
             raise ValueError(f"it ends at byte {n_bytes} without a mark of the end")
         if not _is_header(header):
-            raise ValueError(f"no header at byte {at}")
+            raise ValueError(("" if at else other_kind(header)) or f"no header at byte {at}")
         kind, begin, size = header[156:157], at + _BLOCK, _number(header[124:136])
         if kind in _HEADERS:
             if not 0 <= size <= _LONGEST_HEADER:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tandem.files.reading import check_regular, one_line
+from tandem.files.reading import LONGEST_BEGINNING, check_regular, one_line, other_kind
 
 from .archive import AS_STATE_DICT, IGNORED, WRAPPERS_INSIDE, check_archive, check_old_file, stand_in
 
@@ -23,21 +23,16 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "net.",
 _INSIDE = re.compile(WRAPPERS_INSIDE.pattern.decode())
 
 _AGAIN = "copy or download it again"
-# How a file begins that is taken for weights, what it is, and what to do.
+# How a file begins that is taken for weights, what it is, and what to do; beside what stands in the place of any file.
 _OTHER_KINDS = (
-    (rb"version https://git-lfs", "a pointer of Git LFS in the place of the weights",
-     "run `git lfs pull` in its repository, or download the file itself"),
-    (rb"(?i)\s*<(!doctype|html|\?xml|head)", "a web page", "the download went wrong, perhaps for want of a login"),
     (rb"GGUF", "in the GGUF format", "give the file of PyTorch or safetensors that it was made from"),
     (rb"\x08[\x01-\x0f]\x12", "in the ONNX format", "give the file of PyTorch that it was made from"),
     (rb"\x89HDF", "in the HDF5 format of Keras", "give the file of PyTorch or safetensors"),
     (rb"\x93NUMPY", "a NumPy array", "give the file of PyTorch or safetensors"),
-    (rb"\x1f\x8b|\xfd7zXZ|BZh|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!", "a compressed file", "unpack it"),
     (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF", "a picture or a sound", "give the file of a model"),
     (rb"\s*[\[{]", "JSON text", "give the file of the weights beside it"),
 )  # fmt: skip
 _PICKLE = b"\x80"
-_LONGEST_BEGINNING = 512  # bytes
 _LONGEST_HEADER = 100_000_000  # bytes, of safetensors
 # Files by which a folder of another tool is known, what it is, and what makes a file of it.
 _OTHER_FOLDERS = (
@@ -112,15 +107,12 @@ def why_no_weights(path: Path) -> str:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        beginning = file.read(_LONGEST_BEGINNING)
+        beginning = file.read(LONGEST_BEGINNING)
     if not beginning:
         return f"it is empty; {_AGAIN}"
     if is_safetensors(path):
         length, size = 8 + struct.unpack("<Q", beginning[:8])[0], path.stat().st_size
         return f"it is cut off: its names alone take {length} bytes of {size}; {_AGAIN}" if length > size else ""
-    for pattern, kind, remedy in _OTHER_KINDS:
-        if re.match(pattern, beginning):
-            return f"it is {kind}; {remedy}"
     if beginning.startswith(b"PK\3\4"):
         if not zipfile.is_zipfile(path):
             return f"it is cut off, for its end is missing; {_AGAIN}"
@@ -131,6 +123,11 @@ def why_no_weights(path: Path) -> str:
         if not any(member.lower().endswith("data.pkl") for member in members):
             return f"it is a zip of {len(members)} files, none of them PyTorch's; unpack it"
         return ""
+    if reason := other_kind(beginning):
+        return reason
+    for pattern, kind, remedy in _OTHER_KINDS:
+        if re.match(pattern, beginning):
+            return f"it is {kind}; {remedy}"
     return "" if beginning.startswith(_PICKLE) else f"it begins as no file of PyTorch or safetensors does; {_AGAIN}"
 
 

@@ -37,6 +37,15 @@ BYTE_ORDER_MARK = "\ufeff"  # editors put it in front of a text; `cat` and web p
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_ERROR = 500  # signs
 _OS_ERROR = re.compile(r"\(os error (\d+)\)$")  # Rust's words for errors of the system, such as those of safetensors
+# What may stand in the place of any file: how it begins, what it is, and what to do.
+_OTHER_KINDS = (
+    (rb"version https://git-lfs", "a pointer of Git LFS in the place of the file",
+     "run `git lfs pull` in its repository, or download the file itself"),
+    (rb"(?i)\s*<(!doctype|html|\?xml)", "a web page", "the download went wrong, perhaps for want of a login"),
+    (rb"\x1f\x8b|\xfd7zXZ|BZh[1-9]|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!\x1a|PK\x03\x04", "a compressed file", "unpack it"),
+    (rb"\xff\xfe|\xfe\xff|([\t\n\r -~]\x00){2}|(\x00[\t\n\r -~]){2}", "UTF-16 text", "save it as UTF-8"),
+)  # fmt: skip
+LONGEST_BEGINNING = 512  # bytes, by which the kind of a file is known
 # Lists, objects and keys in one file, and nodes of a YAML file with its aliases written out. An empty list takes three
 # bytes in a file and 64 in memory; plain numbers, of which a file may hold more, take a tenth of that.
 _MOST_VALUES = 1 << 22
@@ -111,8 +120,19 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
             yield line
 
 
+def other_kind(beginning: bytes) -> str:
+    """What a file is that stands in the place of another, such as a pointer of Git LFS, and what to do, as a part of a
+    line; "" if that is not known by its first `LONGEST_BEGINNING` bytes."""
+    for pattern, kind, remedy in _OTHER_KINDS:
+        if re.match(pattern, beginning):
+            return f"it is {kind}; {remedy}"
+    return ""
+
+
 def plain_text(content: bytes) -> str:
     """A text of UTF-8 without marks of the byte order. Raises ValueError, in one line, if it is none."""
+    if reason := other_kind(content[:LONGEST_BEGINNING]):
+        raise ValueError(reason)
     try:
         return content.decode().replace(BYTE_ORDER_MARK, "")
     except UnicodeDecodeError as error:
@@ -137,6 +157,10 @@ def parse_json(content: bytes, **hooks: Any) -> Any:
         return json.loads(content, **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except ValueError:
+        if reason := other_kind(content[:LONGEST_BEGINNING]):
+            raise ValueError(reason) from None
+        raise
 
 
 def read_json(path: str | Path, limit: int = LONGEST_JSON_BYTES) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from data.feed import Feed, to_unit_range
 from tests.data.conditions import write_tars
@@ -29,6 +31,33 @@ def test_preview_without_validation_is_the_beginning_of_the_first_batch():
 
     firsts, shown = zip(*on_processes(2, preview), strict=True)
     assert all(torch.equal(images, torch.cat(firsts)[:3]) for images in shown)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_of_which_a_part_is_read_are_counted_over_processes_and_said_when_they_have_doubled(
+    num_workers, tmp_path
+):
+    for number in range(16):
+        image = Image.new("RGB", (8, 8), (number, 0, 0))
+        image.save(tmp_path / f"{number:02d}.tiff", save_all=True, append_images=[image] * (number % 4 > 0))
+
+    def said(process: Process) -> list[str]:
+        lines: list[str] = []
+        flags = {"image_folder": str(tmp_path), "batch_size": 4, "valid_fraction": 0, "num_workers": num_workers}
+        opened = feed(process, **flags)
+        batches = itertools.chain([opened.start(0)], (opened.next() for _ in range(7)))
+        for batch in batches:
+            assert "partial" not in batch and not opened.bad_samples.count
+            opened.report_bad_samples(lines.append)
+        return lines
+
+    of_rank = on_processes(2, said)
+    assert of_rank[0] == of_rank[1] and 1 <= len(of_rank[0]) <= 4  # in two epochs
+    pattern = r"of (\d+) images? so far only a part is read, such as (.*)/\d\d\.tiff: it holds several pictures, .*"
+    found = [re.fullmatch(pattern, line) for line in of_rank[0]]
+    counts = [int(match[1]) for match in found if match]
+    assert len(counts) == len(found) and counts[-1] <= 12
+    assert all(later >= 2 * earlier for earlier, later in itertools.pairwise(counts))
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

@@ -123,7 +123,20 @@ NO_RANGE = {
     "floats below 0": (tiff((scaled(1, "<f4") - 0.5).tobytes(), 32, kind=3), "reach from -0.3 to 0.3"),
     "no numbers": (tiff((scaled(1, "<f4") * np.float32("nan")).tobytes(), 32, kind=3), "reach from nan to nan"),
     "more than 12 bits": (tiff(U16, 16, t281=(SHORT, 4095)), "white is 4095"),
-    "floats of colours": (tiff(F32 * 3, 32, kind=3, t262=(SHORT, 2), t277=(SHORT, 3)), "Pillow does not read"),
+    "floats of colours": (
+        tiff(F32 * 3, 32, kind=3, t262=(SHORT, 2), t277=(SHORT, 3)),
+        "3 samples per pixel (floats of 32",
+    ),
+    "half precision": (tiff(scaled(1, "<f2").tobytes(), 16, kind=3), "1 sample per pixel (floats of 16 bits), which"),
+    "double precision": (
+        tiff(scaled(1, "<f8").tobytes(), 64, kind=3),
+        "floats of 64 bits), which Pillow does not read",
+    ),
+    "14 bits": (tiff(b"".join(packed(scaled(2**14 - 1, "<u2"), 14)), 14), "integers of 14 bits), which Pillow"),
+    "12 bits, white is 0": (
+        tiff(b"".join(packed(4095 - U12, 12)), 12, True),
+        "(integers of 12 bits, 0 is white), which",
+    ),
 }
 
 

@@ -16,6 +16,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
+from data.bad_samples import partly_read
 from data.decoding.images import decode_image
 from data.records.record import Entry
 from data.sets import open_images
@@ -186,7 +187,7 @@ def bomb() -> bytes:
 JPEG, PNG, WEBP = (encoded(photo(64, 64), kind) for kind in ("jpeg", "png", "webp"))
 BROKEN = {
     "truncated": (JPEG[:1000], "truncated"), "empty": (b"", "the file is empty"),
-    "no image": (b"<html>404 Not Found</html>", "none of JPEG"),
+    "no image": (b"404 Not Found", "none of JPEG"),
     "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "none of JPEG"),
     "broken stream": (PNG.replace(b"IDAT\x78", b"IDAT\0"), ""),  # zlib's header
     "bomb": (bomb(), "bomb"),
@@ -205,6 +206,29 @@ def test_broken_content_is_a_value_error_of_one_line(is_accepted, content, expec
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", is_accepted)
     (tmp_path / "a.jpg").write_bytes(content)
     assert expected in one_line(decode_image, Entry(str(tmp_path / "a.jpg")), 16, 3)
+
+
+def several(kind: str, *sides: int) -> bytes:
+    """Pictures in one file."""
+    first, *others = (noise(number, side, side) for number, side in enumerate(sides))
+    first.save(file := io.BytesIO(), kind, save_all=True, append_images=others)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["file", "part of a file"])
+def test_that_of_several_pictures_in_a_file_the_first_is_read_is_told(inside, tmp_path):
+    alone = {kind: encoded(noise(0, 300, 300), kind) for kind in ("jpeg", "png", "webp", "gif", "tiff", "bmp", "ppm")}
+    more = {f"{kind} of two": several(kind, 64, 64) for kind in ("png", "webp", "gif", "tiff")}
+    more |= {f"{kind} and another": content * 2 for kind, content in alone.items() if kind in ("jpeg", "png", "webp")}
+    alone |= {f"{kind} and junk": content + b"junk" * 20_000 for kind, content in alone.items()}
+    alone["mpo"] = several("mpo", 300, 300)  # as phones write it, with what belongs to the picture
+    for name, content in {**alone, **more}.items():
+        path = tmp_path / "a"
+        path.write_bytes(b"12" + content + b"3" if inside else content)
+        entry = Entry(str(path), 2, len(content)) if inside else Entry(str(path))
+        with partly_read() as reasons:
+            decode_image(entry, 16, 3)
+        assert reasons == ["it holds several pictures, of which the first is read"] * (name in more), name
 
 
 # Those of which Pillow reads a part. The table of contents of a compressed TIFF is at its end.

@@ -230,6 +230,20 @@ def test_flac_that_was_written_into_a_pipe_sounds_as_one_that_states_its_length(
         assert all(map(torch.equal, clips_of(other), expected))
 
 
+@pytest.mark.parametrize("tags", ["id3v1", "apev2", "apev2 and id3v1", "id3v2"])
+def test_flac_without_length_in_front_of_a_tag_has_its_last_frame(tmp_path, tags):
+    source = written(tmp_path / "a.flac", np.random.default_rng(0).uniform(-0.5, 0.5, 5 * RATE + 77))
+    content = without_length(Path(source.path).read_bytes())
+    apev2 = (
+        b"APETAGEX" + struct.pack("<4I8x", 2000, 32, 0, 0xA0000000) + b"APETAGEX" + struct.pack("<4I8x", 2000, 32, 0, 0)
+    )
+    behind = {"id3v1": ID3V1, "apev2": apev2, "apev2 and id3v1": apev2 + ID3V1, "id3v2": ID3V2}[tags]
+    (tmp_path / "b.flac").write_bytes(content + behind)
+    assert all(map(torch.equal, clips_of(Entry(str(tmp_path / "b.flac"))), clips_of(source)))
+    (tmp_path / "c.flac").write_bytes(content[:-30] + behind)
+    assert not torch.equal(clips_of(Entry(str(tmp_path / "c.flac")))[-1], clips_of(source)[-1])
+
+
 def test_flac_without_length_that_is_cut_off_ends_with_its_last_whole_frame(tmp_path):
     ramp_of_16_bits = np.arange(5 * RATE) % 30000 / 32768
     content = without_length(Path(written(tmp_path / "a.flac", ramp_of_16_bits).path).read_bytes())
@@ -316,18 +330,20 @@ ID3V1, ID3V2 = b"TAG" + bytes(125), b"ID3\x04" + bytes(5) + b"\x0a" + bytes(10)
 APPENDED = [
     ("ogg", "VORBIS", [b""], [b"rest"]), ("opus", "OPUS", [b""], [b"rest"]),
     ("mp3", "MPEG_LAYER_III", [b"", ID3V1, ID3V2, ID3V1 + ID3V2], [ID3V1, bytes(5000)]),
+    ("flac", "PCM_16", [b"", ID3V1, bytes(5000)], [ID3V1, b"rest", bytes(100_000)]),
+    ("caf", "PCM_16", [b""], [b"rest"]), ("au", "PCM_16", [b""], [b"rest"]), ("w64", "PCM_16", [b""], []),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("ending, subtype, before, harmless", APPENDED)
 def test_a_file_to_which_another_was_appended_is_refused_wherever_it_lies(tmp_path, ending, subtype, before, harmless):
-    """Behind tags, too; tags and remains of a page alone are no sound."""
+    """Behind tags, too; tags and remains of a page alone are no sound. The second one is longer."""
     rate = 44100 if ending == "mp3" else 48000
-    kind = {"opus": "OGG"}.get(ending, ending.upper())
+    how = {"format": {"opus": "OGG"}.get(ending, ending.upper()), "subtype": subtype}
     first, second = (
-        Path(written(tmp_path / f"{hertz}.{ending}", sine(hertz, 2, rate), rate, format=kind, subtype=subtype).path)
-        .read_bytes() for hertz in (300, 900)
-    )  # fmt: skip
+        Path(written(tmp_path / f"{hertz}.{ending}", sine(hertz, hertz / 150, rate), rate, **how).path).read_bytes()
+        for hertz in (300, 900)
+    )
     decoder = ClipDecoder(RATE, RATE)
     alone = decoder.load(Entry.in_memory(first, "a"), 0)
     for behind in [tags + second for tags in before] + harmless:

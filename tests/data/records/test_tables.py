@@ -343,7 +343,8 @@ def test_rows_may_be_parts_of_one_long_file(tmp_path):
     [
         ("a.csv", "file,caption\na.wav,one\n", "it has file, caption"), ("a.csv", "path,caption\n", "has no rows"),
         ("a.csv", "path,caption\na.wav,one\n,two\n", "line 3"), ("a.csv", "", "it has nothing"),
-        ("a.csv", "path,caption\na.wav,a bell, loud\n", "line 2: 3 cells under 2 columns"),
+        ("a.csv", "path,caption\na.wav,a bell, loud\n",
+         "line 2: it has 3 cells, but the first line names 2 columns: put a cell with"),
         ("a.csv", 'path,caption\na.wav,"' + ("x" * 1000 + "\n") * 1100, "it is no table"),
         ("a.csv", "path,caption\na.wav," + "x" * (1 << 20), "line 2: it is longer than"),
         ("a.csv", "path,caption,start_seconds\na.wav,one,nan\n", "line 2: its start_seconds is 'nan'"),
@@ -407,9 +408,9 @@ def test_a_quotation_mark_in_a_caption_swallows_no_row(name, tmp_path):
 
 @pytest.mark.parametrize("name, rows, said", [
     ("a.csv", '"stop" sign\n2.wav,', "line 3: it is no table (',' expected after '\"')"),
-    ("a.csv", '"quiet\n2.wav,one\n3.wav,"two"\n', "line 3 to 5: it is no table"),
-    ("a.csv", '"quiet\n2.wav,one\n', "line 3 to 4: it is no table"),
-    ("a.csv", '"quiet\n2.wav,one\n3.wav,"\n', "line 3 to 5: a quotation mark that is not closed"),
+    ("a.csv", '"quiet\n2.wav,one\n3.wav,"two"\n', "lines 3 to 5: it is no table"),
+    ("a.csv", '"quiet\n2.wav,one\n', "lines 3 to 4: it is no table"),
+    ("a.csv", '"quiet\n2.wav,one\n3.wav,"\n', "lines 3 to 5: a quotation mark that is not closed"),
     ("a.tsv", '"two\nlines"\n', "line 4: a cell in quotes goes on over several lines"),
 ])  # fmt: skip
 def test_a_quotation_mark_that_would_swallow_rows_is_named_with_its_line(name, rows, said, tmp_path):

@@ -242,9 +242,9 @@ def test_a_tar_that_is_cut_off_is_an_error_or_between_two_members_a_line(tmp_pat
         for _ in range(2):  # the second time by the list that is kept
             source = opened(tmp_path / "b.tar")
             assert content(source) == expected(*range(n))
-            assert source.skipped == f"without a mark of the end, as if cut off: {str(tmp_path / 'b.tar')!r}"
+            assert source.skipped == f"1 tar without a mark of the end, perhaps cut off: {str(tmp_path / 'b.tar')!r}"
     two = opened(tmp_path / "a.tar", tmp_path / "b.tar", shutil.copy(tmp_path / "b.tar", tmp_path / "c.tar"))
-    assert two.skipped.endswith(f"{str(tmp_path / 'b.tar')!r} and 1 more tar")
+    assert two.skipped == f"2 tars without a mark of the end, perhaps cut off: such as {str(tmp_path / 'b.tar')!r}"
     (tmp_path / "b.tar").write_bytes(content_of[: end + 512])
     assert len(source := opened(tmp_path / "b.tar")) == 4 and source.skipped == ""
 
@@ -279,7 +279,7 @@ def test_something_else_behind_the_end_is_not_read_and_said(behind, tmp_path):
     for _ in range(2):
         source = opened(path)
         assert content(source) == expected(0, 1, 2)
-        assert source.skipped == f"with something behind the end that is not read: {str(path)!r}"
+        assert source.skipped == f"1 tar with bytes behind the end, which are not read: {str(path)!r}"
 
 
 def test_members_that_are_part_of_no_sample_are_counted(tmp_path):

@@ -62,8 +62,9 @@ def test_marks_of_the_byte_order_are_no_part_of_a_text_wherever_they_stand(tmp_p
     """Two files of Notepad, one after the other."""
     mark = b"\xef\xbb\xbf"
     assert plain_text(mark + "é\r\n".encode() + mark + b"two") == "é\r\ntwo"
-    assert complaint(plain_text, "text".encode("utf-16")) == (
-        "it is no UTF-8 text (invalid start byte): save it as UTF-8"
+    assert complaint(plain_text, "text".encode("utf-16")) == "it is UTF-16 text; save it as UTF-8"
+    assert complaint(plain_text, "né".encode("latin-1")) == (
+        "it is no UTF-8 text (unexpected end of data): save it as UTF-8"
     )
     (tmp_path / "a").write_bytes(mark + b'{"a": [1]}\r\n')
     assert read_json(tmp_path / "a") == read_yaml(tmp_path / "a") == {"a": [1]}

@@ -1,0 +1,43 @@
+"""Films whose file says where it ends, as Matroska and GIF do: FFmpeg takes one that is cut off for a shorter film."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+# The first elements of Matroska (RFC 9559): the header, and the segment, which holds all else.
+_HEADER, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
+_LONGEST_START, _LONGEST_END = 1 << 10, 1 << 6  # bytes that are looked at
+_TRAILER = b"\0;"  # the end of the last block of a GIF, and of the file; some programs leave the sign out
+
+
+def check_whole(file: Any) -> None:
+    """Raise ValueError, in one line, if an open Matroska, WebM or GIF file is cut off. A recording of Matroska that was
+    not closed states no length, and passes."""
+    start = file.read(_LONGEST_START)
+    n_bytes = file.seek(0, os.SEEK_END)
+    if start.startswith(_HEADER) and (stated := _length_of_matroska(start)) > n_bytes:
+        raise ValueError(f"it is cut off: it has {n_bytes} bytes, where its header states {stated}")
+    if start.startswith(b"GIF8"):
+        file.seek(max(0, n_bytes - _LONGEST_END))
+        end = file.read(_LONGEST_END)
+        if _TRAILER not in end and not end.endswith(b"\0"):
+            raise ValueError("it is cut off: it lacks the mark with which a GIF ends")
+    file.seek(0)
+
+
+def _length_of_matroska(start: bytes) -> int:
+    """The bytes of a file by its header; 0 if it states none."""
+    size, at = _number(start, len(_HEADER))
+    at += size
+    if start[at : at + len(_SEGMENT)] != _SEGMENT:
+        return 0
+    size, begin = _number(start, at + len(_SEGMENT))
+    is_unknown = size + 1 == 1 << 7 * (begin - at - len(_SEGMENT))  # all bits are 1
+    return 0 if is_unknown else begin + size
+
+
+def _number(content: bytes, at: int) -> tuple[int, int]:
+    """A number of variable length (RFC 8794), whose leading zeros say how many bytes follow, and what is behind it."""
+    n = 9 - int.from_bytes(content[at : at + 1], "big").bit_length()
+    return int.from_bytes(content[at : at + n], "big") & (1 << 7 * n) - 1, at + n

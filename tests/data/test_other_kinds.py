@@ -1,0 +1,75 @@
+"""Files that stand in the place of others: pointers of Git LFS, web pages, compressed files, text of another encoding.
+Whatever is to be read, one line says what they are and what to do."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.decoding.arrays import find_array
+from data.decoding.images import decode_image
+from data.decoding.sounds import ClipDecoder as SoundDecoder
+from data.decoding.texts import read_sentence, read_texts
+from data.decoding.videos import ClipDecoder as VideoDecoder
+from data.fields import TEXTS, ImageField
+from data.records.opening import open_source
+from data.records.record import Entry
+from data.tokenizers import open_tokenizer
+from tandem.files.reading import read_json, read_yaml
+from tests.data.helpers import one_line
+
+TABLE = b"path,caption\nred.png,a red square\n"
+KINDS = {
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 3346\n", "git lfs pull"),
+    "html": (b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n", "a web page"),
+    "gzip": (gzip.compress(TABLE), "a compressed file; unpack it"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + TABLE, "a compressed file; unpack it"),
+    "zip": (b"PK\3\4" + bytes(60), "a compressed file; unpack it"),
+}
+
+
+def opened(path: Path) -> Any:
+    return open_source(str(path), [ImageField(8).wanted, TEXTS], demo="demo:shapes")
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    **dict.fromkeys((".tar", ".parquet", ".arrow", ".csv", ".tsv", ".jsonl"), opened),
+    ".png": lambda path: decode_image(Entry(str(path)), 8, 3),
+    ".flac": lambda path: SoundDecoder(16000, 1600).load(Entry(str(path)), 0),
+    ".mp4": lambda path: VideoDecoder(8, 2).load(Entry(str(path)), 0),
+    ".npy": lambda path: find_array(Entry(str(path))),
+    ".txt": lambda path: read_texts(Entry(str(path))),
+    ".caption.txt": lambda path: read_sentence(Entry(str(path))),
+    ".caption.json": lambda path: read_texts(Entry(str(path))),
+    ".tokenizer.json": lambda path: open_tokenizer(str(path), 8),
+    ".json": read_json,
+    ".yaml": read_yaml,
+}
+
+
+@pytest.mark.parametrize("ending", READERS)
+def test_what_stands_in_the_place_of_a_file_is_named_with_what_to_do(ending: str, tmp_path: Path) -> None:
+    for kind, (content, words) in KINDS.items():
+        path = tmp_path / f"{kind}{ending}"
+        path.write_bytes(content)
+        assert words in one_line(READERS[ending], path), kind
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".txt", ".caption.txt", ".yaml"])
+def test_text_of_utf_16_is_named_with_and_without_a_mark_of_the_byte_order(
+    ending: str, encoding: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(TABLE.decode().encode(encoding))
+    assert "it is UTF-16 text; save it as UTF-8" in one_line(READERS[ending], path)
+
+
+def test_captions_that_only_look_alike_are_captions(tmp_path: Path) -> None:
+    for caption in ("version 2 of a poster", "Rar! says the bird", "BZhang in a park", "<head> of a horse", "a\0b"):
+        (tmp_path / "a.txt").write_text(caption)
+        assert read_sentence(Entry(str(tmp_path / "a.txt"))) == caption
