@@ -369,6 +369,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from data.stores.codes import code_dtype
     from data.stores.latents import DTYPES, channel_lines, labels_line
     from data.stores.output import OutputFolder, names_sha256
+    from data.stores.shards import PARTIAL
     from training.measures.averages import code_statistics
 
     fetch(args.model, backend)
@@ -414,8 +415,11 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
             backend.say(line)
     if kind == "images" and len(names) > bad:
         with backend.agreement():
-            labels = {line.get("label") for line in coder.stored(output.path).lines()}
-        backend.say(labels_line(labels))
+            lines = list(coder.stored(output.path).lines())
+        backend.say(labels_line({line.get("label") for line in lines}))
+        if partly_read := [line for line in lines if PARTIAL in line]:
+            first = f"{partly_read[0]['path']}: {partly_read[0][PARTIAL]}"
+            backend.say(f"of {counted(len(partly_read), 'image')} only a part is read, such as {first}")
     if args.report and model.num_codes:
         with backend.agreement():
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))

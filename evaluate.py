@@ -227,10 +227,12 @@ def go_through(
     from data.bad_samples import BadSampleLog
     from data.feed import to_unit_range
     from data.stores.encoding import load_each
+    from data.stores.shards import PARTIAL
     from data.workers import Loader
     from tandem.files.exits import AskedToStop
 
     n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
+    partly_read = dict[int, str]()
     batches = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
     read = partial(load_each, partial(load, samples), samples.describe)
     loaded = iter(Loader(read, batches[rank::world], args.num_workers, waiting=backend.waiting_for_workers))
@@ -244,11 +246,18 @@ def go_through(
             if done + rank < len(batches):
                 batch, notes, broken = next(loaded)
                 bad += broken
+                partly_read |= {note["index"]: note[PARTIAL] for _, note in notes if PARTIAL in note}
                 if notes:
                     use(to_unit_range(batch.to(backend.device)), [note for _, note in notes])
     log = BadSampleLog(n)
     for sample in log.share(bad, backend.gather_objects):
         backend.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
+    for of_rank in backend.gather_objects([*partly_read.items()]):
+        partly_read |= dict(of_rank)
+    if partly_read:
+        index, reason = min(partly_read.items())
+        example = f"{samples.describe(index)}: {reason}"
+        backend.say(f"of {counted(len(partly_read), 'sample')} only a part is read, such as {example}")
     with backend.agreement():
         log.check()
         if n - log.count < 2:

@@ -236,8 +236,8 @@ class Feed:
 
     def _say_partial(self, say: Callable[[str], None]) -> None:
         """Say of how many samples only a part is read, if they have doubled since that was said. Collective."""
-        for of_rank in self._processes.gather_objects(self._partial_here):
-            self._partial |= of_rank
+        for of_rank in self._processes.gather_objects([*self._partial_here.items()]):
+            self._partial |= dict(of_rank)
         self._partial_here.clear()
         if (count := len(self._partial)) >= 2 * self._said_partial:
             self._said_partial = count

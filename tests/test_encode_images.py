@@ -81,6 +81,17 @@ def test_the_line_of_an_image_has_its_class_as_for_latents(codes, model, source,
     assert said in "".join(capsys.readouterr())
 
 
+def test_images_of_whose_file_only_the_first_is_read_are_marked_and_counted(model, tmp_path, capsys):
+    for name in ("one", "several"):
+        pages = [Image.new("RGB", (SIZE, SIZE), colour) for colour in ("red", "blue")]
+        (tmp_path / "pages").mkdir(exist_ok=True)
+        pages[0].save(tmp_path / "pages" / f"{name}.tiff", save_all=True, append_images=pages[1:] * (name == "several"))
+    folder = TOKENIZE.fill(model, tmp_path / "pages", tmp_path / "codes")
+    reason = "it holds several pictures, of which the first is read"
+    assert [line.get("partial") for line in lines(folder / "index.jsonl")] == [None, reason]
+    assert f"of 1 image only a part is read, such as several.tiff: {reason}" in "".join(capsys.readouterr())
+
+
 def test_codes_are_those_of_a_discrete_vae(source, tmp_path):
     vae().save_pretrained(tmp_path / "model")
     found = TOKENIZE.rows(TOKENIZE.fill(tmp_path / "model", source, tmp_path / "codes"))

@@ -468,15 +468,18 @@ def test_a_command_that_is_stopped_writes_nothing_and_can_be_repeated(
     assert report_of(*flags, output=tmp_path / "values")["samples"] == len(IMAGES)
 
 
-def test_a_file_that_cannot_be_read_is_named_and_left_out(
+def test_a_file_that_cannot_be_read_is_named_and_left_out_and_one_that_is_partly_read_is_named(
     at: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     photos = shutil.copytree(at / "photos", tmp_path / "photos")
     (photos / IMAGES[1]).write_bytes(b"no picture")
     (photos / "notes.pdf").touch()
+    still = Image.open(photos / IMAGES[0]).copy()
+    still.save(photos / IMAGES[0], save_all=True, append_images=[still.rotate(90)])
     broken = report_of("--model", at / "a", "--image_folder", photos, output=tmp_path / "broken")
     said = capsys.readouterr().out
     assert said.count(IMAGES[1]) == 1 and "1 file is skipped in" in said
+    assert f"of 1 sample only a part is read, such as {photos / IMAGES[0]}: it holds several pictures" in said
     (photos / IMAGES[1]).unlink()
     whole = report_of("--model", at / "a", "--image_folder", photos, output=tmp_path / "whole")
     assert broken["samples"] == len(IMAGES) - 1

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bad_samples import BadSample, reason_of
+from ..bad_samples import BadSample, partly_read, reason_of
 from ..workers import Loader
-from .shards import COUNT, GRID, Encoded
+from .shards import COUNT, GRID, PARTIAL, Encoded
 
 PIECE_FRAMES = 16  # of a video, which are in memory at once
 
@@ -55,16 +55,18 @@ def encode_batches(
 
 
 def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
-    """The pieces (n, ...) of all samples; of each sample how many these are, and its note; what cannot be read."""
+    """The pieces (n, ...) of all samples; of each sample how many these are, and its note, which says as PARTIAL why
+    only a part of its file is read; what cannot be read."""
     pieces, notes, bad = [torch.zeros(0)], [], []
     for index in indices:
         try:
-            of_sample, note = load(index)
+            with partly_read() as reasons:
+                of_sample, note = load(index)
         except (OSError, ValueError) as error:
             bad.append(BadSample(index, describe(index), reason_of(error)))
         else:
             pieces.append(of_sample)
-            notes.append((len(of_sample), note))
+            notes.append((len(of_sample), {**note, PARTIAL: reasons[0]} if reasons else note))
     return torch.cat(pieces[1:] or pieces), notes, bad
 
 

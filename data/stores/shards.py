@@ -33,6 +33,7 @@ from .output import OutputFolder, json_bytes
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
 COUNT = "code_frames"  # key of the number of rows of an item that has several
+PARTIAL = "partial"  # key of why only a part of an item's file is read, if it is so
 GRID = "grid"  # key of their shape, if it is the item's own: then a row is a single number
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
 _MOST_NUMBERS = 1 << 29  # of a shard
