@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-# Gloo's errors name places in its C++ source, and end with guesses at bugs and good wishes to who looks for them.
+# Gloo's errors name places in its C++ source; they end, as Horovod's do, with guesses at causes, mostly wrong ones.
 _FOR_DEVELOPERS = re.compile(
-    r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*|\s*This is typically caused by a remote worker .*"
+    r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*|\s*This (?:is typically|was) caused by an? .*"
 )
 
 

@@ -480,12 +480,24 @@ GLOO = (  # PyTorch 2.15's, word for word
 )
 
 
+HOROVOD = (  # 0.28.1's, word for word
+    "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce, "
+    "allgather or broadcast a tensor after one of the ranks finished execution. If the shutdown was caused by an "
+    "exception, you should see the exception in the log before the first shutdown message."
+)
+
+
+@pytest.mark.parametrize(
+    ("raised", "why"),
+    [(GLOO, "Read error [127.0.0.1]:30598: Connection reset by peer."), (HOROVOD, "Horovod has been shut down.")],
+    ids=["gloo", "horovod"],
+)
 @pytest.mark.parametrize(
     ("error", "told"),
     [(KeyError("x"), "KeyError: 'x'"), (TrainingStopped("rank 1: a loader is lost"), "a loader is lost")],
 )
-def test_the_end_of_a_lost_process_is_told_without_what_gloo_says_to_its_developers(
-    error: Exception, told: str
+def test_the_end_of_a_lost_process_is_told_without_what_libraries_guess_at(
+    error: Exception, told: str, raised: str, why: str
 ) -> None:
     def work(dog: Watchdog) -> tuple[str, str] | None:
         """Rank 1 fails, and a collective of rank 0 fails because of it."""
@@ -493,10 +505,10 @@ def test_the_end_of_a_lost_process_is_told_without_what_gloo_says_to_its_develop
             return dog.stop(error)
         with pytest.raises(TrainingStopped) as met:
             dog.meet()
-        explained = dog.explain(RuntimeError(GLOO))
+        explained = dog.explain(RuntimeError(raised))
         dog.stop()
         return str(met.value), str(explained)
 
     (met, explained), _ = on_processes(2, watched(work))
     assert met == f"rank 0: lost contact with rank 1 at update 0 (starting): {told}"
-    assert explained == f"{met} (Read error [127.0.0.1]:30598: Connection reset by peer.)"
+    assert explained == f"{met} ({why})"
