@@ -292,7 +292,7 @@ def test_what_a_listing_says_of_files_is_not_asked_again(servers):
 def test_a_package_that_is_missing_is_named(monkeypatch):
     text = one_line(opened, "gs://bucket/a.tar")
     assert "gcsfs" in text and ".[remote]" not in text, "which brings it not"
-    for scheme, package in {"s3": "s3fs", "https": "aiohttp", "hf": "huggingface_hub", "http": "fsspec"}.items():
+    for package, scheme in {"s3fs": "s3", "aiohttp": "http", "huggingface_hub": "hf", "fsspec": "s3"}.items():
         with monkeypatch.context() as patch:
             # Forget what was imported before; private: fsspec has no other way.
             patch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
