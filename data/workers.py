@@ -273,11 +273,13 @@ def _awaited(wait: Callable[[], Any], results: Any) -> Any:
         raise CannotGoOn(_why([worker.exitcode for worker in workers if worker.exitcode is not None])) from None
 
 
+# Not --batch_size: a run that goes on must keep it.
+_NEEDS_LESS = "lower --num_workers and start again, or ask for more memory"
 _MISSING = {
     errno.ENOSPC: "/dev/shm, the shared memory, is full: make room there, make it larger (docker run --shm-size 1g)",
     errno.EMFILE: "too many files are open: raise `ulimit -n`, lower --num_workers",
     errno.EAGAIN: "no more processes may be started: raise `ulimit -u`, lower --num_workers",
-    errno.ENOMEM: "there is too little memory: lower --num_workers or --batch_size",
+    errno.ENOMEM: "there is too little memory: lower --num_workers",
 }
 
 
@@ -289,11 +291,10 @@ def _why_not_started(error: OSError) -> str:
 
 def _why(codes: list[int]) -> str:
     """What the exit codes of workers that have died say to a user."""
-    lower = "lower --num_workers or --batch_size"
     if -signal.SIGBUS in codes:
         return "a loader process has died, because a file that it read was cut off meanwhile, or its disk failed"
     if -signal.SIGKILL in codes or not codes:
-        return f"a loader process was killed, as a system does that runs out of memory: {lower}, or ask for more memory"
+        return f"a loader process was killed, as a system does that runs out of memory: {_NEEDS_LESS}"
     faulty = "a library that reads the samples may be faulty; --num_workers 0 shows more"
     return f"a loader process ended with the exit code {codes[0]}: {faulty}"
 
@@ -311,7 +312,7 @@ class _Requests(Dataset):
         except ValueError as error:
             return error
         except MemoryError as error:
-            return CannotGoOn(f"a loader process lacks memory ({error}): lower --num_workers or --batch_size")
+            return CannotGoOn(f"a loader process lacks memory ({error}): {_NEEDS_LESS}")
 
 
 def _unchanged(result: Any) -> Any:

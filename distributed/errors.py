@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-# Gloo's errors name places in its C++ source.
-_SOURCE_PLACE = re.compile(r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*")
+# Gloo's errors name places in its C++ source; they end, as Horovod's do, with guesses at causes, mostly wrong ones.
+_FOR_DEVELOPERS = re.compile(
+    r"\[[^\[\]\s]+\.(?:cc|cpp|cu|h|hpp):\d+\][ \t]*|\s*This (?:is typically|was) caused by an? .*"
+)
 
 
 class UserMistake(ValueError):
@@ -25,8 +27,8 @@ class TrainingStopped(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's text, without places in C++ sources; the error's type if it has no text."""
-    text = _SOURCE_PLACE.sub("", str(error)).strip() or type(error).__name__
+    """The first line of the error's text, without what it says to developers of C++; its type if it has no text."""
+    text = _FOR_DEVELOPERS.sub("", str(error)).strip() or type(error).__name__
     return text.splitlines()[0].rstrip()
 
 

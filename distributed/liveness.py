@@ -68,7 +68,7 @@ class _Rank:
 
     @property
     def place(self) -> str:
-        return f"at update {self.mark['update']} ({self.mark['phase']})"
+        return f"at update {self.mark['update']}" + (f" ({self.mark['phase']})" if self.mark["phase"] else "")
 
 
 class Judge:
@@ -96,11 +96,13 @@ class Judge:
 
     def lose(self, rank: int, error: str = "", update: int = 0) -> None:
         """A rank has ended, with its own ``error`` or without a word, when the root was at ``update``: the rank was as
-        far, because no update is made without it, though it may have said so last up to a tick before."""
+        far, because no update is made without it, though what it said last, up to a tick before, may be of an earlier
+        update."""
         known = self._ranks[rank]
         if not known.has_left and known.lost is None:
             known.lost = error
-            known.mark = {**known.mark, "update": max(update, known.mark["update"])}
+            if update > known.mark["update"]:
+                known.mark = {**known.mark, "update": update, "phase": ""}
 
     def tick(self, is_asked_to_end: bool = False) -> str | None:
         """The verdict, if there is one now. Those whose connections end within the same tick are lost together."""

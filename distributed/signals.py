@@ -171,17 +171,18 @@ class Signals:
         leave(ASKED_TO_STOP, at_once=True)
 
     def _tell_once(self, number: int | None) -> None:
-        """The root says that it was asked to stop. ``number`` is None if another process heard the signal alone."""
+        """The root says that it was asked to stop. ``number`` is None if it has heard no signal itself."""
         with self._telling:
             if not self._is_root or self._has_told:
                 return
             self._has_told = True
             then = ""
-            if number in _ASKED_OF_ALL:
+            if number in _ASKED_OF_ALL and self._launcher not in _THAT_PASS_ON:
+                then = f"; {self._launcher} kills it if that takes too long"
+            elif number == signal.SIGINT:
                 then = "; a second Ctrl-C ends it at once, without a save"
-                if self._launcher not in _THAT_PASS_ON:
-                    then = f"; {self._launcher} kills it if that takes too long"
-            tell(f"{'asked to stop' if number is None else signal.Signals(number).name}: saving before it stops{then}")
+            unheard = "the launcher is gone" if self._is_orphan() else "asked to stop"
+            tell(f"{unheard if number is None else signal.Signals(number).name}: saving before it stops{then}")
 
     # What a forked process runs.
 

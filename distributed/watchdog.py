@@ -164,7 +164,8 @@ class Watchdog:
             self._news.notify_all()
         if self._thread is None:
             return
-        self._send(to_line("left") if error is None or self._verdict else to_line("failed", _named(error)))
+        reason = None if error is None or self._verdict else _named(error).removeprefix(f"rank {self._rank}: ")
+        self._send(to_line("left") if reason is None else to_line("failed", reason))
         if self._liveness is not None:
             self._liveness.stop()
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from tandem.files.installed import how_to_install
+from tandem.files.installed import missing_package
 
 from .cache import ShardCache
 from .files import SCHEME, USER, FileWindow, LocalBytes, shown
@@ -267,9 +267,10 @@ def _kind(address: str) -> tuple[Any, str]:
 
         kind = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        what = "the package fsspec" if error.name == "fsspec" else f"a package for {protocol}:// ({error})"
-        ours = f": {how_to_install('remote')}" if protocol in _INSTALLED or error.name == "fsspec" else ""
-        raise ValueError(f"{shown(address)} needs {what}{ours}") from None
+        package = error.name or getattr(error.__cause__, "name", None)  # fsspec's own errors have none, but a cause
+        if package and (package == "fsspec" or protocol in _INSTALLED):
+            raise missing_package(shown(address), package, "remote") from None
+        raise ValueError(f"{shown(address)} needs a package for {protocol}:// ({error})") from None
     except ValueError:
         raise ValueError(f"{shown(address)}: fsspec knows no addresses that begin with {protocol}://") from None
     if protocol in ("file", "local", "memory") or "::" in address:

@@ -66,8 +66,9 @@ def test_a_worker_that_was_killed_between_two_passes_is_one_line():
     (worker,) = set(multiprocessing.active_children()) - others
     worker.kill()
     worker.join()
-    with pytest.raises(CannotGoOn, match="a loader process was killed"):
+    with pytest.raises(CannotGoOn, match="a loader process was killed") as killed:
         list(loader)
+    assert "--num_workers" in str(killed.value) and "--batch_size" not in str(killed.value), "which a run cannot change"
 
 
 # What workers find before they load: a loader that shares memory loses what it sends, or ends.

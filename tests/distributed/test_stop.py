@@ -126,10 +126,10 @@ class Watched:
     """Signals with a watchdog that is asked first whether a process is lost, because launchers then send SIGTERM to the
     others; it answers when it is `free` to."""
 
-    def __init__(self, is_lost: bool = False) -> None:
+    def __init__(self, is_lost: bool = False, is_orphan: bool = False) -> None:
         self.before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.asked, self.free, self.is_lost, self.heard = threading.Event(), threading.Event(), is_lost, list[int]()
-        self.signals = Signals(lambda: False, is_root=True)
+        self.signals = Signals(lambda: is_orphan and self.signals._has_begun, is_root=True)  # private: it ends a start
         dog = SimpleNamespace(hear_signal=self.heard.append, verdict_within=self.verdict_within)
         self.signals.watchdog = dog  # type: ignore[assignment]
 
@@ -154,12 +154,18 @@ def test_a_signal_just_before_the_first_update_is_a_request_to_stop_it_and_the_w
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"), [([signal.SIGTERM], "SIGTERM: saving before it stops; a"), ([], "asked to stop: saving")]
+    ("numbers", "is_orphan", "told"),
+    [
+        ([signal.SIGTERM], False, "SIGTERM: saving before it stops\n"),
+        ([signal.SIGINT], False, "SIGINT: saving before it stops; a second Ctrl-C ends it at once"),
+        ([], False, "asked to stop: saving"),
+        ([], True, "the launcher is gone: saving"),
+    ],
 )
 def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_on(
-    numbers: list[signal.Signals], told: str, capfd: pytest.CaptureFixture[str]
+    numbers: list[signal.Signals], is_orphan: bool, told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    watched = Watched()
+    watched = Watched(is_orphan=is_orphan)
     watched.signals.begin()
     for number in numbers:
         os.kill(os.getpid(), number)
@@ -167,8 +173,8 @@ def test_what_is_told_of_a_stop_is_told_once_and_before_the_save_that_all_agree_
     watched.signals.all_stop()
     os.write(2, b"saved\n")
     watched.close()
-    first, last = capfd.readouterr().err.splitlines()
-    assert told in first and last == "saved"
+    first, last = capfd.readouterr().err.splitlines(keepends=True)
+    assert told in first and last == "saved\n"
 
 
 def test_in_forked_processes_signals_have_their_default_effect_and_no_descriptor_is_closed_twice() -> None:

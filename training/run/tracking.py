@@ -12,6 +12,7 @@ from typing import Any
 
 from PIL import Image
 
+from tandem.files.installed import missing_package
 from tandem.files.reading import parse_json, read_bytes, read_lines, words_of
 from tandem.files.writing import create, open_appending, replacing, say, write_atomically
 
@@ -49,9 +50,7 @@ class Trackers:
         for name in report_to:
             spec = importlib.util.find_spec(name)
             if spec is None or spec.loader is None:  # a plain folder of this name is no package
-                raise ValueError(
-                    f"--report_to {name}: {name} is not installed; run `pip install {name}` or leave it out"
-                )
+                raise missing_package(f"--report_to {name}", name, extra=name)
         self.path, self._check, self._is_root = folder / "metrics.jsonl", check, is_root
         #: Why lines are waiting, in one line; None if none are.
         self.failure: str | None = None

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from data.records.files import is_address, shown
 from data.records.opening import expanded, open_source
 from data.records.record import Entry, Wanted, open_bytes, open_entry
 from data.workers import Loader
+from tandem.files.installed import how_to_install
 from tests.data.helpers import in_processes, one_line
 from tests.fault_proxy import Proxy
 from tests.file_servers import http_server, servers_of
@@ -290,9 +292,14 @@ def test_what_a_listing_says_of_files_is_not_asked_again(servers):
 def test_a_package_that_is_missing_is_named(monkeypatch):
     text = one_line(opened, "gs://bucket/a.tar")
     assert "gcsfs" in text and ".[remote]" not in text, "which brings it not"
-    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    text = one_line(opened, "s3://bucket/a.tar")
-    assert "fsspec" in text and ".[remote]" in text
+    for package, scheme in {"s3fs": "s3", "aiohttp": "http", "huggingface_hub": "hf", "fsspec": "s3"}.items():
+        with monkeypatch.context() as patch:
+            # Forget what was imported before; private: fsspec has no other way.
+            patch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
+            patch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+            patch.setitem(sys.modules, package, None)
+            text = one_line(opened, f"{scheme}://bucket/a.tar")
+        assert text == f"{scheme}://bucket/a.tar needs the package {package}: {how_to_install('remote')}"
 
 
 def test_paths_of_this_machine_are_no_addresses():

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tandem.files.installed import how_to_install
 from tests.scripts import DECODER, VAE, metrics
 from tests.training.disk import left_by_kills
 from training.run.tracking import Trackers
@@ -110,9 +111,12 @@ def test_metrics_that_are_a_pipe_endless_or_a_link_are_refused_at_once(
     assert "metrics.jsonl" in line and expected in line
 
 
-def test_a_tracker_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "pip install wandb" in VAE.refused(tmp_path, "--report_to", "wandb")
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_installed_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    assert how_to_install(name) in VAE.refused(tmp_path, "--report_to", name)
 
 
 @pytest.fixture
