@@ -69,8 +69,10 @@ def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """L2 norm over all tensors, 0-d fp64: in fp32 the fifth digit would depend on the order of summation."""
-    # In pieces that fit into a CPU's cache, because there PyTorch first makes an fp64 copy of each.
-    pieces = [piece for gradient in gradients for piece in gradient.flatten().split(_PIECE)]
+    flat = [gradient.flatten() for gradient in gradients]
+    # In pieces that fit into a CPU's cache, because there PyTorch first makes an fp64 copy of each. An accelerator makes
+    # none, and a piece is one more tensor that the host has to name.
+    pieces = [piece for each in flat for piece in (each.split(_PIECE) if each.device.type == "cpu" else [each])]
     return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum().sqrt()
 
 
