@@ -175,9 +175,7 @@ class Backend(ABC):
             if self.options.compile:
                 self._keep_collectives_out_of_graphs()
             self._agree_on_plan()
-            self.watchdog = self._signals.watchdog = Watchdog(
-                self.comm, self.device, self.launch, self.options.timeout_minutes
-            )
+            self.watchdog = self._signals.watchdog = Watchdog(self.comm, self.launch, self.options.timeout_minutes)
             self.wait_without_limit()
             self.stop = StopRequest(self.comm, self._signals.received)
         except UserMistake:  # every process raises it
@@ -250,7 +248,7 @@ class Backend(ABC):
             plan.global_batch_size, plan.asked_grad_accum_steps, plan.world_size, plan.batch_parts, options.precision,
             options.reduce_precision, options.compile, *self._own_flags,
         ]  # fmt: skip
-        found = self.comm.gather_objects([*mine, plan.grad_accum_steps], self.device)
+        found = self.comm.gather_objects([*mine, plan.grad_accum_steps])
         # A machine that joins a run with --fresh does not know that the run accumulates more than was asked.
         if (steps := max(each[-1] for each in found)) > plan.grad_accum_steps:
             self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
@@ -306,10 +304,10 @@ class Backend(ABC):
 
     def sum(self, value: Any) -> Any:
         """Sum over the processes: of a tensor (on the device; returns a tensor), or of a dict of numbers and 0-d
-        tensors (one transfer for all; returns floats)."""
+        tensors (one sum between the CPUs for all; returns floats)."""
         with self._in_collective("sum over the processes"):
             if isinstance(value, Mapping):
-                return self.comm.sum_scalars(value, self.device)
+                return self.comm.sum_scalars(value)
             return self.comm.sum_tensor(value)
 
     def mean(self, value: Any) -> Any:
@@ -328,12 +326,12 @@ class Backend(ABC):
     def gather_objects(self, value: Any) -> list[Any]:
         """JSON-able values of all processes, by rank, on every process."""
         with self._in_collective("exchanging objects"):
-            return self.comm.gather_objects(value, self.device)
+            return self.comm.gather_objects(value)
 
     def broadcast_object(self, value: Any) -> Any:
         """The root's JSON-able value, on every process."""
         with self._in_collective("exchanging objects"):
-            return self.comm.broadcast_object(value, self.device)
+            return self.comm.broadcast_object(value)
 
     def barrier(self) -> None:
         """Return when every process has called this."""

@@ -19,7 +19,10 @@ class Handle(Protocol):
 
 class Communicator:
     """What processes exchange, built on two primitives, which a backend defines. Every process calls them, in the
-    same order and with the same ``name``. Those here are of one process, which is also the handle of its sums."""
+    same order and with the same ``name``. Those here are of one process, which is also the handle of its sums.
+
+    Objects and numbers are exchanged between the CPUs, through Gloo: through NCCL they would come after all that the
+    device has still to do, and the host would wait for that."""
 
     rank = 0
     world_size = 1
@@ -35,13 +38,17 @@ class Communicator:
         """The tensors of all processes, by rank; equal shapes."""
         return [tensor]
 
-    def sum_scalars(self, values: Mapping[str, Any], device: torch.device) -> dict[str, float]:
-        """Sums of a dict of numbers or 0-d tensors over the processes: one transfer, in fp64, and one wait of the
-        host."""
+    def sum_scalars(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """Sums of a dict of numbers or 0-d tensors over the processes: one sum, in fp64. The host waits for a device
+        where tensors are on it, once."""
         if not values:
             return {}
+        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+        away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
+        read = torch.stack([tensor.double() for tensor in away.values()]).tolist() if away else []
+        numbers = {**values, **tensors, **dict(zip(away, read, strict=True))}
         # Python's floats have 64 bits; without a dtype, torch would round them to fp32.
-        packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values.values()])
+        packed = torch.tensor([float(number) for number in numbers.values()], dtype=torch.float64)
         self.all_reduce_(packed, "sum_scalars").wait()
         return dict(zip(values, packed.tolist(), strict=True))
 
@@ -66,17 +73,15 @@ class Communicator:
             return tensor
         return _Gather.apply(tensor, self, sizes)
 
-    def gather_objects(self, value: Any, device: torch.device) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """JSON-able values of all processes, by rank. The values are sent as JSON, not pickled."""
-        parts = self._all_gather_ragged(_to_bytes(value, device))
-        texts = torch.cat(parts).cpu().split([len(part) for part in parts])  # one transfer, however many processes
-        return [_from_bytes(text) for text in texts]
+        return [_from_bytes(text) for text in self._all_gather_ragged(_to_bytes(value))]
 
-    def broadcast_object(self, value: Any, device: torch.device) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The root's JSON-able value. Each process receives this value alone, however many processes there are."""
-        own = _to_bytes(value, device) if self.rank == 0 else torch.empty(0, dtype=torch.uint8, device=device)
-        size = int(self.sum_scalars({"size": len(own)}, device)["size"])
-        return _from_bytes(self._sum_of_bytes(own, 0, size).cpu())
+        own = _to_bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = int(self.sum_scalars({"size": len(own)})["size"])
+        return _from_bytes(self._sum_of_bytes(own, 0, size))
 
     def _all_gather_ragged(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         """The tensors of all processes, by rank; the sizes of dimension 0 may differ. See `gather`."""
@@ -119,8 +124,8 @@ class _Gather(torch.autograd.Function):
         return total[start : start + ctx.sizes[ctx.comm.rank]], None, None
 
 
-def _to_bytes(value: Any, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _from_bytes(text: Tensor) -> Any:

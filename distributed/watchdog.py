@@ -27,8 +27,6 @@ from .launchers import Launch
 from .liveness import TICK_SECONDS, Liveness, to_line, watch_link
 
 if TYPE_CHECKING:
-    import torch
-
     from .collectives import Communicator
 
 _CONNECT_SECONDS = 30.0
@@ -56,7 +54,7 @@ WAITS = ("data", "communication")  # what this process may wait for
 class Watchdog:
     """``mark`` costs a microsecond, because threads do the rest. A single process starts no threads."""
 
-    def __init__(self, comm: Communicator, device: torch.device, launch: Launch, timeout_minutes: float) -> None:
+    def __init__(self, comm: Communicator, launch: Launch, timeout_minutes: float) -> None:
         self._rank, self._world_size = comm.rank, comm.world_size
         self._timeout_ticks = timeout_minutes * 60 / TICK_SECONDS
         self._mark = _Mark()
@@ -74,7 +72,7 @@ class Watchdog:
         self._used: int | None = 0
         self._worked = 0
         if self._world_size > 1:
-            self._connection = self._connect(comm, device, launch)
+            self._connection = self._connect(comm, launch)
             # A loader's worker that kept the connection open would hide the end of this process.
             os.register_at_fork(after_in_child=self._connection.close)
             self._thread = threading.Thread(target=self._listen, name="watchdog", daemon=True)
@@ -172,9 +170,9 @@ class Watchdog:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=2 * TICK_SECONDS)
 
-    def _connect(self, comm: Communicator, device: torch.device, launch: Launch) -> socket.socket:
+    def _connect(self, comm: Communicator, launch: Launch) -> socket.socket:
         own_host = socket.gethostname()
-        machines = comm.gather_objects(_machine(), device)
+        machines = comm.gather_objects(_machine())
         place, connection, problem = None, None, None
         try:
             if self._rank == 0:
@@ -187,7 +185,7 @@ class Watchdog:
                 place = ["127.0.0.1" if is_one_machine else host, self._liveness.port, self._liveness.token]
         except OSError as error:
             problem = f"rank 0 cannot listen: {first_line(error)}"
-        if place := comm.broadcast_object(place, device):
+        if place := comm.broadcast_object(place):
             host, port, token = place
             try:
                 connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
@@ -197,7 +195,7 @@ class Watchdog:
             except OSError as error:
                 problem = f"rank {self._rank} cannot reach rank 0 at {host}, port {port}: {first_line(error)}"
         # Nobody may go on without one of them: a collective would wait for it without an end.
-        problems = [found for found in comm.gather_objects(problem, device) if found]
+        problems = [found for found in comm.gather_objects(problem) if found]
         if connection is None or problems:
             if connection is not None:
                 connection.close()

@@ -77,7 +77,7 @@ class Process(Backend):
         super().__init__(Launch("python", self.comm.rank, 0, world_size), options, argparse.Namespace())
         # What it means to enter a backend, but for handlers of signals, which the main thread alone may set.
         self._signals = MagicMock()
-        self.watchdog = Watchdog(Communicator(), self.device, self.launch, 1.0)
+        self.watchdog = Watchdog(Communicator(), self.launch, 1.0)
         self.received: set[int] = set()
         self.stop = StopRequest(self.comm, self.received)
 

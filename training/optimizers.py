@@ -1,9 +1,11 @@
 """Optimizers of transformers."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.files.installed import missing_package
 
@@ -34,8 +36,40 @@ def make_optimizer(
         from lion_pytorch import Lion
     except ImportError:
         raise missing_package("--use_lion", "lion-pytorch", "lion") from None
-    optimizer: torch.optim.Optimizer = Lion(groups, lr=lr, betas=betas)
-    return optimizer
+    optimizer: Any = Lion(groups, lr=lr, betas=betas)
+    update = optimizer.update_fn
+
+    def divided_or_skipped(weight: Tensor, gradient: Tensor, moment: Tensor, *settings: float) -> None:
+        divisor, skips = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        gradient = gradient if divisor is None else gradient / divisor
+        update_unless(skips, update, weight, gradient, moment, *settings)
+
+    optimizer.update_fn = divided_or_skipped
+    # As the fused AdamW, it takes from the engine what divides the gradients and whether the update is skipped.
+    optimizer._step_supports_amp_scaling = True
+    lion_optimizer: torch.optim.Optimizer = optimizer
+    return lion_optimizer
+
+
+@torch.no_grad()
+def update_unless(
+    skips: Tensor | None,
+    update: Callable[..., None],
+    weight: Tensor,
+    gradient: Tensor,
+    moment: Tensor,
+    *settings: float,
+) -> None:
+    """``update(weight, gradient, moment, *settings)``, in place; where ``skips`` (0-d) is not 0, both stay as they are.
+    Only on a CPU does the host read ``skips``: elsewhere it would wait for the device."""
+    if skips is None or skips.device.type == "cpu":
+        if skips is None or not bool(skips):
+            update(weight, gradient, moment, *settings)
+        return
+    before = weight.clone(), moment.clone()
+    update(weight, gradient, moment, *settings)
+    for now, old in zip((weight, moment), before, strict=True):
+        now.copy_(torch.where(skips.bool(), old, now))
 
 
 def _decays(name: str, weight: nn.Parameter) -> bool:

@@ -59,8 +59,11 @@ class HorovodBackend(Backend):
         # Gloo's limit for an answer, 30 s by default, also ends a job that was frozen for so long, and Horovod does not
         # change it later: the watchdog ends a job that does not get on.
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(60 * self.options.timeout_minutes) + 60))
-        import horovod.torch as hvd
         import torch
+
+        if torch.accelerator.is_available():  # else a wait for a sum is one of the host, not of the device
+            os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
+        import horovod.torch as hvd
 
         from ..devices import gpu_id, local_device, shared_gpu
         from ..horovod_comm import HorovodCommunicator
@@ -76,8 +79,8 @@ class HorovodBackend(Backend):
         if self.device.type == "cuda" and not hvd.nccl_built():
             raise ValueError(f"this Horovod was built without NCCL; run {self.install_hint} beside CUDA's toolkit")
         self.comm = HorovodCommunicator()
-        # Exchanged between the CPUs, because NCCL would fail where two processes share a GPU.
-        if mistake := shared_gpu(self.comm.gather_objects(gpu_id(self.device), torch.device("cpu"))):
+        # NCCL, which the first gradients start, would fail where two processes share a GPU.
+        if mistake := shared_gpu(self.comm.gather_objects(gpu_id(self.device))):
             raise UserMistake(mistake)
 
     def disconnect(self, gracefully: bool) -> None:

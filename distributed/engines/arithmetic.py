@@ -69,8 +69,10 @@ def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """L2 norm over all tensors, 0-d fp64: in fp32 the fifth digit would depend on the order of summation."""
-    # In pieces that fit into a CPU's cache, because there PyTorch first makes an fp64 copy of each.
-    pieces = [piece for gradient in gradients for piece in gradient.flatten().split(_PIECE)]
+    flat = [gradient.flatten() for gradient in gradients]
+    # In pieces that fit into a CPU's cache, because there PyTorch first makes an fp64 copy of each. A device makes
+    # none, and a piece is one more tensor that the host has to name.
+    pieces = [piece for each in flat for piece in (each.split(_PIECE) if each.device.type == "cpu" else [each])]
     return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum().sqrt()
 
 
@@ -132,15 +134,15 @@ class SkipGuard:
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.total = torch.zeros((), dtype=torch.int64, device=device)
         self._reading: tuple[Tensor, Any] | None = None  # a copy to the host that is under way, and its event
-        self._findings: list[str] = []
+        self._findings: list[tuple[str, Tensor]] = []  # what may have been wrong, and numbers that tell; on the device
         self._hooks: list[Any] = []
         if limit <= 1:
             self._watch()
 
     def poison(self, loss: Tensor, factor: Tensor | float) -> Tensor:
         """The gradient to start backward with: ``factor``, or NaN if the loss is not finite."""
-        if self._hooks and not bool(torch.isfinite(loss.detach()).all()):
-            self._findings.insert(0, f"the loss is {loss.detach().float().mean().item()}")
+        if self._hooks:
+            self._findings.insert(0, ("the loss is", loss.detach().float().mean()))
         if not isinstance(factor, Tensor):
             factor = torch.full((), factor, device=loss.device)  # filled on the device: no copy, no wait
         factor = factor.to(loss.dtype)
@@ -192,14 +194,20 @@ class SkipGuard:
         self._hooks = []
 
     def _look_at(self, name: str, grad: Tensor) -> None:
-        # The first non-finite gradient in backward order is nearest to the cause.
-        if not self._findings and not bool(torch.isfinite(grad).all()):
-            kind = "nan" if bool(torch.isnan(grad).any()) else "inf"
-            self._findings.append(f"the gradient of {name} holds {kind}")
+        if grad.numel():  # the smallest and the largest number are NaN if one is
+            self._findings.append((f"the gradient of {name} holds", torch.stack(torch.aminmax(grad.detach()))))
+
+    def _found(self) -> str | None:
+        """What was wrong here first: the loss, or the first gradient in backward order, which is nearest to the cause.
+        The host waits for the device, and therefore asks only where the run ends."""
+        for text, numbers in self._findings:
+            if not bool(torch.isfinite(numbers).all()):
+                kind = "nan" if bool(torch.isnan(numbers).any()) else "inf"
+                return f"{text} {numbers.item() if numbers.ndim == 0 else kind}"
+        return None
 
     def _stop(self, in_a_row: int, update: int) -> None:
-        by_rank = self._gather(self._findings[:1])
-        found = [f"rank {rank}: {what[0]}" for rank, what in enumerate(by_rank) if what]
+        found = [f"rank {rank}: {what}" for rank, what in enumerate(self._gather(self._found())) if what]
         raise TrainingStopped(
             f"{counted(in_a_row, 'update')} in a row skipped because of non-finite values, the last at update {update}"
             + ": "

@@ -73,3 +73,25 @@ def test_objects_of_any_length_arrive_and_bytes_of_the_roots_do_not_grow_with_th
     assert on_processes(3, work) == [(objects, objects[-2])] * 3
     assert Process().gather_objects(objects) == [objects] and Process().broadcast_object(objects) == objects
     assert Process(Root(512)).broadcast_object(objects) == objects
+
+
+def test_objects_and_numbers_do_not_pass_through_the_device_whose_work_the_host_would_wait_for() -> None:
+    def work(process: Process) -> list[Any]:
+        process.device = torch.device("meta")  # holds no numbers
+        received = [process.gather_objects(process.rank), process.broadcast_object("root"), process.sum({"one": 1})]
+        with process.agreement():
+            return received
+
+    assert on_processes(2, work) == [[[0, 1], "root", {"one": 2.0}]] * 2
+
+
+def test_numbers_of_every_kind_are_summed_in_fp64_in_their_order() -> None:
+    def work(process: Process) -> dict[str, float]:
+        rounded = torch.tensor(0.1, requires_grad=True)
+        values = {"int": 2**53 - 1, "tensor": rounded, "bool": torch.tensor(True), "x": 0.1}
+        found: dict[str, float] = process.sum(values)
+        return found
+
+    for found in on_processes(2, work):
+        assert list(found) == ["int", "tensor", "bool", "x"]
+        assert list(found.values()) == [2.0**54 - 2, 2 * float(torch.tensor(0.1)), 2.0, 0.2]

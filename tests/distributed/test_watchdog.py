@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from distributed import Launch, TrainingStopped, watchdog
 from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
@@ -162,7 +161,7 @@ def test_a_verdict_on_hundreds_of_ranks_names_a_few_and_counts_the_others() -> N
 
 def dog_of(world_size: int) -> Watchdog:
     """Of the root of processes that are not there; it keeps a connection to itself."""
-    return Watchdog(Root(world_size), torch.device("cpu"), Launch("python", world_size=world_size), TIMEOUT_TICKS / 60)
+    return Watchdog(Root(world_size), Launch("python", world_size=world_size), TIMEOUT_TICKS / 60)
 
 
 @pytest.mark.parametrize(("world_size", "communication"), [(1, 0.0), (2, 5.0)])
@@ -231,7 +230,7 @@ def watched(work: Callable[[Watchdog], Any]) -> Callable[[Process], Any]:
     def main(process: Process) -> Any:
         threading.current_thread().name = f"rank {process.rank}"
         launch = Launch("torchrun", process.rank, 0, 2, "localhost", 1)
-        return work(Watchdog(process.comm, torch.device("cpu"), launch, TIMEOUT_TICKS / 60))
+        return work(Watchdog(process.comm, launch, TIMEOUT_TICKS / 60))
 
     return main
 

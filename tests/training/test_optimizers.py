@@ -48,3 +48,22 @@ def test_no_scale_no_bias_and_no_missing_condition_decays(kind: str, arguments: 
     assert {name for name in names if name.endswith(not_weights)} == set()
     linear = {f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     assert linear and linear <= names
+
+
+def test_lion_steps_with_divided_gradients_and_skips_as_the_engine_says_without_the_host_on_a_device() -> None:
+    weights = [nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3)) for _ in range(2)]
+    ours, plain = (make_optimizer(nn.ParameterList([w]), 0.1, (0.9, 0.99), 0.5, lion=True) for w in weights)
+    for update, gradient in enumerate(torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))):
+        is_skipped = update == 2
+        weights[0].grad, weights[1].grad = 4 * gradient, gradient
+        ours.grad_scale, ours.found_inf = torch.tensor(4.0), torch.tensor(float(is_skipped))  # type: ignore[attr-defined]
+        ours.step()
+        if not is_skipped:
+            plain.step()
+    assert torch.equal(*weights)
+    assert torch.equal(*(optimizer.state[w]["exp_avg"] for optimizer, w in zip((ours, plain), weights, strict=True)))
+    meta = [torch.zeros(2, 3, device="meta") for _ in range(3)]  # a device of which the host can read nothing
+    optimizer = make_optimizer(nn.ParameterList([nn.Parameter(meta[0])]), 0.1, (0.9, 0.99), 0.5, lion=True)
+    optimizer.param_groups[0]["params"][0].grad = meta[1]
+    optimizer.found_inf = torch.zeros((), device="meta")  # type: ignore[attr-defined]
+    optimizer.step()

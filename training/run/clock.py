@@ -37,11 +37,13 @@ def process_seconds() -> float:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """The most memory in GB that this process had since it started: of the host, and of its GPU."""
+    """The most memory in GB that this process had since it started: of the host, and of its GPU, where
+    PyTorch reserves more than it has in use."""
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peaks = {"peak_host_memory_gb": host}
     if device.type != "cpu":
         peaks["peak_device_memory_gb"] = torch.accelerator.max_memory_allocated(device)
+        peaks["peak_device_memory_reserved_gb"] = torch.accelerator.max_memory_reserved(device)
     return {name: round(number / 1e9, 3) for name, number in peaks.items()}
 
 

@@ -101,7 +101,7 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{first}")
     run.say("; ".join(f"{name} {once:.3g} s" for name, once in taken.items()))
     peaks = run.processes.gather_objects(peak_memory(device))
-    most = ", ".join(f"{name.split('_')[1]} {max(each[name] for each in peaks):.3g} GB" for name in peaks[0])
+    most = ", ".join(f"{name[5:-3].replace('_', ' ')} {max(each[name] for each in peaks):.3g} GB" for name in peaks[0])
     newest = run.checkpoints.latest() if run.is_root else None
     n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
     run.say(f"memory, the most of a process: {most}; a checkpoint has {n_bytes / 1e6:.3g} MB")

@@ -168,3 +168,25 @@ def test_where_the_sum_alone_is_not_finite_no_rank_is_blamed_nor_for_what_was_fo
     # A third of twice the largest number there is comes from each of three processes.
     errors = on_processes(3, work, catches=TrainingStopped, max_skipped_updates=3)
     assert all("update 3: only the sum over the processes" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize(("device", "tensors"), [("cpu", 4), ("meta", 1)])
+def test_the_norm_of_a_gradient_is_cut_into_pieces_on_a_cpu_alone(
+    device: str, tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm, named = torch._foreach_norm, list[int]()
+    monkeypatch.setattr(torch, "_foreach_norm", lambda some, **how: (named.append(len(some)), norm(some, **how))[1])
+    gradient_norm([torch.zeros(MANY, device=device)])
+    assert named == [tensors]
+
+
+def test_a_backward_pass_reads_no_number_where_the_first_skipped_update_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process, model = Process(max_skipped_updates=1), nn.Linear(2, 1)
+    engine = process.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reads = list[int]()
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "__bool__", lambda tensor: reads.append(1) or tensor.item() != 0)
+        engine.backward(model(ONES).sum())
+    assert not reads
