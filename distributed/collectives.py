@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tandem.devices import fp64_device, widest
+
 
 class Handle(Protocol):
     """An all-reduce under way."""
@@ -41,7 +43,7 @@ class Communicator:
         if not values:
             return {}
         # Python's floats have 64 bits; without a dtype, torch would round them to fp32.
-        packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values.values()])
+        packed = torch.stack([_wide(value, fp64_device(device)) for value in values.values()])
         self.all_reduce_(packed, "sum_scalars").wait()
         return dict(zip(values, packed.tolist(), strict=True))
 
@@ -49,7 +51,7 @@ class Communicator:
         """A new tensor with the sum over the processes: of integers as they are, of booleans in int64, of floating
         numbers in fp64 and then rounded once, so that the order of the processes hardly ever changes the result."""
         is_floating = tensor.is_floating_point()
-        dtype = torch.float64 if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
+        dtype = widest(tensor.device) if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
         work = tensor.detach().to(dtype, copy=True).contiguous()
         self.all_reduce_(work, "sum_tensor").wait()
         return work.to(tensor.dtype) if is_floating else work
@@ -117,6 +119,11 @@ class _Gather(torch.autograd.Function):
         total = ctx.comm.sum_tensor(grads[0])
         start = sum(ctx.sizes[: ctx.comm.rank])
         return total[start : start + ctx.sizes[ctx.comm.rank]], None, None
+
+
+def _wide(value: Any, device: torch.device) -> Tensor:
+    value = value.detach().to(device) if isinstance(value, Tensor) else value
+    return torch.as_tensor(value, dtype=torch.float64, device=device)
 
 
 def _to_bytes(value: Any, device: torch.device) -> Tensor:
