@@ -145,9 +145,8 @@ class VectorQuantizer(Quantizer):
         vectors = self.gather(rows)
         centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
         # Average the centres of all processes: entries must be equal even if their k-means rounded differently.
-        packed = (
-            self.all_reduce(torch.cat([centres, counts[:, None]], dim=1).to(widest(vectors.device))) / self.world_size
-        )
+        packed = torch.cat([centres, counts[:, None]], dim=1).to(widest(vectors.device))
+        packed = self.all_reduce(packed) / self.world_size
         centres, counts = packed[:, :-1].float(), packed[:, -1].float()
         is_finite = centres.isfinite().all()
         sums = centres * counts[:, None]
