@@ -50,6 +50,7 @@ lint: $(VENV)/.complete
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin
 
 bench: $(VENV)/.complete
 	$(BIN)/python -m benchmarks

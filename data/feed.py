@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tandem.devices import has_pinned_memory
 from tandem.files.reading import counted, printable
 
 from . import order
@@ -102,7 +103,7 @@ class Feed:
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
             "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample,
-            "noun": f"{noun}s", "pin_memory": processes.device.type != "cpu",
+            "noun": f"{noun}s", "pin_memory": has_pinned_memory(processes.device),
             "waiting": processes.waiting_for_workers,
         }  # fmt: skip
         #: What the loader gives `next`, endlessly.

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import errno
 import fcntl
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -338,6 +339,7 @@ def _signals_held_back() -> Iterator[None]:
 
 def _become_worker(worker_id: int) -> None:
     """DataLoader's worker_init_fn: make the worker end when the main process ends it or is gone."""
+    gc.enable()  # the training loop may have begun, which looks for garbage itself
     if _FORK is not None:
         threading.Thread(target=_end_with_the_main_process, daemon=True).start()
     else:  # torch's own handler ends the worker, and its loop looks for the main process every few seconds
@@ -349,8 +351,9 @@ def _end_with_the_main_process() -> None:
     would keep the rank's sockets open, and the other ranks would wait for it."""
     main = multiprocessing.parent_process()
     assert main is not None
-    while os.getppid() == main.pid:
-        received = signal.sigtimedwait({signal.SIGTERM}, 0.5)
-        if received is not None and received.si_pid == main.pid:
-            break
+    if sys.platform == "linux":  # for type checkers: workers are forked there alone
+        while os.getppid() == main.pid:
+            received = signal.sigtimedwait({signal.SIGTERM}, 0.5)
+            if received is not None and received.si_pid == main.pid:
+                break
     leave(0, at_once=True)

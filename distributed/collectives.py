@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tandem.devices import widest
+
 
 class Handle(Protocol):
     """An all-reduce under way."""
@@ -45,7 +47,7 @@ class Communicator:
             return {}
         tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
         away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
-        read = torch.stack([tensor.double() for tensor in away.values()]).tolist() if away else []
+        read = torch.stack([tensor.to(widest(tensor.device)) for tensor in away.values()]).tolist() if away else []
         numbers = {**values, **tensors, **dict(zip(away, read, strict=True))}
         # Python's floats have 64 bits; without a dtype, torch would round them to fp32.
         packed = torch.tensor([float(number) for number in numbers.values()], dtype=torch.float64)
@@ -56,7 +58,7 @@ class Communicator:
         """A new tensor with the sum over the processes: of integers as they are, of booleans in int64, of floating
         numbers in fp64 and then rounded once, so that the order of the processes hardly ever changes the result."""
         is_floating = tensor.is_floating_point()
-        dtype = torch.float64 if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
+        dtype = widest(tensor.device) if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
         work = tensor.detach().to(dtype, copy=True).contiguous()
         self.all_reduce_(work, "sum_tensor").wait()
         return work.to(tensor.dtype) if is_floating else work

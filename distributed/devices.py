@@ -30,9 +30,10 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     if count == 1 and (launcher == "srun" or os.environ.get("CUDA_VISIBLE_DEVICES")):
         local_rank = 0  # where several processes see the same one, `shared_gpu` tells
     if local_rank >= count:
+        otherwise = ", or set CUDA_VISIBLE_DEVICES= to train on the CPU" if kind.type == "cuda" else ""
         raise ValueError(
             f"process {local_rank + 1} on a machine with {count} visible GPU{'s' * (count > 1)}; "
-            "start one process per GPU, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+            f"start one process per GPU{otherwise}"
         )
     device = torch.device(kind.type, local_rank)
     torch.accelerator.set_device_index(device)
@@ -104,7 +105,10 @@ def use_one_thread() -> None:
 def own_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
     """How many CPU threads this process may keep busy: OMP_NUM_THREADS if it is more than 1, else its part of the cores
     that it shares with other processes. (torchrun sets 1 for every process that is told nothing.) Collective."""
-    cores = os.sched_getaffinity(0)
+    if hasattr(os, "sched_getaffinity"):
+        cores = os.sched_getaffinity(0)
+    else:  # macOS ties no process to cores
+        cores = set(range(os.cpu_count() or 1))
     here = f"{socket.gethostname()} {sum(1 << core for core in cores):x}"
     share = len(cores) // gather_objects(here).count(here)
     return max(share, 1) if os.environ.get("OMP_NUM_THREADS", "1") == "1" else torch.get_num_threads()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tandem.devices import has_pinned_memory
 from tandem.files.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, leave
 from tandem.files.writing import say, tell
 
@@ -243,7 +244,7 @@ class StopRequest:
 
     def arrive(self, total: torch.Tensor) -> None:
         """What the sum of gradients has made of the flags. On a GPU the host reads it later, without a wait."""
-        if total.device.type == "cpu":
+        if not has_pinned_memory(total.device):
             self._arrived |= bool(total)
             return
         copy = torch.empty((), dtype=total.dtype, pin_memory=True)

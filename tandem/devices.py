@@ -4,16 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 
+def has_fp64(device: torch.device | str) -> bool:
+    """Whether a device computes in fp64. Apple's MPS and some of Intel's XPUs do not."""
+    kind = torch.device(device).type
+    return kind in ("cpu", "cuda") or _has_fp64(kind)  # without a cache for these two: torch.compile reads this
+
+
+@lru_cache
+def _has_fp64(kind: str) -> bool:
+    try:
+        (torch.ones(1, device=kind).to(torch.float64) + 1).sqrt()
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype of sums within an update: fp64, so that their order does not change the rounded result; fp32 on a
+    device without fp64, on which one process trains."""
+    return torch.float64 if has_fp64(device) else torch.float32
+
+
+def fp64_device(device: torch.device | str) -> torch.device:
+    """Where sums are made that need fp64: on the device itself, or on the host if it has no fp64."""
+    return torch.device(device if has_fp64(device) else "cpu")
+
+
+def double(tensor: Tensor) -> Tensor:
+    """A tensor in fp64, on its `fp64_device`. In two steps, because the copy itself may convert on the device."""
+    return tensor.to(fp64_device(tensor.device)).double()
+
+
+def has_pinned_memory(device: torch.device | str) -> bool:
+    """Whether copies between host and device overlap with computing if the host's memory is pinned. MPS has the host's
+    own memory, and PyTorch pins none for it."""
+    return torch.device(device).type not in ("cpu", "mps")
+
+
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A tensor of the host on a device. The copy to an accelerator comes from pinned memory: from other memory the host
     would wait for what the device has still to do."""
-    is_on_host = torch.device(device).type == "cpu"
-    return tensor if is_on_host else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if has_pinned_memory(device) else tensor.to(device)
 
 
 @contextmanager

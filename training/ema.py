@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tandem.devices import fp64_device
+
 from .profiles import exponent_of
 
 if TYPE_CHECKING:
@@ -52,9 +54,9 @@ class AveragedModel:
 
     @torch.no_grad()
     def move_towards(self, held: Mapping[str, Tensor], share: Tensor, part: str = "") -> None:
-        """Move a share of the way, 0-d and on the device, to the weights whose names begin with `part`, of which `held`
-        is what this process holds; copy the buffers."""
-        share, names = share.float(), [name for name in self._held if name.startswith(part)]
+        """Move a share of the way, 0-d, to the weights whose names begin with `part`, of which `held` is what this
+        process holds; copy the buffers."""
+        share, names = share.float().to(self.device), [name for name in self._held if name.startswith(part)]
         for start in range(0, len(names), _TENSORS_AT_ONCE):
             averages = [self._held[name] for name in names[start : start + _TENSORS_AT_ONCE]]
             targets = [held[name].to(self._held[name]) for name in names[start : start + _TENSORS_AT_ONCE]]
@@ -111,9 +113,9 @@ class Average:
     ) -> None:
         self._weights, self._shares = weights, shares
         self._averages = {name: AveragedModel(weights) for name in shares}
-        device = next((average.device for average in self._averages.values()), None)
-        # Updates that the averages hold: on the device, where it is known which ones are skipped, so that the host does
-        # not wait.
+        device = next((fp64_device(average.device) for average in self._averages.values()), None)
+        # Updates that the averages hold: on the device, if it has fp64, where it is known which ones are skipped, so
+        # that the host does not wait.
         self._updates = {part: torch.zeros((), dtype=torch.float64, device=device) for part in parts}
 
     def update(self, *skipped: Tensor) -> None:

@@ -79,8 +79,9 @@ class ShardCache:
                 if total > self.limit and freed and not (path.suffix and _is_locked(path)):
                     path.unlink(missing_ok=True)
                     total -= freed
-            if size and total <= self.limit:
-                os.posix_fallocate(made.fileno(), 0, size)  # a full disk is an error before anything is fetched
+            # A full disk is an error before anything is fetched; macOS, which cannot tell, meets it while it fetches.
+            if size and total <= self.limit and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(made.fileno(), 0, size)
             return total <= self.limit
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.devices import has_pinned_memory, widest
 from tandem.files.reading import counted
 
 from ..batch import BatchPlan
@@ -68,12 +69,14 @@ def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm over all tensors, 0-d fp64: in fp32 the fifth digit would depend on the order of summation."""
+    """L2 norm over all tensors, 0-d, fp64 if the device has that: in fp32 the fifth digit would depend on the order of
+    summation."""
     flat = [gradient.flatten() for gradient in gradients]
     # In pieces that fit into a CPU's cache, because there PyTorch first makes an fp64 copy of each. A device makes
     # none, and a piece is one more tensor that the host has to name.
     pieces = [piece for each in flat for piece in (each.split(_PIECE) if each.device.type == "cpu" else [each])]
-    return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum().sqrt()
+    dtype = widest(gradients[0].device)
+    return torch.stack(torch._foreach_norm(pieces, dtype=dtype)).square().sum().sqrt()
 
 
 def all_finite(gradients: list[Tensor]) -> Tensor:
@@ -166,7 +169,9 @@ class SkipGuard:
         self._findings = []
 
     def _read(self) -> int:
-        if self._device.type == "cpu" or self._hooks:  # after a skipped update the exact count matters more than speed
+        if (
+            not has_pinned_memory(self._device) or self._hooks
+        ):  # after a skipped update the exact count matters more than speed
             return int(self._in_a_row)
         value = 0
         if self._reading is not None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.devices import widest
+
 from ..decoder_config import SCHEDULES
 
 
@@ -84,9 +86,10 @@ class Schedule:
         return len(self.log_snr)
 
     def to(self, device: torch.device | str) -> Schedule:
-        """This schedule with its tables on another device."""
-        other = copy.copy(self)
-        other.log_snr, other.alpha, other.sigma = (table.to(device) for table in (self.log_snr, self.alpha, self.sigma))
+        """This schedule with its tables on another device, in fp32 if that has no fp64."""
+        other, dtype = copy.copy(self), widest(torch.device(device))
+        tables = (table.to(dtype).to(device) for table in (self.log_snr, self.alpha, self.sigma))
+        other.log_snr, other.alpha, other.sigma = tables
         return other
 
     @property

@@ -12,6 +12,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from tandem.devices import widest
+
 AllReduce = Callable[[Tensor], Tensor]
 """Sum over the processes, as a new tensor."""
 
@@ -61,13 +63,13 @@ class GlobalMean:
                 processes (collective); if None, the mean of the local items.
         """
         if all_reduce is None:
-            return total.detach().double() / count
+            return total.detach().to(widest(total.device)) / count
         packed = self._pooled if self._pooled is not None else all_reduce(_pack(total, count))
         return packed[:-1] / packed[-1]
 
 
 def _pack(total: Tensor, count: int) -> Tensor:
-    return torch.cat([total.detach().double(), total.new_full((1,), count, dtype=torch.float64)])
+    return torch.cat([wide := total.detach().to(widest(total.device)), wide.new_full((1,), count)])
 
 
 def of_one_process(tensor: Tensor) -> Tensor:

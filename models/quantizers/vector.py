@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.devices import widest
+
 from .base import Quantizer, straight_through
 
 if TYPE_CHECKING:
@@ -115,7 +117,7 @@ class VectorQuantizer(Quantizer):
         drawn = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
         local = drawn - self.rank * len(vectors)
         is_here = (local >= 0) & (local < len(vectors))
-        return torch.where(is_here[:, None], vectors[local.clamp(0, len(vectors) - 1)].double(), 0.0)
+        return torch.where(is_here[:, None], vectors[local.clamp(0, len(vectors) - 1)].to(widest(vectors.device)), 0.0)
 
     def _observe(self, rows: Tensor) -> None:
         self._observed.append(rows)
@@ -143,7 +145,8 @@ class VectorQuantizer(Quantizer):
         vectors = self.gather(rows)
         centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
         # Average the centres of all processes: entries must be equal even if their k-means rounded differently.
-        packed = self.all_reduce(torch.cat([centres, counts[:, None]], dim=1).double()) / self.world_size
+        packed = torch.cat([centres, counts[:, None]], dim=1).to(widest(vectors.device))
+        packed = self.all_reduce(packed) / self.world_size
         centres, counts = packed[:, :-1].float(), packed[:, -1].float()
         is_finite = centres.isfinite().all()
         sums = centres * counts[:, None]
@@ -212,7 +215,8 @@ def sums_by_code(vectors: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor
     counts = torch.zeros(num_codes, dtype=torch.int64, device=codes.device)
     counts.scatter_add_(0, codes, torch.ones_like(codes))
     starts = counts.cumsum(0) - counts
-    return counts.double(), F.embedding_bag(order, vectors.double(), starts, mode="sum")
+    dtype = widest(vectors.device)
+    return counts.to(dtype), F.embedding_bag(order, vectors.to(dtype), starts, mode="sum")
 
 
 def _mix(x: Any) -> Any:

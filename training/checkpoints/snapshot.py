@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.devices import has_pinned_memory
+
 from .format import Tree
 
 
@@ -63,9 +65,9 @@ class Snapshot:
         else at once, because that is queued after the transfer."""
         copy = self._old.get(part, {}).get(name)
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            pin = tensor.device.type != "cpu"
+            pin = has_pinned_memory(tensor.device)
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-        self.tensors[part][name] = copy.copy_(tensor, non_blocking=True)
+        self.tensors[part][name] = copy.copy_(tensor, non_blocking=copy.is_pinned())
 
     def finish(self) -> None:
         """Complete the copies. Called once, by one thread."""

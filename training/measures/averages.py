@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tandem.devices import fp64_device
+
 AllReduce = Callable[[Tensor], Tensor]
 
 
@@ -18,18 +20,19 @@ class Averages:
 
     Args:
         names: Names of the values; the same on every process.
-        device: Device of the sums, which are float64; `add` does not wait for the device.
+        device: Device of the values. Their sums, float64, are on its `fp64_device`; if that is the device itself, `add`
+            does not wait for it.
     """
 
     def __init__(self, *names: str, device: torch.device | str = "cpu") -> None:
         self._rows = {name: row for row, name in enumerate(names)}
-        self._sums_and_counts = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+        self._sums_and_counts = torch.zeros(len(names), 2, dtype=torch.float64, device=fp64_device(device))
 
     def add(self, **values: Tensor) -> None:
         """Add one value per item: tensors (n,), or () for one item."""
         for name, value in values.items():
             row = self._sums_and_counts[self._rows[name]]
-            row[0] += value.detach().sum(dtype=torch.float64)
+            row[0] += value.detach().to(row.device).sum(dtype=torch.float64)
             row[1] += value.numel()
 
     def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tandem.devices import double, fp64_device
+
 from .averages import AllReduce, no_reduce
 from .fid import FrechetStatistics, Gaussian
 
@@ -27,14 +29,15 @@ class Features:
     def __init__(self, network: Callable[[Tensor], Tensor], dim: int, device: torch.device | str = "cpu") -> None:
         self._network, self._statistics = network, FrechetStatistics(dim, device)
         self._logits = getattr(network, "logits", None)
-        self._sums = torch.zeros(2 + 1008, dtype=torch.float64, device=device)  # n, sum of p log p, and sums of p
+        # n, sum of p log p, and sums of p
+        self._sums = torch.zeros(2 + 1008, dtype=torch.float64, device=fp64_device(device))
 
     def add(self, samples: Tensor) -> None:
         """Add samples in [0, 1] on the device of the network."""
         features = self._network(samples)
-        self._statistics.add((features.double() / _FEATURE).round() * _FEATURE)
+        self._statistics.add((double(features) / _FEATURE).round() * _FEATURE)
         if self._logits:
-            p = self._logits(features).double().softmax(1)
+            p = double(self._logits(features)).softmax(1)
             terms = torch.cat([torch.ones_like(p[:, :1]), torch.special.xlogy(p, p).sum(1, keepdim=True), p], dim=1)
             self._sums += ((terms / _PROBABILITY).round() * _PROBABILITY).sum(0)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.devices import full_precision
+from tandem.devices import double, fp64_device, full_precision
 from tandem.files.installed import how_to_install
 
 from .averages import AllReduce, no_reduce
@@ -35,16 +35,17 @@ class FrechetStatistics:
 
     Args:
         dim: Length d of a vector.
-        device: Device of the sums, float64 (d + 1, d + 1): 34 MB for d = 2048, as Inception has it.
+        device: Of the vectors. The sums are on its `fp64_device`, (d + 1, d + 1): 34 MB for d = 2048, as Inception has
+            it.
     """
 
     def __init__(self, dim: int, device: torch.device | str = "cpu") -> None:
         # Sum of (1, x)^T (1, x): the count, the sum, and the sum of outer products in one matrix.
-        self._moments = torch.zeros(dim + 1, dim + 1, dtype=torch.float64, device=device)
+        self._moments = torch.zeros(dim + 1, dim + 1, dtype=torch.float64, device=fp64_device(device))
 
     def add(self, features: Tensor) -> None:
         """Add vectors (n, d)."""
-        x = features.detach().to(self._moments)
+        x = double(features.detach()).to(self._moments.device)
         x = torch.cat([x.new_ones(len(x), 1), x], dim=1)
         self._moments.addmm_(x.T, x)
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.devices import double, fp64_device
+
 from .averages import AllReduce, Averages, code_statistics, count_codes, no_reduce
 from .fid import ReconstructionFID
 
@@ -35,7 +37,7 @@ def ssim(images: Tensor, reconstructions: Tensor) -> Tensor:
     channels and over the places where the window fits. The window shrinks to fit images of less than 11 pixels.
     """
     # float64: a variance is a small difference of squares, for which TF32 and autocast are too coarse.
-    x, y = images.double().clamp(0, 1), reconstructions.double().clamp(0, 1)
+    x, y = double(images).clamp(0, 1), double(reconstructions).clamp(0, 1)
     stacked = torch.stack([x, y, x * x, y * y, x * y])
     mean_x, mean_y, square_x, square_y, product = _gaussian_mean(stacked)
     variance_x, variance_y = square_x - mean_x.square(), square_y - mean_y.square()
@@ -73,7 +75,7 @@ class Variety:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         # Images, their squares, those of reconstructions and of errors; then sums of images and of reconstructions.
-        self._sums = torch.zeros(4 + 2 * _MOST_CHANNELS * _PARTS**2, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(4 + 2 * _MOST_CHANNELS * _PARTS**2, dtype=torch.float64, device=fp64_device(device))
 
     def add(self, images: Tensor, reconstructions: Tensor) -> None:
         """Add images and reconstructions (b, c, h, w) in [0, 1], c <= 4."""
@@ -93,7 +95,7 @@ class Variety:
     @staticmethod
     def _parts(images: Tensor) -> Tensor:
         """(b, c, h, w) -> the means of the parts, float64 (b, 64): zeros in place of channels that there are not."""
-        parts = functional.adaptive_avg_pool2d(images.double().clamp(0, 1), _PARTS).flatten(1)
+        parts = functional.adaptive_avg_pool2d(double(images).clamp(0, 1), _PARTS).flatten(1)
         return functional.pad(parts, (0, _MOST_CHANNELS * _PARTS**2 - parts.shape[1]))
 
 

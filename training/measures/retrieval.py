@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.devices import double, fp64_device
+
 if TYPE_CHECKING:
     from distributed import Backend
 
@@ -49,11 +51,11 @@ class RetrievalQuality:
     """Embeddings of a validation split whose clips are spread over the processes, each clip on exactly one process.
 
     Args:
-        device: Device of the embeddings, which are float32, and of the scores, which are float64.
+        device: Of the model. On its `fp64_device` are the embeddings, float32, and the scores, float64.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
+        self._device = fp64_device(device)
         self._audio: list[Tensor] = []
         self._text: list[Tensor] = []
         self._captions: list[Sequence[str]] = []
@@ -180,7 +182,7 @@ def zero_shot_hits(
 
 def _directions(vectors: Tensor) -> Tensor:
     """(..., d) -> unit vectors float64."""
-    return functional.normalize(vectors.double(), dim=-1)
+    return functional.normalize(double(vectors), dim=-1)
 
 
 def _sorted(queries: Tensor, candidates: Tensor) -> Pairs:

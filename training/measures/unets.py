@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tandem.devices import double, fp64_device
+
 from .averages import AllReduce, no_reduce
 
 
@@ -15,19 +17,19 @@ class UnetErrors:
 
     Args:
         edges: Number of a Unet -> int64 levels (3,), the first of q1, q2 and q3.
-        device: Of the sums; `add` does not wait for it.
+        device: Of the errors; their sums are on its `fp64_device`.
     """
 
     def __init__(self, edges: Mapping[int, Tensor], device: torch.device | str = "cpu") -> None:
         self._edges = {number: levels.to(device) for number, levels in edges.items()}
-        self._sums_and_counts = torch.zeros(len(edges), 4, 2, dtype=torch.float64, device=device)
+        self._sums_and_counts = torch.zeros(len(edges), 4, 2, dtype=torch.float64, device=fp64_device(device))
 
     def add(self, number: int, errors: Tensor, levels: Tensor) -> None:
         """Add errors (b,) of a Unet and their noise levels (b,), int64."""
         quarters = torch.bucketize(levels, self._edges[number], right=True)
-        is_of = (quarters == torch.arange(4, device=levels.device)[:, None]).double()
+        is_of = double(quarters == torch.arange(4, device=levels.device)[:, None])
         of_unet = self._sums_and_counts[list(self._edges).index(number)]
-        of_unet += is_of @ torch.stack([errors.detach().double(), torch.ones_like(errors).double()], 1)
+        of_unet += is_of @ torch.stack([double(errors.detach()), double(torch.ones_like(errors))], 1)
 
     def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
         """`unet1/error`, `unet1/q0` to `unet1/q3`, ..., and `loss`, the sum of the errors; NaN for a quarter without

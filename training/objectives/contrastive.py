@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.devices import widest
+
 if TYPE_CHECKING:
     from distributed import Backend
 
@@ -68,7 +70,7 @@ class _SigmoidTotals:
 
     def __init__(self, audio: Tensor, scale: Tensor, bias: Tensor) -> None:
         self.loss, self.compared, self.audio, self.scale, self.bias = (
-            torch.zeros_like(x, dtype=torch.float64) for x in (scale.sum(), scale.sum(), audio, scale, bias)
+            torch.zeros_like(x, dtype=widest(x.device)) for x in (scale.sum(), scale.sum(), audio, scale, bias)
         )
         self.summed = (self.loss, self.audio, self.scale, self.bias)
 
@@ -171,7 +173,7 @@ class Contrastive:
         # With equal scores s the loss -s + log sum_j exp s is the log of the number of candidates: 6.236 for 512
         # decoupled pairs, a value at which runs get stuck.
         compared = (~left_out).sum(dim=1).clamp(min=1)
-        collapsed = compared.double().log().sum() / len(pairs)
+        collapsed = compared.to(widest(audio.device)).log().sum() / len(pairs)
         *sums, of_all = _sum(
             processes, loss, of_scale, torch.zeros_like(bias), audio[:, 0].sum(0), text[:, 0].sum(0), collapsed, of_all
         )
@@ -216,7 +218,7 @@ class Contrastive:
         totals.compared += (~left_out).sum()
         for total, part in zip(totals.summed, (loss.detach(), of_audio, of_scale, of_bias), strict=True):
             total += part
-        return of_text.double()
+        return of_text.to(widest(of_text.device))
 
     def _duplicates(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Mask (rows, columns) of equal captions, each caption with itself included; without `mask_duplicates`, all are
@@ -264,6 +266,6 @@ def _gather_pairs(
 
 def _sum(processes: Backend, *tensors: Tensor) -> list[Tensor]:
     """Each tensor summed over the processes, in fp64, in a single collective."""
-    total = processes.sum(torch.cat([tensor.detach().double().flatten() for tensor in tensors]))
+    total = processes.sum(torch.cat([tensor.detach().to(widest(tensor.device)).flatten() for tensor in tensors]))
     parts = total.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.devices import widest
+
 from .adversarial import (
     ADVERSARIAL_LOSSES,
     LeCam,
@@ -143,8 +145,8 @@ class Judge:
         images and their reconstructions. A term whose weight is 0, and a penalty that is not asked for, is 0."""
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
         # not change the result. A head that takes no part has no mean.
-        shape = (2, self._heads)
-        self._logit_means = torch.full(shape, torch.nan, dtype=torch.float64, device=self._processes.device)
+        shape, device = (2, self._heads), self._processes.device
+        self._logit_means = torch.full(shape, torch.nan, dtype=widest(device), device=device)
         micro_batches = self._shown_to(self._discriminator)
         for index, ((images, given, _), fake) in enumerate(zip(micro_batches, self._fakes, strict=True)):
             of_heads = heads_of(self._discriminator(torch.cat([images, fake]), **_twice(given)))
@@ -219,7 +221,7 @@ class Judge:
             weight = self._args.gan_weight * self._args.gan_weight_scale
             return torch.full((), weight, device=self._processes.device)  # filled there: the host does not wait
         gradients = torch.stack([each.last_layer_gradients for each in losses if each.last_layer_gradients is not None])
-        of_batch = self._processes.mean(gradients.double().mean(0)).float()
+        of_batch = self._processes.mean(gradients.to(widest(gradients.device)).mean(0)).float()
         weight = adaptive_weight(of_batch[0], of_batch[1], self._args.gan_weight_max)
         return weight * self._args.gan_weight_scale
 

@@ -11,6 +11,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.devices import double
+
 from .images import caption_of, enlarged, grid
 
 _WIDTH, _HEIGHT = 320, 128  # pixels of a spectrogram's picture
@@ -40,7 +42,7 @@ def best_matches(
         captions: Texts of the captions (m). Of several equal texts only the first is a candidate.
     """
     rows = list({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())[::-1]
-    scores = (audio.detach().double() @ text[rows].detach().double().T).cpu()
+    scores = (double(audio.detach()) @ double(text[rows].detach()).T).cpu()
     lists = []
     for own, of_clip in zip(right, scores, strict=True):
         matches = [

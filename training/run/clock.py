@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,9 @@ def process_seconds() -> float:
     try:
         # Field 22 of /proc/self/stat: start in clock ticks since boot. The fields are counted after the name in ().
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return max(since_import, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-    except (OSError, ValueError, IndexError, AttributeError):
+        booted = time.CLOCK_BOOTTIME if hasattr(time, "CLOCK_BOOTTIME") else time.CLOCK_MONOTONIC
+        return max(since_import, time.clock_gettime(booted) - started)
+    except (OSError, ValueError, IndexError):
         return since_import
 
 
@@ -42,8 +43,9 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peaks = {"peak_host_memory_gb": host}
     if device.type != "cpu":
-        peaks["peak_device_memory_gb"] = torch.accelerator.max_memory_allocated(device)
-        peaks["peak_device_memory_reserved_gb"] = torch.accelerator.max_memory_reserved(device)
+        with suppress(RuntimeError):  # PyTorch keeps no statistics of the memory of some devices, MPS among them
+            peaks["peak_device_memory_gb"] = torch.accelerator.max_memory_allocated(device)
+            peaks["peak_device_memory_reserved_gb"] = torch.accelerator.max_memory_reserved(device)
     return {name: round(number / 1e9, 3) for name, number in peaks.items()}
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from torch import Tensor
 
+from tandem.devices import double
+
 from ..measures.averages import code_statistics, counts_of_codes
 from ..measures.directions import COSTS
 from ..pictures.images import code_histogram
@@ -62,7 +64,7 @@ class Metrics:
         if self.due:
             for name, loss in losses.items():
                 # fp64: the same sum however the batch is spread over processes and micro-batches.
-                part = loss.detach().double() / self._processes.grad_accum_steps
+                part = double(loss.detach()) / self._processes.grad_accum_steps
                 self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def log(self, update: Update | None = None, /, **values: Any) -> None:

@@ -26,6 +26,7 @@ from ..measures.directions import TIMES
 from ..pictures.images import Sample, to_png
 from .clock import Clock
 from .folder import RunFolder, check_apart
+from .garbage import collected_together
 from .loop import Action, Evaluation, updates
 from .metrics import Metrics
 from .profiling import Profiler
@@ -246,7 +247,10 @@ class Run:
 
     def updates(self, *evaluations: Evaluation, preview: int, also: Sequence[Action] = ()) -> Iterator[tuple[int, Any]]:
         """The loop over the updates that are left; see `training.run.loop.updates`."""
-        return updates(self, evaluations, preview, also)
+        with collected_together() as collect:
+            for step, batch in updates(self, evaluations, preview, also):
+                yield step, batch
+                collect(step + 1)
 
     def line(self) -> dict[str, Any]:
         """What `add` and `log` recorded for the newest update, the number of skipped updates and what was waited for;

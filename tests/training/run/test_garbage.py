@@ -1,0 +1,59 @@
+"""Garbage is collected after the same updates on every process."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import VAE
+from training.run import garbage
+
+
+class Node:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_is_collected_after_every_nth_update_and_at_no_other_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_EVERY", 3)
+    passes: list[int] = []
+    step = 0
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            passes.append(step)
+
+    with garbage.collected_together() as collect:
+        collect(5)
+        gc.callbacks.append(watch)
+        try:
+            for step in range(6, 13):
+                node = Node()
+                alive = weakref.ref(node)
+                del node
+                many = [[] for _ in range(100_000)]  # more than the interpreter's own threshold
+                assert alive() is not None and len(many) == 100_000
+                collect(step)
+                assert (alive() is None) == (step % 3 == 0)
+        finally:
+            gc.callbacks.remove(watch)
+        assert not gc.isenabled() and gc.get_freeze_count() > 0
+    assert passes == [6, 9, 12]
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_a_run_that_ends_or_fails_leaves_the_collector_as_it_was(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def fail() -> None:
+        seen.append(gc.isenabled())
+        raise ZeroDivisionError
+
+    with VAE.in_update(2, fail), pytest.raises(ZeroDivisionError):
+        VAE.train(tmp_path, "--max_steps", "3")
+    assert seen == [False] and gc.isenabled() and gc.get_freeze_count() == 0
+    VAE.train(tmp_path, "--max_steps", "3")
+    assert gc.isenabled() and gc.get_freeze_count() == 0
