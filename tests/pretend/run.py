@@ -1,9 +1,9 @@
 """Runs a script on the pretend device: python tests/pretend/run.py SCRIPT.py FLAGS, also through a launcher.
 
 In the folder that PRETEND_REPORTS names in the environment, RANK.json then holds the number of updates by phase, what
-the device has reported by phase, and the collectives in their order. Phases are "start"; "first", the first two updates,
-which make state, kernels and pinned buffers; "update", later ones without a line of metrics; "line", those with one;
-"between", what lies between two updates; and "evaluation".
+the device has reported by phase, and the collectives in their order. Phases are "start"; "first", two updates, which
+make state, kernels and pinned buffers; "update", later ones without a line of metrics; "line", those with one;
+"between", what follows an update; "end", what follows the last one; and "evaluation".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
                 device.phase = "first" if first else "line" if run.line_due else "update"
                 updates[device.phase] = updates.get(device.phase, 0) + 1
             elif event == "updated":
-                device.phase = "between"
+                device.phase = "end" if run.progress.finished else "between"
             elif event == "evaluation":
                 device.phase = event
 
