@@ -1,0 +1,60 @@
+"""Runs a script on the pretend device: python tests/pretend/run.py SCRIPT.py FLAGS, also through a launcher.
+
+In the folder that PRETEND_REPORTS names in the environment, RANK.json then holds the number of updates by phase, what
+the device has reported by phase, and the collectives in their order. Phases are "start"; "first", two updates, which
+make state, kernels and pinned buffers; "update", later ones without a line of metrics; "line", those with one;
+"between", what follows an update; "end", what follows the last one; and "evaluation".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+from tests.pretend import library  # noqa: E402
+from tests.pretend.device import install  # noqa: E402
+
+FIRST = 2  # updates
+
+
+def main() -> None:
+    script = next(word for word in sys.argv[1:] if word.endswith(".py"))
+    flags = [word for word in sys.argv[1:] if word != script]  # deepspeed puts one before all others
+    device, updates = install(library.built()), dict[str, int]()
+    torch.set_num_threads(1)
+    if script.startswith("train_"):
+        from training.run.run import Run
+
+        def watch(run: Any, event: str, _: Any) -> None:
+            if event == "update":
+                first = run.progress.step < FIRST
+                device.phase = "first" if first else "line" if run.line_due else "update"
+                updates[device.phase] = updates.get(device.phase, 0) + 1
+            elif event == "updated":
+                device.phase = "end" if run.progress.finished else "between"
+            elif event == "evaluation":
+                device.phase = event
+
+        Run._watching.append(watch)
+    sys.argv = [script, *flags]
+    try:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        reports = [{**report._asdict(), "times": times} for report, times in device.reports.items()]
+        about = {"updates": updates, "reports": reports, "collectives": device.library.calls()}
+        Path(os.environ["PRETEND_REPORTS"], f"{os.environ.get('RANK', '0')}.json").write_text(
+            json.dumps(about, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
