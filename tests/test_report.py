@@ -143,7 +143,7 @@ def test_how_each_start_ended_and_what_was_skipped_are_marks_in_the_order_of_upd
     marks = data_in(run / "report.html")["runs"][0]["marks"]
     assert [(mark["step"], mark["kind"]) for mark in marks] == [
         (20, "killed"), (30, "skipped"), (41, "resumed"), (60, "extended"), (90, "skipped")]  # fmt: skip
-    assert "from single on 1 x cpu to ddp on 2 x cpu" in marks[2]["text"] and "5 updates" in marks[4]["text"]
+    assert "from one process on cpu to ddp on 2 x cpu" in marks[2]["text"] and "5 updates" in marks[4]["text"]
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_pointing_at_a_curve_shows_the_values_of_every_run_there(opened: Any, tw
     ActionChains(page).move_to_element_with_offset(over, round(left - over.size["width"] / 2), 0).perform()
     text = figure.find_element("css selector", ".readout").text
     assert "0.14286 at update 7" in text and "0.42857 at update 7" in text
-    assert "started again from update 7" in text and "from single on 1 x cpu to ddp on 2 x cpu" in text
+    assert "started again from update 7" in text and "from one process on cpu to ddp on 2 x cpu" in text
     set_value(page, "show-marks", False, "change")
     over = figure.find_element("css selector", ".u-over")
     ActionChains(page).move_to_element_with_offset(over, 0, 0).perform()

@@ -70,11 +70,14 @@ def script_of(output_dir: str | Path) -> str | None:
 
 
 def place(start: Mapping[str, Any]) -> str:
-    """Backend, processes and device of a start, such as "ddp on 2 x cpu"; empty if it does not say."""
+    """Backend, processes and device of a start, such as "ddp on 2 x cpu" or "one process on cpu"; empty if it does not
+    say."""
     if not start.get("backend"):
         return ""
     stage = f", ZeRO {start['zero_stage']}" if "zero_stage" in start else ""
     device = str(start.get("device")).split(":")[0]
+    if start["backend"] == "single":
+        return f"one process on {device}"[:200]
     return f"{start['backend']} on {start.get('world_size')} x {device}{stage}"[:200]
 
 
