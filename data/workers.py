@@ -26,7 +26,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -160,7 +160,7 @@ class _Queue:
         self._writes = multiprocessing.get_context("fork").Lock()
         self._to_send: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._received = self._receive()
+        self._received = _messages(self._reader)
         with contextlib.suppress(OSError):  # the pipe then stays as small as it was
             fcntl.fcntl(self._reader.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
 
@@ -179,7 +179,7 @@ class _Queue:
             self._thread.start()
 
     def _send(self) -> None:
-        while parts := self._to_send.get():
+        while (parts := self._to_send.get()) is not None:
             header = struct.pack(f"={1 + len(parts)}Q", len(parts), *map(len, parts))
             try:
                 with self._writes:
@@ -190,7 +190,8 @@ class _Queue:
                 if torch.utils.data.get_worker_info() is not None:  # the main process would wait without end
                     tell(_cannot_send(error))
                     leave(FAILED, at_once=True)
-                return  # a worker is gone that the main process sends to
+                break  # a worker is gone that the main process sends to
+        self._writer.close()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next message. Raises queue.Empty where none, or no more of one, has come within `timeout` seconds."""
@@ -199,36 +200,42 @@ class _Queue:
                 return message[0]
         raise queue.Empty
 
-    def _receive(self) -> Iterator[tuple[Any, ...]]:
-        """The messages, in tuples of one; an empty tuple wherever it would wait for the rest of one."""
-        while True:
-            for _ in self._filled(number := bytearray(8)):
-                yield ()
-            for _ in self._filled(sizes := bytearray(8 * struct.unpack("=Q", number)[0])):
-                yield ()
-            parts = list[memoryview]()
-            for (size,) in struct.iter_unpack("=Q", sizes):
-                # Aligned in memory as every other tensor is, so that kernels compute the same bits with it.
-                elements: Any = torch.empty(size, dtype=torch.uint8).numpy()
-                parts.append(memoryview(elements))
-                for _ in self._filled(parts[-1]):
-                    yield ()
-            yield (pickle.loads(parts[0], buffers=parts[1:]),)
-
-    def _filled(self, buffer: Any) -> Iterator[None]:
-        """Fill a buffer from the pipe; one step wherever the next read may have to wait."""
-        rest = memoryview(buffer)
-        while rest:
-            yield
-            if not (count := os.readv(self._reader.fileno(), [rest])):
-                raise EOFError
-            rest = rest[count:]
-
     def close(self) -> None:
+        """Send what is left, then close the pipe."""
+        self._reader.close()
         self._to_send.put(None)
+        if self._thread is None:
+            self._writer.close()
 
     def cancel_join_thread(self) -> None:
         """Nothing: a process that ends never waits for the thread."""
+
+
+def _messages(reader: multiprocessing.connection.Connection) -> Iterator[tuple[Any, ...]]:
+    """The messages that come from a pipe, in tuples of one; an empty tuple wherever the next read may have to wait."""
+    while True:
+        yield ((yield from _message(reader)),)  # and nothing here refers to it any more
+
+
+def _message(reader: multiprocessing.connection.Connection) -> Generator[tuple[()], None, Any]:
+    yield from _fill(number := bytearray(8), reader)
+    yield from _fill(sizes := bytearray(8 * struct.unpack("=Q", number)[0]), reader)
+    parts = list[memoryview]()
+    for (size,) in struct.iter_unpack("=Q", sizes):
+        # Aligned in memory as every other tensor is, so that kernels compute the same bits with it.
+        elements: Any = torch.empty(size, dtype=torch.uint8).numpy()
+        parts.append(memoryview(elements))
+        yield from _fill(parts[-1], reader)
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def _fill(buffer: Any, reader: multiprocessing.connection.Connection) -> Iterator[tuple[()]]:
+    rest = memoryview(buffer)
+    while rest:
+        yield ()
+        if not (count := os.readv(reader.fileno(), [rest])):
+            raise EOFError
+        rest = rest[count:]
 
 
 def _cannot_send(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import itertools
 import multiprocessing
 import os
@@ -129,6 +130,18 @@ def test_what_a_worker_cannot_send_is_one_line_and_no_wait(result, capfd):
     with pytest.raises(CannotGoOn, match="cannot send what it has loaded"):
         list(Loader(load, range(4), num_workers=1))
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the files of /proc")
+def test_a_pass_leaves_no_file_open_though_nobody_looks_for_garbage():
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            assert len(list(Loader(torch.zeros, [(2,)] * 4, num_workers=2))) == 4
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 def test_a_worker_that_was_killed_while_it_sends_is_one_line():
