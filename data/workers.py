@@ -136,6 +136,7 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
         raise CannotGoOn("loader processes do not begin: give --num_workers 0, or more CPUs or memory")
 
     def run(self) -> None:
+        gc.freeze()  # what is garbage of the main process is its own: here it would end the other workers
         main, own = self.ends
         main.close()
         with own, contextlib.suppress(OSError, EOFError):
@@ -147,6 +148,31 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
 _SET_PIPE_SIZE, _PIPE_BYTES = 1031, 1 << 20  # F_SETPIPE_SZ of Linux, and what a user may ask for by default
 
 
+class _End:
+    """An end of a pipe, closed once whoever closes it. Python's own is closed a second time, when its number may be
+    another file's, where garbage is collected that holds it and what closes it."""
+
+    def __init__(self, number: int) -> None:
+        self._numbers = [number]
+
+    def fileno(self) -> int:
+        """Raises OSError if it is closed."""
+        try:
+            return self._numbers[0]
+        except IndexError:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._numbers
+
+    def close(self) -> None:
+        with contextlib.suppress(IndexError):
+            os.close(self._numbers.pop())
+
+    __del__ = close
+
+
 class _Queue:
     """A queue between processes, read by one of them, with the methods that DataLoader calls. A thread sends.
 
@@ -156,7 +182,7 @@ class _Queue:
     """
 
     def __init__(self) -> None:
-        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+        self._reader, self._writer = map(_End, os.pipe())
         self._writes = multiprocessing.get_context("fork").Lock()
         self._to_send: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -187,15 +213,16 @@ class _Queue:
                         while rest:
                             rest = rest[os.write(self._writer.fileno(), rest) :]
             except OSError as error:
-                if torch.utils.data.get_worker_info() is not None:  # the main process would wait without end
+                # From a worker, the main process would wait for it without end.
+                if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
                     tell(_cannot_send(error))
                     leave(FAILED, at_once=True)
-                break  # a worker is gone that the main process sends to
+                break
         self._writer.close()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next message. Raises queue.Empty where none, or no more of one, has come within `timeout` seconds."""
-        while self._reader.poll(timeout):
+        while multiprocessing.connection.wait([self._reader.fileno()], timeout):
             if message := next(self._received):
                 return message[0]
         raise queue.Empty
@@ -211,13 +238,13 @@ class _Queue:
         """Nothing: a process that ends never waits for the thread."""
 
 
-def _messages(reader: multiprocessing.connection.Connection) -> Iterator[tuple[Any, ...]]:
+def _messages(reader: _End) -> Iterator[tuple[Any, ...]]:
     """The messages that come from a pipe, in tuples of one; an empty tuple wherever the next read may have to wait."""
     while True:
         yield ((yield from _message(reader)),)  # and nothing here refers to it any more
 
 
-def _message(reader: multiprocessing.connection.Connection) -> Generator[tuple[()], None, Any]:
+def _message(reader: _End) -> Generator[tuple[()], None, Any]:
     yield from _fill(number := bytearray(8), reader)
     yield from _fill(sizes := bytearray(8 * struct.unpack("=Q", number)[0]), reader)
     parts = list[memoryview]()
@@ -229,7 +256,7 @@ def _message(reader: multiprocessing.connection.Connection) -> Generator[tuple[(
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
-def _fill(buffer: Any, reader: multiprocessing.connection.Connection) -> Iterator[tuple[()]]:
+def _fill(buffer: Any, reader: _End) -> Iterator[tuple[()]]:
     rest = memoryview(buffer)
     while rest:
         yield ()

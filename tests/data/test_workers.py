@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import itertools
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from data.sets import open_images
-from data.workers import Loader
+from data.workers import Loader, _End
 from tandem.files.exits import CannotGoOn
 from tests.data.helpers import ROOT, stream
 
@@ -132,16 +131,38 @@ def test_what_a_worker_cannot_send_is_one_line_and_no_wait(result, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_an_end_of_a_pipe_is_closed_once_though_garbage_is_collected_that_holds_it():
+    end = _End(os.dup(2))
+    number = end.fileno()
+    end.close()
+    other = os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free
+    assert other == number
+    end.close()
+    end.__del__()
+    os.fstat(other)
+    os.close(other)
+
+
+LEAVES = f"""
+import gc, os, sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from data.workers import Loader
+
+gc.disable()
+before = os.listdir("/proc/self/fd")
+for _ in range(2):
+    assert len(list(Loader(torch.zeros, [(2,)] * 4, num_workers=2))) == 4
+for thread in {{*threading.enumerate()}} - {{threading.main_thread()}}:
+    thread.join()  # those that send close their end of the pipe
+print(len(os.listdir("/proc/self/fd")) - len(before))
+"""
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the files of /proc")
 def test_a_pass_leaves_no_file_open_though_nobody_looks_for_garbage():
-    gc.disable()
-    try:
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(2):
-            assert len(list(Loader(torch.zeros, [(2,)] * 4, num_workers=2))) == 4
-        assert len(os.listdir("/proc/self/fd")) == before
-    finally:
-        gc.enable()
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120)  # of a hang
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_a_worker_that_was_killed_while_it_sends_is_one_line():
