@@ -232,7 +232,7 @@ def go_through(
     from tandem.files.exits import AskedToStop
 
     n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
-    partly_read = dict[int, str]()
+    partly_read, example = 0, ""
     batches = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
     read = partial(load_each, partial(load, samples), samples.describe)
     loaded = iter(Loader(read, batches[rank::world], args.num_workers, waiting=backend.waiting_for_workers))
@@ -246,18 +246,18 @@ def go_through(
             if done + rank < len(batches):
                 batch, notes, broken = next(loaded)
                 bad += broken
-                partly_read |= {note["index"]: note[PARTIAL] for _, note in notes if PARTIAL in note}
+                for note in (note for _, note in notes if PARTIAL in note):
+                    partly_read += 1
+                    example = example or f"{samples.describe(note['index'])}: {note[PARTIAL]}"
                 if notes:
                     use(to_unit_range(batch.to(backend.device)), [note for _, note in notes])
     log = BadSampleLog(n)
     for sample in log.share(bad, backend.gather_objects):
         backend.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
-    for of_rank in backend.gather_objects([*partly_read.items()]):
-        partly_read |= dict(of_rank)
-    if partly_read:
-        index, reason = min(partly_read.items())
-        example = f"{samples.describe(index)}: {reason}"
-        backend.say(f"of {counted(len(partly_read), 'sample')} only a part is read, such as {example}")
+    counts, examples = zip(*backend.gather_objects([partly_read, example]), strict=True)
+    if any(counts):
+        example = next(filter(None, examples))
+        backend.say(f"of {counted(sum(counts), 'sample')} only a part is read, such as {example}")
     with backend.agreement():
         log.check()
         if n - log.count < 2:

@@ -111,8 +111,9 @@ class Feed:
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
         self._said = 0  # how many were left out, when it was said last
-        self._partial = dict[int, str]()  # samples of which only a part is read, of all processes
-        self._partial_here = dict[int, str]()  # those of this process, since they were exchanged
+        self._partial = set[int]()  # samples of which only a part is read, of all processes
+        self._partial_here = set[int]()  # those of this process, since they were exchanged
+        self._example_of_partial = ""
         self._said_partial = 0
 
     @property
@@ -237,18 +238,20 @@ class Feed:
 
     def _say_partial(self, say: Callable[[str], None]) -> None:
         """Say of how many samples only a part is read, if they have doubled since that was said. Collective."""
-        for of_rank in self._processes.gather_objects([*self._partial_here.items()]):
-            self._partial |= dict(of_rank)
+        of_ranks = self._processes.gather_objects([sorted(self._partial_here), self._example_of_partial])
+        self._partial.update(*(indices for indices, _ in of_ranks))
+        self._example_of_partial = next(example for _, example in of_ranks if example)
         self._partial_here.clear()
         if (count := len(self._partial)) >= 2 * self._said_partial:
             self._said_partial = count
-            example = next(iter(self._partial.values()))
-            say(f"of {counted(count, self.noun)} so far only a part is read, such as {example}")
+            say(f"of {counted(count, self.noun)} so far only a part is read, such as {self._example_of_partial}")
 
     def _received(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
         self._unreported += batch["bad"]
-        self._partial_here |= {i: reason for i, reason in batch.get("partial", {}).items() if i not in self._partial}
+        partial = batch.get("partial", {})
+        self._partial_here |= partial.keys() - self._partial
+        self._example_of_partial = self._example_of_partial or next(iter(partial.values()), "")
         device = self._processes.device
         return {
             key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

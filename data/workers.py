@@ -136,7 +136,8 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
         raise CannotGoOn("loader processes do not begin: give --num_workers 0, or more CPUs or memory")
 
     def run(self) -> None:
-        gc.freeze()  # what is garbage of the main process is its own: here it would end the other workers
+        # Collecting the main process's garbage here would end the other workers, whose pipes it may hold.
+        gc.freeze()
         main, own = self.ends
         main.close()
         with own, contextlib.suppress(OSError, EOFError):
@@ -212,6 +213,7 @@ class _Queue:
                     for rest in [memoryview(header), *parts]:
                         while rest:
                             rest = rest[os.write(self._writer.fileno(), rest) :]
+                del parts, rest  # the next batch may be long in coming
             except OSError as error:
                 # From a worker, the main process would wait for it without end.
                 if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
@@ -287,7 +289,12 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors as arrays, whose elements need no copy; PyTorch's own way needs several."""
 
     def reducer_override(self, value: Any) -> Any:
-        return (torch.from_numpy, (value.contiguous().numpy(),)) if type(value) is torch.Tensor else NotImplemented
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        try:
+            return torch.from_numpy, (value.contiguous().numpy(),)
+        except TypeError:  # NumPy lacks this dtype, such as bfloat16
+            return NotImplemented
 
 
 # A forked worker starts with one thread, so its signal mask holds for all of them, and it shares the lists of files.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tandem.devices import widest
+from tandem.devices import numbers, widest
 
 
 class Handle(Protocol):
@@ -47,10 +47,10 @@ class Communicator:
             return {}
         tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
         away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
-        read = torch.stack([tensor.to(widest(tensor.device)) for tensor in away.values()]).tolist() if away else []
-        numbers = {**values, **tensors, **dict(zip(away, read, strict=True))}
+        read = numbers([*away.values()])
+        of_host = {**values, **tensors, **dict(zip(away, read, strict=True))}
         # Python's floats have 64 bits; without a dtype, torch would round them to fp32.
-        packed = torch.tensor([float(number) for number in numbers.values()], dtype=torch.float64)
+        packed = torch.tensor([float(number) for number in of_host.values()], dtype=torch.float64)
         self.all_reduce_(packed, "sum_scalars").wait()
         return dict(zip(values, packed.tolist(), strict=True))
 

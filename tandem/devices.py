@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -39,6 +39,13 @@ def fp64_device(device: torch.device | str) -> torch.device:
 def double(tensor: Tensor) -> Tensor:
     """A tensor in fp64, on its `fp64_device`. In two steps, because the copy itself may convert on the device."""
     return tensor.to(fp64_device(tensor.device)).double()
+
+
+def numbers(tensors: Sequence[Tensor]) -> list[float | int]:
+    """The numbers of 0-d tensors of one device, for which the host waits once."""
+    if tensors and has_fp64(tensors[0].device):
+        return list(torch.stack([tensor.double() for tensor in tensors]).tolist())
+    return [tensor.item() for tensor in tensors]  # fp32 would round counts above 2^24
 
 
 def has_pinned_memory(device: torch.device | str) -> bool:

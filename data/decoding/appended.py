@@ -37,7 +37,7 @@ def check_nothing_appended(sound: Any, read: Read, n_bytes: int) -> None:
 
 
 def _begins_again(read: Read, end: int) -> bool:
-    return end < 1 << 62 and read(end, 4) == read(0, 4)
+    return 0 < end < 1 << 62 and read(end, 4) == read(0, 4)
 
 
 def _order_of_au(read: Read) -> Literal["big", "little"]:

@@ -18,7 +18,6 @@ _CRC_8, _CRC_16 = (8, 0x07), (16, 0x8005)
 _TAGS = re.compile(rb"TAG|APETAGEX|ID3")  # the beginnings of what programs write behind the last frame
 
 Read = Callable[[int, int], bytes]  # offset, size -> bytes
-_BEHIND = re.compile(rb"TAG|APETAGEX|ID3|fLaC")  # the beginnings of tags that may stand behind the last frame
 
 
 def with_length(file: Any) -> io.RawIOBase:

@@ -63,7 +63,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("fused"):
             group["fused"] = False
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def live_weights(module: nn.Module) -> dict[str, Any]:

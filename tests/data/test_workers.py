@@ -115,6 +115,11 @@ def test_workers_send_tensors_without_shared_memory_sockets_and_descriptors(lack
     assert (done.stdout, done.stderr) == ("120 True\n", "")
 
 
+def test_workers_send_a_dtype_that_numpy_lacks():
+    sent = torch.arange(4, dtype=torch.bfloat16)
+    assert [torch.equal(result, sent) for result in Loader(lambda request: sent, range(2), num_workers=1)] == [True] * 2
+
+
 Nowhere = type("Nowhere", (Exception,), {})
 Nowhere.__qualname__ = "Elsewhere"  # pickle looks for a class by its name
 

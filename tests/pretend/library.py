@@ -19,7 +19,7 @@ LIBRARIES = "-ltorch -ltorch_cpu -ltorch_python -lc10"
 
 
 def built() -> Path:
-    """The shared library, which the first process builds (one call of g++, about a minute) and later ones find.
+    """The shared library, which the first process builds (one call of g++, about half a minute) and later ones find.
 
     Raises FileNotFoundError without g++, and CalledProcessError, with the compiler's lines, if it fails.
     """

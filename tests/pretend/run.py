@@ -1,9 +1,10 @@
 """Runs a script on the pretend device: python tests/pretend/run.py SCRIPT.py FLAGS, also through a launcher.
 
 In the folder that PRETEND_REPORTS names in the environment, RANK.json then holds the number of updates by phase, what
-the device has reported by phase, and the collectives in their order. Phases are "start"; "first", two updates, which
-make state, kernels and pinned buffers; "update", later ones without a line of metrics; "line", those with one;
-"between", what follows an update; "end", what follows the last one; and "evaluation".
+the device has reported by phase, and the collectives in their order: those of the device, and those of the layer
+`distributed`, of which Gloo exchanges some between the hosts. Phases are "start"; "first", two updates, which make
+state, kernels and pinned buffers; "update", later ones without a line of metrics; "line", those with one; "between",
+what follows an update; "end", what follows the last one; and "evaluation".
 """
 
 from __future__ import annotations
@@ -26,11 +27,27 @@ from tests.pretend.device import install  # noqa: E402
 FIRST = 2  # updates
 
 
+def noted_collectives() -> list[str]:
+    """Each call that a process makes of its communicator from now on: the name, the dtype and the shape."""
+    from distributed.torch_comm import TorchCommunicator
+
+    calls: list[str] = []
+    for method in (TorchCommunicator.all_reduce_, TorchCommunicator.all_gather):
+
+        def noted(own: Any, tensor: Any, *name: str, method: Any = method) -> Any:
+            calls.append(f"{method.__name__} {' '.join(name)} {tensor.dtype} {[*tensor.shape]}")
+            return method(own, tensor, *name)
+
+        setattr(TorchCommunicator, method.__name__, noted)
+    return calls
+
+
 def main() -> None:
     script = next(word for word in sys.argv[1:] if word.endswith(".py"))
     flags = [word for word in sys.argv[1:] if word != script]  # deepspeed puts one before all others
     device, updates = install(library.built()), dict[str, int]()
     torch.set_num_threads(1)
+    own_calls = noted_collectives()
     if script.startswith("train_"):
         from training.run.run import Run
 
@@ -50,7 +67,7 @@ def main() -> None:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     finally:
         reports = [{**report._asdict(), "times": times} for report, times in device.reports.items()]
-        about = {"updates": updates, "reports": reports, "collectives": device.library.calls()}
+        about = {"updates": updates, "reports": reports, "collectives": [device.library.calls(), own_calls]}
         Path(os.environ["PRETEND_REPORTS"], f"{os.environ.get('RANK', '0')}.json").write_text(
             json.dumps(about, indent=1)
         )

@@ -55,6 +55,11 @@ def test_sums_within_an_update_need_no_fp64() -> None:
 
 
 @pytest.mark.usefixtures("without_fp64")
+def test_counts_are_read_exactly_without_fp64() -> None:
+    assert devices.numbers([torch.tensor(2**24 + 1), torch.tensor(0.5)]) == [2**24 + 1, 0.5]
+
+
+@pytest.mark.usefixtures("without_fp64")
 @pytest.mark.parametrize("kind", KINDS)
 def test_contrastive_losses_need_no_fp64(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     audio, text = (torch.nn.functional.normalize(torch.randn(6, 2, 4), dim=-1) for _ in range(2))

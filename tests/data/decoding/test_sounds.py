@@ -361,6 +361,14 @@ def test_a_file_to_which_another_was_appended_is_refused_wherever_it_lies(tmp_pa
                 assert "several streams one after the other" in one_line(decoder.spread, entry, 3)
 
 
+def test_a_w64_that_states_no_size_is_heard(tmp_path):
+    source = written(tmp_path / "a.w64", sine(440, 2, RATE), RATE, format="W64", subtype="PCM_16")
+    content = bytearray(Path(source.path).read_bytes())
+    content[16:24] = bytes(8)  # as of a recording that was not closed
+    decoder = ClipDecoder(RATE, RATE)
+    assert torch.equal(decoder.load(Entry.in_memory(bytes(content), "a"), 0), decoder.load(source, 0))
+
+
 def test_part_of_a_file_is_heard_as_the_file_alone(tmp_path):
     for ending in ("wav", "flac", "ogg", "mp3"):
         source = written(tmp_path / f"a.{ending}", sine(440, 3, RATE))
