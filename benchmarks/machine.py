@@ -19,7 +19,7 @@ def cores() -> int:
 
 def gpus() -> int:
     """GPUs that PyTorch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def facts() -> dict[str, Any]:
@@ -27,12 +27,13 @@ def facts() -> dict[str, Any]:
     versions = {str(each.name).lower(): each.version for each in metadata.distributions()}
     packages = ("torch", "deepspeed", "horovod", "pillow", "numpy")
     has_gpu = gpus() > 0
+    of_gpus: Any = torch.get_device_module() if has_gpu else None
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "cpu": _cpu_name(),
         "cores": cores(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(gpus())],
-        "gpu_memory_mib": torch.cuda.get_device_properties(0).total_memory // 2**20 if has_gpu else None,
+        "gpus": [of_gpus.get_device_name(index) for index in range(gpus())],
+        "gpu_memory_mib": of_gpus.get_device_properties(0).total_memory // 2**20 if has_gpu else None,
         "cuda": torch.version.cuda if has_gpu else None,
         "cudnn": torch.backends.cudnn.version() if has_gpu else None,
         "system": platform.platform(),

@@ -171,11 +171,13 @@ class Reference(Side):
 
             hvd.init()
             self._hvd, self._rank, self._world_size, local_rank = hvd, hvd.rank(), hvd.size(), hvd.local_rank()
-        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        device, kind = torch.device("cpu"), torch.accelerator.current_accelerator(check_available=True)
+        if kind is not None:
+            device = torch.device(kind.type, local_rank)
+            torch.accelerator.set_device_index(local_rank)
         if self._world_size > 1 and self._hvd is None:
-            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            of_device = torch.distributed.get_default_backend_for_device(device)
+            torch.distributed.init_process_group(f"cpu:gloo,{kind}:{of_device}" if kind else "gloo")
         super().__init__(options, device)
         self._args = args
 
@@ -208,7 +210,7 @@ class Reference(Side):
 
     def _pinned(self, batch: Mapping[str, Any]) -> Any:
         """With a GPU, tensors in pinned memory, as the script's loader makes them."""
-        pins = self._device.type == "cuda"
+        pins = self._device.type != "cpu"
         return {key: value.pin_memory() if pins and torch.is_tensor(value) else value for key, value in batch.items()}
 
 
@@ -240,21 +242,21 @@ class _Clock:
         self.cpu_seconds += time.process_time() - self._cpu
 
     def _wait_for_the_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
 
 def memory_bytes(device: torch.device) -> int:
     """Memory in use now: resident on the CPU, allocated by PyTorch on a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).memory_allocated(device))
     return _from_proc("VmRSS") or peak_memory_bytes(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Forget the peak so far, if the system can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats(device)
     elif sys.platform == "linux":
         with contextlib.suppress(OSError):  # some containers do not permit it
             Path("/proc/self/clear_refs").write_text("5")
@@ -262,8 +264,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most that was in use at once since the last reset."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated(device))
     # Prefer VmHWM to ru_maxrss, which a process inherits from the launcher that forked it.
     kilobytes_or_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _from_proc("VmHWM") or kilobytes_or_bytes * (1 if sys.platform == "darwin" else 1024)

@@ -210,7 +210,7 @@ class Script:
         said = io.StringIO()
         try:
             with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-                patch.setattr(torch.cuda, "is_available", lambda: False)
+                patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
                 self.module.main(flags)
         finally:
             sys.stderr.write(said.getvalue())

@@ -49,7 +49,7 @@ MODELS = ("a", "b")
 @pytest.fixture(scope="module", autouse=True)
 def on_one_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setenv("TORCH_HOME", str(tmp_path_factory.mktemp("home")))
         yield

@@ -88,7 +88,8 @@ def processes(plan: Plan) -> Iterator[Row]:
         one, two = (plan.folder / f"{script}-{n}" for n in ("one", "two"))
         plan.job([f"{script}.py", *flags, "--output_dir", str(one)])
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-        plan.job([*launcher, f"{script}.py", *flags, "--output_dir", str(two)], TANDEM_SHARE_GPU="1")
+        devices = {"PRETEND_DEVICES": "2"} if plan.is_pretend else {"TANDEM_SHARE_GPU": "1"}
+        plan.job([*launcher, f"{script}.py", *flags, "--output_dir", str(two)], **devices)
         losses = max(difference(_lines(two), _lines(one), "loss"))
         return bits(script, different_tensors(one, two), {"largest difference of a loss": losses})
 

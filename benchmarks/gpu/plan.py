@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..jobs import PYTHON, JobFailed, measure, run
 from ..machine import cores
 from ..report import NoTime, Row, failed
@@ -35,6 +37,11 @@ class Plan:
     precisions: Sequence[str]
     folder: Path
     deadline: float = 0.0
+
+    @property
+    def is_pretend(self) -> bool:
+        """Whether the GPU is the pretend accelerator of tests/pretend, for a rehearsal."""
+        return self.has_gpu and str(torch.accelerator.current_accelerator()) == "pretend"
 
     def until(self, deadline: float) -> Plan:
         """The plan of a part."""

@@ -39,7 +39,7 @@ def speed(plan: Plan) -> Iterator[Row]:
 def compared(plan: Plan, script: str, precision: str, option: str = "") -> Row:
     """The script, and its reference, which scales no loss."""
     name = " ".join(filter(None, [f"{script}.py", precision, option]))
-    if not plan.has_gpu and (option or precision not in _ON_A_CPU):
+    if (option and plan.is_pretend) or (not plan.has_gpu and (option or precision not in _ON_A_CPU)):
         return Row(name, note=NEEDS_A_GPU)
     sides = [SCRIPT] if precision == "fp16" else [SCRIPT, REFERENCE]
     flags = [*model_flags_of(plan, script), "--precision", precision, *([option] if option else [])]

@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if event == "update" and run.progress.step == 0:
             worker.decode(run)
         if event == "update" and run.progress.step in (_FIRST, _FIRST + _COUNTED):
-            torch.cuda.set_sync_debug_mode("warn" if run.progress.step == _FIRST else "default")
+            mode = "warn" if run.progress.step == _FIRST else "default"
+            torch.get_device_module().set_sync_debug_mode(mode)
 
     with warnings.catch_warnings(), Run.watched(watch):
         warnings.showwarning = note
@@ -58,7 +59,7 @@ def _place(stack: traceback.StackSummary) -> str:
     """Where in this repository a call stands: the innermost two lines, outside of PyTorch and of this module."""
     root = str(Path(__file__).resolve().parents[2])
     own = [frame for frame in stack if frame.filename.startswith(root) and frame.filename != __file__]
-    own = [frame for frame in own if "site-packages" not in frame.filename]
+    own = [frame for frame in own if "site-packages" not in frame.filename and "tests/pretend" not in frame.filename]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(own[-2:])) or "outside"
 
 

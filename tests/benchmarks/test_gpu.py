@@ -7,6 +7,7 @@ import re
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from tests.scripts import SCRIPTS, VAE
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -96,7 +97,7 @@ def test_waits_are_counted_per_update_where_this_repository_causes_them(
             warnings.warn("called a synchronizing CUDA operation (Triggered internally at)", stacklevel=1)
         warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
 
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(set_sync_debug_mode=modes.append))
     flags = [*speed_part.model_flags_of(plan, "train_vae"), *checks.QUIET]
     with register_optimizer_step_pre_hook(waits_twice):
         waits_of.main(["--script", "train_vae", "--result", str(result), "--output_dir", str(tmp_path), *flags])

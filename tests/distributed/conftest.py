@@ -26,7 +26,7 @@ def started_with_python_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCHER_VARIABLES:
         monkeypatch.setenv(name, "")  # a variable that is only deleted is not taken away again when a test has set it
         monkeypatch.delenv(name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
 
 
 @pytest.fixture

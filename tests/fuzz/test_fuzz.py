@@ -21,7 +21,7 @@ INSPECT = Target("convert", ["inspect", "vae"], ["vae"])
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         write_inputs(folder)
     return folder
 

@@ -1,4 +1,5 @@
-"""What only a GPU can show. `make gpu` runs these tests, without the fixtures of the others."""
+"""What only a GPU can show. `make gpu` runs these tests, without the fixtures of the others. They also run on the
+pretend accelerator (tests/pretend), but for what needs the kernels of a GPU."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ from tandem.devices import full_precision
 from tests.processes import Root, parsed
 from training.checkpoints.snapshot import Snapshot
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+KIND = torch.accelerator.current_accelerator(check_available=True)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(KIND is None, reason="needs a GPU")]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when the first test starts it
 PRECISIONS = ("fp32", "bf16", "fp16")
 FSDP = {"distributed_backend": "fsdp"}
 KINDS: list[dict[str, str]] = [{}, FSDP]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+DEVICE = torch.device(KIND.type if KIND else "cpu", 0)
+GPU: Any = torch.get_device_module(DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -54,15 +57,15 @@ class Network(Root):
 
     def __init__(self, is_slow: bool) -> None:
         super().__init__(2)
-        self._stream = torch.cuda.Stream() if is_slow else None
+        self._stream = GPU.Stream() if is_slow else None
 
     def all_reduce_(self, tensor: Tensor, name: str) -> Handle:
         if self._stream is None:
             tensor.mul_(2)
             return self
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(20_000_000)  # about 10 ms
+        self._stream.wait_stream(GPU.current_stream())
+        with GPU.stream(self._stream):
+            GPU._sleep(20_000_000)  # about 10 ms
             tensor.mul_(2)
         return Sum(self._stream.record_event())
 
@@ -70,11 +73,11 @@ class Network(Root):
 class Sum:
     """The handle of a sum on another stream: as with NCCL, only the present stream waits for it."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        GPU.current_stream().wait_event(self._event)
 
 
 def trained_through(network: Network) -> Tensor:
@@ -201,14 +204,14 @@ def products() -> dict[str, float]:
 def test_products_of_fp32_are_those_of_fp32_until_tf32_is_asked_for() -> None:
     use_tf32("fp32")
     assert max(products().values()) < 1e-5  # TF32 leaves 2e-4
-    if torch.cuda.get_device_capability(DEVICE) < (8, 0):
+    if DEVICE.type != "cuda" or GPU.get_device_capability(DEVICE) < (8, 0):
         pytest.skip("this GPU has no TF32")
     use_tf32("tf32")
     assert products()["matrix"] > 1e-4
     use_tf32("bf16")
     errors = products()
     assert errors["matrix"] < 1e-5 and errors["convolution"] > 1e-4
-    with full_precision("cuda"):
+    with full_precision(DEVICE.type):
         assert max(products().values()) < 1e-5
 
 
@@ -265,11 +268,11 @@ def test_the_host_waits_for_nothing_during_an_update(max_grad_norm: float, backe
 
     for _ in range(3):  # these make the optimizer's state and load kernels
         update()
-    torch.cuda.set_sync_debug_mode("error")
+    GPU.set_sync_debug_mode("error")
     try:
         update(), update()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        GPU.set_sync_debug_mode("default")
 
 
 def test_a_gpu_has_an_id_by_which_two_processes_would_find_that_they_share_it(
@@ -277,4 +280,4 @@ def test_a_gpu_has_an_id_by_which_two_processes_would_find_that_they_share_it(
 ) -> None:
     assert gpu_id(DEVICE)
     monkeypatch.setenv("TANDEM_SHARE_GPU", "1")
-    assert local_device(torch.cuda.device_count(), "torchrun") == DEVICE
+    assert local_device(GPU.device_count(), "torchrun") == DEVICE

@@ -17,7 +17,7 @@ import tandem.files.writing
 def on_one_cpu() -> Iterator[None]:
     """Use the CPU, for which the expected numbers hold, and skip syncing, as no test has to survive a power cut."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 

@@ -2,7 +2,7 @@
 are the CPU's. It reports what a GPU would have waited for, and raises what a GPU would refuse: see docs/devices.md.
 
 PyTorch calls the way in PrivateUse1 (https://docs.pytorch.org/tutorials/advanced/privateuseone.html). The environment:
-PRETEND_DEVICES, the number of devices (1).
+PRETEND_DEVICES, the number of devices (1); PRETEND_NO_FP64=1, the device refuses fp64, as Apple's does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,8 @@ class Device:
         self.library.set_devices(int(os.environ.get("PRETEND_DEVICES", "1")))
         self.phase = "start"
         self.reports = Counter[Report]()
+        self.sync_debug_mode = "default"
+        self._waits_in_error_mode = list[str]()
         self._is_reporting = threading.local()
         self.library.on_report(self._report)
 
@@ -64,9 +67,21 @@ class Device:
             if kind == "place?":  # the library asks where a copy began, to name the place in a later report
                 return " < ".join(lines)
             self.reports[Report(self.phase, kind, what, lines)] += 1
+            if kind in ("sync", "staged") and "synchronize" not in what:
+                if self.sync_debug_mode == "warn":
+                    warnings.warn(f"called a synchronizing operation: {what}", stacklevel=2)
+                elif self.sync_debug_mode == "error":
+                    self._waits_in_error_mode.append(f"{what} at {' < '.join(lines)}")
             return ""
         finally:
             self._is_reporting.now = False
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        """As torch.cuda.set_sync_debug_mode; but the waits of the mode "error" raise RuntimeError only when it ends."""
+        self.sync_debug_mode, waits = mode, self._waits_in_error_mode
+        self._waits_in_error_mode = []
+        if waits:
+            raise RuntimeError("; ".join(waits))
 
 
 def _project_lines(frame: Any, limit: int = 4) -> tuple[str, ...]:
@@ -117,9 +132,9 @@ def device_index(device: Any = None) -> int:
     return int(_LIBRARY[0].current_device() if index is None else index)
 
 
-def module(library: Any) -> Any:
+def module(device: Device) -> Any:
     """torch.pretend: what PyTorch, DeepSpeed and the project ask of torch.cuda."""
-    pid = os.getpid()
+    pid, library = os.getpid(), device.library
 
     def stats(device: Any = None) -> Any:
         return library.stats(device_index(device))
@@ -194,6 +209,7 @@ def module(library: Any) -> Any:
         "get_device_name": lambda device=None: "Pretend",
         "is_current_stream_capturing": lambda: False,
         "_sleep": lambda cycles: None,
+        "set_sync_debug_mode": device.set_sync_debug_mode,
     }
     for name, function in functions.items():
         setattr(Module, name, staticmethod(function))
@@ -229,7 +245,7 @@ def install(library_file: Path) -> Device:
     """Give this process's PyTorch the device; to be called before the project is imported."""
     device = Device(library_file)
     _LIBRARY.append(device.library)
-    torch._register_device_module(NAME, module(device.library))
+    torch._register_device_module(NAME, module(device))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     sys.meta_path.insert(0, _ForDeepSpeed())  # type: ignore[arg-type]
 

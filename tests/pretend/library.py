@@ -32,8 +32,6 @@ def built() -> Path:
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            for older in folder.glob("*.so"):
-                older.unlink()
             root = Path(torch.__file__).parent
             headers = root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
             unfinished = library.with_suffix(".unfinished")

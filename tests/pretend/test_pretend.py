@@ -37,11 +37,14 @@ def device() -> None:
     library.built()
 
 
+def processes(launcher: list[str]) -> int:
+    return 2 if launcher in (TORCHRUN, DEEPSPEED) else 1
+
+
 def start(launcher: list[str], script: str, flags: list[str], reports: Path) -> subprocess.Popen[str]:
     reports.mkdir()
-    world_size = 1 if launcher == [sys.executable] else 2
     path = f"{PROGRAMS}:{os.environ['PATH']}"
-    of_device = {"PRETEND_REPORTS": str(reports), "PRETEND_DEVICES": str(world_size), "PATH": path}
+    of_device = {"PRETEND_REPORTS": str(reports), "PRETEND_DEVICES": str(processes(launcher)), "PATH": path}
     # The launcher of DeepSpeed asks for an accelerator, too, and has none.
     env = {**os.environ, **of_device, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [*launcher, RUN, f"{script}.py", *flags]
@@ -80,21 +83,32 @@ def faults(report: dict[str, Any]) -> list[Any]:
     return [each for each in report["reports"] if each["kind"] in FAULTS]
 
 
+def test_what_only_a_gpu_shows_is_shown_here_as_far_as_it_needs_no_kernels_of_one() -> None:
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--noconftest", "-q", "-rs", "-p", "no:cacheprovider"]
+    site = str(Path(__file__).with_name("site"))
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": site}, text=True, capture_output=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("SKIPPED") == done.stdout.count("this GPU has no TF32") == 1, done.stdout
+
+
 ONE = [sys.executable]
+WITHOUT_FP64 = ["env", "PRETEND_NO_FP64=1", sys.executable]
 DETERMINISTIC = {"deterministic": None}
 #: How often the host waits for its device in an update without a line; for each network where it is more than 0.
 VARIANTS: list[tuple[str, list[str], dict[str, Any], int]] = [
     *((name, ONE, DETERMINISTIC, 0) for name in SCRIPTS),
-    ("train_vqgan", ONE, {"gan_weight": 0.1, "lecam_weight": 0.1, "grad_accum_steps": 2, **DETERMINISTIC}, 0),
-    ("train_mulan", ONE, {"loss": "sigmoid", "grad_accum_steps": 2, "use_lion": None, **DETERMINISTIC}, 0),
-    ("train_vqgan", ONE, {"batch_parts": 2}, 2),
-    ("train_mulan", TORCHRUN, {"batch_parts": 2, "use_lion": None}, 0),
+    ("train_vqgan", WITHOUT_FP64, {"gan_weight": 0.1, "lecam_weight": 0.1, "grad_accum_steps": 2}, 0),
+    ("train_mulan", WITHOUT_FP64, {"loss": "sigmoid", "grad_accum_steps": 2, "use_lion": None}, 0),
     (
         "train_decoder",
-        ONE,
+        WITHOUT_FP64,
         {"switches": ["coordinates", "sparse_attn"], "learned_variance": [0, 1], "random_crop_sizes": [0, 8]},
         0,
     ),
+    ("train_vqgan", ONE, {"batch_parts": 2}, 2),
+    ("train_mulan", TORCHRUN, {"batch_parts": 2, "use_lion": None}, 0),
     ("train_vqgan", TORCHRUN, {"num_workers": 2}, 0),
     ("train_vqgan", TORCHRUN, {"distributed_backend": "fsdp"}, 0),
     ("train_vqgan", DEEPSPEED, zero(0), 2),
@@ -115,11 +129,62 @@ def test_the_host_waits_seldom_and_no_number_is_read_too_early(
 ) -> None:
     flags = SCRIPTS[name].flags(tmp_path / "run", *words({**more, "log_every_n_steps": 1000, "max_steps": 6}))
     reports = reports_of(launcher, name, flags, tmp_path / "reports")
-    assert [faults(report) for report in reports] == [[]] * (1 if launcher == ONE else 2)
+    assert [faults(report) for report in reports] == [[]] * processes(launcher)
     assert all(report["updates"]["update"] == 3 for report in reports)  # besides two first ones and the last
     assert max(map(waits_per_update, reports)) <= most_waits, [*map(waits, reports)]
     assert all(report["collectives"] == reports[0]["collectives"] for report in reports)
-    assert [bool(calls) for calls in reports[0]["collectives"]] == [launcher != ONE] * 2
+    assert [bool(calls) for calls in reports[0]["collectives"]] == [processes(launcher) > 1] * 2
+
+
+TAMING = {"body": "taming", "ch_mult": "1,2,2", "attention_levels": "1", "norm_groups": 4}
+#: Flags that choose a model, an objective or a sampler, with what they need. Each value is trained with once.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "train_vae": [{"smooth_l1_loss": None}, {"straight_through": None, "reinmax": None}, {"transparent": None}],
+    "train_vqgan": [
+        *({"quantizer": name} for name in ("lfq", "bsq", "ibq")),
+        {"quantizer": "fsq", "fsq_levels": "4,4,4"},
+        {"quantizer": "vq", "vq_gradient": "rotation", "vq_cosine": None, "vq_decay": 0.9},
+        {**TAMING, "quantizer": "vq", "codebook_size": 64},
+        {**TAMING, "quantizer": "kl", "latent": "mode", "train": "decoder"},
+        {"gan_loss": "bce", "penalty": "zero_centred", "l2_recon_loss": None, "gradient_checkpointing": None},
+        {"gan_loss": "hinge_softplus", "precision": "bf16"},
+        {"precision": "fp16", "random_flip": None, "crop": "random"},
+    ],
+    "train_tokenizer": [
+        *({"pad_mode": mode} for mode in ("constant", "replicate", "reflect")),
+        *({"quantizer": name} for name in ("lfq", "bsq", "ibq")),
+        {"quantizer": "fsq", "fsq_levels": "4,4,4"},
+        {"norm": "rms", "patch": "haar", "separate_first_frame": None, "gradient_checkpointing": None},
+        {"vq_gradient": "rotation", "gan_loss": "bce", "l1_recon_loss": None, "use_lion": None},
+        {"gan_loss": "hinge_softplus", "penalty": "zero_centred", "train": "decoder"},
+        {"precision": "bf16"},
+    ],
+    "train_mulan": [
+        *({"loss": loss, "hierarchical_layers": 1} for loss in ("decoupled", "softmax", "sigmoid")),
+        {"layout": "musiclm", "win_length": 96, "spectrogram": "power", "hierarchical_layers": 1},
+        {"attn_dropout": 0.2, "ff_dropout": 0.1, "gradient_checkpointing": None},
+        {"spectrogram_padding": "reflect", "duplicates": "negatives", "hierarchical_spacing": "even"},
+        {"precision": "bf16", "freeze_text_tower": None},
+    ],
+    "train_decoder": [
+        *({"noise_schedule": name} for name in ("cosine", "linear", "sigmoid")),
+        {"noise_schedule": "flow", "objective": "flow", "time_sampling": "logit_normal"},
+        *({"objective": name, "loss_weight": weight} for name, weight in {"x_start": "p2", "v": "min_snr"}.items()),
+        *({"sampler": name, "lowres_condition": how} for name, how in {"ddim": "noise", "ddpm": "blur"}.items()),
+        {"switches": ["coordinates", "sparse_attn"], "learned_variance": [0, 1], "gradient_checkpointing": None},
+        {"condition_on": "image,text", "precision": "bf16"},
+    ],
+}
+
+
+@pytest.mark.long  # minutes
+@pytest.mark.parametrize(("name", "more"), [(name, more) for name in OPTIONS for more in OPTIONS[name]], ids=named)
+def test_every_option_trains_with_deterministic_kernels(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """The device refuses what CUDA's kernels refuse."""
+    chosen = {**SCRIPTS[name].all_parts, **more, "max_steps": 4, "sample_every_n_steps": 4, "deterministic": None}
+    flags = SCRIPTS[name].flags(tmp_path / "run", *words(chosen))
+    (report,) = reports_of(ONE, name, flags, tmp_path / "reports")
+    assert faults(report) == []
 
 
 def test_a_run_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:

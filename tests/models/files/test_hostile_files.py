@@ -321,7 +321,7 @@ def test_it_is_refused_in_one_line_without_its_code_or_its_memory(
 def test_init_from_refuses_it_with_exit_code_2(
     hostile: Path, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     flags = "--image_folder demo:shapes:16 --image_size 16 --num_workers 0 --max_steps 1"
     with pytest.raises(SystemExit) as raised:
         train_vae.main([*flags.split(), "--output_dir", str(tmp_path / "run"), "--init_from", str(hostile)])
