@@ -80,6 +80,12 @@ def faults(report: dict[str, Any]) -> list[Any]:
     return [each for each in report["reports"] if each["kind"] in FAULTS]
 
 
+def pinned_by_saves(report: dict[str, Any]) -> list[str]:
+    """The phases in which memory was pinned for the copies that checkpoints are written from."""
+    of_saves = [each for each in report["reports"] if each["kind"] == "pin" and "snapshot.py" in each["lines"][0]]
+    return [each["phase"] for each in of_saves]
+
+
 ONE = [sys.executable]
 DETERMINISTIC = {"deterministic": None}
 #: How often the host waits for its device in an update without a line; for each network where it is more than 0.
@@ -118,6 +124,7 @@ def test_the_host_waits_seldom_and_no_number_is_read_too_early(
     assert [faults(report) for report in reports] == [[]] * (1 if launcher == ONE else 2)
     assert all(report["updates"]["update"] == 3 for report in reports)  # besides two first ones and the last
     assert max(map(waits_per_update, reports)) <= most_waits, [*map(waits, reports)]
+    assert [set(pinned_by_saves(report)) for report in reports] == [{"first"}, set()][: len(reports)]  # not by the save
     assert all(report["collectives"] == reports[0]["collectives"] for report in reports)
     assert [bool(calls) for calls in reports[0]["collectives"]] == [launcher != ONE] * 2
 
