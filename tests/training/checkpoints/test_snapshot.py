@@ -4,6 +4,8 @@ import gc
 import random
 import shutil
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,15 +107,17 @@ assert sum(1 << (size - 1).bit_length() for size in pinned) <= 1.1 * 300 * 40_00
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the pretend device is built by g++")
-def test_saves_pin_hardly_more_than_they_hold_once_and_hold_the_state_of_their_update(tmp_path) -> None:
+def test_saves_pin_hardly_more_than_they_hold_once_and_hold_the_state_of_their_update(tmp_path: Path) -> None:
     result = python(PROGRAM.replace("FOLDER", repr(str(tmp_path / "checkpoints"))))
     assert result.returncode == 0, result.stderr
 
 
-def test_of_a_machine_that_cannot_pin_the_memory_all_processes_print_one_line(tmp_path, monkeypatch) -> None:
+def test_of_a_machine_that_cannot_pin_the_memory_all_processes_print_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = torch.empty
 
-    def without_pinned(*size: int, pin_memory: bool = False, **more: object) -> torch.Tensor:
+    def without_pinned(*size: int, pin_memory: bool = False, **more: Any) -> torch.Tensor:
         if pin_memory:
             raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
         return empty(*size, **more)
