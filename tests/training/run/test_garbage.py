@@ -37,7 +37,7 @@ def test_garbage_is_collected_after_every_nth_update_and_at_no_other_time(monkey
                 node = Node()
                 alive = weakref.ref(node)
                 del node
-                many = [[] for _ in range(100_000)]  # more than the interpreter's own threshold
+                many: list[Any] = [[] for _ in range(100_000)]  # more than the interpreter's own threshold
                 assert alive() is not None and len(many) == 100_000
                 collect(step)
                 assert (alive() is None) == (step % 3 == 0)
