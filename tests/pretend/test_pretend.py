@@ -93,6 +93,12 @@ def test_what_only_a_gpu_shows_is_shown_here_as_far_as_it_needs_no_kernels_of_on
     assert done.stdout.count("SKIPPED") == done.stdout.count("this GPU has no TF32") == 1, done.stdout
 
 
+def pinned_by_saves(report: dict[str, Any]) -> list[str]:
+    """The phases in which memory was pinned for the copies that checkpoints are written from."""
+    of_saves = [each for each in report["reports"] if each["kind"] == "pin" and "snapshot.py" in each["lines"][0]]
+    return [each["phase"] for each in of_saves]
+
+
 ONE = [sys.executable]
 WITHOUT_FP64 = ["env", "PRETEND_NO_FP64=1", sys.executable]
 DETERMINISTIC = {"deterministic": None}
@@ -133,6 +139,7 @@ def test_the_host_waits_seldom_and_no_number_is_read_too_early(
     assert [faults(report) for report in reports] == [[]] * processes(launcher)
     assert all(report["updates"]["update"] == 3 for report in reports)  # besides two first ones and the last
     assert max(map(waits_per_update, reports)) <= most_waits, [*map(waits, reports)]
+    assert [set(pinned_by_saves(report)) for report in reports] == [{"first"}, set()][: len(reports)]  # not by the save
     assert all(report["collectives"] == reports[0]["collectives"] for report in reports)
     assert [bool(calls) for calls in reports[0]["collectives"]] == [processes(launcher) > 1] * 2
 

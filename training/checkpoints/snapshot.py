@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,57 @@ from torch import Tensor
 from tandem.devices import has_pinned_memory
 
 from .format import Tree
+
+_PIECE_BYTES = 1 << 28  # of pinned memory; a larger tensor has a larger piece
+_ALIGNED_BYTES = 64
+_SPARE = 1 / 16  # of the memory for a state, at most, if one piece ends with it
+
+Key = tuple[str, str]  # the part of a state, and the path of a tensor in it, joined with '/'
+
+
+class Memory:
+    """Where the snapshots of a run copy tensors to: a place for each tensor, which the next snapshot uses again.
+
+    Tensors of an accelerator are copied to pinned memory. PyTorch rounds each piece of that up to a power of two (the
+    source: `CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h), so tensors share pieces of such
+    sizes.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Key, Tensor] = {}
+
+    def pin(self, tensors: Mapping[Key, Tensor]) -> None:
+        """Make places in pinned memory for those of the tensors that have none. Only shapes and dtypes matter.
+
+        Raises:
+            MemoryError: one line.
+        """
+        new = {key: tensor for key, tensor in tensors.items() if not self._has_place(key, tensor)}
+        for size, keys in pieces({key: tensor.nbytes for key, tensor in new.items()}):
+            try:
+                piece, start = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
+            except RuntimeError as error:
+                total = sum(tensor.nbytes for tensor in new.values())
+                raise MemoryError(
+                    f"this machine cannot pin {total / 1e9:.1f} GB of its own memory, to which saves copy what is on "
+                    f"the {torch.accelerator.current_accelerator()}: {str(error).splitlines()[0]}"
+                ) from error
+            for key in keys:
+                place = piece[start : start + new[key].nbytes]
+                self._places[key] = place.view(new[key].dtype).view(new[key].shape)
+                start += _aligned(place.nbytes)
+
+    def place(self, key: Key, tensor: Tensor) -> Tensor:
+        """Where the copy of a tensor goes."""
+        if has_pinned_memory(tensor.device):
+            self.pin({key: tensor})
+        elif not self._has_place(key, tensor):
+            self._places[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return self._places[key]
+
+    def _has_place(self, key: Key, tensor: Tensor) -> bool:
+        place = self._places.get(key)
+        return place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
 
 
 class Snapshot:
@@ -23,63 +74,115 @@ class Snapshot:
     Args:
         parts: Nested dicts of tensors, JSON values, and functions that fetch a tensor. What they return is copied
             before anything else happens.
-        reuse: An older snapshot that is no longer needed, whose memory is used again.
+        memory: Holds the copies. What older snapshots copied there is lost.
         keep: Whether this process needs the copies; if not, it makes none. All processes call the functions, because
             they are collective.
     """
 
-    def __init__(self, parts: Mapping[str, Tree], *, reuse: "Snapshot | None" = None, keep: bool = True) -> None:
+    def __init__(self, parts: Mapping[str, Tree], *, memory: Memory | None = None, keep: bool = True) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
-        self._keep = keep
-        self._old = reuse.tensors if reuse is not None else {}
-        self._to_copy: list[tuple[str, str, Tensor]] = []
+        self._memory = Memory() if memory is None else memory
+        self._to_copy: dict[Key, Tensor] = {}
         self._event: torch.Event | None = None
         self._finished = threading.Event()
-        values = {name: self._split(name, part, ()) for name, part in parts.items()}
+        values = split(parts, self._take if keep else lambda *_: None)
+        live = {key: tensor for key, tensor in self._to_copy.items() if tensor.device.type != "cpu"}
+        self._memory.pin({key: tensor for key, tensor in live.items() if has_pinned_memory(tensor.device)})
+        for key in live:
+            self._copy(key, self._to_copy.pop(key))
         # The conversion to JSON and back copies the values, and raises now if a value could not be written later.
         self.values: dict[str, Tree] = json.loads(json.dumps(values)) if keep else {}
         if any(tensor.is_pinned() for part in self.tensors.values() for tensor in part.values()):
             self._event = torch.Event(torch.accelerator.current_accelerator())
             self._event.record()
 
-    def _split(self, part: str, tree: Mapping[str, Any], path: tuple[str, ...]) -> Tree:
-        """The JSON values of `tree`; its tensors are copied, or wait for it, under their path, joined with '/'."""
-        values: Tree = {}
-        for key, value in tree.items():
-            assert isinstance(key, str) and "/" not in key, f"{key!r} in {path} must be a string without '/'"
-            name = "/".join((*path, key))
-            is_fetched = callable(value)
-            found = value() if is_fetched else value
-            if isinstance(found, Mapping):
-                values[key] = self._split(part, found, (*path, key))
-            elif not isinstance(found, Tensor):
-                values[key] = found
-            elif self._keep and (is_fetched or found.device.type != "cpu"):
-                self._copy(part, name, found.detach())
-            elif self._keep:
-                self._to_copy.append((part, name, found.detach()))
-        return values
+    def _take(self, key: Key, tensor: Tensor, is_fetched: bool) -> None:
+        if is_fetched:
+            self._copy(key, tensor)
+        else:
+            self._to_copy[key] = tensor
 
-    def _copy(self, part: str, name: str, tensor: Tensor) -> None:
+    def _copy(self, key: Key, tensor: Tensor) -> None:
         """Copy a tensor, or start its transfer from an accelerator: the accelerator's memory may be used for something
         else at once, because that is queued after the transfer."""
-        copy = self._old.get(part, {}).get(name)
-        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            pin = has_pinned_memory(tensor.device)
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        (part, name), copy = key, self._memory.place(key, tensor)
         self.tensors[part][name] = copy.copy_(tensor, non_blocking=copy.is_pinned())
 
     def finish(self) -> None:
         """Complete the copies. Called once, by one thread."""
         try:
-            for part, name, tensor in self._to_copy:
-                self._copy(part, name, tensor)
+            for key, tensor in self._to_copy.items():
+                self._copy(key, tensor)
             if self._event is not None:
                 self._event.synchronize()
         finally:
-            self._to_copy = []
+            self._to_copy = {}
             self._finished.set()
 
     def wait(self) -> None:
         """Return when the state may change again."""
         self._finished.wait()
+
+
+def split(parts: Mapping[str, Tree], take: Callable[[Key, Tensor, bool], object]) -> dict[str, Tree]:
+    """The JSON values of a state. `take` is called with each tensor, and whether a function has fetched it."""
+    return {name: _values(name, part, (), take) for name, part in parts.items()}
+
+
+def _values(
+    part: str, tree: Mapping[str, Any], path: tuple[str, ...], take: Callable[[Key, Tensor, bool], object]
+) -> Tree:
+    values: Tree = {}
+    for key, value in tree.items():
+        assert isinstance(key, str) and "/" not in key, f"{key!r} in {path} must be a string without '/'"
+        is_fetched = callable(value)
+        found = value() if is_fetched else value
+        if isinstance(found, Mapping):
+            values[key] = _values(part, found, (*path, key), take)
+        elif isinstance(found, Tensor):
+            take((part, "/".join((*path, key))), found.detach(), is_fetched)
+        else:
+            values[key] = found
+    return values
+
+
+def pinned_by(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
+    """Tensors without memory, like those that a snapshot copies to pinned memory. Collective."""
+    shapes: dict[Key, Tensor] = {}
+
+    def note(key: Key, tensor: Tensor, _: bool) -> None:
+        if has_pinned_memory(tensor.device):
+            shapes[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    split(parts, note)
+    return shapes
+
+
+def pieces(sizes: Mapping[Any, int]) -> Iterator[tuple[int, Sequence[Any]]]:
+    """The sizes of pieces of memory, each a power of two, for blocks of these sizes, all in bytes; and the keys of the
+    blocks in each, one after the other, aligned. Large blocks come first, and smaller ones fill what they leave."""
+    left = {key: _aligned(size) for key, size in sorted(sizes.items(), key=lambda item: -item[1])}
+    most_spare = sum(left.values()) * _SPARE
+    while left:
+        needed, largest = sum(left.values()), next(iter(left.values()))
+        size = _power_of_two(needed)
+        if size - needed > most_spare:
+            size //= 2
+        size = free = max(min(size, _PIECE_BYTES), _power_of_two(largest))
+        keys = []
+        for key, block in left.items():
+            if block <= free:
+                keys.append(key)
+                free -= block
+        for key in keys:
+            del left[key]
+        yield size, keys
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`; 0 for 0."""
+    return 1 << (size - 1).bit_length() if size else 0

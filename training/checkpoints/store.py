@@ -18,7 +18,7 @@ from tandem.files.writing import WRITER, delete, free_name, processor_time, sync
 
 from .format import Tree, check_sums, damaged, explained, read_checkpoint, write_folder
 from .models import MODELS, models_in
-from .snapshot import Snapshot
+from .snapshot import Memory, Snapshot, pinned_by
 
 if TYPE_CHECKING:
     from distributed import Backend
@@ -77,8 +77,21 @@ class Checkpoints:
         self._has_told = False  # whether `news` has told of failures that go on
         self._was_left: set[str] = set()  # names that `left` has told
         self._is_protected: set[str] = set()  # names of checkpoints that no save tries to delete again
+        self._memory = Memory()
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
+
+    def prepare(self, parts: Mapping[str, Tree]) -> None:
+        """Allocate the pinned memory to which saves of a state like this one are copied. For some gigabytes that takes
+        seconds, in which the first save would hold up training. Collective.
+
+        Raises:
+            UserMistake: one line, if the root's machine has too little memory.
+        """
+        tensors = pinned_by(parts)
+        with self._processes.agreement():
+            if self._processes.is_root:
+                self._memory.pin(tensors)
 
     def save(self, step: int, parts: Mapping[str, Tree], meta: Mapping[str, Any], beside: Beside | None = None) -> None:
         """Start to write a checkpoint of this step, unless it exists already; then delete the oldest. Collective.
@@ -95,7 +108,7 @@ class Checkpoints:
         self.join()
         self.requested_step = step
         wanted = self._processes.is_root and not self._path(step).exists()
-        snapshot = Snapshot(parts, reuse=self._snapshot, keep=wanted)
+        snapshot = Snapshot(parts, memory=self._memory, keep=wanted)
         if not wanted:
             return
         self._snapshot, self.failure = snapshot, None

@@ -6,8 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Updates between two collections. In so many, train_vae.py leaves about 200 objects that only a collection finds, which
-# takes less than a millisecond.
+# Updates between two collections. What these leave to one, and how long that takes, is in docs/devices.md.
 _EVERY = 100
 
 

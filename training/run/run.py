@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from PIL import Image
 
+from tandem.devices import has_pinned_memory
 from tandem.files.exits import AskedToStop, Failed
 from tandem.files.reading import counted, words_of
 
@@ -248,8 +249,12 @@ class Run:
     def updates(self, *evaluations: Evaluation, preview: int, also: Sequence[Action] = ()) -> Iterator[tuple[int, Any]]:
         """The loop over the updates that are left; see `training.run.loop.updates`."""
         with collected_together() as collect:
+            is_first = True
             for step, batch in updates(self, evaluations, preview, also):
                 yield step, batch
+                if is_first and has_pinned_memory(self.processes.device):  # from now on there are moments
+                    self.checkpoints.prepare(self._live_states())
+                is_first = False
                 collect(step + 1)
 
     def line(self) -> dict[str, Any]:
@@ -342,11 +347,14 @@ class Run:
             self.checkpoints.join()
             self._tell_of_saves(at_end=self.progress.finished)
             self.progress.seconds = round(self.clock.seconds, 3)
-            states = {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
             # A save that is made only because the run is stopped writes no averages, so that they do not depend on
             # that.
             beside = self._averages.write if self.due(self.args.save_every_n_steps) else None
-            self.checkpoints.save(step, states, self.processes.describe(), beside)
+            self.checkpoints.save(step, self._live_states(), self.processes.describe(), beside)
+
+    def _live_states(self) -> dict[str, Any]:
+        """The states of all parts; see `Stateful`. Collective."""
+        return {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
 
     def _tell_of_saves(self, *, at_end: bool = False) -> None:
         for line in self.checkpoints.news(at_end=at_end):
