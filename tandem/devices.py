@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -102,11 +102,9 @@ def moment(device: torch.device) -> torch.Event | float:
     return time.perf_counter()
 
 
-def seconds_between(first: torch.Event | float, last: torch.Event | float) -> float:
-    """Seconds between two moments of a device, which has come to the last."""
-    if isinstance(first, torch.Event):
-        return first.elapsed_time(last) / 1000
-    return last - first
+def seconds_between(first: Any, last: Any) -> float:
+    """Seconds between two of a device's `moment`s, the last of which it has come to."""
+    return first.elapsed_time(last) / 1000 if isinstance(first, torch.Event) else last - first
 
 
 @contextmanager
