@@ -107,7 +107,8 @@ class Embedder(NamedTuple):
     about: what says which model it is.
     dim: of its embeddings.
     decoder: cuts the clips that it takes out of sounds.
-    of_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on the CPU.
+    of_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on
+        its device.
     of_text: a sentence -> its unit vector (dim,). It is in a batch of its own, so that its vector does not depend, to
         the last bit, on other sentences.
     """
@@ -127,6 +128,7 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     from data.decoding.sounds import ClipDecoder
     from data.tokenizers import open_tokenizer
     from models.files.building import require_room
+    from tandem.devices import to_device
     from trained import open_model
 
     model, about, file = open_model(path, "MuLaN")
@@ -138,7 +140,7 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     def of_clips(waveforms: Tensor) -> Tensor:
         backend.mark("embedding")
         with backend.autocast():
-            return model.encode_audio(waveforms.to(backend.device)).float().cpu()
+            return model.encode_audio(to_device(waveforms, backend.device)).float()
 
     @torch.no_grad()
     def of_text(text: str) -> Tensor:

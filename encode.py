@@ -41,7 +41,6 @@ from training.flags.parser import ArgumentParser
 from training.flags.shared import add_computation_arguments, add_places, kernel_settings
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
-    import numpy as np
     from torch import Tensor
 
     from data.fields import Samples
@@ -209,10 +208,13 @@ class Coder(NamedTuple):
 def computed(
     backend: distributed.Backend, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
-    """What a method of the model makes of values, in the precision of the run."""
+    """What a method of the model makes of values, which are in their range, in the precision of the run."""
+    from models.convolutional import trusted_values
+    from tandem.devices import to_device
+
     backend.mark(doing)
-    with backend.autocast():
-        return method(values.to(backend.device), *state)
+    with backend.autocast(), trusted_values():
+        return method(to_device(values, backend.device), *state)
 
 
 def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
@@ -230,16 +232,17 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     from data.stores.latents import LatentWriter, StoredLatents, open_labelled
     from data.stores.shards import ShardWriter
     from models.files.building import require_room
+    from tandem.devices import to_device
     from training.noise import Noise
 
     count = args.batch_size
 
     def encode(images: Tensor) -> Tensor:
-        values = to_unit_range(images.to(backend.device))
+        values = to_unit_range(to_device(images, backend.device))
         if model.num_codes:
-            return computed(backend, "encoding", model.encode, values).cpu()
+            return computed(backend, "encoding", model.encode, values)
         views = [values, values.flip(-1)][: 1 + args.with_flip]
-        return torch.stack([computed(backend, "encoding", model.moments, view) for view in views], 1).cpu()
+        return torch.stack([computed(backend, "encoding", model.moments, view) for view in views], 1)
 
     def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
@@ -283,21 +286,22 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
     from models.files.building import require_room
     from models.video.causal import StreamState
     from models.video.layers import check_side
+    from tandem.devices import to_device
     from tandem.files.installed import missing_package
     from training.pictures.film import can_write_mp4, to_gif, write_mp4
 
     if args.format == "mp4" and not can_write_mp4():
         raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
     speed = {"fps": args.fps, "frame_stride": args.frame_stride}
-    threads, dtype = max(1, args.num_workers), code_dtype(model.num_codes)
+    threads = max(1, args.num_workers)
     multiple = model.pixels_per_code if args.keep_aspect else None
 
-    def start_encoding() -> Callable[[Tensor], np.ndarray]:
+    def start_encoding() -> Callable[[Tensor], Tensor]:
         state = StreamState()
 
-        def encode(frames: Tensor) -> np.ndarray:
-            pixels = to_unit_range(frames.to(backend.device))[None]
-            return computed(backend, "encoding", model.encode_next, pixels, state)[0].cpu().numpy().astype(dtype)
+        def encode(frames: Tensor) -> Tensor:
+            pixels = to_unit_range(to_device(frames, backend.device))[None]
+            return computed(backend, "encoding", model.encode_next, pixels, state)[0]
 
         return encode
 
@@ -322,7 +326,8 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         def frames_of(index: int) -> Any:
             return clips.frames(videos.source.record(index), multiple)
 
-        how = {"frames_per_code": model.frames_per_code, "num_threads": threads, "in_shape": args.keep_aspect}
+        how: dict[str, Any] = {"dtype": code_dtype(model.num_codes), "frames_per_code": model.frames_per_code}
+        how |= {"num_threads": threads, "in_shape": args.keep_aspect}
         grid = [] if args.keep_aspect else [side // model.pixels_per_code] * 2
         return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
 

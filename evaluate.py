@@ -21,7 +21,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,11 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from training.measures.fid import Gaussian
 
 SHOWN = 6  # samples in the picture
+ROUND_SECONDS, TOLD_SECONDS = (
+    1.0,
+    10.0,
+)  # between agreements of the processes, and between lines that say how far they are
+Batches = Iterator[tuple["Tensor", list[dict[str, Any]]]]  # samples in [0, 1] and the notes of `load`
 # What the table shows, by the names in the JSON file.
 HEADINGS = {
     "rfid": "rFID", "rfvd": "rFVD", "inception_score": "IS", "psnr": "PSNR", "ssim": "SSIM", "lpips": "LPIPS",
@@ -123,8 +128,10 @@ def build_parser() -> ArgumentParser:
 
 def reconstructed(model: Any, samples: Tensor, backend: distributed.Backend) -> tuple[Tensor, Tensor]:
     """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
+    from models.convolutional import trusted_values
+
     backend.mark("reconstructing")
-    with backend.autocast():
+    with backend.autocast(), trusted_values():
         codes = model.encode(samples)
         return model.decode(codes), codes if model.num_codes else samples.new_zeros(0).long()
 
@@ -220,37 +227,55 @@ def load(samples: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 
 def go_through(
-    samples: Samples, args: argparse.Namespace, backend: distributed.Backend, doing: str, use: Callable[..., None]
-) -> None:
-    """Call `use` with the samples, in [0, 1], and the notes of `load` of each batch of this process. Collective. Raises
-    UserMistake, in one line, if too many samples cannot be read; AskedToStop after a signal."""
+    samples: Samples, args: argparse.Namespace, backend: distributed.Backend, doing: str,
+    use: Callable[[Batches], Iterable[None]],
+) -> None:  # fmt: skip
+    """Let `use` go through the batches of this process; it yields often. The processes agree on errors and signals once
+    in `ROUND_SECONDS`, so that none waits for the others at each batch. Collective. Raises UserMistake, in one line, if
+    too many samples cannot be read; AskedToStop after a signal."""
     from data.bad_samples import BadSampleLog
     from data.feed import to_unit_range
     from data.stores.encoding import load_each
     from data.stores.shards import PARTIAL
     from data.workers import Loader
+    from tandem.devices import to_device
     from tandem.files.exits import AskedToStop
 
     n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
-    partly_read, example = 0, ""
-    batches = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
+    done, partly_read, example = 0, 0, ""
+    requests = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
     read = partial(load_each, partial(load, samples), samples.describe)
-    loaded = iter(Loader(read, batches[rank::world], args.num_workers, waiting=backend.waiting_for_workers))
-    for done in range(0, len(batches), world):
+    loaded = Loader(read, requests[rank::world], args.num_workers, waiting=backend.waiting_for_workers)
+
+    def batches() -> Batches:
+        nonlocal done, partly_read, example
+        for batch, notes, broken in loaded:
+            bad.extend(broken)
+            done += len(notes) + len(broken)
+            for note in (note for _, note in notes if PARTIAL in note):
+                partly_read += 1
+                example = example or f"{samples.describe(note['index'])}: {note[PARTIAL]}"
+            if notes:
+                yield to_unit_range(to_device(batch, backend.device)), [note for _, note in notes]
+
+    steps, goes_on, told = iter(use(batches())), True, time.monotonic()
+    while True:
         if backend.stop_requested(now=True):
             backend.say("asked to stop, with nothing written; the same command starts over")
             raise AskedToStop
-        if done // world % 10 == 9:
-            backend.say(f"{doing} {done * args.batch_size} of {n}")
+        totals = backend.sum({"go on": goes_on, "done": done})
+        if not totals["go on"]:
+            break
+        if time.monotonic() > told + TOLD_SECONDS:
+            backend.say(f"{doing} {totals['done']:.0f} of {n}")
+            told = time.monotonic()
         with backend.agreement():
-            if done + rank < len(batches):
-                batch, notes, broken = next(loaded)
-                bad += broken
-                for note in (note for _, note in notes if PARTIAL in note):
-                    partly_read += 1
-                    example = example or f"{samples.describe(note['index'])}: {note[PARTIAL]}"
-                if notes:
-                    use(to_unit_range(batch.to(backend.device)), [note for _, note in notes])
+            end = time.monotonic() + ROUND_SECONDS
+            for _ in steps:
+                if time.monotonic() > end or backend.stop.is_asked_here:
+                    break
+            else:
+                goes_on = False
     log = BadSampleLog(n)
     for sample in log.share(bad, backend.gather_objects):
         backend.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
@@ -286,7 +311,7 @@ def reference(
     if all(backend.gather_objects(found is not None)) and found:
         backend.say(f"the statistics of the originals are those in {path}")
         return found
-    again("judged originals", lambda samples, _: originals.add(samples))
+    again("judged originals", lambda batches: (originals.add(samples) for samples, _ in batches))
     found, _ = originals.result(backend.sum)
     with contextlib.suppress(OSError):  # they are computed again the next time
         if backend.is_root:
@@ -303,6 +328,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     from models.files.published import INCEPTION, PUBLISHED, weights_of
     from models.i3d import I3D_DIM, i3d_features
     from models.perceptual import load_lpips
+    from tandem.devices import moment, on_host, seconds_between
     from tandem.files.fetching import fetched
     from tandem.files.writing import write_atomically
     from training.measures import exact, fid, reconstruction, videos
@@ -344,24 +370,36 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     made_of = {name: features() for name in opened if network}
     notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
 
-    def use(originals: Tensor, batch: list[dict[str, Any]]) -> None:
-        for name, each in opened.items():
-            started = time.perf_counter()
-            made, codes = reconstructed(each.model, originals, backend)
-            near = reconstruction.psnr(originals, made).tolist()  # waits for the device
-            seconds = (time.perf_counter() - started) / len(batch)
-            if not made.isfinite().all():
+    def measure(name: str, originals: Tensor) -> tuple[Any, Any, Tensor]:
+        before = moment(device)
+        made, codes = reconstructed(opened[name].model, originals, backend)
+        after = moment(device)
+        quality[name].add(originals, made, codes)
+        if network:
+            made_of[name].add(made)
+        near = reconstruction.psnr(originals, made)
+        return before, after, torch.cat([near, made.isfinite().all()[None].to(near)])
+
+    def measured(batches: Batches) -> Iterator[tuple[Any, Tensor]]:
+        for originals, batch in batches:
+            notes.extend(batch)
+            for name in opened:
+                *moments, values = measure(name, originals)
+                yield (name, batch, moments), values
+
+    def noted(batches: Batches) -> Iterator[None]:
+        for (name, batch, moments), of_batch in on_host(measured(batches)):
+            *near, is_finite = of_batch.tolist()
+            if not is_finite:
                 raise ValueError(f"{name} makes values that are not finite: with fp16, try --precision bf16 or fp32")
+            seconds = seconds_between(*moments) / len(batch)
             for note, of_sample in zip(batch, near, strict=True):
                 note["made"].append([of_sample, seconds])
-            quality[name].add(originals, made, codes)
-            if network:
-                made_of[name].add(made)
-        notes.extend(batch)
+            yield
 
     again = partial(go_through, samples, args, backend)
     with torch.no_grad():
-        again("measured", use)
+        again("measured", noted)
         everything = sorted(itertools.chain(*backend.gather_objects(notes)), key=lambda note: note["index"])
         checksums = [note["checksum"] for note in everything]
         how = [args.batch_size, kernel_settings(args, backend)]

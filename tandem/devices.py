@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Note = TypeVar("Note")
 
 
 def has_fp64(device: torch.device | str) -> bool:
@@ -55,9 +59,52 @@ def has_pinned_memory(device: torch.device | str) -> bool:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on a device. The copy to an accelerator comes from pinned memory: from other memory the host
+    """A tensor on a device. A copy from the host to an accelerator comes from pinned memory: from other memory the host
     would wait for what the device has still to do."""
-    return tensor.pin_memory().to(device, non_blocking=True) if has_pinned_memory(device) else tensor.to(device)
+    if tensor.device.type == "cpu" and has_pinned_memory(device):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def on_host(results: Iterable[tuple[Note, Tensor]]) -> Iterator[tuple[Note, Tensor]]:
+    """Tensors of a device as tensors of the host, in their order, each with what is noted of it. The host waits for a
+    copy to pinned memory only when the next tensor is under way, so that the device always has something to do."""
+    late: tuple[Note, Tensor, torch.Event] | None = None
+    for note, tensor in results:
+        if not has_pinned_memory(tensor.device):
+            yield note, tensor.cpu()
+            continue
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        event = torch.Event(tensor.device)
+        event.record()
+        if late:
+            yield _arrived(*late)
+        late = note, copy, event
+    if late:
+        yield _arrived(*late)
+
+
+def _arrived(note: Note, copy: Tensor, event: torch.Event) -> tuple[Note, Tensor]:
+    event.synchronize()
+    return note, copy
+
+
+def moment(device: torch.device) -> torch.Event | float:
+    """When a device has done what it was told so far, for `seconds_between`. An accelerator notes it without a wait of
+    the host; for one without pinned memory the host waits."""
+    if has_pinned_memory(device):
+        event = torch.Event(device, enable_timing=True)
+        event.record()
+        return event
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """Seconds between two of a device's `moment`s, the last of which it has come to."""
+    return first.elapsed_time(last) / 1000 if isinstance(first, torch.Event) else last - first
 
 
 @contextmanager

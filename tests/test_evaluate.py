@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from filling import IMAGES, SIZE, autoencoder, mulan, saved, video_tokenizer, vqgan, write_images, write_videos
+from forks import fork
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
@@ -205,6 +206,25 @@ def test_four_processes_find_the_bits_of_one(
     one, four = (without_speed(json.loads((of / "values.json").read_text())) for of in (compared, tmp_path))
     assert four == one
     assert (tmp_path / "values.png").read_bytes() == (compared / "values.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "line"),
+    [
+        ("mistake", 2, "evaluate.py: error: a mistake of one process (on rank 1)"),
+        ("SIGTERM", 75, "asked to stop, with nothing written; the same command starts over"),
+    ],
+    ids=["a mistake", "a signal"],
+)
+def test_what_one_process_meets_ends_both_with_one_line(
+    what: str, code: int, line: str, at: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", at / "a", "--image_folder", "demo:shapes:4000", "--batch_size", 4, "--num_workers", 0]
+    words = [what, *flags, "--output", tmp_path / "values"]
+    ranks = fork("evaluation_worker", [*map(str, words)], tmp_path / "log", 2)
+    assert [rank.returncode for rank in ranks] == [code, code], ranks[0].output
+    assert ranks[0].output.count(line) == 1, ranks[0].output
+    assert {*os.listdir(tmp_path)} == {"log"}
 
 
 @torch.no_grad()

@@ -46,6 +46,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tandem.devices import on_host
 from tandem.files.reading import open_regular
 from tandem.files.writing import create, replacing
 
@@ -159,10 +160,17 @@ def decode_images(
     device. Raises ValueError, in one line, if the codes are damaged.
     """
     rows = codes.rows(shard)
-    for first in range(0, len(rows), batch_size):
-        batch = rows.new_zeros(batch_size, *rows.shape[1:])
-        batch[: len(rows) - first] = rows[first : first + batch_size]
-        save_missing(files[first : first + batch_size], pixels_of([batch], decode), num_threads)
+    of_batches = [slice(first, first + batch_size) for first in range(0, len(rows), batch_size)]
+    of_batches = [each for each in of_batches if not all(map(is_complete, files[each]))]
+
+    def batches() -> Iterator[Tensor]:
+        for each in of_batches:
+            batch = rows.new_zeros(batch_size, *rows.shape[1:])
+            batch[: len(rows) - each.start] = rows[each]
+            yield batch
+
+    paths = [path for each in of_batches for path in files[each]]
+    save_missing(paths, pixels_of(batches(), decode), num_threads)
 
 
 def decode_videos(
@@ -223,10 +231,16 @@ def _new_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[Tensor]:
     """The pictures uint8 (h, w, c) that a function draws of pieces, for each some in [0, 1], (b, c, h, w), c = 3 (RGB)
-    or 4 (RGBA): round(255 x) after clamping. A piece is drawn when its first picture is asked for."""
-    for piece in pieces:
-        images = (draw(piece).float().clamp(0, 1) * 255).round().byte()
-        yield from images.permute(0, 2, 3, 1).contiguous().cpu()
+    or 4 (RGBA): round(255 x) after clamping. A piece is drawn when its first picture is asked for; on an accelerator,
+    when the first one of the piece before it is."""
+
+    def drawn() -> Iterator[tuple[None, Tensor]]:
+        for piece in pieces:
+            images = (draw(piece).float().clamp(0, 1) * 255).round().byte()
+            yield None, images.permute(0, 2, 3, 1).contiguous()
+
+    for _, images in on_host(drawn()):
+        yield from images
 
 
 def below(path: str) -> str:

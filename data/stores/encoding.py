@@ -11,8 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from tandem.devices import on_host
 
 from ..bad_samples import BadSample, partly_read, reason_of
 from ..workers import Loader
@@ -44,8 +47,8 @@ def encode_batches(
         load: index -> the pieces of a sample (n, ...), n > 0, of one shape for all samples, and its note. Raises
             OSError or ValueError, in one line, if it cannot be read. It is called, and pickled if workers are not
             forked, in `num_workers` loader processes, in each for `per_request` samples at once.
-        encode: Pieces (batch_size, ...), the last ones 0 -> rows (batch_size, ...) on the CPU. A row may depend on its
-            own piece alone: with padded batches it depends neither on the processes nor on the other samples.
+        encode: Pieces (batch_size, ...), the last ones 0 -> rows (batch_size, ...) on any device. A row may depend on
+            its own piece alone: with padded batches it depends neither on the processes nor on the other samples.
         waiting: See `Loader`.
     """
     requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
@@ -86,12 +89,17 @@ def _encode_shard(loaded: Iterable[Any], encode: Callable[[Tensor], Tensor], bat
 
 
 def in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tensor], batch_size: int) -> Tensor:
-    """What `encode` makes of pieces, (n, ...), in batches of one size, of which the last is padded with 0."""
-    rows, pending = [], iter(pieces)
-    while some := list(itertools.islice(pending, batch_size)):
-        batch = some[0].new_zeros(batch_size, *some[0].shape)
-        torch.stack(some, out=batch[: len(some)])
-        rows.append(encode(batch)[: len(some)])
+    """What `encode` makes of pieces, (n, ...), on the host: in batches of one size, of which the last is padded
+    with 0."""
+    pending = iter(pieces)
+
+    def encoded() -> Iterator[tuple[int, Tensor]]:
+        while some := list(itertools.islice(pending, batch_size)):
+            batch = some[0].new_zeros(batch_size, *some[0].shape)
+            torch.stack(some, out=batch[: len(some)])
+            yield len(some), encode(batch)
+
+    rows = [of_batch[:count] for count, of_batch in on_host(encoded())]
     return torch.cat(rows) if rows else torch.zeros(0)
 
 
@@ -99,8 +107,9 @@ def encode_streams(
     frames_of: Frames,
     describe: Describe,
     shards: Sequence[range],
-    open_stream: Callable[[], Callable[[Tensor], Any]],
+    open_stream: Callable[[], Callable[[Tensor], Tensor]],
     *,
+    dtype: np.dtype,
     frames_per_code: int,
     num_threads: int,
     in_shape: bool = False,
@@ -112,30 +121,46 @@ def encode_streams(
         frames_of: index -> the frames of a video, uint8 (3, h, w), in order, each with the frames per second up to
             there (None: an image). Raises OSError, and ValueError, in one line, if they cannot be read.
         open_stream: Begins a video. It returns a function that is called, in the main thread, with the next frames,
-            uint8 (3, f, h, w), and returns the codes (f', h', w') that they complete; no other stream may change them.
+            uint8 (3, f, h, w), and returns the codes (f', h', w') that they complete, on any device; no other stream
+            may change them.
+        dtype: Of the codes, as they are kept.
         frames_per_code: 1 + n times as many frames have 1 + n frames of codes. The last frame of other videos is held
             until they do.
         num_threads: As many videos are decoded at once, each by a thread that is at most one piece ahead.
         in_shape: Whether each video has its own (h', w'), which its note then holds as GRID, and rows are single codes.
     """
     for indices in shards:
-        encoders, parts = defaultdict[int, Any](open_stream), defaultdict[int, list[Any]](list)
-        notes, grids, bad = dict[int, Note](), dict[int, Note](), list[BadSample]()
-        for index, found in _in_turn(lambda index: _pieces(frames_of, index, frames_per_code), indices, num_threads):
-            if isinstance(found, Tensor):
-                codes = encoders[index](found)
-                parts[index].append(codes.ravel() if in_shape else codes)
-                grids[index] = {GRID: [*codes.shape[1:]]} if in_shape else {}
-                continue
-            encoders.pop(index, None)  # and with it what a model keeps of a video
-            if isinstance(found, Exception):
-                parts.pop(index, None)
-                bad.append(BadSample(index, describe(index), reason_of(found)))
-            else:
-                notes[index] = {**found, **grids[index]}
+        parts, grids = defaultdict[int, list[Any]](list), dict[int, Note]()
+        notes, bad = dict[int, Note](), list[BadSample]()
+        pieces = _in_turn(lambda index: _pieces(frames_of, index, frames_per_code), indices, num_threads)
+        for index, codes in on_host(_encode_pieces(pieces, describe, open_stream, notes, bad)):
+            parts[index].append((codes.ravel() if in_shape else codes).numpy().astype(dtype))
+            grids[index] = {GRID: [*codes.shape[1:]]} if in_shape else {}
         done = sorted(notes)
         bad.sort(key=lambda sample: sample.index)
-        yield Encoded([part for index in done for part in parts[index]], [notes[index] for index in done], bad)
+        rows = [part for index in done for part in parts[index]]
+        yield Encoded(rows, [{**notes[index], **grids[index]} for index in done], bad)
+
+
+def _encode_pieces(
+    pieces: Iterable[tuple[int, Tensor | Note | Exception]],
+    describe: Describe,
+    open_stream: Callable[[], Callable[[Tensor], Tensor]],
+    notes: dict[int, Note],
+    bad: list[BadSample],
+) -> Iterator[tuple[int, Tensor]]:
+    """The codes of each piece, with the index of its video. Adds to `notes`, by index, what pieces end with, and to
+    `bad` the videos that cannot be read."""
+    encoders = defaultdict[int, Any](open_stream)
+    for index, found in pieces:
+        if isinstance(found, Tensor):
+            yield index, encoders[index](found)
+            continue
+        encoders.pop(index, None)  # and with it what a model keeps of a video
+        if isinstance(found, Exception):
+            bad.append(BadSample(index, describe(index), reason_of(found)))
+        else:
+            notes[index] = found
 
 
 def _pieces(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | Note]:
@@ -148,7 +173,7 @@ def _pieces(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Ten
     if not count:
         raise ValueError("it holds no frames")
     if held := (1 - count) % frames_per_code:
-        yield last[:, None].expand(-1, held, -1, -1)
+        yield last[:, None].repeat(1, held, 1, 1)
     code_frames = 1 + (count - 1 + held) // frames_per_code
     yield {COUNT: code_frames, "frames": count, "fps": None if fps is None else round(fps, 6)}
 

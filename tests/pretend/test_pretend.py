@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -9,10 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from filling import autoencoder, mulan, saved, video_tokenizer, vqgan
 from safetensors.torch import load_file
 
 from tests.pretend import library
@@ -203,6 +207,47 @@ def test_every_option_trains_with_deterministic_kernels(name: str, more: dict[st
     flags = SCRIPTS[name].flags(tmp_path / "run", *words(chosen), without=without)
     (report,) = reports_of(ONE, name, flags, tmp_path / "reports")
     assert faults(report) == []
+
+
+BATCHES = 60  # or more, of each command below; fewer waits bring a model to the device
+IMAGES, FILMS = ["--image_folder", "demo:shapes:120", "--batch_size", "2"], ["--video_folder", "demo:moving:20"]
+CLIPS = ["--video_folder", "demo:moving:60", "--num_frames", "3", "--batch_size", "1"]
+CODES = ["--decode", "codes", "--format", "png"]
+#: Commands that train nothing, by what they make: script, model, flags, and the files that a CPU makes, too.
+TOOLS: dict[str, tuple[str, Callable[[], Any], list[str], str]] = {
+    "codes": ("encode", vqgan, IMAGES, "*.safetensors"),
+    "latents": ("encode", autoencoder, [*IMAGES, "--with_flip", "--latent", "moments"], "*.safetensors"),
+    "codes of films": ("encode", video_tokenizer, [*FILMS, "--keep_aspect"], "*.safetensors"),
+    "images": ("encode", vqgan, [*CODES, "--batch_size", "2"], "*.png"),
+    "films": ("encode", video_tokenizer, CODES, "*.png"),
+    "embeddings": ("embed", mulan, ["--audio", "demo:tones:120", "--batch_size", "2"], "*.safetensors"),
+    "measures": ("evaluate", vqgan, IMAGES, "*.png"),
+    "measures of films": ("evaluate", video_tokenizer, CLIPS, "*.png"),
+}
+
+
+@pytest.mark.parametrize("makes", TOOLS)
+def test_a_tool_waits_at_no_batch_and_makes_what_it_makes_on_a_cpu(
+    makes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    script, model, more, pattern = TOOLS[makes]
+    main, of_codes = importlib.import_module(script).main, {"images": IMAGES, "films": FILMS}.get(makes)
+    flags = ["--model", str(saved(tmp_path / "model", model())), "--num_workers", "0"]
+    if of_codes:
+        main([*flags, *of_codes, "--output", str(tmp_path / "codes")])
+    flags += [str(tmp_path / word) if word == "codes" else word for word in more]
+    cpu, device = tmp_path / "cpu", tmp_path / "device"
+    for folder in (cpu, device):
+        folder.mkdir()
+    main([*flags, "--output", str(cpu / "made")])
+    (report,) = reports_of(ONE, script, [*flags, "--output", str(device / "made")], tmp_path / "reports")
+    waited = [each for each in report["reports"] if each["kind"] in WAITS]
+    assert not faults(report) and sum(each["times"] for each in waited) < BATCHES, waited
+    of_cpu, of_device = (
+        {path.relative_to(of): path.read_bytes() for path in of.rglob(pattern)} for of in (cpu, device)
+    )
+    assert of_cpu and of_cpu == of_device
 
 
 def test_a_run_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:

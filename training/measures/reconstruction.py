@@ -81,7 +81,7 @@ class Variety:
         """Add images and reconstructions (b, c, h, w) in [0, 1], c <= 4."""
         x, y = (self._parts(each) for each in (images, reconstructions))
         squares = [z.square().sum() for z in (x, y, x - y)]
-        self._sums += torch.cat([torch.stack([squares[0].new_tensor(len(x)), *squares]), x.sum(0), y.sum(0)])
+        self._sums += torch.cat([torch.stack([squares[0].new_full((), len(x)), *squares]), x.sum(0), y.sum(0)])
 
     def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
         """Values by name. Collective: one all-reduce."""
