@@ -98,7 +98,7 @@ class Metrics:
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
         means = self._processes.mean({**self._sums, **self._clock.waits(), "flops": self._operations.of_line()})
         flops = means.pop("flops") * self._processes.world_size / self._progress.batch_size
-        counted = {} if math.isnan(flops) else {"gflop_per_sample": round(flops / 1e9, 6)}
+        counted = {} if math.isnan(flops) else {"gflop_per_sample": float(f"{flops / 1e9:.6g}")}
         waits = {name: round(means.pop(name), 3) for name in [*means] if name in COSTS}
         self._sums, self._values = {}, {}
         costs = {**counted, **waits, **peak_memory(self._processes.device)}

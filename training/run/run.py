@@ -305,7 +305,7 @@ class Run:
         if "gflop_per_sample" in values:
             flops = 1e9 * values["gflop_per_sample"] * times["samples_per_second"]
             values["tflops_per_second"] = float(f"{flops / 1e12:.5g}")
-            values |= {"mfu": round(flops / self.peak, 5)} if self.peak else {}
+            values |= {"mfu": float(f"{flops / self.peak:.5g}")} if self.peak else {}
         place = {"step": clock.step, "samples": clock.samples, "epoch": round(clock.epoch, 6)}
         line = {**place, **values, **times}
         self.tracker.log(clock.step, line)
