@@ -22,7 +22,9 @@ def recomputed(function: Callable[..., Result], *inputs: Any, when: bool) -> Res
     """
     if when and torch.is_grad_enabled():
         # The compiler takes no contexts; of what it compiled, `FlopCounter` sees the second call too.
-        contexts = {} if torch.compiler.is_compiling() else {"context_fn": lambda: (nullcontext(), repeated())}
+        contexts: dict[str, Any] = {}
+        if not torch.compiler.is_compiling():
+            contexts["context_fn"] = lambda: (nullcontext(), repeated())
         result: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
         return result
     return function(*inputs)
