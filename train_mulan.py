@@ -173,7 +173,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from data.tokenizers import open_tokenizer
     from training.ema import kept_metric, make_ema
     from training.measures.collapse import CollapseAlarm
-    from training.measures.embedder import Embedder, text_inputs
+    from training.measures.embedder import Embedder, text_inputs, width_of
     from training.noise import Noise
     from training.objectives.contrastive import Contrastive
     from training.objectives.grad_cache import GradCache
@@ -227,7 +227,10 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             tokenizer.save(run.folder.path)  # the next start reads this one
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
-    for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN):
+    def lengths(step: int, batch: Batch) -> Sequence[int]:
+        return tuple(sorted(width_of(micro["lengths"]) for micro in engine.micro_batches(batch)))
+
+    for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN, kind=lengths):
         engine.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         cache = GradCache(engine, backend, contrastive, batch, inputs)
         for micro in engine.micro_batches(batch):

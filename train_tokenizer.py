@@ -187,12 +187,12 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
-    for step, batch in run.updates(evaluation, preview=args.num_videos_save):
+    for step, batch in run.updates(evaluation, preview=args.num_videos_save, kind=lambda step, _: judge.parts(step)):
         tokenizer.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         critic.lr = warmed_up(step, total_steps, peak, args.lr_warmup_steps)
         times = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
         weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * times}
-        is_adversarial, codes = step >= args.discr_start_step, []
+        (is_adversarial, is_punished), codes = judge.parts(step), []
         for videos in judge.micro_batches(batch, step, is_active=is_adversarial):
             out = tokenizer(videos)
             recon, adversarial = judge(out)
@@ -204,7 +204,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         judge.update_codebook(update.skipped)
         ema.update(update.skipped)
         if is_adversarial:
-            is_punished = step % args.apply_grad_penalty_every == 0
             for discr_loss, lecam, penalty in judge.critic_losses(with_penalty=is_punished):
                 critic.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
             of_critic = critic.step()

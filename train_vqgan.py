@@ -186,14 +186,14 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     total_steps = run.progress.total_steps
     warmed_up = partial(schedules.warmed_up, args.lr_schedule, lowest=0.1)
 
-    for step, batch in run.updates(evaluation, preview=args.num_images_save):
+    for step, batch in run.updates(evaluation, preview=args.num_images_save, kind=lambda step, _: judge.parts(step)):
         drop = schedules.drops(run.progress.epoch, args.lr_drop_epochs)
         vqgan.lr = drop * warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         critic.lr = drop * warmed_up(step, total_steps, peak, args.lr_warmup_steps)
         times = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
         weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * times}
         weights["kl"] = args.kl_loss_weight / colours_per_latent
-        is_adversarial, codes = step >= args.discr_start_step, []
+        (is_adversarial, is_punished), codes = judge.parts(step), []
         for images in judge.micro_batches(batch, step, is_active=is_adversarial):
             out = vqgan(images, **judge.drawn)
             recon, adversarial = judge(out)
@@ -209,7 +209,6 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
             run.log(entropy_loss_weight=weights["entropy"])
         run.log(update)
         if is_adversarial:
-            is_punished = step % args.apply_grad_penalty_every == 0
             for discr_loss, lecam, penalty in judge.critic_losses(with_penalty=is_punished):
                 critic.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
             discr_update = critic.step()

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tandem.files.installed import missing_package
 
 from .attention import SDPA_KERNELS, at_least_fp32, layers_read
 from .log_mel import check_waveforms
+from .recompute import recomputed
 from .text_transformer import checked_tokens
 
 TEXT_KINDS = {
@@ -87,6 +89,9 @@ class _Tower(nn.Module):
         self.encoder = kind(of_kind, **options).requires_grad_(not frozen)
         if recompute and not frozen:
             self.encoder.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            for module in self.encoder.modules():
+                if hasattr(module, "_gradient_checkpointing_func"):
+                    module._gradient_checkpointing_func = partial(recomputed, when=True)
         for module in self.encoder.modules():
             module.register_forward_pre_hook(_used_once)
         self.read = layers_read(config["num_hidden_layers"], below, spacing)

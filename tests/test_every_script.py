@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from tests.scripts import (
     shared_state,
     words,
 )
-from training.run import clock
+from training.run import clock, operations
 from training.run.loop import Evaluation
 from training.run.run import Run
 from training.run.starts import starts
@@ -268,9 +269,23 @@ def test_lines_validations_pictures_and_checkpoints_are_where_they_are_asked_for
 def test_a_dry_run_says_what_the_run_takes_and_leaves_nothing(script: Script, copied: Path) -> None:
     before = files(copied.parent)
     said = script.output_of(copied, "--dry_run", "--max_steps", "1000000")
-    for cost in (r"samples per second", r"validation \S+ s", r"checkpoint \S+ s", r"\S+ GB", r"\S+ MB"):
+    computes = r"an update computes \S+ MFLOP, .*\d of what a matrix product makes on this CPU \(\S+ .FLOP/s in fp32"
+    for cost in (r"samples per second", computes, r"validation \S+ s", r"checkpoint \S+ s", r"\S+ GB", r"\S+ MB"):
         assert re.search(cost, said), said
     assert files(copied.parent) == before
+
+
+def test_counting_operations_changes_no_bit(
+    script: Script, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "FlopCounter", lambda: nullcontext(SimpleNamespace(flops=math.nan)))
+    uncounted = script.train(tmp_path, *script.eight)
+    assert all("gflop_per_sample" not in line for line in metrics(uncounted))
+    for line in metrics(finished):
+        rate = line["gflop_per_sample"] * line["samples_per_second"] / 1000
+        assert line["tflops_per_second"] == pytest.approx(rate, rel=1e-3) and rate > 0
+        assert "mfu" not in line  # of a CPU
+    assert_same_run(uncounted, finished)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,15 @@ def test_a_page_stands_in_the_run_folder_and_is_made_again(tmp_path: Path) -> No
         None, None, 1.7e308]  # fmt: skip
 
 
+def test_operations_are_costs_with_a_mean_and_a_curve(tmp_path: Path) -> None:
+    lines = [{"step": step, "gflop_per_sample": 1.5, "tflops_per_second": step, "mfu": step / 10} for step in (1, 3)]
+    run = make(tmp_path / "run", lines)
+    found = read(run)
+    assert found["costs"]["10^12 operations per second, mean of the lines"] == "2"
+    assert found["costs"]["share of the devices' peak (MFU), mean of the lines"] == "0.2"
+    assert found["curves"]["mfu"]["y"] == [0.1, 0.3]
+
+
 def test_the_command_of_a_start_is_one_that_a_shell_takes(tmp_path: Path) -> None:
     (start,) = read(make(tmp_path / "run"))["starts"]
     assert shlex.split(start["command"]) == START["command"]

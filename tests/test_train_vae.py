@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from reference.vae import Settings, schedule
 from tests.scripts import VAE, assert_same_bits, final_weights, metrics, validation_images
 from training import schedules
 from training.measures.directions import COSTS
+from training.run import operations, rehearsal
 
 SCRIPT = VAE
 
@@ -42,7 +44,7 @@ def test_temperature_and_learning_rate_follow_the_recurrence(said: list[str]) ->
 def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_itself(finished: Path) -> None:
     args = VAE.arguments_of(finished)
     shared = {"step", "samples", "epoch", "loss", "lr", "grad_norm", "bad_samples"}
-    shared |= {name for name in COSTS if not name.startswith("peak_device")}  # of GPUs
+    shared |= {name for name in COSTS if not name.startswith(("peak_device", "mfu"))}  # of GPUs
     own = {"recon_loss", "kl", "temperature", "skipped_updates", "codes_used", "codes_used_fraction", "perplexity"}
     measured = {"loss", "psnr", "ssim", "codes_used", "codes_used_fraction", "perplexity"}
     measured |= {"variance_kept", "explained_variance"}
@@ -51,6 +53,17 @@ def test_the_log_tells_the_losses_and_the_rate_and_temperature_of_the_update_its
         assert line.keys() == shared | own | (validation if line["step"] % 2 == 0 else set())
         rate, temperature = schedule_of(line["step"] - 1, args)
         assert line["lr"] == pytest.approx(rate, rel=1e-11) and line["temperature"] == temperature
+
+
+def test_on_a_device_whose_peak_is_known_lines_and_dry_run_tell_the_share_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (operations, rehearsal):
+        monkeypatch.setattr(module, "name_of", lambda device: "NVIDIA L4")
+    for line in metrics(VAE.train(tmp_path, "--max_steps", "2")):
+        assert line["mfu"] == pytest.approx(line["tflops_per_second"] / 30.3, rel=1e-4) and line["mfu"] > 0
+    said = VAE.output_of(tmp_path, "--max_steps", "2", "--dry_run")
+    assert re.search(r"/s, \S+ of the peak of 1 x NVIDIA L4 \(30.3 TFLOP/s in fp32\)", said), said
 
 
 def test_vae_final_is_dalle_pytorchs_file_to_the_key_and_starts_another_run(finished: Path, tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ SCRIPT = VQGAN
 # A run and what it leaves.
 
 
+def test_operations_are_those_of_updates_without_and_with_the_discriminator_and_its_penalty(finished: Path) -> None:
+    """The discriminator starts at update 4 and is punished at 5; a codebook begins at update 1."""
+    first, *alone, third, judged, punished, again, _, _ = (line["gflop_per_sample"] for line in metrics(finished))
+    assert first > alone[0] == third < judged < punished and again == judged
+
+
 def test_the_log_tells_every_loss_and_both_gradient_norms_and_the_discriminator_starts_at_its_step(
     finished: Path,
 ) -> None:

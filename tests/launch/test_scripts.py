@@ -301,6 +301,17 @@ def test_fresh_on_two_processes_renames_the_old_run_once_and_asks_nobody(jobs: J
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2] and not (tmp_path / "run/notes.txt").exists()
 
 
+def test_operations_of_two_processes_add_up_to_those_of_one(tmp_path: Path) -> None:
+    small = {**COMMON, **SCRIPTS["train_vae"].tiny, "image_folder": "demo:shapes:64", "max_steps": 2}
+    command = words({**small, "validate_every_n_steps": 0, "sample_every_n_steps": 0})
+    for world_size in (1, 2):
+        out = str(tmp_path / str(world_size))
+        ranks = fork("train_vae", [*command, "--output_dir", out], tmp_path / f"log{world_size}", world_size)
+        assert all(rank.returncode == 0 for rank in ranks), ranks[0].output
+    one, two = ([line["gflop_per_sample"] for line in metrics(tmp_path / name)] for name in ("1", "2"))
+    assert one == two
+
+
 def test_a_compiled_model_has_the_losses_of_one_that_is_not(tmp_path: Path) -> None:
     """The model is small, because a compiler for C++ is started for every kernel of every process."""
     small = {**COMMON, **SCRIPTS["train_vae"].tiny, "num_layers": 1, "image_folder": "demo:shapes:64"}
@@ -312,3 +323,5 @@ def test_a_compiled_model_has_the_losses_of_one_that_is_not(tmp_path: Path) -> N
     losses, expected = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("two", "one"))
     # Fused kernels round differently, by as much as another order of sums does.
     assert len(losses) == 6 and losses == pytest.approx(expected, rel=1e-5)
+    flops, expected = ([line.get("gflop_per_sample") for line in metrics(tmp_path / name)] for name in ("two", "one"))
+    assert flops == [None, *expected[1:]]  # the first update, in which the compiler works, is not counted

@@ -14,7 +14,7 @@ from typing import Any
 # Metrics that two runs need not share.
 WALL_CLOCK = {
     "samples_per_second", "seconds", "time", "data_seconds", "communication_seconds", "save_seconds",
-    "peak_host_memory_gb",
+    "peak_host_memory_gb", "gflop_per_sample", "tflops_per_second",
 }  # fmt: skip
 
 

@@ -6,8 +6,8 @@ import re
 
 TIMES = ("samples_per_second", "seconds", "time")
 COSTS = (
-    *TIMES, "data_seconds", "communication_seconds", "save_seconds", "peak_host_memory_gb", "peak_device_memory_gb",
-    "peak_device_memory_reserved_gb",
+    *TIMES, "gflop_per_sample", "tflops_per_second", "mfu", "data_seconds", "communication_seconds", "save_seconds",
+    "peak_host_memory_gb", "peak_device_memory_gb", "peak_device_memory_reserved_gb",
 )  # fmt: skip
 """The metrics that differ between two runs with the same numbers."""
 

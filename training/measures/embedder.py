@@ -19,10 +19,14 @@ _TOKENS_AT_A_TIME = 8  # texts are cut to a multiple of this, because every new 
 _TEXTS_AT_A_TIME = 256
 
 
+def width_of(lengths: Sequence[int]) -> int:
+    """How many tokens of each text are computed, for texts of these lengths."""
+    return math.ceil(max(lengths) / _TOKENS_AT_A_TIME) * _TOKENS_AT_A_TIME
+
+
 def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
     """A model's inputs: tokens (b, t') without columns that are padding in every text, and lengths (b,)."""
-    longest = math.ceil(max(lengths) / _TOKENS_AT_A_TIME) * _TOKENS_AT_A_TIME
-    return {"tokens": tokens[:, :longest], "lengths": to_device(torch.tensor(lengths), tokens.device)}
+    return {"tokens": tokens[:, : width_of(lengths)], "lengths": to_device(torch.tensor(lengths), tokens.device)}
 
 
 class Embedder:

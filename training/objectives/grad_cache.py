@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tandem.flops import repeated
+
 from .contrastive import Contrastive, ContrastiveResult
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class GradCache:
         # A single micro-batch needs no first pass. With `whole` the first pass is made nevertheless: runs with another
         # number of processes make it, and PyTorch may choose another kernel without a graph, which would change bits.
         if processes.grad_accum_steps > 1 or contrastive.whole:
-            with torch.no_grad():
+            with torch.no_grad(), repeated():
                 micros = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]
             self._result = self._compared([out for out, _ in micros], [captions for _, captions in micros])
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices import widest
+from tandem.flops import repeated
 
 from .adversarial import (
     ADVERSARIAL_LOSSES,
@@ -99,6 +100,11 @@ class Judge:
         self._drawn = drawn
         self._loss, self._heads = ADVERSARIAL_LOSSES[args.gan_loss], discriminator.module.num_heads
         self.lecam = LeCam(args.lecam_decay, self._heads).to(processes.device)
+
+    def parts(self, step: int) -> tuple[bool, bool]:
+        """Whether the discriminator takes part in update number `step`, and whether its gradient is punished then."""
+        is_active = step >= self._args.discr_start_step
+        return is_active, is_active and step % self._args.apply_grad_penalty_every == 0
 
     def micro_batches(self, batch: Mapping[str, Any], step: int, *, is_active: bool) -> Iterator[Tensor]:
         """The images of each micro-batch of update number `step`, each of which is to be judged before the next one.
@@ -207,13 +213,18 @@ class Judge:
         if self._processes.grad_accum_steps == 1:
             return []
         if self._quantizer.needs_observation:
-            for shown in self._shown_to(self._generator):
-                self._generator(shown.images, observe=True)
+            with repeated():
+                for shown in self._shown_to(self._generator):
+                    self._generator(shown.images, observe=True)
             self._quantizer.pool()
         if not (self._is_active and self._args.gan_weight == ADAPTIVE):
             return []
-        to_generator = self._shown_to(self._generator)
-        return [self._image_losses(self._generator(shown.images, **shown.drawn), shown) for shown in to_generator]
+        measured = []
+        for shown in self._shown_to(self._generator):
+            with repeated():
+                out = self._generator(shown.images, **shown.drawn)
+            measured.append(self._image_losses(out, shown))
+        return measured
 
     def _gan_weight(self, losses: Sequence[_ImageLosses]) -> Tensor:
         """Weight of the adversarial loss for the whole batch, 0-d. Collective if the weight is adaptive."""

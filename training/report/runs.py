@@ -27,6 +27,10 @@ _LABELS = {
     "command": "command", "changed": "changed flags", "ended": "ended",
 }  # fmt: skip
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
+_RATES = {
+    "gflop_per_sample": "10^9 operations per sample", "tflops_per_second": "10^12 operations per second",
+    "mfu": "share of the devices' peak (MFU)",
+}  # fmt: skip
 _WAITS = {"data_seconds": "data", "communication_seconds": "other processes", "save_seconds": "checkpoints"}
 
 
@@ -152,6 +156,9 @@ def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Ite
     if rate and rate["count"]:
         yield "samples per second, mean of the lines", f"{rate['sum'] / rate['count']:,.4g}"
         yield "samples per second, last line", f"{rate['last'][0]:,.4g}"
+    for name, what in _RATES.items():
+        if name in curves and curves[name]["count"]:
+            yield f"{what}, mean of the lines", f"{curves[name]['sum'] / curves[name]['count']:,.3g}"
     for name, what in _WAITS.items():
         if name in curves and curves[name]["count"]:
             waited = curves[name]["sum"]

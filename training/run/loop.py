@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,13 +92,20 @@ def kept_model(models: Mapping[str, Any]) -> Any:
 
 
 def updates(
-    run: Run, evaluations: Sequence[Evaluation], preview: int, also: Sequence[Action] = ()
+    run: Run,
+    evaluations: Sequence[Evaluation],
+    preview: int,
+    also: Sequence[Action],
+    kind: Callable[[int, Any], Hashable],
 ) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
     order: count the update, exit if the run is asked to stop, and do what is due of `actions`. The line of metrics is
     written before them, or after those that measure; before a validation or a picture, and within one, a request to
     stop is answered at once, and the next start makes it. What is `also` to be done needs the validation split, and is
     left out without one. After the last update the models are written. Yields nothing if the run is complete.
+
+    `kind` says of (number of an update, its batch) what decides, beside the shapes of the batch, how many operations it
+    has: updates of one kind have as many.
 
     Raises:
         AskedToStop: after a stop request, for which the run is saved.
@@ -123,11 +130,15 @@ def updates(
         if run.stop_requested(now=True):
             raise AskedToStop
 
+    def of_kind(step: int, batch: Any) -> Hashable:
+        shapes = ((name, tensor.shape) for name, tensor in batch.items() if isinstance(tensor, torch.Tensor))
+        return kind(step, batch), *shapes
+
     feed.ask = ask
     listed = actions(run, evaluations, shown, also)
     try:
         if run.args.dry_run:
-            yield from rehearse(run, listed, batch)
+            yield from rehearse(run, listed, batch, of_kind)
             return
         if run.progress.unfinished_line is not None:  # the run ended between this update and its evaluation
             with run.clock.paused():
@@ -135,8 +146,9 @@ def updates(
         while not run.progress.finished:
             run.tell("update", batch)
             run.processes.norms_are_logged = run.line_due
-            with run.profiler.update(run.progress.step + 1):
-                yield run.progress.step, batch
+            step = run.progress.step
+            with run.profiler.update(step + 1), run.operations.update(of_kind(step, batch)):
+                yield step, batch
             run.advance()
             run.tell("updated", batch)
             run.look_at_clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ..measures.averages import code_statistics, counts_of_codes
 from ..measures.directions import COSTS
 from ..pictures.images import code_histogram
 from .clock import Clock, peak_memory
+from .operations import Operations
 
 if TYPE_CHECKING:
     from distributed import Backend
@@ -37,11 +39,13 @@ class Metrics:
         progress: Progress,
         processes: Backend,
         clock: Clock,
+        operations: Operations,
         draw_codes_every_n_steps: int | None = None,
     ) -> None:
         self._draw_codes_every = draw_codes_every_n_steps
         self._histogram: Image.Image | None = None
         self._every, self._progress, self._processes, self._clock = every_n_steps, progress, processes, clock
+        self._operations = operations
         self._sums: dict[str, Tensor] = {}
         self._values: dict[str, Any] = {}
 
@@ -92,7 +96,10 @@ class Metrics:
     def line(self, skipped_updates: int) -> dict[str, Any]:
         """What was recorded for the newest update, and what it cost. Collective."""
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
-        means = self._processes.mean({**self._sums, **self._clock.waits()})
+        means = self._processes.mean({**self._sums, **self._clock.waits(), "flops": self._operations.of_line()})
+        flops = means.pop("flops") * self._processes.world_size / self._progress.batch_size
+        counted = {} if math.isnan(flops) else {"gflop_per_sample": float(f"{flops / 1e9:.6g}")}
         waits = {name: round(means.pop(name), 3) for name in [*means] if name in COSTS}
         self._sums, self._values = {}, {}
-        return {**means, **values, "skipped_updates": skipped_updates, **waits, **peak_memory(self._processes.device)}
+        costs = {**counted, **waits, **peak_memory(self._processes.device)}
+        return {**means, **values, "skipped_updates": skipped_updates, **costs}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,6 +20,7 @@ from tandem.files.reading import counted
 from tandem.files.writing import hold, is_left_behind
 
 from .clock import peak_memory
+from .operations import matrix_product, name_of
 from .progress import duration
 from .starts import starts
 
@@ -69,13 +71,17 @@ def _delete(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
     lock.close()
 
 
-def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[int, Any]]:
+def rehearse(
+    run: Run, actions: Sequence[Action], batch: Any, kind: Callable[[int, Any], Hashable]
+) -> Iterator[tuple[int, Any]]:
     """Yields updates as `training.run.loop.updates`, then does each of `actions` once, those first that measure, and
     prints what each takes and what the run would take with these flags."""
     seconds: list[float] = []
+    kinds: list[Hashable] = []
     total, device = run.progress.total_steps, run.processes.device
     for _ in range(min(_UPDATES, total)):
-        with _timed(seconds, device):
+        kinds.append(kind(run.progress.step, batch))
+        with _timed(seconds, device), run.operations.update(kinds[-1]):
             yield run.progress.step, batch
             batch = run.feed.next()
         run.advance()
@@ -99,6 +105,7 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
         whole += taken["validation"] * (len(feed.valid_set) / part if part < len(feed.valid_set) else 0)
     first = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{first}")
+    run.warn(_utilization(run, kinds[seconds.index(per_update)], per_update))
     run.say("; ".join(f"{name} {once:.3g} s" for name, once in taken.items()))
     peaks = run.processes.gather_objects(peak_memory(device))
     most = ", ".join(f"{name[5:-3].replace('_', ' ')} {max(each[name] for each in peaks):.3g} GB" for name in peaks[0])
@@ -113,6 +120,31 @@ def rehearse(run: Run, actions: Sequence[Action], batch: Any) -> Iterator[tuple[
     run.close()
     if run.is_root:
         shutil.rmtree(run.folder.path, ignore_errors=True)
+
+
+def _utilization(run: Run, kind: Hashable, seconds: float) -> str | None:
+    """What an update computes, and which share that is of what the devices could; None if it was not counted.
+    Collective."""
+    processes = run.processes
+    device, precision = processes.device, processes.options.precision
+    flops = processes.sum({"flops": run.operations.of(kind)})["flops"]
+    if math.isnan(flops):
+        return None
+    if run.peak:
+        most, what = run.peak, f"the peak of {processes.world_size} x {name_of(device)}"
+    else:  # all processes at once, as they train
+        most = processes.sum({"flops": matrix_product(device, precision)})["flops"]
+        what = f"what a matrix product makes on {'this CPU' if device.type == 'cpu' else 'this device'}"
+    rate = flops / seconds
+    return (
+        f"an update computes {_flop(flops)}, forward and backward: {_flop(rate)}/s, {rate / most:.2g} of {what} "
+        f"({_flop(most)}/s in {precision})"
+    )
+
+
+def _flop(number: float) -> str:
+    unit = max(min(int(math.log10(max(number, 1)) // 3), 5), 2)
+    return f"{number / 1000**unit:.3g} {' kMGTP'[unit]}FLOP"
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from .folder import RunFolder, check_apart
 from .garbage import collected_together
 from .loop import Action, Evaluation, updates
 from .metrics import Metrics
+from .operations import Operations, peak_of_all
 from .profiling import Profiler
 from .progress import (
     Progress,
@@ -116,7 +117,14 @@ class Run:
         steps = args.profile_steps if self.is_root and not args.dry_run else None
         self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
         histograms = None if len(feed.valid_set) else args.validate_every_n_steps  # of the codes
-        self._metrics = Metrics(args.log_every_n_steps, self.progress, processes, self.clock, histograms)
+        self.operations = Operations(
+            is_compiled=args.compile, is_unknown=args.compile and getattr(args, "gradient_checkpointing", False)
+        )
+        self._metrics = Metrics(
+            args.log_every_n_steps, self.progress, processes, self.clock, self.operations, histograms
+        )
+        #: Operations per second that the devices of all processes could make; None: that is not known.
+        self.peak = peak_of_all(processes)
         # For the updates of the scripts.
         self.add, self.log, self.log_codes = self._metrics.add, self._metrics.log, self._metrics.log_codes
 
@@ -246,11 +254,17 @@ class Run:
         """Print one line on the root's terminal."""
         self.display.say(text)
 
-    def updates(self, *evaluations: Evaluation, preview: int, also: Sequence[Action] = ()) -> Iterator[tuple[int, Any]]:
+    def updates(
+        self,
+        *evaluations: Evaluation,
+        preview: int,
+        also: Sequence[Action] = (),
+        kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
+    ) -> Iterator[tuple[int, Any]]:
         """The loop over the updates that are left; see `training.run.loop.updates`."""
         with collected_together() as collect:
             is_first = True
-            for step, batch in updates(self, evaluations, preview, also):
+            for step, batch in updates(self, evaluations, preview, also, kind):
                 yield step, batch
                 if is_first and has_pinned_memory(self.processes.device):  # from now on there are moments
                     self.checkpoints.prepare(self._live_states())
@@ -293,6 +307,10 @@ class Run:
         # Metrics of an earlier start contain its times.
         times = {name: metrics[name] for name in TIMES if name in metrics} or self.clock.times(clock.samples)
         values = {name: value for name, value in metrics.items() if name not in TIMES}
+        if "gflop_per_sample" in values:
+            flops = 1e9 * values["gflop_per_sample"] * times["samples_per_second"]
+            values["tflops_per_second"] = float(f"{flops / 1e12:.5g}")
+            values |= {"mfu": float(f"{flops / self.peak:.5g}")} if self.peak else {}
         place = {"step": clock.step, "samples": clock.samples, "epoch": round(clock.epoch, 6)}
         line = {**place, **values, **times}
         self.tracker.log(clock.step, line)
