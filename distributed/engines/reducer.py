@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 25 * 2**20  # at most: large enough to fill a link, small enough to start early (PyTorch DDP's default)
 SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last
 # Nothing can be sent before the first bucket is full, and nothing is left to compute while the last one is sent: the
-# first bucket of a small model holds an eighth of it, the next ones a quarter each, and the last one what is left, an
-# eighth. Smaller ones cost computing time, where they are copied through sockets on the cores that compute: eight
-# eighths took 5% more of it than two halves, with four processes on two cores.
-_PARTS_OF_A_MODEL, _OF_THE_FIRST_BUCKET = 4, 8
+# first bucket of a small model holds an eighth of it, the next ones three eighths each, and the last one about what is
+# left, an eighth. Each bucket more costs computing time, where it is copied through sockets on the cores that compute.
+_OF_THE_FIRST_BUCKET, _OF_OTHER_BUCKETS = 1 / 8, 3 / 8
 ALIGNMENT_BYTES = 16
 
 
@@ -35,15 +34,38 @@ ALIGNMENT_BYTES = 16
 class _Bucket:
     whole: Tensor  # flat; in the last bucket also the passenger's flag
     flat: Tensor
-    parameters: int
+    parameters: list[nn.Parameter]
+    views: list[Tensor]  # of the parts of `flat` that belong to the parameters
     ready: int = 0
+    is_filled: bool = False  # each `parameter.grad` is its view
     rounded: Tensor | None = None  # a copy of lower precision, which is summed instead
     handle: Handle | None = None
+
+    def fill(self) -> None:
+        """Move the gradients into the bucket, all by one call; what a further pass computes is added there."""
+        if self.is_filled:
+            return
+        arrived = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
+        if len(arrived) < len(self.views):  # a parameter without a gradient: zeros count
+            self.flat.zero_()
+        if arrived:
+            torch._foreach_copy_([view for view, _ in arrived], [gradient for _, gradient in arrived])
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            parameter.grad = view
+        self.is_filled = True
+
+    def empty(self) -> None:
+        """Forget the gradients: the first one that comes to a parameter is taken as it is, where zeros would have to be
+        written, read and added to."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.is_filled = False
 
 
 @dataclass
 class GradientReducer:
-    """``parameter.grad`` becomes a view into a bucket and stays one: zero, accumulate, sum.
+    """Where all gradients of a bucket have come, they are moved into it; from then on until the end of the update
+    ``parameter.grad`` is a view into the bucket.
 
     Any number of backward passes may run per update. After ``before_backward(is_last=True)`` each bucket is sent as
     soon as the coming pass has filled it; the gradients of a further pass are still added correctly.
@@ -70,29 +92,30 @@ class GradientReducer:
         # Gradients appear roughly in the reverse order of registration.
         total = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
         first, others = (
-            min(max(total // parts, SMALLEST_BUCKET_BYTES), BUCKET_BYTES)
-            for parts in (_OF_THE_FIRST_BUCKET, _PARTS_OF_A_MODEL)
+            min(max(int(total * part), SMALLEST_BUCKET_BYTES), BUCKET_BYTES)
+            for part in (_OF_THE_FIRST_BUCKET, _OF_OTHER_BUCKETS)
         )
         groups = split_by_size(reversed(self.parameters), others, first)
         for group in groups:
             sizes = [padded_size(parameter) for parameter in group]
             seat = int(self.passenger is not None and group is groups[-1])
             whole = group[0].new_zeros(sum(sizes) + seat, requires_grad=False)
-            bucket = _Bucket(whole, whole[: sum(sizes)], len(group))
+            flat = whole[: sum(sizes)]
+            views = [view_like(parameter, part) for parameter, part in zip(group, flat.split(sizes), strict=True)]
+            bucket = _Bucket(whole, flat, group, views)
             self.buckets.append(bucket)
-            for parameter, part in zip(group, bucket.flat.split(sizes), strict=True):
-                parameter.grad = view_like(parameter, part)
-                if self.comm.world_size > 1:
-                    parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
+            for parameter in group:
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The flat buckets: every gradient of this model, in few tensors."""
+        """The flat buckets: after ``finish`` every gradient of this model, in few tensors."""
         return [bucket.flat for bucket in self.buckets]
 
     def zero_(self) -> None:
-        """Set all gradients to zero; if a parameter gets no gradient in an update, its zeros count."""
-        torch._foreach_zero_(self.gradients)
+        """Forget all gradients; if a parameter gets none in an update, zeros count."""
+        for bucket in self.buckets:
+            bucket.empty()
         self._rewind()
 
     def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
@@ -107,7 +130,7 @@ class GradientReducer:
             if self.comm.rank != 0:
                 torch._foreach_zero_(self.gradients)
         self._rewind()
-        self._armed = is_last
+        self._armed = is_last and self.comm.world_size > 1
 
     def finish(self) -> None:
         """Sum every bucket over the processes, and wait for the sums."""
@@ -123,20 +146,22 @@ class GradientReducer:
         self._armed = False
 
     def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
-        if not self._armed:
-            return
         if bucket.handle is not None:
             raise RuntimeError(
                 "a gradient was computed twice in one backward pass (reentrant checkpointing?); "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         bucket.ready += 1
-        self._launch(only_full=True)
+        if bucket.ready == len(bucket.parameters):
+            bucket.fill()
+            if self._armed:
+                self._launch(only_full=True)
 
     def _launch(self, only_full: bool) -> None:
         for bucket in self.buckets[self._next :]:
-            if only_full and bucket.ready < bucket.parameters:
+            if only_full and bucket.ready < len(bucket.parameters):
                 return
+            bucket.fill()
             if self.passenger is not None and bucket is self.buckets[-1]:
                 bucket.whole[-1].fill_(float(self.passenger.depart()))
             if self.sent_as is not None and self.comm.world_size > 1:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from distributed.collectives import Communicator
 from distributed.engines import reducer as reducer_module
 from distributed.engines.reducer import GradientReducer
-from tests.processes import Process, on_processes
+from tests.processes import Process, Root, on_processes
 
 
 class Model(nn.Module):
@@ -121,13 +125,48 @@ def test_gradients_keep_the_strides_of_their_parameters_and_stay_in_their_bucket
         assert name == "sliced" or parameter.grad.stride() == parameter.stride(), name
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_calls_nothing_beside_its_backward_pass_but_one_copy_per_bucket(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many parameters there are: no zeros are written, and none is added to on its own."""
+    monkeypatch.setattr(reducer_module, "SMALLEST_BUCKET_BYTES", 1)
+
+    class Calls(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of_operator: Counter[str] = Counter()
+
+        def __torch_dispatch__(
+            self, operator: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            self.of_operator[str(operator)] += 1
+            return operator(*args, **(kwargs or {}))
+
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    plain, ours = Calls(), Calls()
+    loss = model(torch.ones(2, 8)).sum()
+    with plain:
+        torch.autograd.backward(loss, torch.ones(()))
+    model.zero_grad()
+    reducer = GradientReducer(list(model.parameters()), Root(world_size), "toy")
+    reducer.zero_()
+    loss = model(torch.ones(2, 8)).sum()
+    with ours:
+        reducer.backward(loss, torch.ones(()), 0, retain_graph=False)
+        reducer.finish()
+        reducer.zero_()
+    assert 1 < len(reducer.buckets) < 10
+    assert ours.of_operator - plain.of_operator == Counter({"aten._foreach_copy_.default": len(reducer.buckets)})
+
+
 @pytest.mark.parametrize(("numbers", "sizes"), [
     (2**18, [2**18]),  # 1 MiB
     (3 * 2**18, [2**18] * 3),
-    (8 * 2**18, [2**18, *[2 * 2**18] * 3, 2**18]),
+    (8 * 2**18, [2**18, *[3 * 2**18] * 2, 2**18]),
     (1000 * 2**18, [25 * 2**18] * 40),
 ])  # fmt: skip
-def test_buckets_are_an_eighth_quarters_and_an_eighth_of_the_model_but_one_to_twenty_five_mebibytes(
+def test_buckets_are_an_eighth_twice_three_eighths_and_an_eighth_of_the_model_but_one_to_twenty_five_mebibytes(
     numbers: int, sizes: list[int]
 ) -> None:
     """The last one, too, because nothing is computed while it is sent."""
