@@ -47,8 +47,8 @@ AS_A_USER = {
 }
 
 
-# DeepSpeed has functions of Muon compiled when it wraps a model. Nothing here uses them, and importing the compiler is
-# half of a start.
+# For what is not started with --compile: importing the compiler is a third of a start (tests/launch/startup). DeepSpeed
+# has functions of Muon compiled when it wraps a model, which nothing here uses.
 WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -88,10 +88,6 @@ class Launcher:
         """Flags of the script that belong to it."""
         stage = [] if self.zero_stage is None else ["--zero_stage", str(self.zero_stage)]
         return [*stage, *(["--distributed_backend", self.backend] if self.backend else [])]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return WITHOUT_COMPILER if self.name == "deepspeed" else {}
 
     def command(self, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = ()) -> list[str]:
         """The command line that starts a script of the repository, or a module by its name.
@@ -237,7 +233,8 @@ class Job:
 
 def start(launcher: Launcher, script: str | Path, flags: Sequence[str], launcher_flags: Sequence[str] = ()) -> Job:
     """Start a job."""
-    return Job(launcher.command(script, flags, launcher_flags), script, None, **launcher.environment)
+    environment = {} if "--compile" in flags else WITHOUT_COMPILER
+    return Job(launcher.command(script, flags, launcher_flags), script, None, **environment)
 
 
 def finish_all(jobs: Sequence[Job], seconds: float) -> list[Finished]:

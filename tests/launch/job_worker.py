@@ -74,8 +74,8 @@ def main() -> None:
     tasks = json.loads(path.read_text())
     n_good = 0
     with distributed.from_args(of_task(tasks[0])[0]) as backend:
-        gc.freeze()  # DeepSpeed collects garbage at every wrap
         for number, task in enumerate(tasks):
+            gc.freeze()  # DeepSpeed collects garbage at every wrap, and a run after its first update; its end unfreezes
             records = [Path(f"{task['output']}.{number}.rank{rank}") for rank in range(backend.world_size)]
             error = error_of(task, backend)
             print(error, end="", file=sys.stderr, flush=True)
