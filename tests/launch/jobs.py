@@ -14,7 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from benchmarks.launching import Launcher, run
+from forks import fork
+
+from benchmarks.launching import ONE_PROCESS, Finished, Launcher, run
 
 
 class Task(NamedTuple):
@@ -64,7 +66,7 @@ class Jobs:
                     listed.sort(key=lambda task: "--batch_parts" not in task["flags"])
                     done.write_text("")
                     tasks.write_text(json.dumps(listed))
-                    finished = run(launcher.bare, "tests/launch/job_worker.py", [str(tasks)])
+                    finished = _run(launcher, tasks, log)
                     log.write_text(finished.output)
                     if finished.returncode and len(done.read_text().splitlines()) == len(listed):
                         done.write_text("")  # all were done, but the job failed at its end
@@ -80,6 +82,15 @@ class Jobs:
             flags = [*task.flags, *launcher.flags]
             listed.append({"do": task.do, "flags": flags, "output": str(folder), "more": task.more})
         return listed
+
+
+def _run(launcher: Launcher, tasks: Path, log: Path) -> Finished:
+    """Run a job. Other jobs show what a launcher does: for one process, and for a backend that no launcher stands for,
+    forks find each other as torchrun's processes do, without its imports."""
+    if launcher != ONE_PROCESS and not launcher.backend:
+        return run(launcher, "tests/launch/job_worker.py", [str(tasks)])
+    ranks = fork("job_worker", [str(tasks)], log, launcher.processes)
+    return next((rank for rank in ranks if rank.returncode), ranks[0])
 
 
 def _stages(launcher: Launcher) -> list[Launcher]:

@@ -23,6 +23,7 @@ from benchmarks.launching import (
     ONE_PROCESS,
     ROOT,
     WHOLE_MATRIX,
+    WITHOUT_COMPILER,
     Finished,
     Job,
     Launcher,
@@ -123,7 +124,7 @@ def test_a_process_lost_where_no_collective_reports_it_is_named_before_the_launc
 ) -> None:
     command = Launcher("torchrun", 3).command(WORKER, ["--fault", fault])
     # torchrun kills those that are left after 30 seconds; the tests of other faults let it wait longer.
-    finished = finish(Job(command, WORKER, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="30"))
+    finished = finish(Job(command, WORKER, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="30", **WITHOUT_COMPILER))
     for rank in (0, 2):  # of these, whoever ends first is not lost
         named = [line for line in finished.output.splitlines() if f"stopped: rank {rank}: lost contact with" in line]
         assert len(named) == 1, finished.output

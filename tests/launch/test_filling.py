@@ -130,7 +130,6 @@ def started(job: Job, command: list[str], output: Path, log: Path, shards: int) 
     [
         *((None, job) for job in (*JOBS, TOKENIZE_SHAPES)),
         *((Launcher(name, 2), EMBED) for name in ("torchrun", "deepspeed", "horovodrun")),
-        (Launcher("torchrun", 2), LATENTS),
     ],
     indirect=["job"],
     ids=str,

@@ -54,7 +54,7 @@ from torture_checks import (
 from torture_plan import MOMENTS, VALIDATE_EVERY, Blow, Plan, draw_plan
 from torture_tally import Start, Tally
 
-from benchmarks.launching import HANG_SECONDS, ONE_PROCESS, Job, Launcher, send
+from benchmarks.launching import HANG_SECONDS, ONE_PROCESS, WITHOUT_COMPILER, Job, Launcher, send
 
 # A relative 1e-5 is allowed, as tests/launch/test_scripts.py does: rounding alone gives about 1e-7, and a change of
 # backend adds nothing to it, because states are handed over in full fp32.
@@ -220,7 +220,8 @@ class Torture:
             if blow and blow.victims == "port":
                 stack.enter_context(taken(int(command[command.index("--master_port") + 1])))
             # Temporary files lie beside the log: those of killed processes are deleted together with its folder.
-            job = Job([*IN_SMALL_SHM * (small_shm and self._can_mount), *command], SCRIPT, log, TMPDIR=str(log.parent))
+            environment = {"TMPDIR": str(log.parent), **WITHOUT_COMPILER}
+            job = Job([*IN_SMALL_SHM * (small_shm and self._can_mount), *command], SCRIPT, log, **environment)
             stack.callback(job.kill)
             self._commands.append(" ".join(job.command))
             yield job
