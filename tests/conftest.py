@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite("tests.scripts", "tests.models.helpers")
 torch.set_num_threads(1)
+gc.set_threshold(10_000, 20, 100)  # a sixth of the imports was the search for garbage, of which they leave none
 
 
 # Seconds of a file, not its number of tests, by which xdist would order it. test_faults waits most of its time.

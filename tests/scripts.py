@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import importlib
 import io
@@ -211,8 +212,10 @@ class Script:
         try:
             with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
                 patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+                gc.freeze()  # a run looks for garbage after its first update: not in all that the tests have imported
                 self.module.main(flags)
         finally:
+            gc.unfreeze()
             sys.stderr.write(said.getvalue())
             # The end of a process ends its loaders. Here, when their iterators are collected as garbage, the queues
             # through which they would be told may be gone already, and PyTorch waits 5 s for each of them.

@@ -4,6 +4,7 @@ process counts, which takes itself for the root of 512."""
 from __future__ import annotations
 
 import functools
+import gc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def counted(script: Script, world_size: int, folder: Path, **flags: Any) -> list
     args = script.parsed(*words(asked))
     processes = Process(root, **vars(args))
     processes.watchdog.meet = lambda: root.count("meetings")  # type: ignore[method-assign]
+    gc.freeze()  # as in `Script.main`; the run's end unfreezes
     with Run.watched(root.watch), pytest.raises(KilledError):
         script.module.train(args, script.module.build_parser().settings(args), processes)
     return root.counts

@@ -6,6 +6,7 @@ Several processes find each other in the same way as those of torchrun.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -124,4 +125,6 @@ def _main(
     os.chdir(folder)
     sys.argv = [f"{module}.py", *flags]
     torch.set_num_threads(threads)
-    importlib.import_module(module).main(flags)
+    main = importlib.import_module(module).main
+    gc.freeze()  # a run looks for garbage after its first update, of which there is none in what was imported
+    main(flags)

@@ -69,13 +69,13 @@ def is_good_on_all(error: str, records: Sequence[Path], rank: int) -> bool:
     return not any(record.read_text() for record in records)
 
 
-def main() -> None:
-    path = Path(sys.argv[-1])
+def main(argv: Sequence[str]) -> None:
+    path = Path(argv[-1])
     tasks = json.loads(path.read_text())
     n_good = 0
     with distributed.from_args(of_task(tasks[0])[0]) as backend:
-        gc.freeze()  # DeepSpeed collects garbage at every wrap
         for number, task in enumerate(tasks):
+            gc.freeze()  # DeepSpeed collects garbage at every wrap, and a run after its first update; its end unfreezes
             records = [Path(f"{task['output']}.{number}.rank{rank}") for rank in range(backend.world_size)]
             error = error_of(task, backend)
             print(error, end="", file=sys.stderr, flush=True)
@@ -89,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from forks import fork
 
-from benchmarks.launching import ONE_PROCESS, run
 from tests.scripts import VAE, metrics, words
 
 FLAGS = [*words(VAE.tiny), "--num_workers", "0", "--log_every_n_steps", "1", "--save_every_n_steps", "6",
@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tasks.append({"do": "train_vae", "flags": flags, "output": str(folder / f"{name}-{stage}")})
     path = folder / "tasks.json"
     path.write_text(json.dumps(tasks))
-    finished = run(ONE_PROCESS, "tests/launch/job_worker.py", [str(path)])
+    [finished] = fork("job_worker", [str(path)], folder / "log")
     assert finished.returncode == 0, finished.output
     return folder
 
