@@ -95,7 +95,7 @@ class Operations:
     counted while they are made, because the first may begin a codebook; all others cost nothing.
 
     Args:
-        is_compiled: The first update of a kind is not counted: the compiler may try kernels in it.
+        is_compiled: Of each kind only the second is counted: the compiler may try kernels in the first.
         is_unknown: Nothing is counted, because a compiled backward pass computes again what cannot be told apart.
     """
 
