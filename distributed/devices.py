@@ -141,9 +141,11 @@ def check_compiler(device: torch.device) -> None:
     try:
         trial(torch.zeros(8, device=device))
     except Exception as error:
+        inner = getattr(error, "inner_exception", None)  # of an error whose first line names the backend alone
+        reason = f"{type(inner).__name__}: {first_line(inner)}" if inner else first_line(error)
         needed = "a C compiler and Triton" if device.type == "cuda" else "g++"
         raise ValueError(
-            f"--compile: PyTorch cannot compile here ({first_line(error)}): install {needed} and Python's headers "
+            f"--compile: PyTorch cannot compile here ({reason}): install {needed} and Python's headers "
             "(apt-get install g++ python3-dev), or leave out --compile"
         ) from None
 

@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from distributed import Backend, devices
-from distributed.devices import allow_open_files, gpu_id, local_device, own_threads, shared_gpu, use_tf32
+from distributed.devices import (
+    allow_open_files,
+    check_compiler,
+    gpu_id,
+    local_device,
+    own_threads,
+    shared_gpu,
+    use_tf32,
+)
 from tandem.devices import full_precision
 from tests.processes import python
 
@@ -156,3 +165,12 @@ def test_the_limit_of_open_files_is_raised_before_512_processes_connect() -> Non
 def test_a_limit_that_is_high_enough_stays_as_it_is() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert allow_open_files(10) is None and resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+def test_a_compiler_that_fails_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise BackendCompilerFailed(fails, OSError("no space left"), None)
+
+    monkeypatch.setattr(torch.nn.Sigmoid, "compile", lambda self: setattr(self, "forward", fails))
+    with pytest.raises(ValueError, match=r"cannot compile here \(OSError: no space left\): install"):
+        check_compiler(torch.device("cpu"))
