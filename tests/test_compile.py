@@ -47,11 +47,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest would keep every line
 
 
-def test_a_machine_that_cannot_compile_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)  # of what was compiled before
+def test_a_machine_that_cannot_compile_is_refused_in_one_line(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    said = VAE.refused(tmp_path, "--compile")
+    # Not by monkeypatch, after which PyTorch no longer finds these settings. Caches hold what was compiled before.
+    with inductor.patch({"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True}):
+        said = VAE.refused(tmp_path, "--compile")
     assert "--compile: PyTorch cannot compile here (InvalidCxxCompiler: " in said and "install g++" in said
 
 
