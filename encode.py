@@ -424,7 +424,7 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         backend.say(labels_line({line.get("label") for line in lines}))
         if partly_read := [line for line in lines if PARTIAL in line]:
             first = f"{partly_read[0]['path']}: {partly_read[0][PARTIAL]}"
-            backend.say(f"of {counted(len(partly_read), 'image')} only a part is read, such as {first}")
+            backend.say(f"read only in part: {counted(len(partly_read), 'image')}, such as {first}")
     if args.report and model.num_codes:
         with backend.agreement():
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))

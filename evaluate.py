@@ -45,10 +45,8 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from training.measures.fid import Gaussian
 
 SHOWN = 6  # samples in the picture
-ROUND_SECONDS, TOLD_SECONDS = (
-    1.0,
-    10.0,
-)  # between agreements of the processes, and between lines that say how far they are
+ROUND_SECONDS = 1.0  # between agreements of the processes
+PROGRESS_SECONDS = 10.0  # between lines that say how many samples are done
 Batches = Iterator[tuple["Tensor", list[dict[str, Any]]]]  # samples in [0, 1] and the notes of `load`
 # What the table shows, by the names in the JSON file.
 HEADINGS = {
@@ -266,7 +264,7 @@ def go_through(
         totals = backend.sum({"go on": goes_on, "done": done})
         if not totals["go on"]:
             break
-        if time.monotonic() > told + TOLD_SECONDS:
+        if time.monotonic() > told + PROGRESS_SECONDS:
             backend.say(f"{doing} {totals['done']:.0f} of {n}")
             told = time.monotonic()
         with backend.agreement():
@@ -282,7 +280,7 @@ def go_through(
     counts, examples = zip(*backend.gather_objects([partly_read, example]), strict=True)
     if any(counts):
         example = next(filter(None, examples))
-        backend.say(f"of {counted(sum(counts), 'sample')} only a part is read, such as {example}")
+        backend.say(f"read only in part: {counted(sum(counts), 'sample')}, such as {example}")
     with backend.agreement():
         log.check()
         if n - log.count < 2:

@@ -228,7 +228,8 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
     def lengths(step: int, batch: Batch) -> Sequence[int]:
-        return tuple(sorted(width_of(micro["lengths"]) for micro in engine.micro_batches(batch)))
+        micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
+        return tuple(sorted(width_of(micro["lengths"]) for micro in micro_batches))
 
     for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN, kind=lengths):
         engine.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)

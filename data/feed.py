@@ -244,7 +244,7 @@ class Feed:
         self._partial_here.clear()
         if (count := len(self._partial)) >= 2 * self._said_partial:
             self._said_partial = count
-            say(f"of {counted(count, self.noun)} so far only a part is read, such as {self._example_of_partial}")
+            say(f"read only in part so far: {counted(count, self.noun)}, such as {self._example_of_partial}")
 
     def _received(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""

@@ -89,7 +89,7 @@ def test_images_of_whose_file_only_the_first_is_read_are_marked_and_counted(mode
     folder = TOKENIZE.fill(model, tmp_path / "pages", tmp_path / "codes")
     reason = "it holds several pictures, of which the first is read"
     assert [line.get("partial") for line in lines(folder / "index.jsonl")] == [None, reason]
-    assert f"of 1 image only a part is read, such as several.tiff: {reason}" in "".join(capsys.readouterr())
+    assert f"read only in part: 1 image, such as several.tiff: {reason}" in "".join(capsys.readouterr())
 
 
 def test_codes_are_those_of_a_discrete_vae(source, tmp_path):

@@ -499,7 +499,7 @@ def test_a_file_that_cannot_be_read_is_named_and_left_out_and_one_that_is_partly
     broken = report_of("--model", at / "a", "--image_folder", photos, output=tmp_path / "broken")
     said = capsys.readouterr().out
     assert said.count(IMAGES[1]) == 1 and "1 file is skipped in" in said
-    assert f"of 1 sample only a part is read, such as {photos / IMAGES[0]}: it holds several pictures" in said
+    assert f"read only in part: 1 sample, such as {photos / IMAGES[0]}: it holds several pictures" in said
     (photos / IMAGES[1]).unlink()
     whole = report_of("--model", at / "a", "--image_folder", photos, output=tmp_path / "whole")
     assert broken["samples"] == len(IMAGES) - 1

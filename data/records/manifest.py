@@ -134,8 +134,9 @@ def _read(
     except OSError as error:
         raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
     except UnicodeDecodeError as error:
-        after = f"{path}, after line {lines.number if lines else 0}"
-        raise ValueError(f"{after}: it is no UTF-8 text ({error.reason}): save it as UTF-8") from None
+        # Text is decoded in blocks, which begin in the line behind those that were read.
+        number = (lines.number if lines else 0) + len((error.object[: error.start] + b".").splitlines())
+        raise ValueError(f"{path}, line {number}: it is no UTF-8 text ({error.reason}): save it as UTF-8") from None
     except (ValueError, csv.Error) as error:
         if lines is None:  # such as a pipe
             raise ValueError(f"cannot read the manifest {path!r}: {error}") from None

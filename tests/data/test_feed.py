@@ -53,7 +53,7 @@ def test_samples_of_which_a_part_is_read_are_counted_over_processes_and_said_whe
 
     of_rank = on_processes(2, said)
     assert of_rank[0] == of_rank[1] and 1 <= len(of_rank[0]) <= 4  # in two epochs
-    pattern = r"of (\d+) images? so far only a part is read, such as (.*)/\d\d\.tiff: it holds several pictures, .*"
+    pattern = r"read only in part so far: (\d+) images?, such as (.*)/\d\d\.tiff: it holds several pictures, .*"
     found = [re.fullmatch(pattern, line) for line in of_rank[0]]
     counts = [int(match[1]) for match in found if match]
     assert len(counts) == len(found) and counts[-1] <= 12

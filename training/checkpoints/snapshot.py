@@ -43,8 +43,8 @@ class Memory:
             except RuntimeError as error:
                 total = sum(tensor.nbytes for tensor in new.values())
                 raise MemoryError(
-                    f"this machine cannot pin {total / 1e9:.1f} GB of its own memory, to which saves copy what is on "
-                    f"the {torch.accelerator.current_accelerator()}: {str(error).splitlines()[0]}"
+                    f"saves copy the state of the run to {total / 1e9:.1f} GB of pinned (page-locked) memory, which "
+                    f"this machine cannot give: {str(error).splitlines()[0]}"
                 ) from error
             for key in keys:
                 place = piece[start : start + new[key].nbytes]

@@ -444,8 +444,10 @@ def test_a_cell_of_a_csv_may_be_a_long_list(tmp_path):
 
 
 def test_manifest_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"path\na.wav\n\xff.wav\n")
-    assert "it is no UTF-8 text" in one_line(ManifestSource, str(tmp_path / "a.csv"), (SOUND,))
+    for before in (1, 5000):  # in the first block that is decoded, and in a later one
+        (tmp_path / "a.csv").write_bytes(b"path\n" + b"a.wav\n" * before + b"\xff.wav\n")
+        line = one_line(ManifestSource, str(tmp_path / "a.csv"), (SOUND,))
+        assert f"a.csv, line {before + 2}: it is no UTF-8 text" in line
     assert "No such file" in one_line(ManifestSource, str(tmp_path / "b.csv"), (SOUND,))
 
 

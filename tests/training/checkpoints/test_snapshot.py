@@ -126,5 +126,5 @@ def test_of_a_machine_that_cannot_pin_the_memory_all_processes_print_one_line(
     monkeypatch.setattr(torch, "empty", without_pinned)
     state = {"model": {"weight": torch.zeros(25_000_000)}}
     for error in on_processes(2, lambda process: Checkpoints(tmp_path, 1, process).prepare(state), catches=UserMistake):
-        assert str(error).startswith("not enough memory: this machine cannot pin 0.1 GB of its own memory")
+        assert str(error).startswith("not enough memory: saves copy the state of the run to 0.1 GB of pinned")
         assert str(error).endswith("CUDA error: out of memory")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from training.run.operations import Operations, matrix_product, peak
+from training.run.operations import MOST_KINDS, Operations, matrix_product, peak
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,15 @@ def test_a_line_has_no_figure_while_one_of_its_updates_is_not_known() -> None:
 
 def test_a_matrix_product_is_measured() -> None:
     assert 0 < matrix_product(torch.device("cpu"), "fp32") < math.inf
+
+
+def test_ever_new_kinds_of_updates_are_not_counted_without_end() -> None:
+    operations = Operations()
+    for kind in range(MOST_KINDS + 3):
+        with operations.update(kind):
+            product(2)
+    assert operations.of(MOST_KINDS - 1) == 2 * 2**3 and math.isnan(operations.of(MOST_KINDS))
+    assert math.isnan(operations.of_line())
+    with operations.update(0):
+        product(2)
+    assert operations.of_line() == 2 * 2**3
