@@ -269,7 +269,7 @@ def test_lines_validations_pictures_and_checkpoints_are_where_they_are_asked_for
 def test_a_dry_run_says_what_the_run_takes_and_leaves_nothing(script: Script, copied: Path) -> None:
     before = files(copied.parent)
     said = script.output_of(copied, "--dry_run", "--max_steps", "1000000")
-    computes = r"an update computes \S+ MFLOP, .*\d of what a matrix product makes on this CPU \(\S+ .FLOP/s in fp32"
+    computes = r"an update computes \S+ MFLOP, .*\d of the rate of a matrix product on this CPU \(\S+ .FLOP/s in fp32"
     for cost in (r"samples per second", computes, r"validation \S+ s", r"checkpoint \S+ s", r"\S+ GB", r"\S+ MB"):
         assert re.search(cost, said), said
     assert files(copied.parent) == before

@@ -134,7 +134,7 @@ def _utilization(run: Run, kind: Hashable, seconds: float) -> str | None:
         most, what = run.peak, f"the peak of {processes.world_size} x {name_of(device)}"
     else:  # all processes at once, as they train
         most = processes.sum({"flops": matrix_product(device, precision)})["flops"]
-        what = f"what a matrix product makes on {'this CPU' if device.type == 'cpu' else 'this device'}"
+        what = f"the rate of a matrix product on {'this CPU' if device.type == 'cpu' else 'this device'}"
     rate = flops / seconds
     return (
         f"an update computes {_flop(flops)}, forward and backward: {_flop(rate)}/s, {rate / most:.2g} of {what} "
