@@ -1,10 +1,11 @@
-"""Runs a script on the pretend device: python tests/pretend/run.py SCRIPT.py FLAGS, also through a launcher.
+"""Runs a script on the pretend device: python tests/pretend/run.py SCRIPT.py FLAGS, also through a launcher; or several
+scripts that train nothing, one after the other: run.py --commands FILE, a JSON object, {phase: [SCRIPT.py, FLAGS...]}.
 
 In the folder that PRETEND_REPORTS names in the environment, RANK.json then holds the number of updates by phase, what
 the device has reported by phase, and the collectives in their order: those of the device, and those of the layer
 `distributed`, of which Gloo exchanges some between the hosts. Phases are "start"; "first", two updates, which make
 state, kernels and pinned buffers; "update", later ones without a line of metrics; "line", those with one; "between",
-what follows an update; "end", what follows the last one; and "evaluation".
+what follows an update; "end", what follows the last one; "evaluation"; and the keys of --commands.
 """
 
 from __future__ import annotations
@@ -43,12 +44,15 @@ def noted_collectives() -> list[str]:
 
 
 def main() -> None:
-    script = next(word for word in sys.argv[1:] if word.endswith(".py"))
-    flags = [word for word in sys.argv[1:] if word != script]  # deepspeed puts one before all others
+    if sys.argv[1] == "--commands":
+        commands = json.loads(Path(sys.argv[2]).read_text())
+    else:
+        script = next(word for word in sys.argv[1:] if word.endswith(".py"))  # deepspeed puts a flag before it
+        commands = {"start": [script, *(word for word in sys.argv[1:] if word != script)]}
     device, updates = install(library.built()), dict[str, int]()
     torch.set_num_threads(1)
     own_calls = noted_collectives()
-    if script.startswith("train_"):
+    if any(script.startswith("train_") for script, *_ in commands.values()):
         from training.run.run import Run
 
         def watch(run: Any, event: str, _: Any) -> None:
@@ -62,9 +66,9 @@ def main() -> None:
                 device.phase = event
 
         Run._watching.append(watch)
-    sys.argv = [script, *flags]
     try:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        for device.phase, sys.argv in commands.items():
+            runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
     finally:
         reports = [{**report._asdict(), "times": times} for report, times in device.reports.items()]
         about = {"updates": updates, "reports": reports, "collectives": [device.library.calls(), own_calls]}

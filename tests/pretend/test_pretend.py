@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from filling import autoencoder, mulan, saved, video_tokenizer, vqgan
 from safetensors.torch import load_file
 
@@ -111,7 +109,7 @@ ON_THE_HOST = {"ema_decay": 0}  # where averages are made on a device without fp
 DETERMINISTIC = {"deterministic": None}
 SPARSE = {"log_every_n_steps": 1000, "max_steps": 6, "ema_decay": 0.9}  # no line of metrics before the last update
 #: How often the host waits for its device in an update without a line; for each network where it is more than 0.
-VARIANTS: list[tuple[str, list[str], dict[str, Any], int]] = [
+VARIANTS: list[Any] = [
     *((name, ONE, DETERMINISTIC, 0) for name in SCRIPTS),
     ("train_vqgan", WITHOUT_FP64, {**ON_THE_HOST, "gan_weight": 0.1, "lecam_weight": 0.1, "grad_accum_steps": 2}, 0),
     ("train_mulan", WITHOUT_FP64, {**ON_THE_HOST, "loss": "sigmoid", "grad_accum_steps": 2, "use_lion": None}, 0),
@@ -127,10 +125,11 @@ VARIANTS: list[tuple[str, list[str], dict[str, Any], int]] = [
         0,
     ),
     ("train_vqgan", ONE, {"batch_parts": 2}, 2),
-    ("train_mulan", TORCHRUN, {"batch_parts": 2, "use_lion": None}, 0),
+    ("train_mulan", ONE, {"batch_parts": 2, "use_lion": None}, 0),
     ("train_vqgan", TORCHRUN, {"num_workers": 2}, 0),
     ("train_vqgan", TORCHRUN, {"distributed_backend": "fsdp"}, 0),
-    ("train_vqgan", DEEPSPEED, zero(0), 2),
+    pytest.param("train_vqgan", DEEPSPEED, zero(0), 2, marks=pytest.mark.long),
+    pytest.param("train_mulan", TORCHRUN, {"batch_parts": 2, "use_lion": None}, 0, marks=pytest.mark.long),
     ("train_vqgan", DEEPSPEED, zero(2), 6),
     ("train_vqgan", DEEPSPEED, zero(3), 8),
 ]
@@ -217,11 +216,11 @@ def test_every_option_trains_with_deterministic_kernels(name: str, more: dict[st
     assert faults(report) == []
 
 
-ON_ONE_CPU_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 BATCHES = 60  # or more, of each command below; fewer waits bring a model to the device
 IMAGES, FILMS = ["--image_folder", "demo:shapes:120", "--batch_size", "2"], ["--video_folder", "demo:moving:20"]
 CLIPS = ["--video_folder", "demo:moving:60", "--num_frames", "3", "--batch_size", "1"]
 CODES = ["--decode", "codes", "--format", "png"]
+DECODED = {"images": "codes", "films": "codes of films"}
 #: Commands that train nothing, by what they make: script, model, flags, and the files that a CPU makes, too.
 TOOLS: dict[str, tuple[str, Callable[[], Any], list[str], str]] = {
     "codes": ("encode", vqgan, IMAGES, "*.safetensors"),
@@ -235,34 +234,44 @@ TOOLS: dict[str, tuple[str, Callable[[], Any], list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("makes", TOOLS)
-def test_a_tool_waits_at_no_batch_and_makes_what_it_makes_on_a_cpu(
-    makes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
-    script, model, more, pattern = TOOLS[makes]
-    main, of_codes = importlib.import_module(script).main, {"images": IMAGES, "films": FILMS}.get(makes)
-    flags = ["--model", str(saved(tmp_path / "model", model())), "--num_workers", "0"]
-    if of_codes:
-        main([*flags, *of_codes, "--output", str(tmp_path / "codes")])
-    flags += [str(tmp_path / word) if word == "codes" else word for word in more]
-    cpu, device = tmp_path / "cpu", tmp_path / "device"
-    for folder in (cpu, device):
-        folder.mkdir()
-    # In a process of its own: in one in which other tests have computed, single pixels were rounded differently.
-    command = [sys.executable, f"{script}.py", *flags, "--output", str(cpu / "made")]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **ON_ONE_CPU_THREAD}, check=True, timeout=LIMIT)
-    (report,) = reports_of(ONE, script, [*flags, "--output", str(device / "made")], tmp_path / "reports")
-    waited = [each for each in report["reports"] if each["kind"] in WAITS]
-    assert not faults(report) and sum(each["times"] for each in waited) < BATCHES, waited
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder in which all commands have written into cpu/NAME/made and device/NAME/made, and what the device has
+    reported."""
+    folder = tmp_path_factory.mktemp("tools")
+    commands: dict[str, dict[str, list[str]]] = {"cpu": {}, "device": {}}
+    for name, (script, model, more, _) in TOOLS.items():
+        flags = ["--model", str(saved(folder / "models" / name, model())), "--num_workers", "0", *more]
+        if "--decode" in more:
+            flags[flags.index("codes")] = str(folder / "cpu" / DECODED[name] / "made")
+        for where in commands:
+            (folder / where / name).mkdir(parents=True)
+            commands[where][name] = [f"{script}.py", *flags, "--output", str(folder / where / name / "made")]
+    for where, devices in {"cpu": 0, "device": 1}.items():
+        (folder / f"{where}.json").write_text(json.dumps(commands[where]))
+        (folder / f"reports of {where}").mkdir()
+        env = {**os.environ, "PRETEND_DEVICES": str(devices), "PRETEND_REPORTS": str(folder / f"reports of {where}")}
+        command = [sys.executable, RUN, "--commands", str(folder / f"{where}.json")]
+        done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=LIMIT)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder, json.loads((folder / "reports of device" / "0.json").read_text())["reports"]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_waits_at_no_batch_and_makes_what_it_makes_on_a_cpu(name: str, tools: tuple[Path, list[Any]]) -> None:
+    folder, reports = tools
+    own = [each for each in reports if each["phase"] == name]
+    waited = [each for each in own if each["kind"] in WAITS]
+    assert own and not faults({"reports": own}) and sum(each["times"] for each in waited) < BATCHES, waited
     of_cpu, of_device = (
-        {path.relative_to(of): path.read_bytes() for path in of.rglob(pattern)} for of in (cpu, device)
+        {path.relative_to(folder / where): path.read_bytes() for path in (folder / where / name).rglob(TOOLS[name][-1])}
+        for where in ("cpu", "device")
     )
     assert of_cpu and of_cpu == of_device
 
 
 def test_a_run_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
-    more = words({**VQGAN.all_parts, "max_steps": 40, "save_every_n_steps": 2, "deterministic": None})
+    more = words({**VQGAN.all_parts, "max_steps": 16, "save_every_n_steps": 2, "deterministic": None})
     reports_of(ONE, "train_vqgan", VQGAN.flags(tmp_path / "whole", *more), tmp_path / "of_whole")
     flags = VQGAN.flags(tmp_path / "killed", *more)
     process = start(ONE, "train_vqgan", flags, tmp_path / "of_killed")
