@@ -1,31 +1,35 @@
-"""A hundred faults, such as a tired expert would write, and how many of them the tests find: `make faults`.
+"""Seeded faults, such as a tired expert would write, and whether the tests find them: `make faults`.
 
-    python tests/faults/faults.py [--only PART_OR_WORDS] [--results FILE] [--jobs N] [--fresh]
+    python tests/faults/faults.py [--only PART_OR_WORDS] [--results FILE] [--jobs N] [--fresh | --diff]
 
-Each YAML file in this folder is one of `PARTS`, a list of faults. A fault replaces one text of one file:
+Each YAML file in this folder is one of `PARTS`, a list of faults. A fault changes one place of the code:
 
     - fault: what is wrong, in a sentence
-      file: models/vqgan.py
-      find: the text that is replaced; it stands once in the file
-      put: the text that takes its place
-      scripts: vae vqgan               the training scripts that it concerns; left out: all; "": none
-      tests: tests/test_compile.py     more tests that could notice, launches among them; left out: none
+      in: data.order.Permutation       the function, class or module that is changed
+      find: _1 * (_2 + 1)              the place, a pattern as in patterns.py; it matches once
+      put: _1 * _2                     what takes its place
+      tests: tests/data/test_order.py  the files of tests that are to find it, the quickest first
 
-Texts of several lines are indented as their first line is, wherever that stands in the file.
+A pattern names as little of this code as it can, so that it need not change when something is renamed or formatted:
+names of Python, PyTorch and NumPy, strings, numbers, and wildcards for everything else. `--diff` shows what the faults
+change in today's code.
 
-The tracked files are copied to a temporary folder. For each fault this is copied and changed, and there the tests that
-could notice run, the nearest first, until one fails. A test that hangs with the fault has found it. Where pytest ends
+The tracked files are copied to a temporary folder. For each fault this is copied and changed, and the fault's tests run
+there, one file after the other, until a test fails. A test that hangs with the fault has found it. Where pytest ends
 without naming a test, such as killed for memory, there is no result. At the end, all tests that have found something
 run without a fault: those that fail are named, have found nothing and are left out.
 
 Every result is a JSON line in FILE, so that a second start goes on with the faults that have no result for this tree.
+The exit code is 1 if a fault was missed or has no result.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import compileall
 import contextlib
+import difflib
 import hashlib
 import json
 import multiprocessing
@@ -39,7 +43,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +53,12 @@ import torch  # noqa: F401  (pytest runs in forks, which then need not import it
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # started as a script
+
+from tests.faults import patterns  # noqa: E402
+
 HERE = Path(__file__).parent
-EVERY_SCRIPT = "tests/test_every_script.py"
 PARTS = ("models", "objectives", "measures", "data", "checkpoints", "flags", "tools", "distributed")
-SCRIPTS = ("vae", "vqgan", "mulan", "tokenizer", "decoder")
 MARK = "TANDEM_FAULT"  # in the environment of all processes of a fault
 HANG_SECONDS = 1800  # of one test; it only ends what hangs, on a busy machine too
 _OF_THE_TREE = {".py", ".yaml", ".toml", ".json", ".sh", ".js", ".html", ".css", ".npz"}
@@ -67,69 +73,57 @@ class NoResult(Exception):
 class Fault:
     part: str
     fault: str
-    file: str
+    where: str
     find: str
     put: str
-    scripts: str = " ".join(SCRIPTS)
-    tests: str = ""
+    tests: tuple[str, ...]
 
     @property
     def key(self) -> str:
-        """Changes with what is changed and with what could notice."""
-        return _digest(json.dumps(asdict(self)).encode())
+        """Changes with what is changed and with the tests."""
+        return _digest(repr(self).encode())
 
-    def changed(self, text: str) -> str:
-        """The text of the file with the fault.
+    def change(self, root: Path) -> tuple[Path, str]:
+        """The file below `root` that the fault is in, and its text with the fault.
 
         Raises:
-            NoResult: the text to replace is not there exactly once.
+            NoResult: the pattern does not match exactly once.
         """
-        first, *others = self.find.splitlines()
-        start = r"^(?P<indent> *)" if others else r"(?P<indent>)"
-        lines = "".join(rf"\n(?P=indent){re.escape(line)}" if line else r"\n" for line in others)
-        found = list(re.finditer(f"{start}{re.escape(first)}{lines}", text, re.MULTILINE))
-        if len(found) != 1:
-            raise NoResult(f"its text stands {len(found)} times in {self.file}")
-        begin, end = found[0].span()
-        line = text[text.rfind("\n", 0, begin) + 1 :]
-        indent = " " * (len(line) - len(line.lstrip(" ")))
-        put = self.put.replace("\n", f"\n{indent}")
-        return f"{text[:begin]}{found[0]['indent']}{put}{text[end:]}"
+        try:
+            file, names = patterns.locate(self.where, root)
+            return file, patterns.replaced(file.read_text(), names, self.find, self.put)
+        except (OSError, ValueError) as error:
+            raise NoResult(f"{self.fault}: in {self.where}, {error}") from None
 
-    def stages(self) -> list[list[str]]:
-        """Arguments of pytest, one run after the other: the tests beside the file and those that are named, those of
-        the folder, launches that are named, and those of the scripts."""
-        path = Path(self.file)
-        folder = Path("tests") / path.parent
-        beside = [str(each) for each in sorted(folder.glob(f"test_{path.stem}*.py"))]
-        named = self.tests.split()
-        launches = [each for each in named if each.startswith("tests/launch/")]
-        near = [*beside, *(each for each in named if each not in (*launches, *beside))]
-        others = sorted(map(str, folder.glob("test_*.py"))) if path.parent != Path() else []
-        scripts = self.scripts.split()
-        of_each = [str(each) for name in scripts for each in sorted(Path("tests").glob(f"test_train_{name}*.py"))]
-        of_all = [EVERY_SCRIPT, "-k", " or ".join(f"train_{name}" for name in scripts)] if scripts else []
-        stages = [near, [each for each in others if each not in near], launches, of_each, of_all]
-        return [stage for stage in stages if stage]
+    def diff(self, root: Path) -> str:
+        """The change, without comments and as Python itself formats code."""
+        file, changed = self.change(root)
+        before, after = (ast.unparse(ast.parse(text)).splitlines() for text in (file.read_text(), changed))
+        lines = difflib.unified_diff(before, after, n=1, lineterm="")
+        return "\n".join([f"{self.part}: {self.fault}", f"  {self.where}", *list(lines)[3:]])
 
 
 class Run(NamedTuple):
-    """What pytest said: the tests that failed, why the first one did, and whether one hung."""
+    """The tests that failed in a run of pytest, why the first one did, and whether one hung."""
 
     failed: list[str]
-    why: str = ""
+    reason: str = ""
     hangs: bool = False
 
 
 def load() -> list[Fault]:
-    """The faults of all parts, of those that need launches last."""
-    return [Fault(part, **entry) for part in PARTS for entry in yaml.safe_load((HERE / f"{part}.yaml").read_text())]
+    """The faults of all parts, those that need launches last."""
+    return [
+        Fault(part, entry["fault"], entry["in"], entry["find"], entry["put"], tuple(entry["tests"].split()))
+        for part in PARTS
+        for entry in yaml.safe_load((HERE / f"{part}.yaml").read_text())
+    ]
 
 
 def tracked() -> list[str]:
     """The files of the working tree that git knows."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    return [name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
+    output = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    return [name for name in output.decode().split("\0") if name and (ROOT / name).is_file()]
 
 
 def tree() -> str:
@@ -160,22 +154,18 @@ def copied(sound: Path) -> Iterator[Path]:
 
 
 def examine(fault: Fault, sound: Path, left_out: Collection[str], hang_seconds: float) -> dict[str, Any]:
-    """Run the tests that could notice a fault. Returns its result."""
-    began, used, found = time.monotonic(), _processor_seconds(), Run([])
+    """Run a fault's tests. Returns its result."""
+    began, used, run = time.monotonic(), _processor_seconds(), Run([])
     with copied(sound) as folder:
-        changed = folder / fault.file
-        changed.write_text(fault.changed(changed.read_text()))
-        os.chdir(folder)  # where `stages` looks for tests
-        try:
-            for stage in fault.stages():
-                found = run_pytest(folder, ["-x", *(f"--deselect={test}" for test in left_out), *stage], hang_seconds)
-                if found.failed:
-                    break
-        finally:
-            os.chdir(ROOT)
+        file, text = fault.change(folder)
+        file.write_text(text)
+        for test in fault.tests:
+            run = run_pytest(folder, ["-x", *(f"--deselect={name}" for name in left_out), test], hang_seconds)
+            if run.failed:
+                break
     return {
-        "part": fault.part, "fault": fault.fault, "by": next(iter(found.failed), None), "why": found.why,
-        "hangs": found.hangs, "seconds": round(time.monotonic() - began, 1),
+        "part": fault.part, "fault": fault.fault, "by": next(iter(run.failed), None), "why": run.reason,
+        "hangs": run.hangs, "seconds": round(time.monotonic() - began, 1),
         "processor_seconds": round(_processor_seconds() - used, 1), "key": fault.key,
     }  # fmt: skip
 
@@ -187,8 +177,8 @@ def run_pytest(folder: Path, arguments: Sequence[str], hang_seconds: float) -> R
         NoResult: pytest failed without naming a test, or hung where its own limit of a test did not end it.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as file:
-        given = (folder, [*arguments, "-o", f"timeout={hang_seconds:.0f}"], file.fileno())
-        process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=given)
+        options = (folder, [*arguments, "-o", f"timeout={hang_seconds:.0f}"], file.fileno())
+        process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=options)
         process.start()
         process.join(8 * hang_seconds)
         if process.is_alive():
@@ -196,14 +186,14 @@ def run_pytest(folder: Path, arguments: Sequence[str], hang_seconds: float) -> R
         _end(each for each in psutil.process_iter() if _mark_of(each) == str(folder))  # whose parents are gone
         process.join()
         file.seek(0)
-        said = file.read()
+        output = file.read()
     if process.exitcode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return Run([])
-    found = _FAILED.findall(said)
+    failures = _FAILED.findall(output)
     # A file that cannot be collected interrupts it.
-    if process.exitcode not in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED) or not found:
-        raise NoResult(f"pytest {' '.join(arguments)} ended with {process.exitcode}: {said[-300:]}")
-    return Run([test for test, _ in found], found[0][1][:300], "from pytest-timeout" in said)
+    if process.exitcode not in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED) or not failures:
+        raise NoResult(f"pytest {' '.join(arguments)} ended with {process.exitcode}: {output[-300:]}")
+    return Run([test for test, _ in failures], failures[0][1][:300], "from pytest-timeout" in output)
 
 
 def _run_pytest(folder: Path, arguments: Sequence[str], output: int) -> None:
@@ -272,6 +262,10 @@ class Results:
                 failed = set(run_pytest(folder, sorted(tests), hang_seconds).failed)
             self.add({"passes": sorted(tests - failed), "fails": sorted(tests & failed)})
 
+    def missed(self, faults: Sequence[Fault]) -> list[str]:
+        lines = [self.of_faults[fault.key] for fault in faults if fault.key in self.of_faults]
+        return [f"missed: {line['part']}: {line['fault']}" for line in lines if not line["by"]]
+
     def table(self, faults: Sequence[Fault]) -> str:
         of = [self.of_faults[fault.key] for fault in faults if fault.key in self.of_faults]
         rows = {part: [each for each in of if each["part"] == part] for part in dict.fromkeys(f.part for f in faults)}
@@ -280,27 +274,30 @@ class Results:
             lines.append(f"{part:14}{sum(bool(each['by']) for each in row):4} of {len(row)}")
         lines += [f"fails without a fault, so it has found nothing: {test}" for test in sorted(self.fails)]
         lines += [f"found by a hang: {each['part']}: {each['fault']}" for each in of if each["hangs"]]
-        lines += [f"missed: {each['part']}: {each['fault']}" for each in of if not each["by"]]
         return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="How many seeded faults the tests find.")
     add = parser.add_argument
     add("--only", default="", metavar="PART_OR_WORDS", help="a part, or words of a fault")
+    add("--diff", action="store_true", help="show what the faults change, and run nothing")
     add("--results", type=Path, default=ROOT / "runs" / "faults.jsonl", metavar="FILE", help="a JSON line per fault")
     add("--jobs", type=int, default=1, metavar="N", help="faults that are examined at a time")
     add("--hang", type=float, default=HANG_SECONDS, metavar="SECONDS", help="after which a test is taken to hang")
     add("--fresh", action="store_true", help="forget the results that there are")
     args = parser.parse_args()
+    faults = [fault for fault in load() if args.only in (fault.part, "") or args.only in fault.fault]
+    if args.diff:
+        print("\n\n".join(fault.diff(ROOT) for fault in faults))
+        return 0
     if args.fresh:
         args.results.unlink(missing_ok=True)
     results = Results(args.results)
-    faults = [fault for fault in load() if args.only in (fault.part, "") or args.only in fault.fault]
-    wrong: dict[str, str] = {}
+    without: dict[str, str] = {}  # a result, and why
 
     def left() -> list[Fault]:
-        return [fault for fault in faults if fault.key not in {*results.of_faults, *wrong}]
+        return [fault for fault in faults if fault.key not in {*results.of_faults, *without}]
 
     with tempfile.TemporaryDirectory(prefix="sound-") as folder:
         sound = Path(folder)
@@ -309,21 +306,25 @@ def main() -> None:
             with ProcessPoolExecutor(args.jobs) as pool:
                 futures = {pool.submit(examine, fault, sound, results.fails, args.hang): fault for fault in left()}
                 for future in as_completed(futures):
+                    fault = futures[future]
                     try:
                         result = future.result()
                     except NoResult as error:
-                        wrong[futures[future].key] = f"no result: {futures[future].fault}: {error}"
+                        reason = str(error).removeprefix(f"{fault.fault}: ")
+                        without[fault.key] = f"no result: {fault.part}: {fault.fault}: {reason}"
                         continue
                     results.add(result)
-                    said = f"found by {result['by']}" if result["by"] else "missed"
-                    print(f"{result['part']}: {result['fault']}: {said} ({result['seconds']:.0f} s)", flush=True)
+                    outcome = f"found by {result['by']}" if result["by"] else "missed"
+                    print(f"{result['part']}: {result['fault']}: {outcome} ({result['seconds']:.0f} s)", flush=True)
             results.check(sound, args.hang)
             if not left():
                 break
     print(results.table(faults))
-    if wrong:
-        sys.exit("\n".join(wrong.values()))
+    failures = [*results.missed(faults), *without.values()]
+    for line in failures:
+        print(line, file=sys.stderr)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,45 +1,125 @@
-"""The faults can be put into today's files. Whether the tests find them, `make faults` says."""
+"""Patterns match what they should, and the faults can be put into today's code. Whether the tests find them,
+`make faults` says."""
 
 from __future__ import annotations
 
+import ast
+import builtins
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.faults.faults import HERE, PARTS, ROOT, SCRIPTS, Fault, NoResult, load, run_pytest
-
-FAULTS = load()
-
-
-def test_there_are_a_hundred_and_no_two_have_one_name() -> None:
-    assert len(FAULTS) >= 100 and {path.stem for path in HERE.glob("*.yaml")} == set(PARTS)
-    assert Counter(fault.fault for fault in FAULTS).most_common(1)[0][1] == 1
+from tests.faults.faults import HERE, PARTS, ROOT, Fault, NoResult, load, run_pytest
+from tests.faults.patterns import locate, replaced
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.fault)
-def test_its_text_stands_once_in_a_file_which_can_be_compiled_with_it(fault: Fault) -> None:
-    text = (ROOT / fault.file).read_text()
-    changed = fault.changed(text)
-    assert changed != text
-    compile(changed, fault.file, "exec")
-    assert set(fault.scripts.split()) <= set(SCRIPTS)
-    assert all((ROOT / name).exists() for name in fault.tests.split())
+def test_every_fault_changes_one_place_of_todays_code_and_brings_no_name_of_its_own() -> None:
+    """A name that has been given up would make every test fail, whatever the fault is: of a variable or function, of an
+    attribute that no tensor has, of an argument."""
+    faults, wrong = load(), []
+    assert {path.stem for path in HERE.glob("*.yaml")} == set(PARTS)
+    assert Counter(fault.fault for fault in faults).most_common(1)[0][1] == 1
+    for fault in faults:
+        try:
+            file, text = fault.change(ROOT)
+        except NoResult as error:
+            wrong.append(str(error))
+            continue
+        changed = ast.parse(text)
+        compile(changed, fault.where, "exec")
+        wrong += [f"{fault.fault}: {name} is a new name" for name in _names(changed) - _names_in(file)]
+        wrong += [f"{fault.fault}: there is no {name}" for name in fault.tests if not (ROOT / name).is_file()]
+    assert wrong == []
 
 
-def test_a_text_that_is_not_there_or_there_twice_is_named() -> None:
-    fault = Fault("part", "what is wrong", "file.py", find="x = 1", put="x = 2")
-    assert fault.changed("x = 1\n") == "x = 2\n"
-    for text in ("", "x = 1\nx = 1\n"):
-        with pytest.raises(NoResult, match="file"):
-            fault.changed(text)
+@cache
+def _names_in(file: Path) -> set[str]:
+    return _names(ast.parse(file.read_text())) | set(dir(builtins)) | set(dir(torch.Tensor))
 
 
-def test_lines_are_found_at_any_depth_and_keep_it() -> None:
-    fault = Fault("part", "swapped", "file.py", find="if a:\n    b()\nc()", put="c()\nif a:\n    b()")
-    assert fault.changed("def f():\n    if a:\n        b()\n    c()\n") == "def f():\n    c()\n    if a:\n        b()\n"
-    with pytest.raises(NoResult, match="0 times"):
-        fault.changed("    if a:\n    b()\n    c()\n")
+def _names(tree: ast.AST) -> set[str]:
+    names = {getattr(node, field, None) for node in ast.walk(tree) for field in ("id", "attr", "arg")}
+    return {name for name in names if name}
+
+
+CODE = """\
+class Model:  # stays
+    def mean(self, x, n):
+        # does not stay
+        if n:
+            return (x.sum() / n, x - x)
+        return self.log(x, step=1, at="end")
+
+    def rows(self):  # stays
+        for row in self.all():
+            self.add(row)
+            self.log(row)
+        self.log(1)
+
+    def all(self, x):
+        y = x + 1
+        self.add(x)
+        return y
+"""
+IN_LOOP = "self.add(row)\n            self.log(row)", "self.log(row)\n            self.add(row)"
+
+
+@pytest.mark.parametrize(
+    ("find", "put", "old", "new"),
+    [
+        ("_1.sum() / _2", "_2 / _1.sum()", "x.sum() / n", "n / x.sum()"),
+        ("_1 - _1", "-_1", "x - x", "-x"),
+        ("_1._2(_, **_, at=_3)", "_1._2(_3)", 'self.log(x, step=1, at="end")', 'self.log("end")'),
+        ("_(*_1, step=_2, **_)", "_2", 'self.log(x, step=1, at="end")', "1"),
+        ("self._1(1)", "raise SystemExit(self)", "self.log(1)", "raise SystemExit(self)"),
+        ("_1 = _2\n*_3\nreturn _1", "*_3\nreturn _2", "y = x + 1\n        self.add(x)", "self.add(x)"),
+        ("for _1 in _2:\n    _3\n    *_4", "for _1 in _2:\n    *_4\n    _3", *IN_LOOP),
+    ],
+)
+def test_a_pattern_matches_at_any_depth_and_wildcards_are_filled_in(find: str, put: str, old: str, new: str) -> None:
+    assert CODE.count(old) == 1
+    changed, expected = replaced(CODE, ["Model"], find, put), CODE.replace(old, new)
+    if "return" in find:
+        expected = expected.replace("return y", "return x + 1")
+    assert ast.unparse(ast.parse(changed)) == ast.unparse(ast.parse(expected))
+
+
+def test_lines_of_other_functions_stay_as_they_are() -> None:
+    changed = replaced(CODE, ["Model", "mean"], "_ / _1", "_1")
+    assert changed == CODE.replace("x.sum() / n", "n").replace("        # does not stay\n", "").replace('"', "'")
+
+
+@pytest.mark.parametrize(
+    ("find", "count"),
+    [
+        ("_1 / _1", 0),
+        ("self.log(*_)", 2),  # without keywords
+        ("self._(*_, **_)", 6),
+        ("self.log(row)\nself.add(row)", 0),  # in another order
+        ("self.add(row)\nself.log(1)", 0),  # not in one block
+        ("self.log(x, at='end')", 0),
+        ("step", 0),  # no expression
+    ],
+)
+def test_a_pattern_that_matches_nothing_or_several_places_is_refused_with_the_faults_name(
+    find: str, count: int, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(CODE)
+    with pytest.raises(NoResult, match=f"^what is wrong: in model.Model, .* {count} times"):
+        Fault("part", "what is wrong", "model.Model", find, "1", ()).change(tmp_path)
+
+
+def test_a_path_is_that_of_a_module_and_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "__init__.py").touch()
+    (tmp_path / "a" / "b.py").touch()
+    assert locate("a.b.C.d", tmp_path) == (tmp_path / "a" / "b.py", ["C", "d"])
+    assert locate("a.C", tmp_path) == (tmp_path / "a" / "__init__.py", ["C"])
+    with pytest.raises(NoResult, match=r"what is wrong: .*b\.C"):
+        Fault("part", "what is wrong", "b.C", "1", "2", ()).change(tmp_path)
 
 
 @pytest.mark.parametrize(
