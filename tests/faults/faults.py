@@ -47,16 +47,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import patterns  # beside this file; nothing of `tests` is imported, which the forks would take for that of their copy
 import psutil
 import pytest
 import torch  # noqa: F401  (pytest runs in forks, which then need not import it: most of a short run's time)
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # started as a script
-
-from tests.faults import patterns  # noqa: E402
-
 HERE = Path(__file__).parent
 PARTS = ("models", "objectives", "measures", "data", "checkpoints", "flags", "tools", "distributed")
 MARK = "TANDEM_FAULT"  # in the environment of all processes of a fault
@@ -289,7 +286,10 @@ def main() -> int:
     args = parser.parse_args()
     faults = [fault for fault in load() if args.only in (fault.part, "") or args.only in fault.fault]
     if args.diff:
-        print("\n\n".join(fault.diff(ROOT) for fault in faults))
+        try:
+            print("\n\n".join(fault.diff(ROOT) for fault in faults))
+        except NoResult as error:
+            sys.exit(str(error))
         return 0
     if args.fresh:
         args.results.unlink(missing_ok=True)

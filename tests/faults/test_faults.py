@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from tests.faults.faults import HERE, PARTS, ROOT, Fault, NoResult, load, run_pytest
-from tests.faults.patterns import locate, replaced
+from faults import HERE, PARTS, ROOT, Fault, NoResult, load, run_pytest
+from patterns import locate, replaced
 
 
 def test_every_fault_changes_one_place_of_todays_code_and_brings_no_name_of_its_own() -> None:
