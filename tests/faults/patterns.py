@@ -1,6 +1,6 @@
 """Changes of Python code that do not depend on the names of variables or on formatting.
 
-A pattern is an expression, or statements in a row, in Python. In it
+A pattern is an expression, or statements in a row, in Python, and begins with no wildcard. In it
 
     _  _1  _2 ...     stand for any expression, any statement, or any name of an attribute, an argument or a keyword,
     *_  *_1 ...       for any number of expressions or statements in a row,
@@ -91,7 +91,9 @@ def _places(scope: ast.AST, pattern: list[Any]) -> Iterator[tuple[ast.AST, str, 
     for node in ast.walk(scope):
         for field, content in ast.iter_fields(node):
             items = content if isinstance(content, list) else [content]
-            for begin in range(len(items)):
+            for begin, item in enumerate(items):
+                if type(item) is not type(pattern[0]):  # most, and this is quick
+                    continue
                 matches = _in_order([*pattern, ast.Starred(ast.Name(_REST))], items[begin:], {})
                 for values in itertools.islice(matches, 1):
                     yield node, field, begin, len(items) - len(values[_REST]), values
