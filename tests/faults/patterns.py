@@ -51,17 +51,18 @@ def locate(path: str, root: Path) -> tuple[Path, list[str]]:
 
 
 def replaced(source: str, names: Sequence[str], find: str, put: str) -> str:
-    """Python code with the one match of `find` replaced by `put`. The function or class is written anew, without its
-    comments; all other lines stay.
+    """Python code with the one match of `find` replaced by `put`. The function or class that is searched is written
+    anew, without its comments; all other lines stay.
 
     Args:
-        names: Of the function or class that is searched, from the outside inwards; none: all of the code.
+        names: Of this function or class, from the outside inwards; none: all functions, classes and assignments of the
+            code are searched.
 
     Raises:
         NotOnce: `find` does not match exactly one place.
     """
-    tree = ast.parse(source)
-    scopes: list[Any] = [tree]
+    module = ast.parse(source)
+    scopes: list[Any] = [module] if names else module.body
     for name in names:
         scopes = [node for scope in scopes for node in scope.body if getattr(node, "name", None) == name]
     pattern, new = parse(find), parse(put)
@@ -75,9 +76,7 @@ def replaced(source: str, names: Sequence[str], find: str, put: str) -> str:
         old[begin:end] = _filled(new, values)
     else:
         setattr(node, field, _filled(new, values)[0])
-    if scope is tree:
-        return ast.unparse(ast.fix_missing_locations(tree))
-    first = min(each.lineno for each in (scope, *scope.decorator_list)) - 1
+    first = min(each.lineno for each in (scope, *getattr(scope, "decorator_list", ()))) - 1
     depth, indented = scope.col_offset // 4, scope
     for _ in range(depth):
         indented = ast.If(ast.Constant(True), [indented], [])
