@@ -88,7 +88,7 @@ class Fault:
         """
         try:
             file, names = patterns.locate(self.where, root)
-            return file, patterns.replaced(file.read_text(), names, self.find, self.put)
+            return file, patterns.replace_match(file.read_text(), names, self.find, self.put)
         except (OSError, ValueError) as error:
             raise NoResult(f"{self.fault}: in {self.where}, {error}") from None
 

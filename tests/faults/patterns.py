@@ -50,7 +50,7 @@ def locate(path: str, root: Path) -> tuple[Path, list[str]]:
     raise FileNotFoundError(f"{path} is in no module")
 
 
-def replaced(source: str, names: Sequence[str], find: str, put: str) -> str:
+def replace_match(source: str, names: Sequence[str], find: str, put: str) -> str:
     """Python code with the one match of `find` replaced by `put`. The function or class that is searched is written
     anew, without its comments; all other lines stay.
 
@@ -68,14 +68,14 @@ def replaced(source: str, names: Sequence[str], find: str, put: str) -> str:
     pattern, new = parse(find), parse(put)
     if isinstance(pattern[0], ast.stmt) != isinstance(new[0], ast.stmt):  # such as a call by `pass`
         pattern, new = ast.parse(find).body, ast.parse(put).body
-    matches = [(scope, *match) for scope in scopes for match in _places(scope, pattern)]
+    matches = [(scope, *match) for scope in scopes for match in _find_places(scope, pattern)]
     if len(matches) != 1:
         raise NotOnce(f"its pattern matches {len(matches)} times")
     scope, node, field, begin, end, values = matches[0]
     if isinstance(old := getattr(node, field), list):
-        old[begin:end] = _filled(new, values)
+        old[begin:end] = _fill(new, values)
     else:
-        setattr(node, field, _filled(new, values)[0])
+        setattr(node, field, _fill(new, values)[0])
     first = min(each.lineno for each in (scope, *getattr(scope, "decorator_list", ()))) - 1
     depth, indented = scope.col_offset // 4, scope
     for _ in range(depth):
@@ -85,7 +85,7 @@ def replaced(source: str, names: Sequence[str], find: str, put: str) -> str:
     return "".join([*lines[:first], text, "\n", *lines[scope.end_lineno :]])
 
 
-def _places(scope: ast.AST, pattern: list[Any]) -> Iterator[tuple[ast.AST, str, int, int, Values]]:
+def _find_places(scope: ast.AST, pattern: list[Any]) -> Iterator[tuple[ast.AST, str, int, int, Values]]:
     """Where a pattern matches: a node, its field, the part of this field if it is a list, and the wildcards' values."""
     for node in ast.walk(scope):
         for field, content in ast.iter_fields(node):
@@ -93,58 +93,58 @@ def _places(scope: ast.AST, pattern: list[Any]) -> Iterator[tuple[ast.AST, str, 
             for begin, item in enumerate(items):
                 if type(item) is not type(pattern[0]):  # most, and this is quick
                     continue
-                matches = _in_order([*pattern, ast.Starred(ast.Name(_REST))], items[begin:], {})
+                matches = _match_in_order([*pattern, ast.Starred(ast.Name(_REST))], items[begin:], {})
                 for values in itertools.islice(matches, 1):
                     yield node, field, begin, len(items) - len(values[_REST]), values
 
 
-def _matches(pattern: Any, tree: Any, values: Values) -> Iterator[Values]:
+def _match(pattern: Any, tree: Any, values: Values) -> Iterator[Values]:
     """The ways in which a pattern matches a tree, both nodes, lists, names or constants."""
     if isinstance(pattern, list):
         if isinstance(tree, list):
-            yield from _in_order(pattern, tree, values)
+            yield from _match_in_order(pattern, tree, values)
     elif name := _wildcard(pattern):
         kind = ast.expr if isinstance(pattern, ast.Name) else ast.stmt if isinstance(pattern, ast.AST) else str
         if isinstance(tree, kind):
-            yield from _bound(name, tree, values)
+            yield from _bind(name, tree, values)
     elif type(pattern) is type(tree):
         if isinstance(pattern, ast.Constant):
             yield from [values] if (type(pattern.value), pattern.value) == (type(tree.value), tree.value) else []
         elif isinstance(pattern, ast.AST):
-            yield from _in_order(_fields(pattern), _fields(tree), values)
+            yield from _match_in_order(_fields(pattern), _fields(tree), values)
         elif pattern == tree:
             yield values
 
 
-def _in_order(patterns: Sequence[Any], trees: Sequence[Any], values: Values) -> Iterator[Values]:
+def _match_in_order(patterns: Sequence[Any], trees: Sequence[Any], values: Values) -> Iterator[Values]:
     if not patterns:
         yield from [values] if not trees else []
     elif name := _wildcard_of_several(patterns[0]):
         for count in range(len(trees) + 1):
-            for bound in _bound(name, list(trees[:count]), values):
-                yield from _in_order(patterns[1:], trees[count:], bound)
+            for bound in _bind(name, list(trees[:count]), values):
+                yield from _match_in_order(patterns[1:], trees[count:], bound)
     elif trees:
-        for bound in _matches(patterns[0], trees[0], values):
-            yield from _in_order(patterns[1:], trees[1:], bound)
+        for bound in _match(patterns[0], trees[0], values):
+            yield from _match_in_order(patterns[1:], trees[1:], bound)
 
 
-def _bound(name: str, tree: Any, values: Values) -> Iterator[Values]:
+def _bind(name: str, tree: Any, values: Values) -> Iterator[Values]:
     if name == _ANY:
         yield values
     elif name not in values or _text(values[name]) == _text(tree):
         yield {**values, name: tree}
 
 
-def _filled(replacement: Any, values: Values) -> Any:
+def _fill(replacement: Any, values: Values) -> Any:
     """A replacement with what its wildcards stand for."""
     if isinstance(replacement, list):
         parts = [(each, _wildcard_of_several(each)) for each in replacement]
-        return [new for each, name in parts for new in (values[name] if name else [_filled(each, values)])]
+        return [new for each, name in parts for new in (values[name] if name else [_fill(each, values)])]
     if name := _wildcard(replacement):
         value = values[name]
         return ast.Expr(value) if isinstance(replacement, ast.Expr) and isinstance(value, ast.expr) else value
     if isinstance(replacement, ast.AST) and not isinstance(replacement, ast.Constant):
-        return type(replacement)(**{name: _filled(value, values) for name, value in ast.iter_fields(replacement)})
+        return type(replacement)(**{name: _fill(value, values) for name, value in ast.iter_fields(replacement)})
     return replacement
 
 

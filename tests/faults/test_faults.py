@@ -13,7 +13,7 @@ from types import CodeType
 import pytest
 import torch
 from faults import HERE, PARTS, ROOT, Fault, NoResult, load, run_pytest
-from patterns import locate, replaced
+from patterns import locate, replace_match
 
 
 def test_every_fault_changes_one_place_of_todays_code_and_brings_no_name_of_its_own() -> None:
@@ -86,14 +86,14 @@ IN_LOOP = "self.add(row)\n            self.log(row)", "self.log(row)\n          
 )
 def test_a_pattern_matches_at_any_depth_and_wildcards_are_filled_in(find: str, put: str, old: str, new: str) -> None:
     assert CODE.count(old) == 1
-    changed, expected = replaced(CODE, ["Model"], find, put), CODE.replace(old, new)
+    changed, expected = replace_match(CODE, ["Model"], find, put), CODE.replace(old, new)
     if "return" in find:
         expected = expected.replace("return y", "return x + 1")
     assert ast.unparse(ast.parse(changed)) == ast.unparse(ast.parse(expected))
 
 
 def test_lines_of_other_functions_stay_as_they_are() -> None:
-    changed = replaced(CODE, ["Model", "mean"], "_ / _1", "_1")
+    changed = replace_match(CODE, ["Model", "mean"], "_ / _1", "_1")
     assert changed == CODE.replace("x.sum() / n", "n").replace("        # does not stay\n", "").replace('"', "'")
 
 
