@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import threading
 
@@ -205,6 +206,18 @@ def test_where_all_are_damaged_nothing_starts_afresh_and_nothing_is_renamed(chec
     with pytest.raises(ValueError, match=r"step_00000002.*so is the one before it") as error:
         checkpoints.newest_good(print)
     assert "\n" not in str(error.value) and len(list(checkpoints.folder.glob("step_*"))) == 2
+
+
+@pytest.mark.parametrize("remaining", ["latest", "damaged-step_00000001"])
+def test_where_all_checkpoints_are_gone_nothing_starts_afresh(checkpoints, remaining):
+    save(checkpoints, 1, parts(), {})
+    checkpoints.latest().rename(checkpoints.folder / "damaged-step_00000001")
+    for path in checkpoints.folder.iterdir():
+        if path.name != remaining:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert [path.name for path in checkpoints.folder.iterdir()] == [remaining]
+    with pytest.raises(ValueError, match="held checkpoints that are gone; restore one, or start over with --fresh"):
+        checkpoints.newest_good(print)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b", None])
