@@ -4,8 +4,8 @@
 # and: test-all (every combination, before a release), test-avx2 (tests that train, as on a smaller CPU), lint, bench
 # (speed), gpu (all about a machine with a GPU, in ten minutes), parity (the backends' numbers side by side; the same bits
 # of the full model on your images: parity IMAGES=photos/), torture MINUTES=10 (runs killed at random), fuzz MINUTES=10
-# (damaged files for every tool), faults (whether the tests find each of some sixty seeded faults: an hour; a second start
-# goes on where the first one ended), lab (several machines, made of Linux namespaces)
+# (damaged files for every tool), faults (whether the tests find each of some sixty seeded faults: 20 minutes; a second
+# start goes on where the first one ended), lab (several machines, made of Linux namespaces)
 
 # Horovod needs Python <= 3.11; without one everything but its tests works.
 PYTHON ?= $(shell for p in python3 python3.11 python3.10; do \
