@@ -29,13 +29,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hub import add_push, parser_of
-from tandem.converters import average_length, positive_int
-from tandem.files.exits import Failed, exit_codes
-from tandem.files.installed import command_of
-from tandem.files.reading import counted, printable
-from trained import find, load, load_discriminator, write_model
-from training.flags.parser import ArgumentParser
+from tandem.commands import parser_of
+from tandem.config.converters import average_length, positive_int
+from tandem.config.parser import ArgumentParser
+from tandem.io.exits import Failed, exit_codes
+from tandem.io.installed import command_of
+from tandem.io.reading import counted, printable
+from tandem.launch import add_push
+from tandem.weights.load import find, load, load_discriminator, write_model
 
 # Part of the norm of a profile that an average of another length may miss.
 FARTHEST_PROFILE = 0.2
@@ -95,8 +96,8 @@ def build_parser() -> ArgumentParser:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    from models.files.description import describe_model_folder
-    from models.files.public import format_of
+    from tandem.weights.formats.description import describe_model_folder
+    from tandem.weights.formats.detection import format_of
 
     kind, where = find(Path(args.path))
     if kind == "checkpoint":
@@ -112,9 +113,9 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
-    from models.files.description import describe_weights
-    from training.checkpoints.format import check_sums, read_checkpoint
-    from training.checkpoints.models import MODELS, kept_average
+    from tandem.training.checkpoint.format import check_sums, read_checkpoint
+    from tandem.training.checkpoint.models import MODELS, kept_average
+    from tandem.weights.formats.description import describe_weights
 
     checksums = "not checked"
     parts, meta = read_checkpoint(folder, verify=False)
@@ -149,7 +150,7 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
 def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
     """What a checkpoint says of a model, with the scale of latents that its weights have measured. Both may be a
     stranger's, and unlike those of this program."""
-    from models.quantizers.gaussian import scale_of
+    from tandem.models.quantizers.gaussian import scale_of
 
     weights = part.get("weights")
     moments: Any = weights.get("quantizer.moments") if isinstance(weights, dict) else None
@@ -180,7 +181,7 @@ def new_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
 
 
 def export(args: argparse.Namespace) -> None:
-    from models.files.public import FORMATS
+    from tandem.weights.formats.detection import FORMATS
 
     is_folder, path = args.to in ("model", "diffusers"), Path(args.path)
     out = new_output(args, is_folder, f"--to {args.to}")
@@ -204,8 +205,8 @@ def described(model: Any) -> str:
 def average(args: argparse.Namespace) -> None:
     """Write the model of a run with an average of its weights that is made of those in snapshots/. Buffers, which no
     average averages, are those of the last save."""
-    from models.files.pretrained import build
-    from training.checkpoints.averages import AverageFiles
+    from tandem.models.base import build
+    from tandem.training.checkpoint.averages import AverageFiles
 
     run, out = Path(args.path), new_output(args, is_folder=True, kind="average")
     files = AverageFiles(run / "snapshots")
@@ -227,8 +228,8 @@ def translate(args: argparse.Namespace) -> None:
     """Write the flags that a public training configuration says, and a line for each key without a counterpart."""
     import yaml
 
-    from tandem.files.reading import one_line
-    from tandem.files.writing import write_atomically
+    from tandem.io.reading import one_line
+    from tandem.io.writing import write_atomically
 
     out = new_output(args, is_folder=False, kind="config")
     try:
@@ -265,7 +266,7 @@ def translate(args: argparse.Namespace) -> None:
 
 def read_public_config(path: str) -> dict[str, Any]:
     """What a file of JSON or YAML holds. Raises OSError, and ValueError, in one line, if that is no mapping."""
-    from tandem.files.reading import LONGEST_JSON_BYTES, read_bytes, read_json, read_yaml
+    from tandem.io.reading import LONGEST_JSON_BYTES, read_bytes, read_json, read_yaml
 
     is_json = read_bytes(path, LONGEST_JSON_BYTES).lstrip().startswith(b"{")
     config = read_json(path) if is_json else read_yaml(path)
@@ -286,12 +287,12 @@ class Translated(NamedTuple):
 
 def of_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
     """Of a configuration of DALLE2-pytorch. Raises ValueError, in one line."""
-    from models import Decoder
-    from models.files.building import build_on_meta, check_arguments
-    from models.files.dalle2_config import decoder_config, decoder_part
-    from models.files.dalle2_keys import flags_of_config, implied, known_keys
-    from models.files.public_keys import without_counterpart
-    from training.flags.public_names import rows
+    from tandem.config.public_names import rows
+    from tandem.models import Decoder
+    from tandem.models.building import build_on_meta, check_arguments
+    from tandem.weights.formats.config_keys import without_counterpart
+    from tandem.weights.formats.dalle2_config import decoder_config, decoder_part
+    from tandem.weights.formats.dalle2_keys import flags_of_config, implied, known_keys
 
     parser, page = parser_of("train_decoder.py"), rows("train_decoder.py")
     known, looked_at = known_keys(page), {name: value for name, value in config.items() if name != "seed"}
@@ -309,9 +310,9 @@ def of_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
 def of_taming(config: dict[str, Any], processes: int | None) -> Translated:
     """Of a configuration of an autoencoder of taming-transformers or latent diffusion. Raises ValueError, in one
     line."""
-    from models.files.public_keys import without_counterpart
-    from models.files.taming_yaml import autoencoder_of, flags_of_yaml, known_keys, processes_of
-    from training.flags.public_names import rows
+    from tandem.config.public_names import rows
+    from tandem.weights.formats.config_keys import without_counterpart
+    from tandem.weights.formats.taming_yaml import autoencoder_of, flags_of_yaml, known_keys, processes_of
 
     config, of_whole = autoencoder_of(config)
     known = known_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])

@@ -6,7 +6,7 @@
 
 The files are the same, byte for byte, for any number of processes. Run the same command again to continue after an
 interruption.
-data/stores/embeddings.py says what is in index/, and how to load it in two lines.
+tandem/data/stores/embeddings.py says what is in index/, and how to load it in two lines.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import distributed
-from hub import fetch
-from tandem.converters import FILE, FOLDER, PATH, size
-from tandem.fields import Needs, flag, given
-from tandem.files.reading import counted
-from training.flags.parser import ArgumentParser
-from training.flags.shared import add_computation_arguments, kernel_settings
+from tandem import distributed
+from tandem.config.converters import FILE, FOLDER, PATH, size
+from tandem.config.fields import Needs, flag, given
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import add_computation_arguments, kernel_settings
+from tandem.io.reading import counted
+from tandem.launch import fetch
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from data.decoding.sounds import ClipDecoder
-    from data.fields import Samples
+    from tandem.data.decoding.sounds import ClipDecoder
+    from tandem.data.fields import Samples
 _AUDIO = given("audio", "PATH")
 _QUERY = Needs("query", "TEXT", lambda args: bool(args.query or args.query_file))
 
@@ -125,11 +125,11 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     memory for a batch than there is."""
     import torch
 
-    from data.decoding.sounds import ClipDecoder
-    from data.tokenizers import open_tokenizer
-    from models.files.building import require_room
+    from tandem.data.decoding.sounds import ClipDecoder
+    from tandem.data.tokenizers import open_tokenizer
     from tandem.devices import to_device
-    from trained import open_model
+    from tandem.models.building import require_room
+    from tandem.weights.load import open_model
 
     model, about, file = open_model(path, "MuLaN")
     require_room(f"a batch of {batch_size} clips", batch_size, model.clip_numbers)
@@ -181,12 +181,12 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     """Write the index of a folder of sounds. Raises AskedToStop after a signal."""
     import numpy as np
 
-    from data.records.rows import parts_of
-    from data.sets import open_spread
-    from data.stores.embeddings import EMBEDDINGS
-    from data.stores.encoding import encode_batches
-    from data.stores.output import OutputFolder, names_sha256
-    from data.stores.shards import Encoded, ShardWriter
+    from tandem.data.sets import open_spread
+    from tandem.data.sources.rows import parts_of
+    from tandem.data.stores.embeddings import EMBEDDINGS
+    from tandem.data.stores.encoding import encode_batches
+    from tandem.data.stores.output import OutputFolder, names_sha256
+    from tandem.data.stores.shards import Encoded, ShardWriter
 
     fetch(args.model, backend)
     with backend.agreement():
@@ -222,9 +222,9 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
 def clips_of_query(query: str, decoder: ClipDecoder, max_clips: int) -> Tensor | None:
     """The clips of the sound file that a query names; None if it is a sentence. Raises ValueError, in one line, if the
     file cannot be read, or the query has the ending of a sound file and there is none."""
-    from data.bad_samples import reason_of
-    from data.decoding.sounds import ENDINGS, FURTHER_ENDINGS, require_decoders
-    from data.records.record import Entry
+    from tandem.data.bad_samples import reason_of
+    from tandem.data.decoding.sounds import ENDINGS, FURTHER_ENDINGS, require_decoders
+    from tandem.data.sources.record import Entry
 
     if os.path.isfile(query):
         require_decoders()
@@ -241,8 +241,8 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Print the best matches of each query. Only the root process searches."""
     import torch
 
-    from data.stores.embeddings import Answer, StoredEmbeddings, read_queries
-    from data.stores.encoding import in_batches
+    from tandem.data.stores.embeddings import Answer, StoredEmbeddings, read_queries
+    from tandem.data.stores.encoding import in_batches
 
     fetch(args.model, backend)
     with backend.agreement():

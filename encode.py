@@ -12,13 +12,13 @@ VideoTokenizer; or the latents of images with a VQGAN that has no codes; or deco
 The files are the same, byte for byte, for every launcher and any number of processes, loader workers and threads. Run
 the same command again to continue after an interruption. Videos of any length go through the model frame by frame, in
 the same memory (their codes are kept until the shard is written, and attend_time keeps all earlier frames, unless
---time_window of the training limits it). data/stores/codes.py says what is in codes/, and data/stores/latents.py what
-is in latents/. Codes load in two lines:
+--time_window of the training limits it). In tandem/data/stores/, codes.py says what codes/ holds, and latents.py what
+latents/ holds. Codes load in two lines:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # a row per line of index.jsonl
     of_video = codes[line["row"]:][:line["code_frames"]]  # line: json.loads of a line of codes/index.jsonl
 
-With --keep_aspect, each film has a "grid" of its own in its line: data/stores/codes.py has the line that loads it.
+With --keep_aspect, each film has a "grid" of its own in its line: tandem/data/stores/codes.py says how to load it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import distributed
-from hub import arguments_of, fetch, run_of
-from tandem.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
-from tandem.fields import flag, given, when, without
-from tandem.files.reading import counted
-from trained import find, newest, open_model
-from training.flags.parser import ArgumentParser
-from training.flags.shared import add_computation_arguments, add_places, kernel_settings
+from tandem import distributed
+from tandem.config.converters import FOLDER, PATH, frame_rate, non_negative_int, pixels, positive_int, size
+from tandem.config.fields import flag, given, when, without
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import add_computation_arguments, add_places, kernel_settings
+from tandem.io.reading import counted
+from tandem.launch import arguments_of, fetch, run_of
+from tandem.weights.load import find, newest, open_model
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from data.fields import Samples
-    from data.stores.codes import StoredCodes
-    from data.stores.shards import Encode, ShardWriter
-    from models import VideoTokenizer
+    from tandem.data.fields import Samples
+    from tandem.data.stores.codes import StoredCodes
+    from tandem.data.stores.shards import Encode, ShardWriter
+    from tandem.models import VideoTokenizer
 
 DEMO_FRAMES = 41  # of a clip that is drawn
 # Formats of the files that are written of each kind, the default first.
@@ -209,8 +209,8 @@ def computed(
     backend: distributed.Backend, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
     """What a method of the model makes of values, which are in their range, in the precision of the run."""
-    from models.convolutional import trusted_values
     from tandem.devices import to_device
+    from tandem.models.layers.convolutional import trusted_values
 
     backend.mark(doing)
     with backend.autocast(), trusted_values():
@@ -226,14 +226,14 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     """
     import torch
 
-    from data.feed import to_unit_range
-    from data.stores.codes import StoredCodes, decode_images
-    from data.stores.encoding import encode_batches
-    from data.stores.latents import LatentWriter, StoredLatents, open_labelled
-    from data.stores.shards import ShardWriter
-    from models.files.building import require_room
+    from tandem.data.feed import to_unit_range
+    from tandem.data.stores.codes import StoredCodes, decode_images
+    from tandem.data.stores.encoding import encode_batches
+    from tandem.data.stores.latents import LatentWriter, StoredLatents, open_labelled
+    from tandem.data.stores.shards import ShardWriter
     from tandem.devices import to_device
-    from training.noise import Noise
+    from tandem.models.building import require_room
+    from tandem.training.noise import Noise
 
     count = args.batch_size
 
@@ -276,19 +276,19 @@ def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
 
 def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Videos frame by frame, and images as videos of one frame, through a VideoTokenizer."""
-    from data.decoding.images import LONGEST_SHAPE
-    from data.decoding.videos import sound_of
-    from data.feed import to_unit_range
-    from data.sets import open_videos
-    from data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
-    from data.stores.encoding import PIECE_FRAMES, encode_streams
-    from data.stores.shards import ShardWriter
-    from models.files.building import require_room
-    from models.video.causal import StreamState
-    from models.video.layers import check_side
+    from tandem.data.decoding.images import LONGEST_SHAPE
+    from tandem.data.decoding.videos import sound_of
+    from tandem.data.feed import to_unit_range
+    from tandem.data.sets import open_videos
+    from tandem.data.stores.codes import FRAME_FOLDER, StoredCodes, code_dtype, decode_videos
+    from tandem.data.stores.encoding import PIECE_FRAMES, encode_streams
+    from tandem.data.stores.shards import ShardWriter
     from tandem.devices import to_device
-    from tandem.files.installed import missing_package
-    from training.pictures.film import can_write_mp4, to_gif, write_mp4
+    from tandem.io.installed import missing_package
+    from tandem.models.building import require_room
+    from tandem.models.layers.video.blocks import check_side
+    from tandem.models.layers.video.causal import StreamState
+    from tandem.training.visuals.videos import can_write_mp4, to_gif, write_mp4
 
     if args.format == "mp4" and not can_write_mp4():
         raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
@@ -370,12 +370,12 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     import numpy as np
     import torch
 
-    from data.records.rows import parts_of
-    from data.stores.codes import code_dtype
-    from data.stores.latents import DTYPES, channel_lines, labels_line
-    from data.stores.output import OutputFolder, names_sha256
-    from data.stores.shards import PARTIAL
-    from training.measures.averages import code_statistics
+    from tandem.data.sources.rows import parts_of
+    from tandem.data.stores.codes import code_dtype
+    from tandem.data.stores.latents import DTYPES, channel_lines, labels_line
+    from tandem.data.stores.output import OutputFolder, names_sha256
+    from tandem.data.stores.shards import PARTIAL
+    from tandem.training.metrics.averages import code_statistics
 
     fetch(args.model, backend)
     with backend.agreement():
@@ -449,8 +449,8 @@ def decodes_codes_of(name: str, made_by: Any) -> bool:
 
 def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Decode a folder of codes or latents to images or videos. Raises AskedToStop after a signal."""
-    from data.stores.codes import decoded_files
-    from data.stores.output import OutputFolder
+    from tandem.data.stores.codes import decoded_files
+    from tandem.data.stores.output import OutputFolder
 
     fetch(args.model, backend)
     with backend.agreement():

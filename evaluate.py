@@ -28,21 +28,21 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import distributed
-from hub import arguments_of, fetch, run_of
-from tandem.converters import FILE, FOLDER, NAME, PATH, pixels, positive_float, size
-from tandem.fields import Needs, flag, given
-from tandem.files.reading import counted, words_of
-from trained import find, newest
-from training.flags.parser import ArgumentParser
-from training.flags.shared import add_computation_arguments, kernel_settings
-from training.run.starts import last_start
+from tandem import distributed
+from tandem.config.converters import FILE, FOLDER, NAME, PATH, pixels, positive_float, size
+from tandem.config.fields import Needs, flag, given
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import add_computation_arguments, kernel_settings
+from tandem.io.reading import counted, words_of
+from tandem.launch import arguments_of, fetch, run_of
+from tandem.training.run_folder.starts import last_start
+from tandem.weights.load import find, newest
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor
 
-    from data.fields import Samples
-    from training.measures.fid import Gaussian
+    from tandem.data.fields import Samples
+    from tandem.training.metrics.fid import Gaussian
 
 SHOWN = 6  # samples in the picture
 ROUND_SECONDS = 1.0  # between agreements of the processes
@@ -126,7 +126,7 @@ def build_parser() -> ArgumentParser:
 
 def reconstructed(model: Any, samples: Tensor, backend: distributed.Backend) -> tuple[Tensor, Tensor]:
     """Reconstructions of images or videos in [0, 1], in the precision of the run, and their codes, if there are any."""
-    from models.convolutional import trusted_values
+    from tandem.models.layers.convolutional import trusted_values
 
     backend.mark("reconstructing")
     with backend.autocast(), trusted_values():
@@ -139,7 +139,7 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
     args.channels. Raises ValueError, in one line, if there is none or one does not take such samples."""
     import torch
 
-    from trained import open_model
+    from tandem.weights.load import open_model
 
     kinds = ("VideoTokenizer",) if args.video_folder else ("DiscreteVAE", "VQGAN", "VideoTokenizer")
     opened = {name: open_model(name, *kinds) for name in args.model}
@@ -156,8 +156,8 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
 
 def open_samples(args: argparse.Namespace) -> Samples:
     """What is measured. Raises ValueError, in one line, if there is none."""
-    from data.held_out import divided_by
-    from data.sets import open_images, open_videos
+    from tandem.data.held_out import divided_by
+    from tandem.data.sets import open_images, open_videos
 
     how = {"channels": args.channels, "resize": args.resize}
     if not args.held_out_of:
@@ -177,7 +177,7 @@ def open_samples(args: argparse.Namespace) -> Samples:
 def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[dict[str, int], list[str]]:
     """How many of the samples each model that lies in its run's folder was trained on, as far as that can be known, and
     lines that say it: what was compared, or why nothing could be."""
-    from data import held_out
+    from tandem.data import held_out
 
     counts, lines, n = dict[str, int](), list[str](), len(samples)
     instead = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
@@ -231,13 +231,13 @@ def go_through(
     """Let `use` go through the batches of this process; it yields often. The processes agree on errors and signals once
     in `ROUND_SECONDS`, so that none waits for the others at each batch. Collective. Raises UserMistake, in one line, if
     too many samples cannot be read; AskedToStop after a signal."""
-    from data.bad_samples import BadSampleLog
-    from data.feed import to_unit_range
-    from data.stores.encoding import load_each
-    from data.stores.shards import PARTIAL
-    from data.workers import Loader
+    from tandem.data.bad_samples import BadSampleLog
+    from tandem.data.feed import to_unit_range
+    from tandem.data.sampling.workers import Loader
+    from tandem.data.stores.encoding import load_each
+    from tandem.data.stores.shards import PARTIAL
     from tandem.devices import to_device
-    from tandem.files.exits import AskedToStop
+    from tandem.io.exits import AskedToStop
 
     n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
     done, partly_read, example = 0, 0, ""
@@ -296,9 +296,9 @@ def reference(
     import torch
     from safetensors.torch import save
 
-    from models.files.published import read_state_dict
-    from tandem.files.writing import write_atomically
-    from training.measures.fid import Gaussian
+    from tandem.io.published import read_state_dict
+    from tandem.io.writing import write_atomically
+    from tandem.training.metrics.fid import Gaussian
 
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     path, found = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
@@ -322,14 +322,14 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Measure the models and say what was found. Raises AskedToStop after a signal."""
     import torch
 
-    from data.stores.output import json_bytes, sha256_of
-    from models.files.published import INCEPTION, PUBLISHED, weights_of
-    from models.i3d import I3D_DIM, i3d_features
-    from models.perceptual import load_lpips
+    from tandem.data.stores.output import json_bytes, sha256_of
     from tandem.devices import moment, on_host, seconds_between
-    from tandem.files.fetching import fetched
-    from tandem.files.writing import write_atomically
-    from training.measures import exact, fid, reconstruction, videos
+    from tandem.io.fetching import fetched
+    from tandem.io.published import INCEPTION, PUBLISHED, weights_of
+    from tandem.io.writing import write_atomically
+    from tandem.models.features.i3d import I3D_DIM, i3d_features
+    from tandem.models.features.lpips import load_lpips
+    from tandem.training.metrics import exact, fid, reconstruction, videos
 
     device, mark = backend.device, partial(backend.mark, "fetching weights")
     for name in args.model:
@@ -439,7 +439,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 def say_table(values: Mapping[str, Mapping[str, Any]], how: str, say: Callable[[str], None]) -> None:
     """Print a row for each model, with a column for each value, and in the corner how they are measured."""
-    from training.run.table import number
+    from tandem.training.logging.table import number
 
     names = [name for name in HEADINGS if any(name in found for found in values.values())]
     rows = [[how, *(HEADINGS[name] for name in names)]]
@@ -459,9 +459,9 @@ def draw(
     """Write the picture of the samples whose PSNR differs most between models, or is lowest of a single one."""
     import torch
 
-    from data.feed import to_unit_range
-    from tandem.files.writing import write_atomically
-    from training.pictures.images import grid, to_png
+    from tandem.data.feed import to_unit_range
+    from tandem.io.writing import write_atomically
+    from tandem.training.visuals.images import grid, to_png
 
     near = {note["index"]: [near for near, _ in note["made"]] for note in notes}
     spread = {index: max(of) - min(of) if len(of) > 1 else -of[0] for index, of in near.items()}

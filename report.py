@@ -12,7 +12,6 @@ page.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import signal
 from argparse import Namespace
@@ -20,14 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.converters import non_negative_int, positive_int
-from tandem.files.exits import exit_codes
-from tandem.files.reading import counted, printable
-from tandem.files.writing import write_atomically
-from training.flags.parser import ArgumentParser
-from training.report.page import data_of, is_report, library, page
-from training.report.runs import RunReader, names_of
-from training.report.watching import Server
+from tandem.commands import parser_of
+from tandem.config.converters import non_negative_int, positive_int
+from tandem.config.parser import ArgumentParser
+from tandem.io.exits import exit_codes
+from tandem.io.reading import counted, printable
+from tandem.io.writing import write_atomically
+from tandem.report.page import data_of, is_report, library, page
+from tandem.report.runs import RunReader, names_of
+from tandem.report.watching import Server
 
 LARGEST_PORT = 65535
 
@@ -63,12 +63,10 @@ def check_flags(parser: ArgumentParser, args: Namespace) -> None:
 @functools.cache
 def defaults_of(script: str) -> dict[str, Any]:
     """The settings of a training script without any flag, as config.yaml has them; {} if there is no such script."""
-    name = script.removesuffix(".py")
     try:
-        module = importlib.import_module(f"{__package__}.{name}" if __package__ else name)
+        parser = parser_of(script)
     except ImportError:
         return {}
-    parser = module.build_parser()
     settings: dict[str, Any] = json.loads(json.dumps(parser.settings(parser.with_values({}))))
     return settings
 

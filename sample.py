@@ -21,21 +21,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import distributed
-from hub import fetch
-from models.decoder_config import GUIDED, Sampling
-from tandem.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
-from tandem.fields import flag, given
-from tandem.files.reading import counted
-from training.flags.parser import ArgumentParser
-from training.flags.shared import ClipFlags, add_computation_arguments, add_places, kernel_settings
+from tandem import distributed
+from tandem.config.converters import FILE, FOLDER, NAME, non_negative_int, positive_int, size
+from tandem.config.fields import flag, given
+from tandem.config.models.decoder import GUIDED, Sampling
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import ClipFlags, add_computation_arguments, add_places, kernel_settings
+from tandem.io.reading import counted
+from tandem.launch import fetch
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from models import Decoder
-    from trained import Trained
+    from tandem.models import Decoder
+    from tandem.weights.load import Trained
 
 MOST_BYTES = 1 << 30  # of a file of conditions
 MODELS = ("model", "guide_with")
@@ -143,7 +143,7 @@ def clip_for(args: argparse.Namespace, used: Mapping[str, str] | None, backend: 
     Raises:
         ValueError: one line, if it cannot be had, or the model was trained with one of a user's files.
     """
-    from models.clip import Clip, is_published
+    from tandem.models.features.clip import Clip, is_published
 
     has_prompts = bool(args.prompts or args.prompt_file)
     if used and has_prompts and not args.clip:
@@ -175,11 +175,11 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
     """What each flag gives. Raises ValueError, in one line, and OSError."""
     import torch
 
-    from data.decoding.arrays import find_array
-    from data.decoding.texts import sentence
-    from data.demo import condition_of
-    from data.records.record import Entry
-    from tandem.files.reading import LONGEST_JSON_BYTES, plain_text, read_bytes, text_lines
+    from tandem.data.decoding.arrays import find_array
+    from tandem.data.decoding.texts import sentence
+    from tandem.data.sources.demo import condition_of
+    from tandem.data.sources.record import Entry
+    from tandem.io.reading import LONGEST_JSON_BYTES, plain_text, read_bytes, text_lines
 
     prompts = list(args.prompts or [])
     if args.prompt_file:
@@ -221,7 +221,7 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
 
 def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
     """The source of each condition that Unets take. Raises ValueError, in one line, if they take others."""
-    from models.decoder import CONDITIONS
+    from tandem.models.diffusion.decoder import CONDITIONS
 
     takes = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
              for name, width in CONDITIONS.items() for unet in unets if getattr(unet.spec, width)}  # fmt: skip
@@ -248,7 +248,7 @@ def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
 
 def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | None) -> range:
     """The Unets that draw, from 0. Raises ValueError, in one line, if flags do not fit them."""
-    from models.decoder import check_guide, is_conditional
+    from tandem.models.diffusion.decoder import check_guide, is_conditional
 
     count = len(decoder.unets)
     first, last = args.start_at_unet, args.stop_at_unet or count
@@ -274,7 +274,7 @@ def contents(
     args: argparse.Namespace, trained: Mapping[str, Trained], pixels: Mapping[str, Any], mark: Callable[[str], None]
 ) -> dict[str, str]:
     """Hashes of what the pictures depend on: files, models and images, these two by the name of their flag."""
-    from data.stores.output import sha256_of
+    from tandem.data.stores.output import sha256_of
 
     hashes = {}
     for name, found in trained.items():
@@ -295,12 +295,12 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     """Draw the pictures. Raises AskedToStop after a signal."""
     import torch
 
-    from data.sets import open_images
-    from data.stores.codes import pixels_of, save_missing
-    from data.stores.output import OutputFolder, names_sha256
-    from models.files.building import require_room
-    from trained import open_model
-    from training.generation import noise_of
+    from tandem.data.sets import open_images
+    from tandem.data.stores.codes import pixels_of, save_missing
+    from tandem.data.stores.output import OutputFolder, names_sha256
+    from tandem.models.building import require_room
+    from tandem.training.generation import noise_of
+    from tandem.weights.load import open_model
 
     for name in MODELS:
         fetch(getattr(args, name), backend)

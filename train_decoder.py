@@ -19,22 +19,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import distributed
-from data.flags import ConditionedImageFlags
-from hub import start_training, training_parser
-from models.decoder_config import DecoderConfig, Sampling
-from trained import built
-from training import schedules
-from training.flags.decoder import DecoderFlags
-from training.flags.parser import ArgumentParser
-from training.flags.shared import ClipFlags, OptimizerFlags, RunFlags, ScheduleFlags
+from tandem import distributed
+from tandem.config.data import ConditionedImageFlags
+from tandem.config.decoder_training import DecoderFlags
+from tandem.config.models.decoder import DecoderConfig, Sampling
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import ClipFlags, OptimizerFlags, RunFlags, ScheduleFlags
+from tandem.launch import start_training, training_parser
+from tandem.training import schedules
+from tandem.weights.load import built
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     import torch
     from torch import Tensor
 
-    from models import Decoder
-    from models.diffusion import Losses
+    from tandem.models import Decoder
+    from tandem.models.diffusion import Losses
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "decoder" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl, beside the error of each Unet.
@@ -64,7 +64,7 @@ def build_model(
 ) -> Decoder:  # fmt: skip
     """The cascade with seeded weights, the same on every process, or with those of `--init_from`; for `widths` of the
     data and its `clip` see `DecoderConfig.of_data`. A line for the user goes to `say`."""
-    from models import Decoder
+    from tandem.models import Decoder
 
     def load(decoder: Decoder, source: Decoder, name: str) -> None:
         decoder.load_weights_from(source, name)
@@ -102,10 +102,10 @@ class UnetTraining:
     """What the training of one Unet needs besides its engine: losses, random numbers and the learning rate."""
 
     def __init__(self, args: argparse.Namespace, decoder: Decoder, number: int, device: torch.device) -> None:
-        from models.diffusion import DiffusionLoss
-        from training.noise import Noise
-        from training.objectives.diffusion import DiffusionDraws, LowresDraws
-        from training.optimizers import make_optimizer
+        from tandem.models.diffusion import DiffusionLoss
+        from tandem.training.losses.diffusion import DiffusionDraws, LowresDraws
+        from tandem.training.noise import Noise
+        from tandem.training.optimizers import make_optimizer
 
         def said(name: str) -> Any:
             return getattr(args, name)[number - 1]
@@ -150,20 +150,20 @@ class UnetTraining:
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    from data.sets import decoder_feed, widths_of
-    from models import Decoder
-    from models.clip import Clip, with_embeddings
-    from models.files.published import INCEPTION, weights_of
-    from models.perceptual import load_lpips
-    from training.cascade import Cascade
-    from training.ema import kept_metric, kept_weights, make_ema
-    from training.generation import Generation, sampling_example
-    from training.measures.fid import Inception
-    from training.measures.generation import GenerationQuality, left_out
-    from training.measures.unets import UnetErrors
-    from training.run.best import BestModel
-    from training.run.loop import Action, Evaluation, kept_model
-    from training.run.run import Run
+    from tandem.data.sets import decoder_feed, widths_of
+    from tandem.io.published import INCEPTION, weights_of
+    from tandem.models import Decoder
+    from tandem.models.features.clip import Clip, with_embeddings
+    from tandem.models.features.lpips import load_lpips
+    from tandem.training.cascade import Cascade
+    from tandem.training.ema import kept_metric, kept_weights, make_ema
+    from tandem.training.generation import Generation, sampling_example
+    from tandem.training.loop import Action, Evaluation, kept_model
+    from tandem.training.metrics.fid import Inception
+    from tandem.training.metrics.generation import GenerationQuality, left_out
+    from tandem.training.metrics.unets import UnetErrors
+    from tandem.training.run import Run
+    from tandem.training.run_folder.best import BestModel
 
     takes = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
     with backend.agreement():

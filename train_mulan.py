@@ -19,24 +19,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import distributed
-from data.flags import SoundFlags, place_of
-from hub import start_training, training_parser
-from models.mulan_config import UNSAID, MuLaNConfig, TowerFlags
-from tandem.converters import FOLDER, templates
-from tandem.fields import flag
-from training import schedules
-from training.flags.parser import ArgumentParser
-from training.flags.shared import DecayingOptimizerFlags, RunFlags
+from tandem import distributed
+from tandem.config.converters import FOLDER, templates
+from tandem.config.data import SoundFlags, place_of
+from tandem.config.fields import flag
+from tandem.config.models.mulan import UNSAID, MuLaNConfig, TowerFlags
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import DecayingOptimizerFlags, RunFlags
+from tandem.launch import start_training, training_parser
+from tandem.training import schedules
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
 
-    from data.feed import Batch, Feed
-    from data.tokenizers import Tokenizer
-    from models import MuLaN
-    from training.measures.embedder import Embedder
-    from training.objectives.contrastive import Contrastive
+    from tandem.data.feed import Batch, Feed
+    from tandem.data.tokenizers import Tokenizer
+    from tandem.models import MuLaN
+    from tandem.training.losses.contrastive import Contrastive
+    from tandem.training.metrics.embedder import Embedder
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "mulan" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl.
@@ -110,10 +110,10 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     that goes on are those of its checkpoint, and their files need not be there any more."""
     import torch
 
-    import models
-    from hub import describe
-    from models.files.towers import read_towers, take_towers
-    from trained import load_from, tokenizer_file
+    from tandem import models
+    from tandem.launch import describe
+    from tandem.weights.formats.towers import read_towers, take_towers
+    from tandem.weights.load import load_from, tokenizer_file
 
     paths = {name: getattr(args, name) for name in ("text_tower", "audio_tower")}
     of_checkpoint = [name for name, path in paths.items() if path and path == (args.resumed or {}).get(name)]
@@ -140,8 +140,8 @@ def evaluate(
     backend: distributed.Backend,
 ) -> dict[str, float]:  # fmt: skip
     """Loss, retrieval both ways and zero-shot classification over the validation split and all processes."""
-    from training.measures.averages import Averages
-    from training.measures.retrieval import RetrievalQuality, class_embeddings, prompts
+    from tandem.training.metrics.averages import Averages
+    from tandem.training.metrics.retrieval import RetrievalQuality, class_embeddings, prompts
 
     quality, losses = RetrievalQuality(backend.device), Averages("loss", device=backend.device)
     for batch in feed.validation():
@@ -160,7 +160,7 @@ def evaluate(
 
 def picture(embedder: Embedder, shown: Batch, count: int) -> Image.Image:
     """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
-    from training.pictures.sounds import best_matches, sounds_picture
+    from tandem.training.visuals.sounds import best_matches, sounds_picture
 
     sounds, texts = embedder.sounds(shown["waveforms"]), embedder.texts(shown["captions"])
     heard = embedder.model.spectrogram(shown["waveforms"][:count])
@@ -169,18 +169,18 @@ def picture(embedder: Embedder, shown: Batch, count: int) -> Image.Image:
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
-    from data.sets import sound_feed
-    from data.tokenizers import open_tokenizer
-    from training.ema import kept_metric, make_ema
-    from training.measures.collapse import CollapseAlarm
-    from training.measures.embedder import Embedder, text_inputs, width_of
-    from training.noise import Noise
-    from training.objectives.contrastive import Contrastive
-    from training.objectives.grad_cache import GradCache
-    from training.optimizers import make_optimizer
-    from training.run.best import BestModel
-    from training.run.loop import Evaluation, kept_model
-    from training.run.run import Run
+    from tandem.data.sets import sound_feed
+    from tandem.data.tokenizers import open_tokenizer
+    from tandem.training.ema import kept_metric, make_ema
+    from tandem.training.loop import Evaluation, kept_model
+    from tandem.training.losses.contrastive import Contrastive
+    from tandem.training.losses.grad_cache import GradCache
+    from tandem.training.metrics.collapse import CollapseAlarm
+    from tandem.training.metrics.embedder import Embedder, text_inputs, width_of
+    from tandem.training.noise import Noise
+    from tandem.training.optimizers import make_optimizer
+    from tandem.training.run import Run
+    from tandem.training.run_folder.best import BestModel
 
     with backend.agreement():
         tokenizer = open_tokenizer(args.tokenizer, args.max_text_tokens, marks=args.layout == "tandem")

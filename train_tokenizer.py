@@ -19,24 +19,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import distributed
-from data.flags import VideoFlags, place_of
-from hub import start_training, training_parser
-from models.configs import QuantizerLossFlags, VideoTokenizerConfig
-from tandem.converters import FILE, FOLDER
-from tandem.fields import flag, given
-from trained import built, built_discriminator
-from training import schedules
-from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
-from training.flags.parser import ArgumentParser
-from training.flags.shared import DecayingOptimizerFlags, RunFlags
+from tandem import distributed
+from tandem.config.autoencoder_training import VALIDATION, AdversaryFlags, without_perceptual_loss
+from tandem.config.converters import FILE, FOLDER
+from tandem.config.data import VideoFlags, place_of
+from tandem.config.fields import flag, given
+from tandem.config.models.autoencoders import QuantizerLossFlags, VideoTokenizerConfig
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import DecayingOptimizerFlags, RunFlags
+from tandem.launch import start_training, training_parser
+from tandem.training import schedules
+from tandem.weights.load import built, built_discriminator
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
     from torch import Tensor
 
-    from models import VideoDiscriminator, VideoTokenizer
-    from training.pictures.images import Sample
+    from tandem.models import VideoDiscriminator, VideoTokenizer
+    from tandem.training.visuals.images import Sample
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "tokenizer" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl.
@@ -88,8 +88,8 @@ def build_parser() -> ArgumentParser:
 
 def build_model(args: argparse.Namespace) -> VideoTokenizer:
     """The generator with seeded weights, the same on every process, or with those of `--init_from`."""
-    from models import VideoTokenizer
-    from models.video.layers import check_frames
+    from tandem.models import VideoTokenizer
+    from tandem.models.layers.video.blocks import check_frames
 
     load = VideoTokenizer.inflate_from if args.inflate else VideoTokenizer.load_weights_from
     generator: VideoTokenizer = built(VideoTokenizer, args, load)
@@ -101,7 +101,7 @@ def build_model(args: argparse.Namespace) -> VideoTokenizer:
 
 def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
     """The discriminator with seeded weights, the same on every process."""
-    from models import VideoDiscriminator
+    from tandem.models import VideoDiscriminator
 
     return built_discriminator(VideoDiscriminator, args)
 
@@ -109,22 +109,22 @@ def build_discriminator(args: argparse.Namespace) -> VideoDiscriminator:
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     from torch.nn import functional as F
 
-    from data.feed import to_unit_range
-    from data.sets import video_feed
-    from models import VideoTokenizer
-    from models.i3d import i3d_features
-    from models.perceptual import load_lpips, load_perceptual
+    from tandem.data.feed import to_unit_range
+    from tandem.data.sets import video_feed
     from tandem.devices import to_device
-    from training.ema import make_ema
-    from training.measures.autoencoders import evaluated, reconstructions
-    from training.measures.collapse import ReconstructionAlarm
-    from training.measures.videos import VideoQuality
-    from training.noise import Noise
-    from training.objectives.judge import Judge, frames_of
-    from training.optimizers import make_optimizer
-    from training.pictures.film import film
-    from training.run.loop import Evaluation
-    from training.run.run import Run
+    from tandem.models import VideoTokenizer
+    from tandem.models.features.i3d import i3d_features
+    from tandem.models.features.lpips import load_lpips, load_perceptual
+    from tandem.training.ema import make_ema
+    from tandem.training.loop import Evaluation
+    from tandem.training.losses.gan import Judge, frames_of
+    from tandem.training.metrics.autoencoders import evaluated, reconstructions
+    from tandem.training.metrics.collapse import ReconstructionAlarm
+    from tandem.training.metrics.videos import VideoQuality
+    from tandem.training.noise import Noise
+    from tandem.training.optimizers import make_optimizer
+    from tandem.training.run import Run
+    from tandem.training.visuals.videos import film
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)

@@ -18,23 +18,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import distributed
-from data.flags import ImageFlags, place_of
-from hub import start_training, training_parser
-from models.configs import DiscreteVAEConfig
-from tandem.converters import FILE, non_negative_float, positive_float
-from tandem.fields import flag
-from trained import built
-from training import schedules
-from training.flags.parser import ArgumentParser
-from training.flags.shared import RunFlags
+from tandem import distributed
+from tandem.config.converters import FILE, non_negative_float, positive_float
+from tandem.config.data import ImageFlags, place_of
+from tandem.config.fields import flag
+from tandem.config.models.autoencoders import DiscreteVAEConfig
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import RunFlags
+from tandem.launch import start_training, training_parser
+from tandem.training import schedules
+from tandem.weights.load import built
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
     from torch import Tensor
 
-    from data.feed import Batch
-    from models import DiscreteVAE, VAEOutput
+    from tandem.data.feed import Batch
+    from tandem.models import DiscreteVAE, VAEOutput
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vae" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl.
@@ -91,7 +91,7 @@ def build_parser() -> ArgumentParser:
 
 def build_model(args: argparse.Namespace) -> DiscreteVAE:
     """The model with seeded weights, the same on every process, or with those of ``--init_from``."""
-    from models import DiscreteVAE
+    from tandem.models import DiscreteVAE
 
     return built(DiscreteVAE, args)
 
@@ -99,16 +99,16 @@ def build_model(args: argparse.Namespace) -> DiscreteVAE:
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
     import torch
 
-    from data.feed import to_unit_range
-    from data.sets import image_feed
-    from models import DiscreteVAE
-    from training.ema import make_ema
-    from training.measures.collapse import ReconstructionAlarm
-    from training.measures.reconstruction import ReconstructionQuality
-    from training.noise import Noise
-    from training.pictures.images import code_histogram, grid
-    from training.run.loop import Evaluation, kept_model
-    from training.run.run import Run
+    from tandem.data.feed import to_unit_range
+    from tandem.data.sets import image_feed
+    from tandem.models import DiscreteVAE
+    from tandem.training.ema import make_ema
+    from tandem.training.loop import Evaluation, kept_model
+    from tandem.training.metrics.collapse import ReconstructionAlarm
+    from tandem.training.metrics.reconstruction import ReconstructionQuality
+    from tandem.training.noise import Noise
+    from tandem.training.run import Run
+    from tandem.training.visuals.images import code_histogram, grid
 
     with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
         model = build_model(args).to(backend.device)

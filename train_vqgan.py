@@ -18,24 +18,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import distributed
-from data.flags import ImageFlags, place_of
-from hub import start_training, training_parser
-from models.configs import QuantizerLossFlags, VQGANConfig
-from models.taming_config import KL, LatentLossFlags
-from tandem.converters import FILE, FOLDER, epoch_counts, two_fractions
-from tandem.fields import flag
-from trained import built, built_discriminator
-from training import schedules
-from training.flags.autoencoders import VALIDATION, AdversaryFlags, without_perceptual_loss
-from training.flags.parser import ArgumentParser
-from training.flags.shared import RateFlags, RunFlags
+from tandem import distributed
+from tandem.config.autoencoder_training import VALIDATION, AdversaryFlags, without_perceptual_loss
+from tandem.config.converters import FILE, FOLDER, epoch_counts, two_fractions
+from tandem.config.data import ImageFlags, place_of
+from tandem.config.fields import flag
+from tandem.config.models.autoencoders import QuantizerLossFlags, VQGANConfig
+from tandem.config.models.taming import KL, LatentLossFlags
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import RateFlags, RunFlags
+from tandem.launch import start_training, training_parser
+from tandem.training import schedules
+from tandem.weights.load import built, built_discriminator
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
     from torch import Tensor
 
-    from models import VQGAN, Discriminator
+    from tandem.models import VQGAN, Discriminator
 
 DEMO_CONFIG = Path(__file__).parent / "configs" / "vqgan" / "demo.yaml"
 # What the terminal shows of a line of metrics.jsonl.
@@ -85,7 +85,7 @@ def build_parser() -> ArgumentParser:
 
 def build_model(args: argparse.Namespace) -> VQGAN:
     """The generator with seeded weights, the same on every process, or with those of ``--init_from``."""
-    from models import VQGAN
+    from tandem.models import VQGAN
 
     generator: VQGAN = built(VQGAN, args)
     if args.train == "decoder":
@@ -95,7 +95,7 @@ def build_model(args: argparse.Namespace) -> VQGAN:
 
 def build_discriminator(args: argparse.Namespace) -> Discriminator:
     """The discriminator with seeded weights, the same on every process, or with those in a file of ``--init_from``."""
-    from models import Discriminator
+    from tandem.models import Discriminator
 
     return built_discriminator(Discriminator, args)
 
@@ -104,21 +104,21 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     import torch
     from torch.nn import functional as F
 
-    from data.feed import to_unit_range
-    from data.sets import image_feed
-    from models import VQGAN
-    from models.files.published import INCEPTION, weights_of
-    from models.perceptual import load_lpips, load_perceptual
-    from training.ema import make_ema
-    from training.measures.autoencoders import evaluated, reconstructions
-    from training.measures.collapse import ReconstructionAlarm
-    from training.measures.fid import Inception
-    from training.measures.reconstruction import ReconstructionQuality
-    from training.noise import Noise
-    from training.objectives.judge import Judge
-    from training.pictures.images import grid
-    from training.run.loop import Evaluation
-    from training.run.run import Run
+    from tandem.data.feed import to_unit_range
+    from tandem.data.sets import image_feed
+    from tandem.io.published import INCEPTION, weights_of
+    from tandem.models import VQGAN
+    from tandem.models.features.lpips import load_lpips, load_perceptual
+    from tandem.training.ema import make_ema
+    from tandem.training.loop import Evaluation
+    from tandem.training.losses.gan import Judge
+    from tandem.training.metrics.autoencoders import evaluated, reconstructions
+    from tandem.training.metrics.collapse import ReconstructionAlarm
+    from tandem.training.metrics.fid import Inception
+    from tandem.training.metrics.reconstruction import ReconstructionQuality
+    from tandem.training.noise import Noise
+    from tandem.training.run import Run
+    from tandem.training.visuals.images import grid
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import distributed
+from tandem import distributed
 
 from .launching import AS_A_USER, ONE_PROCESS, ROOT, Job, JobFailed, Launcher, finish_all
 from .machine import cores

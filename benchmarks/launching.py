@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from distributed.backends import all_backends
+from tandem.distributed.backends import all_backends
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENT_HOROVODRUN = (sys.executable, "-m", "benchmarks.horovodrun", "--gloo")

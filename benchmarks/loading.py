@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.order import TrainingOrder, split_samples
-from data.sets import open_images
-from data.stream import TrainingStream
+from tandem.data.sampling.order import TrainingOrder, split_samples
+from tandem.data.sampling.stream import TrainingStream
+from tandem.data.sets import open_images
 
 from . import machine
 from .report import Row, compared

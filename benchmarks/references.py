@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.tokenizers import open_tokenizer
-from training.noise import Noise
+from tandem.data.tokenizers import open_tokenizer
+from tandem.training.noise import Noise
 
 # Sides of a comparison: the file as it stands, and its only model in what people use for several processes.
 REFERENCE, DDP, DDP_SAME_NOISE, HOROVOD = "reference", "ddp", "ddp-same-noise", "horovod"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.checkpoints.store import Checkpoints
+from tandem.training.checkpoint.store import Checkpoints
 
 from .jobs import one_process
 from .report import Row, compared

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import distributed
-from distributed.torch_comm import leave_process_group
+from tandem import distributed
+from tandem.distributed.torch_comm import leave_process_group
 
 from .references import HOROVOD, REFERENCES
 
 if TYPE_CHECKING:
-    from training.run.run import Run
+    from tandem.training.run import Run
 
 SCRIPT = "script"
 SCRIPTS = tuple(REFERENCES)
@@ -141,7 +141,7 @@ class Script(Side):
 
     def run(self, script: Any, args: argparse.Namespace, settings: dict[str, Any]) -> None:
         """Train; the last round ends where the last update begins. Write the results on the root."""
-        from training.run.run import Run  # after the memory was measured: a reference needs none of it
+        from tandem.training.run import Run  # after the memory was measured: a reference needs none of it
 
         with Run.watched(self._watch):
             script.train(args, settings, self._backend)

@@ -15,8 +15,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from tandem.converters import non_negative_int, step_count_or_0, timeout
-from tandem.files.exits import exit_codes
+from tandem.config.converters import non_negative_int, step_count_or_0, timeout
+from tandem.io.exits import exit_codes
 
 from .backends import all_backends
 from .base import Backend, Options
@@ -88,7 +88,7 @@ def launch(
     previous_batch_plan: Callable[[str], Mapping[str, Any]],
 ) -> None:
     """Connect the processes and call ``train(args, settings, backend)``. What it raises becomes the exit code: a
-    ``UserMistake``, which ends all processes with one line, 2; what `tandem.files.exits` names, its own.
+    ``UserMistake``, which ends all processes with one line, 2; what `tandem.io.exits` names, its own.
 
     Args:
         train: The script's training; settings are all arguments by flag name, a backend's configuration included.

@@ -22,9 +22,9 @@ from contextlib import _GeneratorContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from tandem.files.exits import CannotGoOn, Ended, Failed
-from tandem.files.reading import printable
-from tandem.files.writing import say
+from tandem.io.exits import CannotGoOn, Ended, Failed
+from tandem.io.reading import printable
+from tandem.io.writing import say
 
 from .batch import BatchPlan
 from .errors import TrainingStopped, UserMistake, first_line, lacks_memory
@@ -35,8 +35,9 @@ if TYPE_CHECKING:  # `--help` must not import PyTorch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from tandem.distributed.engines.base import Engine
+
     from .collectives import Communicator
-    from .engines.base import Engine
     from .launchers import Launch
     from .watchdog import Watchdog
 
@@ -146,7 +147,7 @@ class Backend(ABC):
 
     def engine_class(self) -> type[Engine]:
         """The engine that ``wrap`` makes; by default each process holds the whole model."""
-        from .engines.replicated import ReplicatedEngine
+        from tandem.distributed.engines.replicated import ReplicatedEngine
 
         return ReplicatedEngine
 
@@ -454,7 +455,7 @@ class Backend(ABC):
     def autocast(self) -> _GeneratorContextManager[None]:
         """The precision of an engine's forward pass, for calls that bypass it (``engine.module(...)`` while frozen): a
         context, or a decorator of a function."""
-        from .engines.arithmetic import autocast
+        from tandem.distributed.engines.arithmetic import autocast
 
         return autocast(self.options.precision, self.device)
 

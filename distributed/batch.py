@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.files.reading import counted
+from tandem.io.reading import counted
 
 from .errors import UserMistake
 

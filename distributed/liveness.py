@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.files.reading import counted
-from tandem.files.writing import tell
+from tandem.io.reading import counted
+from tandem.io.writing import tell
 
 TICK_SECONDS = 1.0
 LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.devices import has_pinned_memory
-from tandem.files.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, leave
-from tandem.files.writing import say, tell
+from tandem.io.exits import ASKED_TO_STOP, INTERRUPTED, AskedToStop, leave
+from tandem.io.writing import say, tell
 
 from .collectives import Communicator, Handle
 

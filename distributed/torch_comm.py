@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.files.writing import say
+from tandem.io.writing import say
 
 from .collectives import Communicator, Handle
 from .devices import gpu_id, gpus_are_shared, shared_gpu

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tandem.files.exits import FAILED, leave
-from tandem.files.reading import counted
-from tandem.files.writing import WRITER, processor_time, tell
+from tandem.io.exits import FAILED, leave
+from tandem.io.reading import counted
+from tandem.io.writing import WRITER, processor_time, tell
 
 from .errors import TrainingStopped, first_line
 from .launchers import Launch

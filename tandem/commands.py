@@ -1,22 +1,44 @@
-"""The commands that the package installs: `tandem-train-vae` is the `main` of train_vae.py, and so on."""
+"""The scripts by their names: they stand beside this package in a checkout, and inside of it when installed. The
+package installs a command for each: `tandem-train-vae` is the `main` of train_vae.py, and so on."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from .files.installed import HOME, IS_INSTALLED
+from .io.installed import HOME, IS_INSTALLED
+
+if TYPE_CHECKING:
+    from .config.parser import ArgumentParser
+
+
+def script_module(script: str) -> ModuleType:
+    """The module of a script, which is named with its ending. Raises ImportError if there is none."""
+    name = script.removesuffix(".py")
+    if IS_INSTALLED:
+        return importlib.import_module(f"tandem.{name}")
+    path = HOME / f"{name}.py"
+    if name in sys.modules or not name.isidentifier() or not path.is_file():
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def parser_of(script: str) -> ArgumentParser:
+    """The parser of a training script, which is named with its ending."""
+    parser: ArgumentParser = script_module(script).build_parser()
+    return parser
 
 
 def __getattr__(name: str) -> Callable[[], None]:
     """The command of a script, by its module's name."""
     if name.startswith("_") or not (HOME / f"{name}.py").is_file():
         raise AttributeError(f"{__name__} has no command {name}")
-    if IS_INSTALLED:
-        module = importlib.import_module(f"tandem.{name}")
-    else:  # an editable installation: scripts of a checkout import the folders beside them
-        sys.path.insert(0, str(HOME))
-        module = importlib.import_module(name)
-    main: Callable[[], None] = module.main
+    main: Callable[[], None] = script_module(name).main
     return main

@@ -21,7 +21,7 @@ from typing import Any, cast
 import boto3
 import pytest
 
-from data.records import remote
+from tandem.data.sources import remote
 from tests.fault_proxy import Proxy, proxy_before, serving
 
 #: What a program needs that reads from `s3_server`, beside AWS_ENDPOINT_URL.

@@ -23,12 +23,12 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-import distributed
-from distributed import Backend, Launch, plan_batches
-from distributed.base import Options
-from distributed.collectives import Communicator, Handle
-from distributed.signals import StopRequest
-from distributed.watchdog import Watchdog
+from tandem import distributed
+from tandem.distributed import Backend, Launch, plan_batches
+from tandem.distributed.base import Options
+from tandem.distributed.collectives import Communicator, Handle
+from tandem.distributed.signals import StopRequest
+from tandem.distributed.watchdog import Watchdog
 
 OF_A_SCRIPT: dict[str, Any] = {
     "batch_size": 12, "grad_accum_steps": 1, "precision": "fp32", "max_grad_norm": 0.0, "max_skipped_updates": 20,

@@ -33,13 +33,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-import models
-from data.feed import to_unit_range
-from data.order import split_samples
-from data.sets import open_images
+from tandem import models
+from tandem.data.feed import to_unit_range
+from tandem.data.sampling.order import split_samples
+from tandem.data.sets import open_images
+from tandem.training.metrics.directions import COSTS
+from tandem.training.run import Run
 from tests.models.helpers import assert_same_bits
-from training.measures.directions import COSTS
-from training.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = Path(__file__).with_name("words_tokenizer.json")  # a few words, between marks of start and end

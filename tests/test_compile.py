@@ -18,9 +18,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 
-import models
-from distributed.engines.reducer import GradientReducer
-from distributed.engines.replicated import cut_graph
+from tandem import models
+from tandem.distributed.engines.reducer import GradientReducer
+from tandem.distributed.engines.replicated import cut_graph
 from tests.processes import Root
 from tests.scripts import DECODER, MULAN, VAE, VIDEO_TOKENIZER, VQGAN, Script, without_clocks
 
@@ -87,7 +87,7 @@ def test_gradients_of_a_model_that_is_compiled_in_parts_leave_while_its_backward
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one graph all of them appear after it, so that nothing can be sent meanwhile."""
-    monkeypatch.setattr("distributed.engines.reducer.SMALLEST_BUCKET_BYTES", 1)
+    monkeypatch.setattr("tandem.distributed.engines.reducer.SMALLEST_BUCKET_BYTES", 1)
     events: list[str] = []
 
     def backward_of(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:

@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import convert
-from data.stores.output import sha256_of
-from models import VQGAN, Decoder, DiscreteVAE, MuLaN
-from models.configs import VQGANConfig
+from tandem.config.models.autoencoders import VQGANConfig
+from tandem.data.stores.output import sha256_of
+from tandem.models import VQGAN, Decoder, DiscreteVAE, MuLaN
+from tandem.weights.load import open_model
 from tests.models.helpers import assert_same_bits
 from tests.models.reference.autoencoders import CASES, WEIGHTS, state_of, written
 from tests.scripts import DECODER, MULAN, VAE, VIDEO_TOKENIZER, edit_checkpoint, files, refusal, words
 from tests.scripts import TOKENIZER as TOKENIZER_FILE
 from tests.scripts import VQGAN as VQGAN_SCRIPT
-from trained import open_model
 
 
 @pytest.fixture(scope="module")

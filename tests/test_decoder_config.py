@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import convert
-from models import Decoder
-from tandem.files.installed import command_of
+from tandem.io.installed import command_of
+from tandem.models import Decoder
 from tests.data.conditions import write_rows, write_tars
 from tests.scripts import DECODER, metrics, refusal
 

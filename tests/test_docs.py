@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.tokenizers import open_tokenizer
-from models import VQGAN
+from tandem.data.tokenizers import open_tokenizer
+from tandem.models import VQGAN
 from tests.scripts import SCRIPTS, words
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from filling_fixtures import model, on_one_cpu, source, whole  # noqa: F401
 from torch.nn import functional as F
 
 import embed
-from data.tokenizers import open_tokenizer
+from tandem.data.tokenizers import open_tokenizer
 from tests.scripts import lines
 
 

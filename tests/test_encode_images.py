@@ -21,13 +21,13 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 import encode
-from data.feed import to_unit_range
-from data.sets import open_images
-from data.stores.codes import StoredCodes, code_dtype
-from models import DiscreteVAE
-from models.configs import DiscreteVAEConfig
+from tandem.config.models.autoencoders import DiscreteVAEConfig
+from tandem.data.feed import to_unit_range
+from tandem.data.sets import open_images
+from tandem.data.stores.codes import StoredCodes, code_dtype
+from tandem.models import DiscreteVAE
+from tandem.training.metrics.averages import code_statistics
 from tests.scripts import VQGAN, files, lines, refusal
-from training.measures.averages import code_statistics
 
 
 @pytest.fixture(scope="module")

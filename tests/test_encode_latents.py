@@ -26,12 +26,12 @@ from safetensors import safe_open
 from torch import Tensor
 from torchvision.datasets import ImageFolder
 
-from data.stores.codes import output_names
-from data.stores.latents import open_labelled
+from tandem.data.stores.codes import output_names
+from tandem.data.stores.latents import open_labelled
+from tandem.training.noise import Noise
 from tests.data.records.tables import save_to_disk, table
 from tests.scripts import files, lines
 from tests.test_encode_images import pixels
-from training.noise import Noise
 
 SCRIPT = replace(LATENTS, more=())  # without flags of its own
 FLIP = "--with_flip"

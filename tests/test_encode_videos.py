@@ -21,11 +21,11 @@ from filling_fixtures import whole as codes  # noqa: F401
 from PIL import Image
 from torch import Tensor
 
-from data.decoding.videos import ClipDecoder
-from data.demo import DemoSource
-from data.feed import to_unit_range
-from data.records.record import Entry
-from models import VideoTokenizer
+from tandem.data.decoding.videos import ClipDecoder
+from tandem.data.feed import to_unit_range
+from tandem.data.sources.demo import DemoSource
+from tandem.data.sources.record import Entry
+from tandem.models import VideoTokenizer
 from tests.data.decoding.films import write_video, write_widths
 from tests.scripts import files, lines
 from tests.training.disk import left_by_kills
@@ -168,7 +168,7 @@ def test_a_film_whose_shape_changes_is_left_out(model, tmp_path):
 
 def test_what_the_largest_shape_takes_is_asked_for(shapes, model, tmp_path, monkeypatch, capsys):
     """Of the memory that a machine has; it does not grow with the length of a film."""
-    folder, room = shapes[1], "models.files.building._memory_bytes"
+    folder, room = shapes[1], "tandem.models.building._memory_bytes"
     monkeypatch.setattr(room, lambda: 16 * 3 * 16 * 64 * 4 - 1)
     flags = TOKENIZE_VIDEOS.flags(model, folder.parent / "films", tmp_path / "codes")
     assert "a piece of a video of 64 x 16 pixels: " in TOKENIZE_VIDEOS.refused(capsys, *flags, "--keep_aspect")

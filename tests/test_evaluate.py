@@ -25,24 +25,24 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 from torch_fidelity.metric_isc import isc_features_to_metric
 
 import evaluate
-import models.files.published
-import models.i3d
-import training.measures.fid
+import tandem.io.published
+import tandem.models.features.i3d
+import tandem.training.metrics.fid
 from benchmarks.launching import ONE_PROCESS, Launcher, run
-from data.decoding.images import decode_image
-from data.order import split_samples
-from data.records.record import Entry
-from data.sets import open_videos
-from distributed import Backend
-from models.perceptual import PerceptualLoss
+from tandem.data.decoding.images import decode_image
+from tandem.data.sampling.order import split_samples
+from tandem.data.sets import open_videos
+from tandem.data.sources.record import Entry
+from tandem.distributed import Backend
+from tandem.models.features.lpips import PerceptualLoss
+from tandem.training.metrics.fid import FrechetStatistics, frechet_distance
+from tandem.training.metrics.reconstruction import psnr
 from tests.data.helpers import write_tar
 from tests.models.test_perceptual import part, published
 from tests.scripts import MULAN, VIDEO_TOKENIZER, VQGAN, Script, metrics
 from tests.scripts import write_images as write_noise
 from tests.test_encode_images import vae
 from tests.training.measures.test_fid import random_inception
-from training.measures.fid import FrechetStatistics, frechet_distance
-from training.measures.reconstruction import psnr
 
 MODELS = ("a", "b")
 
@@ -111,8 +111,8 @@ class TinyInception:
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flags that ask for rFID by a tiny network."""
-    monkeypatch.setattr(training.measures.fid, "Inception", TinyInception)
-    monkeypatch.setattr(models.files.published, "weights_of", lambda *given: {})
+    monkeypatch.setattr(tandem.training.metrics.fid, "Inception", TinyInception)
+    monkeypatch.setattr(tandem.io.published, "weights_of", lambda *given: {})
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     (tmp_path / "tiny.pth").write_bytes(b"weights")
     return ["--fid_weights", str(tmp_path / "tiny.pth")]
@@ -249,7 +249,9 @@ def test_rfvd_is_the_distance_of_the_features_of_clips(
     at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = torch.randn(3 * 3 * SIZE**2, 400, generator=torch.Generator().manual_seed(0)) / SIZE
-    monkeypatch.setattr(models.i3d, "i3d_features", lambda *given: lambda videos: videos.flatten(1) @ project)
+    monkeypatch.setattr(
+        tandem.models.features.i3d, "i3d_features", lambda *given: lambda videos: videos.flatten(1) @ project
+    )
     (tmp_path / "i3d.pt").write_bytes(b"weights")
     flags = ["--video_folder", at / "clips", "--num_frames", 3, "--fvd_weights", tmp_path / "i3d.pt"]
     found = values(report_of("--model", at / "films", *flags, output=tmp_path / "values"), at / "films")
@@ -285,7 +287,7 @@ def test_the_epsilon_of_i3d_is_a_choice_that_table_and_file_say_and_that_kept_st
     def i3d_features(weights: Any, frames: int, device: Any, eps: float) -> Callable[[Tensor], Tensor]:
         return lambda videos: videos.flatten(1)[:, :400] / (1 + eps) ** 0.5
 
-    monkeypatch.setattr(models.i3d, "i3d_features", i3d_features)
+    monkeypatch.setattr(tandem.models.features.i3d, "i3d_features", i3d_features)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     (tmp_path / "i3d.pt").write_bytes(b"weights")
     said = ["--model", at / "films", "--video_folder", at / "clips", "--num_frames", 3]

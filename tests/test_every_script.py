@@ -27,8 +27,12 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from distributed.engines.arithmetic import SkipGuard
-from tandem.files.installed import command_of
+from tandem.distributed.engines.arithmetic import SkipGuard
+from tandem.io.installed import command_of
+from tandem.training.logging import clock, operations
+from tandem.training.loop import Evaluation
+from tandem.training.run import Run
+from tandem.training.run_folder.starts import starts
 from tests.data.helpers import write_tar
 from tests.data.records.tables import save_to_disk, table, write_parquet
 from tests.scripts import (
@@ -48,10 +52,6 @@ from tests.scripts import (
     shared_state,
     words,
 )
-from training.run import clock, operations
-from training.run.loop import Evaluation
-from training.run.run import Run
-from training.run.starts import starts
 
 EVERY_UPDATE = ("--validate_every_n_steps", "1", "--sample_every_n_steps", "1", "--save_every_n_steps", "1")
 
@@ -530,7 +530,7 @@ def test_another_model_is_refused_on_resume_by_the_name_of_its_flag(script: Scri
     assert files(copied) == before
 
 
-# Starting from trained weights.
+# Starting from tandem.weights.load weights.
 
 
 def test_training_starts_from_the_weights_of_another_run(script: Script, finished: Path, tmp_path: Path) -> None:

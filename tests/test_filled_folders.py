@@ -38,9 +38,9 @@ from filling_fixtures import model, on_one_cpu, on_write, source, whole  # noqa:
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from data.stores.output import sha256_of
-from data.stores.shards import shard_bytes
-from models import DiscreteVAE, Discriminator
+from tandem.data.stores.output import sha256_of
+from tandem.data.stores.shards import shard_bytes
+from tandem.models import DiscreteVAE, Discriminator
 from tests.scripts import files, lines
 from tests.training.disk import failing, left_by_kills
 

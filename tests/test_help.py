@@ -12,7 +12,7 @@ import pytest
 from tandem import __version__
 from tests.scripts import ROOT, SCRIPTS, Script
 
-PROGRAMS = sorted(path.name for path in ROOT.glob("*.py") if path.name not in ("setup.py", "trained.py", "hub.py"))
+PROGRAMS = sorted(path.name for path in ROOT.glob("*.py") if path.name != "setup.py")
 HEAVY = {"torch", "torchvision", "deepspeed", "horovod", "numpy", "PIL", "yaml", "safetensors", "tqdm"}
 
 

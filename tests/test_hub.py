@@ -1,5 +1,5 @@
-"""hub.py: models of the Hugging Face Hub, of which a server on this machine stands in. The real huggingface_hub talks
-to it, and the commands run as users run them."""
+"""Models of the Hugging Face Hub, of which a server on this machine stands in. The real huggingface_hub talks to it,
+and the commands run as users run them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import yaml
 from forks import completed
 from safetensors.torch import load_file
 
-from models import DiscreteVAE
-from models.configs import DiscreteVAEConfig
+from tandem.config.models.autoencoders import DiscreteVAEConfig
+from tandem.models import DiscreteVAE
 from tests.hub_server import TOKEN, Hub, serving
 from tests.models.helpers import assert_same_bits
 from tests.models.reference.autoencoders import written

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from distributed.collectives import Communicator
+from tandem.distributed.collectives import Communicator
+from tandem.training.run import Run
 from tests.processes import Process, Root
 from tests.scripts import ROOT, RUN, SCRIPTS, KilledError, Script, kill, words
-from training.run.run import Run
 
 BATCH = 512  # over all processes
 UPDATES = 5  # a critic learns from update 4 on, and is punished in update 5

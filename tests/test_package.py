@@ -95,7 +95,7 @@ def test_the_wheel_holds_scripts_tools_and_configs(wheel: Path) -> None:
     assert names >= {f"tandem/{name}" for name in (*files, *scripts, "py.typed")}
     leaves = ("models", "data", "distributed", "training")
     modules = [path for leaf in leaves for path in (ROOT / leaf).rglob("*.py")]
-    parts = [*modules, *(ROOT / "training/report/page").iterdir()]
+    parts = [*modules, *(ROOT / "tandem/report/page").iterdir()]
     assert names >= {f"tandem/{path.relative_to(ROOT).as_posix()}" for path in parts}
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"tandem"}
     with_main = {name for name in scripts if "def main(" in (ROOT / name).read_text()}

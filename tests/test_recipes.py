@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import models.perceptual
-from models import VQGAN as VQGAN_MODEL
-from models import Discriminator
-from models.perceptual import PerceptualLoss
+import tandem.models.features.lpips
+from tandem.models import VQGAN as VQGAN_MODEL
+from tandem.models import Discriminator
+from tandem.models.features.lpips import PerceptualLoss
+from tandem.training.losses import gan as judge
+from tandem.training.losses.adversarial import ADVERSARIAL_LOSSES, LeCam, adaptive_weight
 from tests.scripts import RUN, VIDEO_TOKENIZER, VQGAN, Script, metrics, words
-from training.objectives import judge
-from training.objectives.adversarial import ADVERSARIAL_LOSSES, LeCam, adaptive_weight
 
 HEADS = {VQGAN: 1, VIDEO_TOKENIZER: 3}
 RECIPES = {VQGAN: "imagenet256", VIDEO_TOKENIZER: "ucf101_128"}
@@ -74,7 +74,7 @@ def built(script: Script, folder: Path, name: str = "", **changes: Any) -> Built
     # The losses that a script builds go nowhere else, and no flag makes a perceptual network narrower than the
     # published one of 15 million weights.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models.perceptual, "load_perceptual", network)
+        patch.setattr(tandem.models.features.lpips, "load_perceptual", network)
         patch.setattr(judge, "Judge", stop)
         with pytest.raises(BuiltError):
             script.main(*recipe, *tiny)

@@ -29,11 +29,13 @@ import train_vae
 import train_vqgan
 from benchmarks import references
 from benchmarks.jobs import one_process
-from data.feed import to_unit_range
-from data.sets import decoder_feed, image_feed, sound_feed, video_feed, widths_of
-from data.tokenizers import Tokenizer, open_tokenizer
-from models.decoder import LOWRES_TIMESTEPS
-from models.decoder_config import Sampling
+from tandem.config.models.decoder import Sampling
+from tandem.data.feed import to_unit_range
+from tandem.data.sets import decoder_feed, image_feed, sound_feed, video_feed, widths_of
+from tandem.data.tokenizers import Tokenizer, open_tokenizer
+from tandem.models.diffusion.decoder import LOWRES_TIMESTEPS
+from tandem.training.losses.diffusion import DiffusionDraws, LowresDraws
+from tandem.training.noise import Noise
 from tests.scripts import (
     DECODER,
     MULAN,
@@ -46,8 +48,6 @@ from tests.scripts import (
     metrics,
     words,
 )
-from training.noise import Noise
-from training.objectives.diffusion import DiffusionDraws, LowresDraws
 
 UPDATES = 20
 WIDTH = 30  # of the demonstration's embeddings of images

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import sample
-from models.clip import Clip
+from tandem.models.features.clip import Clip
 from tests.launch.filling import saved
 from tests.models.test_clip import DIM, TEXT_DIM, write_clip
 from tests.models.test_decoder import decoder

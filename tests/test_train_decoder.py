@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import sample
-from distributed.engines.arithmetic import SkipGuard
-from models import Decoder
-from models.diffusion import DiffusionLoss, Losses
+from tandem.distributed.engines.arithmetic import SkipGuard
+from tandem.models import Decoder
+from tandem.models.diffusion import DiffusionLoss, Losses
 from tests.data.conditions import write_tars
 from tests.models.test_clip import write_clip
 from tests.scripts import (

@@ -15,11 +15,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from data.order import split_samples
-from data.sets import open_sounds
-from data.tokenizers import open_tokenizer
-from models import MuLaN
-from models.files.towers import read_audio_tower, read_text_tower
+from tandem.data.sampling.order import split_samples
+from tandem.data.sets import open_sounds
+from tandem.data.tokenizers import open_tokenizer
+from tandem.models import MuLaN
+from tandem.training.losses.contrastive import ContrastiveResult
+from tandem.training.losses.grad_cache import GradCache
+from tandem.weights.formats.towers import read_audio_tower, read_text_tower
+from tandem.weights.load import load
 from tests.models.towers import audio_folder, text_folder
 from tests.scripts import (
     MULAN,
@@ -33,9 +36,6 @@ from tests.scripts import (
     metrics,
     write_sounds,
 )
-from trained import load
-from training.objectives.contrastive import ContrastiveResult
-from training.objectives.grad_cache import GradCache
 
 SCRIPT = MULAN
 LONGER = " with the loud noise of rain and wind and a slow high tone"

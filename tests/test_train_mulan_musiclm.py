@@ -17,12 +17,12 @@ from torch import Tensor
 import convert
 import embed
 import train_mulan
-from data.tokenizers import open_tokenizer
-from models import MuLaN
-from models.files.musiclm import load_public_mulan
+from tandem.data.tokenizers import open_tokenizer
+from tandem.models import MuLaN
+from tandem.training.run import Run
+from tandem.weights.formats.musiclm import load_public_mulan
+from tandem.weights.load import load
 from tests.scripts import MULAN, assert_same_bits, final_weights, refusal
-from trained import load
-from training.run.run import Run
 
 LAYOUT = {
     "layout": "musiclm", "win_length": 96, "hierarchical_layers": 1, "attn_dropout": 0.1, "ff_dropout": 0.1,

@@ -12,10 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.feed import to_unit_range
-from data.order import split_samples
-from data.sets import open_videos
-from models import VideoTokenizer
+from tandem.data.feed import to_unit_range
+from tandem.data.sampling.order import split_samples
+from tandem.data.sets import open_videos
+from tandem.models import VideoTokenizer
+from tandem.training.metrics.reconstruction import ssim
+from tandem.training.run import Run
 from tests.scripts import (
     VIDEO_TOKENIZER,
     assert_same_bits,
@@ -25,8 +27,6 @@ from tests.scripts import (
     metrics,
     write_videos,
 )
-from training.measures.reconstruction import ssim
-from training.run.run import Run
 
 SCRIPT = VIDEO_TOKENIZER
 ALTERNATING = ["--image_folder", "demo:shapes:64", "--image_every", "3"]

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from models import DiscreteVAE
 from reference.vae import Settings, schedule
+from tandem.models import DiscreteVAE
+from tandem.training import dry_run as rehearsal
+from tandem.training import schedules
+from tandem.training.logging import operations
+from tandem.training.metrics.directions import COSTS
 from tests.scripts import VAE, assert_same_bits, final_weights, metrics, validation_images
-from training import schedules
-from training.measures.directions import COSTS
-from training.run import operations, rehearsal
 
 SCRIPT = VAE
 

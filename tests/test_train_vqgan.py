@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import train_vqgan
-from models import VQGAN as Generator
-from models.quantizers.gaussian import DiagonalGaussian
+from tandem.models import VQGAN as Generator
+from tandem.models.quantizers.gaussian import DiagonalGaussian
+from tandem.training.metrics.reconstruction import psnr
+from tandem.training.noise import Noise
 from tests.launch.filling import saved
 from tests.scripts import (
     VQGAN,
@@ -24,8 +26,6 @@ from tests.scripts import (
     metrics,
     validation_images,
 )
-from training.measures.reconstruction import psnr
-from training.noise import Noise
 
 SCRIPT = VQGAN
 

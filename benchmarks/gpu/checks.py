@@ -9,8 +9,8 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import distributed
 from scripts.parity import SMALL_MODELS, difference
+from tandem import distributed
 
 from ..jobs import TOKENIZER, JobFailed
 from ..launching import free_port

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from training.run.run import Run
+from tandem.training.run import Run
 
 from .. import worker
 

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from functools import cache
 
-from ..base import Backend
+from tandem.distributed.base import Backend
 
 
 @cache

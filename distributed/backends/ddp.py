@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..base import Backend
-from ..launchers import Launch
+from tandem.distributed.base import Backend
+from tandem.distributed.launchers import Launch
 
 
 class DDPBackend(Backend):
@@ -18,19 +18,19 @@ class DDPBackend(Backend):
         return launch.launcher in ("torchrun", "srun", "mpirun")
 
     def connect(self) -> None:
-        from ..devices import local_device
-        from ..torch_comm import TorchCommunicator, init_process_group
+        from tandem.distributed.devices import local_device
+        from tandem.distributed.torch_comm import TorchCommunicator, init_process_group
 
         self.device = local_device(self.local_rank, self.launch.launcher)
         self.is_restart = init_process_group(self.launch, self.device, self.options.timeout_minutes)
         self.comm = TorchCommunicator()
 
     def wait_without_limit(self) -> None:
-        from ..torch_comm import wait_without_limit
+        from tandem.distributed.torch_comm import wait_without_limit
 
         wait_without_limit()
 
     def disconnect(self, gracefully: bool) -> None:
-        from ..torch_comm import leave_process_group
+        from tandem.distributed.torch_comm import leave_process_group
 
         leave_process_group(gracefully)

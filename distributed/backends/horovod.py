@@ -12,11 +12,10 @@ import importlib.util
 import os
 import socket
 
-from tandem.files.installed import HOME, as_typed
-
-from ..base import Backend
-from ..errors import UserMistake
-from ..launchers import Launch
+from tandem.distributed.base import Backend
+from tandem.distributed.errors import UserMistake
+from tandem.distributed.launchers import Launch
+from tandem.io.installed import HOME, as_typed
 
 _INSTALLER = "scripts/install_horovod.sh"
 
@@ -46,7 +45,7 @@ class HorovodBackend(Backend):
             raise UserMistake("--reduce_precision bf16: Horovod adds no numbers in bf16; use torchrun, or leave it out")
 
     def connect(self) -> None:
-        from ..torch_comm import unreachable_own_address
+        from tandem.distributed.torch_comm import unreachable_own_address
 
         # horovodrun finds the right network interface, but Horovod 0.28.1 forgets it for the second of its two meshes.
         if int(os.environ.get("HOROVOD_CROSS_SIZE", "1")) > 1 and (address := unreachable_own_address()):
@@ -65,8 +64,8 @@ class HorovodBackend(Backend):
             os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         import horovod.torch as hvd
 
-        from ..devices import gpu_id, local_device, shared_gpu
-        from ..horovod_comm import HorovodCommunicator
+        from tandem.distributed.devices import gpu_id, local_device, shared_gpu
+        from tandem.distributed.horovod_comm import HorovodCommunicator
 
         hvd.init()
         if hvd.size() != self.launch.world_size:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..base import Backend, Options
-from ..errors import UserMistake
-from ..launchers import Launch
+from tandem.distributed.base import Backend, Options
+from tandem.distributed.errors import UserMistake
+from tandem.distributed.launchers import Launch
 
 
 class SingleBackend(Backend):
@@ -29,8 +29,8 @@ class SingleBackend(Backend):
             )
 
     def connect(self) -> None:
-        from ..collectives import Communicator
-        from ..devices import local_device
+        from tandem.distributed.collectives import Communicator
+        from tandem.distributed.devices import local_device
 
         self.device = local_device(self.local_rank)
         self.comm = Communicator()

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tandem.devices import has_pinned_memory, widest
-from tandem.files.reading import counted
-
-from ..batch import BatchPlan
-from ..errors import TrainingStopped
+from tandem.distributed.batch import BatchPlan
+from tandem.distributed.errors import TrainingStopped
+from tandem.io.reading import counted
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GROWTH_INTERVAL = 2000  # updates

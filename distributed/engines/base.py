@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import TrainingStopped, first_line, lacks_memory
+from tandem.distributed.errors import TrainingStopped, first_line, lacks_memory
+
 from .arithmetic import SkipGuard, backward_weight, split_batch
 from .optimizer_state import owned
 from .replicas import check_replicas
 
 if TYPE_CHECKING:
-    from ..base import Backend
+    from tandem.distributed.base import Backend
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..collectives import Communicator
+from tandem.distributed.collectives import Communicator
+
 from .reducer import BUCKET_BYTES, padded_size, split_by_size, view_like
 
 GATHERED_BYTES = 4 * BUCKET_BYTES  # at most, at a time

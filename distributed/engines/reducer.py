@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..collectives import Communicator, Handle
+from tandem.distributed.collectives import Communicator, Handle
 
 if TYPE_CHECKING:
-    from ..signals import StopRequest
+    from tandem.distributed.signals import StopRequest
 
 BUCKET_BYTES = 25 * 2**20  # at most: large enough to fill a link, small enough to start early (PyTorch DDP's default)
 SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last

@@ -15,9 +15,9 @@ import torch
 import webdataset
 from torch import Tensor
 
-from data.fields import Samples
-from data.order import TrainingOrder
-from data.stream import TrainingStream
+from tandem.data.fields import Samples
+from tandem.data.sampling.order import TrainingOrder
+from tandem.data.sampling.stream import TrainingStream
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,9 +21,9 @@ import numpy as np
 import soundfile
 from PIL import Image, ImageSequence
 
-from data.feed import Feed
-from data.sets import decoder_feed, image_feed, sound_feed, video_feed
-from data.tokenizers import open_tokenizer
+from tandem.data.feed import Feed
+from tandem.data.sets import decoder_feed, image_feed, sound_feed, video_feed
+from tandem.data.tokenizers import open_tokenizer
 from tests.data.helpers import Items, assert_same, joined, named, write_tar
 from tests.data.records.tables import save_to_disk, table, write_parquet
 from tests.processes import Process, on_processes

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from data.bad_samples import BadSample, BadSampleLog
+from tandem.data.bad_samples import BadSample, BadSampleLog
+from tandem.training.checkpoint.format import read_checkpoint, write_folder
+from tandem.training.checkpoint.snapshot import Snapshot
 from tests.data.helpers import one_line
-from training.checkpoints.format import read_checkpoint, write_folder
-from training.checkpoints.snapshot import Snapshot
 
 
 def bad(n: int) -> list[BadSample]:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.bad_samples import Incomplete
-from data.embeddings import IMAGE, TEXT
-from data.fields import Samples
-from data.sets import open_conditioned, widths_of
+from tandem.data.bad_samples import Incomplete
+from tandem.data.fields import Samples
+from tandem.data.sets import open_conditioned, widths_of
+from tandem.data.sources.embeddings import IMAGE, TEXT
 from tests.data.conditions import (
     TEXT_WIDTH,
     TOKENS,

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from data.decoding.images import Crop, Square, decode_image
-from data.hashing import Draws
-from data.records.record import Entry
-from data.sets import open_conditioned, open_images, open_videos
+from tandem.data.decoding.images import Crop, Square, decode_image
+from tandem.data.hashing import Draws
+from tandem.data.sets import open_conditioned, open_images, open_videos
+from tandem.data.sources.record import Entry
 from tests.data.decoding.films import write_video
 
 N = 4000

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.demo import (
+from tandem.data.sources.demo import (
     COLOURS,
     HERTZ,
     LOUDEST_OVER_SOFTEST,

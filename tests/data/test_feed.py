@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.feed import Feed, to_unit_range
+from tandem.data.feed import Feed, to_unit_range
 from tests.data.conditions import write_tars
 from tests.data.helpers import assert_same, ids, one_line
 from tests.data.sources import CONDITIONED, IMAGES, VIDEOS, N, in_folder, training

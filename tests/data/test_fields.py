@@ -13,14 +13,14 @@ import soundfile
 import torch
 from PIL import Image
 
-from data.bad_samples import NotASample
-from data.decoding.images import FORMATS
-from data.embeddings import KINDS
-from data.fields import TEXTS, texts_of
-from data.records.own import OwnData
-from data.records.record import Entry
-from data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
-from data.tokenizers import open_tokenizer
+from tandem.data.bad_samples import NotASample
+from tandem.data.decoding.images import FORMATS
+from tandem.data.fields import TEXTS, texts_of
+from tandem.data.sets import open_conditioned, open_images, open_sounds, open_videos, widths_of
+from tandem.data.sources.embeddings import KINDS
+from tandem.data.sources.own import OwnData
+from tandem.data.sources.record import Entry
+from tandem.data.tokenizers import open_tokenizer
 from tests.data.decoding.films import SIDE, numbers, picture, write_video
 from tests.data.helpers import Items, OfOne, global_batches, ids, named, one_line, write_tar
 from tests.data.sources import BATCH, VIDEOS, gif, image, training, video

@@ -13,13 +13,22 @@ import pytest
 import torch
 from PIL import Image
 
-from data.bad_samples import Incomplete
-from data.decoding import sounds, videos
-from data.embeddings import IMAGE, TEXT, EmbeddingField
-from data.fields import CaptionField, CaptionsField, ClipField, Field, ImageField, Samples, SoundField, TextsField
-from data.records.own import OwnData
-from data.sets import open_records
-from data.tokenizers import open_tokenizer
+from tandem.data.bad_samples import Incomplete
+from tandem.data.decoding import sounds, videos
+from tandem.data.fields import (
+    CaptionField,
+    CaptionsField,
+    ClipField,
+    Field,
+    ImageField,
+    Samples,
+    SoundField,
+    TextsField,
+)
+from tandem.data.sets import open_records
+from tandem.data.sources.embeddings import IMAGE, TEXT, EmbeddingField
+from tandem.data.sources.own import OwnData
+from tandem.data.tokenizers import open_tokenizer
 from tests.data.sources import FILES, Record, encoded, gif, npy, wav
 from tests.scripts import TOKENIZER
 

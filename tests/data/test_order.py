@@ -7,8 +7,15 @@ import itertools
 
 import pytest
 
-from data.hashing import Draws
-from data.order import AlternatingOrder, Permutation, ShardOrder, TrainingOrder, split_samples, split_shards
+from tandem.data.hashing import Draws
+from tandem.data.sampling.order import (
+    AlternatingOrder,
+    Permutation,
+    ShardOrder,
+    TrainingOrder,
+    split_samples,
+    split_shards,
+)
 from tests.data.helpers import one_line
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from data.decoding.arrays import find_array
-from data.decoding.images import decode_image
-from data.decoding.sounds import ClipDecoder as SoundDecoder
-from data.decoding.texts import read_sentence, read_texts
-from data.decoding.videos import ClipDecoder as VideoDecoder
-from data.fields import TEXTS, ImageField
-from data.records.opening import open_source
-from data.records.record import Entry
-from data.tokenizers import open_tokenizer
-from tandem.files.reading import read_json, read_yaml
+from tandem.data.decoding.arrays import find_array
+from tandem.data.decoding.images import decode_image
+from tandem.data.decoding.sounds import ClipDecoder as SoundDecoder
+from tandem.data.decoding.texts import read_sentence, read_texts
+from tandem.data.decoding.videos import ClipDecoder as VideoDecoder
+from tandem.data.fields import TEXTS, ImageField
+from tandem.data.sources.opening import open_source
+from tandem.data.sources.record import Entry
+from tandem.data.tokenizers import open_tokenizer
+from tandem.io.reading import read_json, read_yaml
 from tests.data.helpers import one_line
 
 TABLE = b"path,caption\nred.png,a red square\n"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.errors import TrainingStopped
+from tandem.distributed.errors import TrainingStopped
 from tests.data.helpers import assert_same, ids, one_line
 from tests.data.sources import (
     BATCH,

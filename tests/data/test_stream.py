@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from data.fields import Samples
-from data.sets import open_images
-from data.stream import ValidationStream
+from tandem.data.fields import Samples
+from tandem.data.sampling.stream import ValidationStream
+from tandem.data.sets import open_images
 from tests.data.helpers import assert_same, global_batches, ids, one_line, stream
 
 N = 30

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 
-from data.tokenizers import open_tokenizer
+from tandem.data.tokenizers import open_tokenizer
 from tests.data.helpers import one_line
 
 START, END = 49406, 49407

@@ -15,9 +15,9 @@ import termios
 import pytest
 import torch
 
-from data.sets import open_images
-from data.workers import Loader, _End
-from tandem.files.exits import CannotGoOn
+from tandem.data.sampling.workers import Loader, _End
+from tandem.data.sets import open_images
+from tandem.io.exits import CannotGoOn
 from tests.data.helpers import ROOT, stream
 
 
@@ -81,7 +81,7 @@ SENDS = f"""
 import os, resource, subprocess, sys, tempfile
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from data.workers import Loader
+from tandem.data.sampling.workers import Loader
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
@@ -152,7 +152,7 @@ LEAVES = f"""
 import gc, os, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from data.workers import Loader
+from tandem.data.sampling.workers import Loader
 
 gc.disable()
 before = os.listdir("/proc/self/fd")
@@ -227,7 +227,7 @@ HANGS = f"""
 import os, sys, time
 import psutil
 sys.path.insert(0, {str(ROOT)!r})
-from data import workers
+from tandem.data import workers
 workers._BEGIN_SECONDS = (1, 1)
 forks = []
 
@@ -253,9 +253,9 @@ import os, signal, sys
 import torch.utils.data._utils.worker
 torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 1000  # seconds until torch looks for the main process
 sys.path.insert(0, {str(ROOT)!r})
-from data.order import TrainingOrder
-from data.sets import open_images
-from data.stream import TrainingStream, ValidationStream
+from tandem.data.sampling.order import TrainingOrder
+from tandem.data.sets import open_images
+from tandem.data.sampling.stream import TrainingStream, ValidationStream
 images = open_images("demo:shapes", image_size=8)
 batches = iter(TrainingStream(images, TrainingOrder(range(4096), 0), batch_size=8, rank=0, world_size=1, num_workers=2))
 next(batches)

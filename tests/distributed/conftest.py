@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from distributed import Backend
+from tandem.distributed import Backend
 from tests import processes
 
 # What launchers set. Tests set the variables of the launcher that they need.

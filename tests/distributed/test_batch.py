@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distributed import UserMistake, plan_batches
+from tandem.distributed import UserMistake, plan_batches
 from tests.data.helpers import one_line
 from tests.processes import Process, on_processes
 

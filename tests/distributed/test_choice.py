@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-import distributed
-from distributed import Backend, UserMistake, backends
+from tandem import distributed
+from tandem.distributed import Backend, UserMistake, backends
 from tests.data.helpers import one_line
 from tests.processes import parsed
 
@@ -185,7 +185,7 @@ def pigeon_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     backends.all_backends.cache_clear()
     yield
     backends.all_backends.cache_clear()
-    sys.modules.pop("distributed.backends.pigeon", None)
+    sys.modules.pop("tandem.distributed.backends.pigeon", None)
 
 
 @pytest.mark.usefixtures("pigeon_backend")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.collectives import Communicator
+from tandem.distributed.collectives import Communicator
 from tests.processes import Process, Root, on_processes
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from distributed import Backend, devices
-from distributed.devices import (
+from tandem.devices import full_precision
+from tandem.distributed import Backend, devices
+from tandem.distributed.devices import (
     allow_open_files,
     check_compiler,
     gpu_id,
@@ -22,7 +23,6 @@ from distributed.devices import (
     shared_gpu,
     use_tf32,
 )
-from tandem.devices import full_precision
 from tests.processes import python
 
 
@@ -138,7 +138,7 @@ def test_a_process_keeps_its_part_of_the_cores_busy_or_as_many_as_it_was_told(
 
 ONE_OF_512 = """
 import resource, sys, distributed
-from tandem.files.exits import Failed
+from tandem.io.exits import Failed
 from tests.processes import parsed
 for hard in (4096, 1000):
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))

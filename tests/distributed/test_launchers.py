@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from distributed import Launch, UserMistake, detect
-from distributed.launchers import first_slurm_host, torchrun_id
+from tandem.distributed import Launch, UserMistake, detect
+from tandem.distributed.launchers import first_slurm_host, torchrun_id
 from tests.data.helpers import one_line
 from tests.processes import python
 
@@ -96,7 +96,7 @@ def test_a_torchrun_is_known_by_its_process_and_not_by_its_run_id(monkeypatch: p
     ours = torchrun_id()
     assert ours == torchrun_id() and ours is not None
     # A second process of the same parent is of the same torchrun; a process of another parent is of another one.
-    code = "import os; from distributed.launchers import torchrun_id as id; print(id(), os.getppid())"
+    code = "import os; from tandem.distributed.launchers import torchrun_id as id; print(id(), os.getppid())"
     said = [python(code).stdout.split() for _ in "ab"]
     assert said[0] == said[1] and said[0][1] == str(os.getpid()) and said[0][0] != ours
     monkeypatch.setattr(os, "getppid", lambda: 2**30)  # nobody: the launcher is gone

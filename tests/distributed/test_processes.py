@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-from distributed import TrainingStopped, UserMistake
-from tandem.files.exits import CannotGoOn
+from tandem.distributed import TrainingStopped, UserMistake
+from tandem.io.exits import CannotGoOn
 from tests.processes import Process, on_processes, single
 
 

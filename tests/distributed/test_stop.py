@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed.collectives import Communicator
-from distributed.engines.reducer import GradientReducer
-from distributed.signals import SIGNALS, Signals, StopRequest
+from tandem.distributed.collectives import Communicator
+from tandem.distributed.engines.reducer import GradientReducer
+from tandem.distributed.signals import SIGNALS, Signals, StopRequest
 from tests.processes import Process, on_processes
 
 

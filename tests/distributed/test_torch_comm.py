@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launching import free_port
-from distributed import torch_comm
-from distributed.backends.horovod import HorovodBackend
-from distributed.launchers import Launch
-from distributed.torch_comm import Start, agree_on_start
+from tandem.distributed import torch_comm
+from tandem.distributed.backends.horovod import HorovodBackend
+from tandem.distributed.launchers import Launch
+from tandem.distributed.torch_comm import Start, agree_on_start
 
 PATIENCE = timedelta(seconds=60)  # only ends a hang
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,8 +174,8 @@ def test_all_processes_learn_that_two_of_them_share_a_gpu_before_nccl_starts() -
 def test_processes_that_share_a_gpu_are_refused_in_one_line(backend: str) -> None:
     """The line itself: test_devices.py. That NCCL is not asked where they may share one: `make gpu`."""
     program = f"""
-import distributed
-from distributed import devices
+from tandem import distributed
+from tandem.distributed import devices
 from tests.processes import parsed
 devices.shared_gpu = lambda gpus: f"they share a GPU: {{gpus}}"
 with distributed.from_args(parsed("--distributed_backend", "{backend}", batch_size=1)):

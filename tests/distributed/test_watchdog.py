@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from distributed import Launch, TrainingStopped, watchdog
-from distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
-from distributed.signals import Signals
-from distributed.watchdog import Watchdog
+from tandem.distributed import Launch, TrainingStopped, watchdog
+from tandem.distributed.liveness import SILENT_TICKS, Judge, Liveness, to_line
+from tandem.distributed.signals import Signals
+from tandem.distributed.watchdog import Watchdog
 from tests.processes import Process, Root, on_processes
 
 TIMEOUT_TICKS = 60
@@ -366,14 +366,14 @@ def test_who_is_no_process_of_the_job_is_not_listened_to(liveness: Liveness) -> 
 
 
 def test_who_does_not_say_which_process_it_is_is_sent_away(liveness: Liveness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed.liveness.TICK_SECONDS", 0.01)
+    monkeypatch.setattr("tandem.distributed.liveness.TICK_SECONDS", 0.01)
     assert socket.create_connection(("127.0.0.1", liveness.port), timeout=PATIENCE_SECONDS).recv(1) == b""
 
 
 def test_where_files_run_out_a_connection_is_tried_again_once_in_a_tick(
     liveness: Liveness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.liveness.TICK_SECONDS", 0.01)
+    monkeypatch.setattr("tandem.distributed.liveness.TICK_SECONDS", 0.01)
     accept, tick, tried = socket.socket.accept, Judge.tick, [0]  # of each tick, how often
 
     def accept_later(listener: socket.socket) -> Any:

@@ -120,7 +120,7 @@ def load() -> list[Fault]:
 def tracked() -> list[str]:
     """The files of the working tree that git knows."""
     output = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    return [name for name in output.decode().split("\0") if name and (ROOT / name).is_file()]
+    return [name for name in output.decode().split("\0") if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink())]
 
 
 def tree() -> str:
@@ -138,7 +138,7 @@ def copy_tracked(folder: Path) -> None:
     for name in tracked():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target)
+        shutil.copy2(ROOT / name, target, follow_symlinks=False)
     compileall.compile_dir(folder, quiet=2)
 
 
@@ -146,7 +146,7 @@ def copy_tracked(folder: Path) -> None:
 def copied(sound: Path) -> Iterator[Path]:
     """A copy of a folder. Compiled files fit it, because the times of changes are copied too."""
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-        shutil.copytree(sound, folder, dirs_exist_ok=True)
+        shutil.copytree(sound, folder, symlinks=True, dirs_exist_ok=True)
         yield Path(folder)
 
 

@@ -21,8 +21,8 @@ import yaml
 from filling import autoencoder, mulan, video_tokenizer, vqgan, write_images, write_sounds, write_videos
 from safetensors.torch import save_file
 
-from data.records import index
-from models import DiscreteVAE
+from tandem.data.sources import index
+from tandem.models import DiscreteVAE
 from tests.data.conditions import write_rows, write_tars
 from tests.data.decoding import test_colours as odd
 from tests.data.decoding.films import write_video

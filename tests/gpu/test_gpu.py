@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import distributed
-from data.workers import Loader
-from distributed import Backend
-from distributed.collectives import Handle
-from distributed.devices import gpu_id, local_device, use_deterministic_kernels, use_tf32
-from distributed.engines.reducer import GradientReducer
-from distributed.errors import TrainingStopped
-from distributed.signals import StopRequest
-from models.video.causal import CausalConv3d, Context
+from tandem import distributed
+from tandem.data.sampling.workers import Loader
 from tandem.devices import full_precision
+from tandem.distributed import Backend
+from tandem.distributed.collectives import Handle
+from tandem.distributed.devices import gpu_id, local_device, use_deterministic_kernels, use_tf32
+from tandem.distributed.engines.reducer import GradientReducer
+from tandem.distributed.errors import TrainingStopped
+from tandem.distributed.signals import StopRequest
+from tandem.models.layers.video.causal import CausalConv3d, Context
+from tandem.training.checkpoint.snapshot import Snapshot
 from tests.processes import Root, parsed
-from training.checkpoints.snapshot import Snapshot
 
 KIND = torch.accelerator.current_accelerator(check_available=True)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(KIND is None, reason="needs a GPU")]

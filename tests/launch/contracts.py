@@ -16,11 +16,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from distributed import Backend, UserMistake
-from distributed.collectives import Communicator
-from distributed.engines.base import Engine
-from training.checkpoints.snapshot import Snapshot
-from training.ema import make_ema
+from tandem.distributed import Backend, UserMistake
+from tandem.distributed.collectives import Communicator
+from tandem.distributed.engines.base import Engine
+from tandem.training.checkpoint.snapshot import Snapshot
+from tandem.training.ema import make_ema
 
 BATCH = 24  # divides by 1, 2, 3 and 4 processes with 1 or 2 accumulation steps
 FLAGS = ["--batch_size", str(BATCH), "--max_skipped_updates", "4"]
@@ -96,9 +96,9 @@ def rounded_sums(backend: Backend) -> dict[str, Any]:
 
 def small_buckets(backend: Backend) -> dict[str, Any]:
     """`plain` with buckets of 100 numbers, half of the model; ZeRO 3 keeps no weight whole."""
-    sizes = [patch("distributed.engines.reducer.BUCKET_BYTES", 400)]
+    sizes = [patch("tandem.distributed.engines.reducer.BUCKET_BYTES", 400)]
     if backend.name == "deepspeed":
-        sizes.append(patch("distributed.backends.deepspeed.config.BUCKET_ELEMENTS", 100))
+        sizes.append(patch("tandem.distributed.backends.deepspeed.config.BUCKET_ELEMENTS", 100))
         sizes.append(patch.dict(backend.config, zero_optimization={"stage3_param_persistence_threshold": 0}))
     with contextlib.ExitStack() as stack:
         for size in sizes:

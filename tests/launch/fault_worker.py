@@ -33,14 +33,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import distributed
-import training.checkpoints.format
-from data.feed import Feed
-from data.sets import open_images
-from distributed import Backend, TrainingStopped, UserMistake, torch_comm
-from tandem.files.exits import exit_codes
+import tandem.training.checkpoint.format
+from tandem import distributed
+from tandem.data.feed import Feed
+from tandem.data.sets import open_images
+from tandem.distributed import Backend, TrainingStopped, UserMistake, torch_comm
+from tandem.io.exits import exit_codes
+from tandem.training.checkpoint.store import Checkpoints
 from tests.processes import parsed
-from training.checkpoints.store import Checkpoints
 
 PAUSE_SECONDS = 0.2
 
@@ -99,7 +99,7 @@ def freeze(backend: Backend, seconds: float) -> None:
 
 
 def write(backend: Backend, fault: str, folder: Path, seconds: float) -> None:
-    save_file = training.checkpoints.format.save_file
+    save_file = tandem.training.checkpoint.format.save_file
 
     def save_slowly(*args: Any) -> None:
         if fault == "stuck_write":
@@ -109,7 +109,7 @@ def write(backend: Backend, fault: str, folder: Path, seconds: float) -> None:
             time.sleep(PAUSE_SECONDS)
         save_file(*args)
 
-    training.checkpoints.format.save_file = save_slowly
+    tandem.training.checkpoint.format.save_file = save_slowly
     checkpoints = Checkpoints(folder, 1, backend)
     checkpoints.save(1, {"part": {"weight": torch.ones(3)}}, {})
     if fault == "stands_in_write":

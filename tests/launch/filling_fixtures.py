@@ -10,7 +10,7 @@ import pytest
 import torch
 from filling import saved, write_atomically
 
-import tandem.files.writing
+import tandem.io.writing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +46,6 @@ def on_write(monkeypatch) -> Callable[..., None]:
     """Replace the function that writes files; without an argument put it back."""
 
     def replace(write: Callable[[Path, bytes], None] = write_atomically) -> None:
-        monkeypatch.setattr(tandem.files.writing, "write_atomically", write)
+        monkeypatch.setattr(tandem.io.writing, "write_atomically", write)
 
     return replace

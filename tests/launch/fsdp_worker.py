@@ -19,8 +19,8 @@ import torch.distributed.nn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import distributed
-from distributed import Backend
+from tandem import distributed
+from tandem.distributed import Backend
 from tests.processes import parsed
 
 

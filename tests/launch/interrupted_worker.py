@@ -23,7 +23,7 @@ from typing import Any
 import torch._dynamo
 import torch.distributed.nn  # noqa: F401  (forks of this process start faster)
 
-from training.run.run import Run
+from tandem.training.run import Run
 
 
 class Interruption:

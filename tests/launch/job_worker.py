@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import distributed
-from hub import adopt
+from tandem import distributed
+from tandem.launch import adopt
 
 # A rank that failed waits so long for the others, which may hang in a collective that it has left: then the job ends.
 PATIENCE_SECONDS = 120

@@ -29,7 +29,7 @@ def refuse_proc(event: str, arguments: tuple[Any, ...]) -> None:
 
 sys.addaudithook(refuse_proc)
 sys.platform, linux = "darwin", sys.platform
-import data.workers  # noqa: E402, F401
+import tandem.data.sampling.workers  # noqa: E402, F401
 
 sys.platform = linux
 

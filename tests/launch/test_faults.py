@@ -32,7 +32,7 @@ from benchmarks.launching import (
     start,
     wait_until,
 )
-from tandem.files.reading import counted
+from tandem.io.reading import counted
 from tests.scripts import VAE, metrics, without_clocks, words
 
 ENDLESS = [*words(VAE.tiny), "--epochs", "1000000", "--num_workers", "1", "--log_every_n_steps", "1",

@@ -11,7 +11,7 @@ import torch
 from forks import fork
 
 # FSDP itself hands such views on, and which kernel takes them depends on the machine: so the function alone is tested.
-from distributed.backends.fsdp.engine import _with_stride_along_the_batch
+from tandem.distributed.backends.fsdp.engine import _with_stride_along_the_batch
 
 VARIANTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, ["--distributed_backend", "single"]),

@@ -11,7 +11,7 @@ import pytest
 from jobs import Jobs, Task
 
 from benchmarks.launching import Launcher
-from distributed import Backend
+from tandem.distributed import Backend
 
 TWO = Launcher("torchrun", 2)
 

@@ -24,8 +24,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from benchmarks.launching import CHOSEN_ON_FOUR, CHOSEN_ON_TWO, ONE_PROCESS, WHOLE_MATRIX, ZERO_STAGES, Launcher, run
-from models import VQGAN
-from models.files.towers import read_text_tower
+from tandem.models import VQGAN
+from tandem.weights.formats.towers import read_text_tower
 from tests.models.towers import audio_folder, text_folder
 from tests.scripts import (
     RUN,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.configs import QuantizerConfig
-from models.perceptual import PerceptualLoss
-from models.quantizers import make_quantizer
-from models.quantizers.base import Quantizer
+from tandem.config.models.autoencoders import QuantizerConfig
+from tandem.models.features.lpips import PerceptualLoss
+from tandem.models.quantizers import make_quantizer
+from tandem.models.quantizers.base import Quantizer
 
 VAE: dict[str, Any] = {
     "image_size": 16, "num_tokens": 13, "codebook_dim": 6, "num_layers": 2, "num_resnet_blocks": 0, "hidden_dim": 5

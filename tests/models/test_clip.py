@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.functional import to_pil_image
 
-from models import clip as module
-from models.clip import Clip
+from tandem.models.features import clip as module
+from tandem.models.features.clip import Clip
 from tests.models import helpers
 
 SIDE, DIM, TOKENS, TEXT_DIM = 32, 12, 16, 8

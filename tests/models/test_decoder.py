@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.functional import gaussian_blur
 
-from models import Decoder
-from models.decoder import blur
-from models.decoder_config import DecoderConfig, Sampling
-from models.resizing import cropped
+from tandem.config.models.decoder import DecoderConfig, Sampling
+from tandem.models import Decoder
+from tandem.models.diffusion.decoder import blur
+from tandem.models.layers.resizing import cropped
 from tests.models.helpers import refused
 
 SMALL: dict[str, Any] = {

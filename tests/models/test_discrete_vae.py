@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import DiscreteVAE
-from models.configs import DiscreteVAEConfig
+from tandem.config.models.autoencoders import DiscreteVAEConfig
+from tandem.models import DiscreteVAE
 from tests.models.helpers import VAE, some_images
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import Discriminator, VideoDiscriminator
+from tandem.models import Discriminator, VideoDiscriminator
 from tests.models.helpers import refused, some_images, some_videos
 
 FRAMES = torch.tensor([1, 4])

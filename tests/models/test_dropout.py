@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import Attention, FeedForward, Transformer
-from models.dropout import derived, dropout
+from tandem.models.layers.attention import Attention, FeedForward, Transformer
+from tandem.models.layers.dropout import derived, dropout
+from tandem.training.noise import Noise
 from tests.models.helpers import some
-from training.noise import Noise
 
 
 def some_keys(size: int = 3, step: int = 0) -> Tensor:

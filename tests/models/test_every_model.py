@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import models
-import models.perceptual
-from models import VQGAN, DiscreteVAE, Discriminator, MuLaN, Unet, VideoTokenizer
-from models.files.pretrained import Pretrained
-from models.perceptual import PerceptualLoss
-from models.quantizers import QUANTIZERS
+import tandem.models.features.lpips
+from tandem import models
+from tandem.models import VQGAN, DiscreteVAE, Discriminator, MuLaN, Unet, VideoTokenizer
+from tandem.models.base import Pretrained
+from tandem.models.features.lpips import PerceptualLoss
+from tandem.models.quantizers import QUANTIZERS
 from tests.models import helpers
 from tests.models.helpers import (
     across_a_border,
@@ -506,7 +506,7 @@ SAID: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         ("lfq", {"inv_temperature": 0}, "greater than 0"), ("fsq", {"fsq_levels": [8, 2]}, "3 or more"),
         ("vq", {"codebook_dim": 0}, "codebook_dim 0"), ("vq", {"vq_decay": 1.0}, "vq_decay 1.0"),
         ("ibq", {"codebook_size": 1}, "codebook_size 1"), ("fsq", {"codebook_size": 512}, "256, 1024"))),
-    (models.perceptual.load_perceptual, {"kind": "alex"}, "none, vgg, lpips"),
+    (tandem.models.features.lpips.load_perceptual, {"kind": "alex"}, "none, vgg, lpips"),
 ]  # fmt: skip
 ALONE = [(build, {argument: value}) for build, of_build in WRONG.items() for argument, values in of_build.items()
          for value in values]  # fmt: skip

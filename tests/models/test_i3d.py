@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.i3d import I3D, load_i3d, pad_same
+from tandem.models.features.i3d import I3D, load_i3d, pad_same
 from tests.models.helpers import assert_same_bits, one_line_of, refused
 
 

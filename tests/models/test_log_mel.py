@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.log_mel import Spectrogram, spec_augment
-from models.mulan_config import MuLaNConfig
+from tandem.config.models.mulan import MuLaNConfig
+from tandem.models.audio_text.log_mel import Spectrogram, spec_augment
 
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import MuLaN
-from models.attention import l2_normalize, layers_read
-from models.audio_transformer import AudioTransformer
-from models.mulan_config import MuLaNConfig
+from tandem.config.models.mulan import MuLaNConfig
+from tandem.models import MuLaN
+from tandem.models.audio_text.audio_transformer import AudioTransformer
+from tandem.models.layers.attention import l2_normalize, layers_read
 from tests.models.helpers import MULAN, MUSICLM, some_pairs
 
 

@@ -14,9 +14,9 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.files.published import LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict
-from models.perceptual import PerceptualLoss, load_lpips, load_perceptual
-from tandem.files.fetching import MIRROR, Published
+from tandem.io.fetching import MIRROR, Published
+from tandem.io.published import LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict
+from tandem.models.features.lpips import PerceptualLoss, load_lpips, load_perceptual
 from tests.models.helpers import NARROW, assert_same_bits, narrow, refused, some_images
 
 HEADS_FILE = Path(lpips.__file__).parent / "weights/v0.1/vgg.pth"

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.files.towers import Tower, read_audio_tower, read_text_tower
-from models.pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower
+from tandem.models.audio_text.pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower
+from tandem.weights.formats.towers import Tower, read_audio_tower, read_text_tower
 from tests.models.helpers import one_line_of
 from tests.models.towers import VOCABULARY, audio_folder, open_clip_file, text_folder
 

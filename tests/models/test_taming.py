@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import VQGAN
+from tandem.models import VQGAN
 from tests.models.helpers import TAMING, lively, refused, some_images
 
 DEEPER: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from models import Unet
-from models.files.dalle2 import load_public_decoder
+from tandem.models import Unet
+from tandem.weights.formats.dalle2 import load_public_decoder
 from tests.models.helpers import UNET, some, some_unet_inputs
 from tests.models.reference.unets import CASES, STRIDE, inputs_of, public_config, stored, weights_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import StreamState, VideoTokenizer
+from tandem.models import StreamState, VideoTokenizer
 from tests.models.helpers import TOKENIZER, lively, refused, some, some_videos
 
 # Layers that divide time by S_t: one that keeps the number of frames comes before and after each that does not.

@@ -30,7 +30,7 @@ FIRST = 2  # updates
 
 def noted_collectives() -> list[str]:
     """Each call that a process makes of its communicator from now on: the name, the dtype and the shape."""
-    from distributed.torch_comm import TorchCommunicator
+    from tandem.distributed.torch_comm import TorchCommunicator
 
     calls: list[str] = []
     for method in (TorchCommunicator.all_reduce_, TorchCommunicator.all_gather):
@@ -53,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     own_calls = noted_collectives()
     if any(script.startswith("train_") for script, *_ in commands.values()):
-        from training.run.run import Run
+        from tandem.training.run import Run
 
         def watch(run: Any, event: str, _: Any) -> None:
             if event == "update":

@@ -10,14 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from distributed.collectives import Communicator
-from distributed.engines.arithmetic import gradient_norm
-from models.diffusion.schedule import Schedule
-from models.quantizers.base import GlobalMean
-from models.quantizers.vector import sums_by_code
 from tandem import devices
+from tandem.distributed.collectives import Communicator
+from tandem.distributed.engines.arithmetic import gradient_norm
+from tandem.models.diffusion.schedule import Schedule
+from tandem.models.quantizers.base import GlobalMean
+from tandem.models.quantizers.vector import sums_by_code
+from tandem.training.losses.contrastive import KINDS, Contrastive
 from tests.processes import Process
-from training.objectives.contrastive import KINDS, Contrastive
 
 
 class NoFp64(TorchDispatchMode):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import flop_counter
 
-from models.configs import DiscreteVAEConfig
-from models.discrete_vae import DiscreteVAE
-from models.recompute import recomputed
+from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.flops import FlopCounter, repeated
+from tandem.models.autoencoders.discrete_vae import DiscreteVAE
+from tandem.models.layers.recompute import recomputed
 
 
 def flops_of(compute: Callable[[], Tensor]) -> float:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.training.checkpoint.store import Checkpoints
 from tests.processes import Process
 from tests.scripts import VAE, Script
-from training.checkpoints.store import Checkpoints
 
 
 @pytest.fixture

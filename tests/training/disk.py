@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.files import reading
+from tandem.io import reading
 
 # Names of the C functions and methods that change the disk.
 FILE_OPERATIONS = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from tandem.training.ema import make_ema
 from tests.training.whole import Whole
-from training.ema import make_ema
 
 
 class Model(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.training.generation import CHUNK, CHUNK_SHOWN, Generation
 from tests.processes import Process, Root, on_processes
-from training.generation import CHUNK, CHUNK_SHOWN, Generation
 
 
 def test_a_process_draws_its_share_in_one_pass_and_meets_the_others_before_a_collective() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.hashing import mix64
-from training.noise import Noise, splitmix64
+from tandem.training.noise import Noise, splitmix64
 
 SHAPE = (16, 4)
 

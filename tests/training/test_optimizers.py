@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import models
+from tandem import models
+from tandem.training.optimizers import make_optimizer
 from tests.models import helpers
-from training.optimizers import make_optimizer
 
 
 @pytest.mark.parametrize("lion", [False, True])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.profiles import LONGEST, Profile, coefficients, exponent_of, inner_products, length_of
+from tandem.training.power_function import LONGEST, Profile, coefficients, exponent_of, inner_products, length_of
 
 
 def shares(updates: int, exponent: float, last: int | None = None) -> np.ndarray:

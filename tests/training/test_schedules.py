@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from training import schedules
+from tandem.training import schedules
 
 
 @pytest.mark.parametrize("lowest", [0.0, 0.1])

@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tandem.files.installed import how_to_install
+from tandem.distributed.backends.ddp import DDPBackend
+from tandem.distributed.base import Options
+from tandem.distributed.errors import UserMistake
+from tandem.distributed.launchers import Launch
+from tandem.io.installed import how_to_install
 
-from ...base import Options
-from ...errors import UserMistake
-from ...launchers import Launch
-from ..ddp import DDPBackend
 from .config import check_for_parts, merge, read_config
 
 

@@ -13,11 +13,10 @@ from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
-from tandem.files.installed import shipped
-from tandem.files.reading import counted, parse_json, read_bytes
-
-from ...base import Options
-from ...errors import UserMistake
+from tandem.distributed.base import Options
+from tandem.distributed.errors import UserMistake
+from tandem.io.installed import shipped
+from tandem.io.reading import counted, parse_json, read_bytes
 
 AUTO = "auto"
 # DeepSpeed counts its buckets in numbers, whatever their type. In fp32 these are 25 MiB, the most that a bucket of the

@@ -27,12 +27,10 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from tandem.files.installed import how_to_install
-
-from ...devices import cpu_threads, own_threads
-from ...engines.arithmetic import clip_divisor, gradient_norm
-from ...engines.base import Engine
-from ...engines.optimizer_state import (
+from tandem.distributed.devices import cpu_threads, own_threads
+from tandem.distributed.engines.arithmetic import clip_divisor, gradient_norm
+from tandem.distributed.engines.base import Engine
+from tandem.distributed.engines.optimizer_state import (
     check_moments,
     check_names,
     live_weights,
@@ -41,8 +39,10 @@ from ...engines.optimizer_state import (
     unfuse,
     write_optimizer,
 )
-from ...engines.parts import GradientParts
-from ...errors import UserMistake
+from tandem.distributed.engines.parts import GradientParts
+from tandem.distributed.errors import UserMistake
+from tandem.io.installed import how_to_install
+
 from .config import AUTO, refusals, resolve
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...base import Options
-from ...launchers import Launch
-from ..ddp import DDPBackend
+from tandem.distributed.backends.ddp import DDPBackend
+from tandem.distributed.base import Options
+from tandem.distributed.launchers import Launch
 
 
 class FSDPBackend(DDPBackend):

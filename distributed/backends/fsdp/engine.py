@@ -23,13 +23,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from ...devices import cpu_threads, own_threads
-from ...engines.arithmetic import DTYPES, LossScaler, gradient_norm
-from ...engines.optimizer_state import check_moments, check_names, read_optimizer, unfuse, write_optimizer
-from ...engines.parts import GradientParts
-from ...engines.reducer import GradientReducer
-from ...engines.replicated import ReplicatedEngine
-from ...errors import UserMistake
+from tandem.distributed.devices import cpu_threads, own_threads
+from tandem.distributed.engines.arithmetic import DTYPES, LossScaler, gradient_norm
+from tandem.distributed.engines.optimizer_state import (
+    check_moments,
+    check_names,
+    read_optimizer,
+    unfuse,
+    write_optimizer,
+)
+from tandem.distributed.engines.parts import GradientParts
+from tandem.distributed.engines.reducer import GradientReducer
+from tandem.distributed.engines.replicated import ReplicatedEngine
+from tandem.distributed.errors import UserMistake
 
 _PART_OF_A_MODEL = 100  # smaller blocks are gathered with what surrounds them ...
 _ALWAYS_WORTH_IT = 2**20  # ... unless they have as many weights as this

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.decoding.images import decode_image, decode_picture
-from data.records.record import Entry
+from tandem.data.decoding.images import decode_image, decode_picture
+from tandem.data.sources.record import Entry
 from tests.data.helpers import one_line
 from tests.data.sources import encoded
 

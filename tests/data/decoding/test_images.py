@@ -16,10 +16,10 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
-from data.bad_samples import partly_read
-from data.decoding.images import decode_image
-from data.records.record import Entry
-from data.sets import open_images
+from tandem.data.bad_samples import partly_read
+from tandem.data.decoding.images import decode_image
+from tandem.data.sets import open_images
+from tandem.data.sources.record import Entry
 from tests.data.helpers import one_line, write_tar
 from tests.data.sources import encoded, noise
 

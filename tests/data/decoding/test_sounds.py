@@ -14,8 +14,8 @@ import soundfile
 import soxr
 import torch
 
-from data.decoding.sounds import ClipDecoder, clip_starts
-from data.records.record import Entry
+from tandem.data.decoding.sounds import ClipDecoder, clip_starts
+from tandem.data.sources.record import Entry
 from tests.data.helpers import one_line
 
 RATE = 16000

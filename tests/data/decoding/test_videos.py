@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-from data.bad_samples import Unsuitable
-from data.decoding.videos import ClipDecoder
-from data.records.files import FileWindow
-from data.records.record import Entry, open_entry
+from tandem.data.bad_samples import Unsuitable
+from tandem.data.decoding.videos import ClipDecoder
+from tandem.data.sources.files import FileWindow
+from tandem.data.sources.record import Entry, open_entry
 from tests.data.decoding.films import RATE, SIDE, TICKS, number_of, numbers, picture, write_video, write_widths
 from tests.data.helpers import one_line
 from tests.data.sources import encoded

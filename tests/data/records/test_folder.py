@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from data.records import folder as folders
-from data.records import index
-from data.records.folder import FolderSource
-from data.records.index import Made, PackedStrings, Watched, kept
-from data.records.record import Wanted
+from tandem.data.sources import folder as folders
+from tandem.data.sources import index
+from tandem.data.sources.folder import FolderSource
+from tandem.data.sources.index import Made, PackedStrings, Watched, kept
+from tandem.data.sources.record import Wanted
 from tests.data.helpers import one_line
 
 IMAGE = Wanted("image", "image", (".png", ".jpg", ".webp"))

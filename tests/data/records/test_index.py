@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.records import index
-from data.records.index import Index, Made, PackedStrings, Watched, kept
+from tandem.data.sources import index
+from tandem.data.sources.index import Index, Made, PackedStrings, Watched, kept
 from tests.data.helpers import in_processes, one_line
 from tests.training.disk import left_by_kills
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from data.records import remote
-from data.records.opening import open_source
-from data.records.record import Wanted
+from tandem.data.sources import remote
+from tandem.data.sources.opening import open_source
+from tandem.data.sources.record import Wanted
 from tests.data.helpers import assert_same, one_line
 from tests.data.sources import FILES, IMAGES, KINDS, N, passes
 from tests.fault_proxy import Proxy

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.bad_samples import Raised
-from data.records.own import OwnData, OwnSource
+from tandem.data.bad_samples import Raised
+from tandem.data.sources.own import OwnData, OwnSource
 from tests.data.helpers import one_line
 from tests.data.sources import IMAGES, training
 from tests.processes import on_processes

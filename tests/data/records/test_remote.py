@@ -23,13 +23,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data.records import remote
-from data.records.cache import ShardCache
-from data.records.files import is_address, shown
-from data.records.opening import expanded, open_source
-from data.records.record import Entry, Wanted, open_bytes, open_entry
-from data.workers import Loader
-from tandem.files.installed import how_to_install
+from tandem.data.sampling.workers import Loader
+from tandem.data.sources import remote
+from tandem.data.sources.cache import ShardCache
+from tandem.data.sources.files import is_address, shown
+from tandem.data.sources.opening import expanded, open_source
+from tandem.data.sources.record import Entry, Wanted, open_bytes, open_entry
+from tandem.io.installed import how_to_install
 from tests.data.helpers import in_processes, one_line
 from tests.fault_proxy import Proxy
 from tests.file_servers import http_server, servers_of

@@ -16,13 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.records import index, tables
-from data.records.files import shown
-from data.records.manifest import ManifestSource
-from data.records.opening import expanded
-from data.records.record import Files, Wanted
-from data.records.rows import parts_of
-from data.records.tables import TableSource, saved_files, tables_below
+from tandem.data.sources import index
+from tandem.data.sources import table as tables
+from tandem.data.sources.files import shown
+from tandem.data.sources.manifest import ManifestSource
+from tandem.data.sources.opening import expanded
+from tandem.data.sources.record import Files, Wanted
+from tandem.data.sources.rows import parts_of
+from tandem.data.sources.table import TableSource, saved_files, tables_below
 from tests.data.helpers import one_line
 from tests.data.records.tables import save_to_disk, table, write_arrow, write_parquet
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import webdataset
 
-from data.records import tars
-from data.records.opening import open_source
-from data.records.record import Wanted
-from data.records.tars import TarSource, members
+from tandem.data.sources import tar as tars
+from tandem.data.sources.opening import open_source
+from tandem.data.sources.record import Wanted
+from tandem.data.sources.tar import TarSource, members
 from tests.data.helpers import one_line, write_tar
 
 IMAGE = Wanted("image", "image", (".png", ".jpg"))

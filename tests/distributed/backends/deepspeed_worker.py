@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import distributed
-from distributed import Backend, UserMistake
-from distributed.engines.base import Engine
+from tandem import distributed
+from tandem.distributed import Backend, UserMistake
+from tandem.distributed.engines.base import Engine
+from tandem.training.ema import make_ema
 from tests.processes import parsed
-from training.ema import make_ema
 
 UPDATES = 6
 SCRIPT_RATE = 0.125  # which no JSON here has
@@ -141,7 +141,7 @@ def run_released(folder: Path) -> None:
     """ZeRO 3 with weights that it does not keep whole, in buckets smaller than the model, into ``released.json``."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    from distributed.backends.deepspeed import config
+    from tandem.distributed.backends.deepspeed import config
 
     def deep_model() -> nn.Module:
         torch.manual_seed(0)

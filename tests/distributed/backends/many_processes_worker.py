@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import distributed
-from distributed import torch_comm, watchdog
-from distributed.backends.deepspeed import config
-from distributed.collectives import Communicator
+from tandem import distributed
+from tandem.distributed import torch_comm, watchdog
+from tandem.distributed.backends.deepspeed import config
+from tandem.distributed.collectives import Communicator
+from tandem.training.ema import make_ema
 from tests.processes import Root, parsed
-from training.ema import make_ema
 
 KINDS = {"all_reduce": "sums", "all_gather_into_tensor": "gathers", "reduce_scatter_tensor": "scattered sums"}
 UNEXPECTED = (

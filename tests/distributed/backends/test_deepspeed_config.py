@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from distributed import UserMistake
-from distributed.backends.deepspeed.config import check_for_parts, merge, read_config, refusals, resolve
-from distributed.base import Options
-from distributed.batch import BatchPlan
+from tandem.distributed import UserMistake
+from tandem.distributed.backends.deepspeed.config import check_for_parts, merge, read_config, refusals, resolve
+from tandem.distributed.base import Options
+from tandem.distributed.batch import BatchPlan
 from tests.data.helpers import one_line
 from tests.processes import parsed
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Backend, TrainingStopped
-from distributed.engines import arithmetic
-from distributed.engines.arithmetic import LossScaler, all_finite, autocast, gradient_norm
+from tandem.distributed import Backend, TrainingStopped
+from tandem.distributed.engines import arithmetic
+from tandem.distributed.engines.arithmetic import LossScaler, all_finite, autocast, gradient_norm
 from tests.processes import Process, on_processes
 
 MANY = 3 * 2**17 + 1  # more than are added at a time

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed.engines import parts as parts_module
-from distributed.engines.parts import GradientParts
+from tandem.distributed.engines import parts as parts_module
+from tandem.distributed.engines.parts import GradientParts
 from tests.processes import Process, on_processes, python
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from distributed.collectives import Communicator
-from distributed.engines import reducer as reducer_module
-from distributed.engines.reducer import GradientReducer
+from tandem.distributed.collectives import Communicator
+from tandem.distributed.engines import reducer as reducer_module
+from tandem.distributed.engines.reducer import GradientReducer
 from tests.processes import Process, Root, on_processes
 
 

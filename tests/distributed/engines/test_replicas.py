@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import TrainingStopped
-from distributed.engines.replicas import check_replicas, checksums
+from tandem.distributed import TrainingStopped
+from tandem.distributed.engines.replicas import check_replicas, checksums
 from tests.processes import Process, on_processes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

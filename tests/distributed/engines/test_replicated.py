@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import Backend
-from distributed.engines.base import Engine
+from tandem.distributed import Backend
+from tandem.distributed.engines.base import Engine
 from tests.processes import Process
 
 BATCH = 12

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from models.diffusion import Denoised, Schedule
-from models.diffusion.losses import target_of
+from tandem.models.diffusion import Denoised, Schedule
+from tandem.models.diffusion.losses import target_of
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:

@@ -11,10 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.decoder_config import SCHEDULES
-from models.diffusion import DiffusionLoss, Schedule, sample
-from models.diffusion.losses import LOSS_WEIGHTS, OBJECTIVES, check_combination, loss_weights, target_of, x_start_of
-from models.diffusion.variance import LearnedVariance
+from tandem.config.models.decoder import SCHEDULES
+from tandem.models.diffusion import DiffusionLoss, Schedule, sample
+from tandem.models.diffusion.losses import (
+    LOSS_WEIGHTS,
+    OBJECTIVES,
+    check_combination,
+    loss_weights,
+    target_of,
+    x_start_of,
+)
+from tandem.models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, no_draw, normal, prediction_of
 from tests.models.helpers import refused
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.decoder_config import SCHEDULES
-from models.diffusion import Denoised, Inpaint, Schedule, dynamic_threshold, guided, sample
-from models.diffusion.sampling import CLEAN, SAMPLERS, sampling_levels
-from models.diffusion.variance import LearnedVariance
+from tandem.config.models.decoder import SCHEDULES
+from tandem.models.diffusion import Denoised, Inpaint, Schedule, dynamic_threshold, guided, sample
+from tandem.models.diffusion.sampling import CLEAN, SAMPLERS, sampling_levels
+from tandem.models.diffusion.variance import LearnedVariance
 from tests.models.diffusion.gaussians import Gaussian, OnePixelEach, no_draw, normal, uniform_levels
 
 

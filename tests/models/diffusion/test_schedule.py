@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.decoder_config import SCHEDULES
-from models.diffusion import Schedule
+from tandem.config.models.decoder import SCHEDULES
+from tandem.models.diffusion import Schedule
 
 EVERY = [{"name": name, "zero_terminal_snr": zero} for name in SCHEDULES for zero in (False, True)]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.diffusion import Schedule
-from models.diffusion.variance import LearnedVariance, log_likelihood
+from tandem.models.diffusion import Schedule
+from tandem.models.diffusion.variance import LearnedVariance, log_likelihood
 from tests.models.diffusion.gaussians import Gaussian
 
 

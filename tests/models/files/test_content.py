@@ -19,13 +19,13 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 import convert
-from models import VQGAN, Decoder, DiscreteVAE, MuLaN
-from models.decoder_config import DecoderConfig
-from models.files.public import FORMATS, format_of
-from models.files.published import read_state_dict
+from tandem.config.models.decoder import DecoderConfig
+from tandem.io.published import read_state_dict
+from tandem.models import VQGAN, Decoder, DiscreteVAE, MuLaN
+from tandem.weights.formats.detection import FORMATS, format_of
+from tandem.weights.load import load
 from tests.models.helpers import MUSICLM, VAE, assert_same_bits, one_line_of
 from tests.models.reference.autoencoders import state_of, written
-from trained import load
 
 State = dict[str, Tensor]
 STATE = state_of("ldm")

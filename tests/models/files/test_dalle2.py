@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import Decoder
-from models.decoder_config import DecoderConfig
-from models.diffusion import Schedule
-from models.files.building import build_on_meta
-from models.files.dalle2 import load_public_decoder, public_state, save_public_decoder
-from models.files.dalle2_config import decoder_config
+from tandem.config.models.decoder import DecoderConfig
+from tandem.models import Decoder
+from tandem.models.building import build_on_meta
+from tandem.models.diffusion import Schedule
+from tandem.weights.formats.dalle2 import load_public_decoder, public_state, save_public_decoder
+from tandem.weights.formats.dalle2_config import decoder_config
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused
 from tests.models.reference.unets import (
     LONG_STRIDE,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import convert
 import train_vae
-from models import DiscreteVAE
+from tandem.models import DiscreteVAE
 from tests.models.helpers import VAE, Call, assert_same_bits, one_line_of
 
 HPARAMS = {**VAE, "num_resnet_blocks": 0, "channels": 3}

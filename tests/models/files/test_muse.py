@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models import VQGAN, Discriminator
-from models.configs import VQGANConfig
-from models.files.muse import (
+from tandem.config.models.autoencoders import VQGANConfig
+from tandem.models import VQGAN, Discriminator
+from tandem.weights.formats.muse import (
     is_public_vqgan,
     load_public_discriminator,
     load_public_vqgan,

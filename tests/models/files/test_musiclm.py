@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models import MuLaN
-from models.files.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
-from models.files.public import format_of
+from tandem.models import MuLaN
+from tandem.training.losses.contrastive import Contrastive
+from tandem.weights.formats.detection import format_of
+from tandem.weights.formats.musiclm import is_public_mulan, load_public_mulan, save_public_mulan
 from tests.models.helpers import Call, assert_same_bits, one_line_of, without
 from tests.models.reference import musiclm
 from tests.processes import Process
-from training.objectives.contrastive import Contrastive
 
 State = dict[str, Tensor]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from models import DiscreteVAE
+from tandem.models import DiscreteVAE
 from tests.models.helpers import VAE, assert_same_bits, one_line_of
 from tests.models.reference import tokenizers
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.files.published import read_state_dict
+from tandem.io.published import read_state_dict
 from tests.models.helpers import Call, assert_same_bits, one_line_of
 
 WEIGHTS = {"a.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.tensor([1, 2, 3])}

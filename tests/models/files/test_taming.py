@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hub import describe
-from models import VQGAN
-from models.configs import VQGANConfig
-from models.files.diffusers import DIFFUSERS, diffusers_folder
-from models.files.public import FORMATS, format_of
-from models.files.taming import LLAMAGEN, OF_TAMING, public_name
+from tandem.config.models.autoencoders import VQGANConfig
+from tandem.launch import describe
+from tandem.models import VQGAN
+from tandem.weights.formats.detection import FORMATS, format_of
+from tandem.weights.formats.diffusers import DIFFUSERS, diffusers_folder
+from tandem.weights.formats.taming import LLAMAGEN, OF_TAMING, public_name
+from tandem.weights.load import find, load
 from tests.models.helpers import Call, assert_same_bits, one_line_of, refused, some_images
 from tests.models.reference.autoencoders import CASES, WEIGHTS, images, state_of, stored, stored_output, written
-from trained import find, load
 
 State = dict[str, Tensor]
 FORMAT_OF = {"sd": "diffusers", "sd3": "diffusers", "vq": "diffusers", "taming": "taming", "ldm": "taming",

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers import index_backprop
-from models.quantizers.base import Quantizer
-from models.quantizers.entropy import SignEntropy
+from tandem.models.quantizers import index_backprop
+from tandem.models.quantizers.base import Quantizer
+from tandem.models.quantizers.entropy import SignEntropy
 from tests.models.helpers import in_rows, quantizer_of, some
 from tests.processes import on_processes
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from models import VQGAN
-from models.configs import VQGANConfig
-from models.quantizers import make_quantizer
-from models.quantizers.gaussian import DiagonalGaussian, scale_of
+from tandem.config.models.autoencoders import VQGANConfig
+from tandem.models import VQGAN
+from tandem.models.quantizers import make_quantizer
+from tandem.models.quantizers.gaussian import DiagonalGaussian, scale_of
 from tests.models.helpers import TAMING, assert_same_bits, some, some_images, state_of
 from tests.processes import Process, on_processes
 

@@ -13,8 +13,8 @@ import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantizers import QUANTIZERS
-from models.quantizers.base import Quantizer
+from tandem.models.quantizers import QUANTIZERS
+from tandem.models.quantizers.base import Quantizer
 from tests.models.helpers import assert_same_bits, in_rows, quantizer_of, some, state_of
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from vector_quantize_pytorch.vector_quantize_pytorch import rotate_to
 
-from models.quantizers.vector import VectorQuantizer, kmeans, random_indices, rotated
+from tandem.models.quantizers.vector import VectorQuantizer, kmeans, random_indices, rotated
 from tests.models.helpers import assert_same_bits, in_rows, quantizer_of, some, state_of
 from tests.processes import on_processes
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.files.public import FORMATS, format_of
+from tandem.weights.formats.detection import FORMATS, format_of
 from tests.models.reference.absent import unused
 from tests.models.reference.autoencoders import CASES, FILE, images, written
 from tests.models.reference.unets import weights_of

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models import MuLaN as Ours
-from models.files.musiclm import load_public_mulan, save_public_mulan
+from tandem.models import MuLaN as Ours
+from tandem.weights.formats.musiclm import load_public_mulan, save_public_mulan
 from tests.models.reference.absent import unused
 from tests.models.reference.musiclm import CASES, CONSTANTS, FILE, sounds, state_of, tokens
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.video.attention import AdaptiveNorm, Attend, GateLoop, MemoryAttention, TaylorAttention
-from models.video.causal import (
+from tandem.models.autoencoders.video_tokenizer import from_patches, to_patches
+from tandem.models.layers.video.attention import AdaptiveNorm, Attend, GateLoop, MemoryAttention, TaylorAttention
+from tandem.models.layers.video.blocks import check_side, frames_per_code, parse_layers, pixels_per_code
+from tandem.models.layers.video.causal import (
     CausalConv3d,
     Context,
     ResidualUnit,
@@ -21,8 +23,6 @@ from models.video.causal import (
     TimeUp,
     pad_space,
 )
-from models.video.layers import check_side, frames_per_code, parse_layers, pixels_per_code
-from models.video_tokenizer import from_patches, to_patches
 from tests.models.helpers import some
 
 WHOLE = Context()

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from tandem.files import fetching
-from tandem.files.fetching import MIRROR, Published, fetched, fetched_from_hub
+from tandem.io import fetching
+from tandem.io.fetching import MIRROR, Published, fetched, fetched_from_hub
 from tests import hub_server
 from tests.fault_proxy import Proxy, proxy_before
 from tests.file_servers import http_server

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors import SafetensorError
 
-from tandem.files.reading import (
+from tandem.io.reading import (
     check_inside,
     check_regular,
     compose_yaml,

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tandem.files import writing
-from tandem.files.writing import hold, open_appending, replacing, write_atomically
+from tandem.io import writing
+from tandem.io.writing import hold, open_appending, replacing, write_atomically
 from tests.training.disk import failing
 
 
@@ -137,7 +137,7 @@ def test_a_lock_that_outlives_the_lease_is_that_of_a_process_that_runs_seen_here
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed_lead_to_the_null_device_and_no_file_takes_their_place(closed, tmp_path):
     code = (
-        "import os, sys; from tandem.files.writing import open_standard_streams as mend, say; mend(); mend(); say('x');"
+        "import os, sys; from tandem.io.writing import open_standard_streams as mend, say; mend(); mend(); say('x');"
         "print('x', file=sys.stdout, flush=True); sys.stdin.read();"
         f"number = os.open(os.devnull, os.O_RDONLY); open({str(tmp_path / 'descriptor')!r}, 'w').write(str(number))"
     )

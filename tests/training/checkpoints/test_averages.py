@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save
 from torch import nn
 
+from tandem.training.checkpoint.averages import AverageFiles
+from tandem.training.checkpoint.store import Checkpoints
+from tandem.training.ema import Average, make_ema
 from tests.processes import Process
 from tests.scripts import names
 from tests.training.disk import busy, failing, left_by_kills
 from tests.training.whole import Whole
-from training.checkpoints.averages import AverageFiles
-from training.checkpoints.store import Checkpoints
-from training.ema import Average, make_ema
 
 
 def trained(averages: Average, first: int, last: int) -> None:

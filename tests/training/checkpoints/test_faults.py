@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.training.checkpoint.store import Checkpoints
 from tests.processes import Process
 from tests.training.disk import failing, left_by_kills
-from training.checkpoints.store import Checkpoints
 
 
 def parts(value: float) -> dict:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from distributed import UserMistake
+from tandem.distributed import UserMistake
+from tandem.training.checkpoint.snapshot import Snapshot, pieces
+from tandem.training.checkpoint.store import Checkpoints
 from tests.processes import on_processes, python
-from training.checkpoints.snapshot import Snapshot, pieces
-from training.checkpoints.store import Checkpoints
 
 
 def rounded(size: int) -> int:
@@ -65,7 +65,7 @@ device.library.on_report(lambda kind, what, size: (pinned.append(size) if kind =
 
 from pathlib import Path
 from tests.processes import Process
-from training.checkpoints.store import Checkpoints
+from tandem.training.checkpoint.store import Checkpoints
 
 draw = random.Random(0)
 def state():
@@ -122,7 +122,7 @@ def test_of_a_machine_that_cannot_pin_the_memory_all_processes_print_one_line(
             raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
         return empty(*size, **more)
 
-    monkeypatch.setattr("training.checkpoints.snapshot.has_pinned_memory", lambda device: True)
+    monkeypatch.setattr("tandem.training.checkpoint.snapshot.has_pinned_memory", lambda device: True)
     monkeypatch.setattr(torch, "empty", without_pinned)
     state = {"model": {"weight": torch.zeros(25_000_000)}}
     for error in on_processes(2, lambda process: Checkpoints(tmp_path, 1, process).prepare(state), catches=UserMistake):

@@ -11,13 +11,13 @@ import threading
 import pytest
 import torch
 
-from tandem.files import writing
+from tandem.io import writing
+from tandem.training.checkpoint import store as checkpoint
+from tandem.training.checkpoint.format import check_sums
+from tandem.training.checkpoint.snapshot import Snapshot
+from tandem.training.checkpoint.store import Checkpoints, read_checkpoint
 from tests.processes import Process, single
 from tests.training.disk import busy
-from training.checkpoints import store as checkpoint
-from training.checkpoints.format import check_sums
-from training.checkpoints.snapshot import Snapshot
-from training.checkpoints.store import Checkpoints, read_checkpoint
 
 
 def save(checkpoints: Checkpoints, step: int, parts: dict, meta: dict) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem.converters import (
+from tandem.config.converters import (
     Names,
     average_length,
     fraction,
@@ -22,10 +22,10 @@ from tandem.converters import (
     two_fractions,
     worker_count,
 )
-from tandem.fields import flag, when
+from tandem.config.fields import flag, when
+from tandem.config.parser import ArgumentParser
+from tandem.config.shared import RateFlags, RunFlags
 from tests.scripts import refusal
-from training.flags.parser import ArgumentParser
-from training.flags.shared import RateFlags, RunFlags
 
 ROOT = Path(__file__).parents[3]
 
@@ -282,7 +282,7 @@ def test_off_the_root_a_mistake_of_all_is_silent_and_one_that_may_be_its_own_is_
     capsys, monkeypatch
 ):
     waited = []
-    monkeypatch.setattr("training.flags.parser.time.sleep", waited.append)
+    monkeypatch.setattr("tandem.config.parser.time.sleep", waited.append)
     other = ArgumentParser("train_vae.py", is_root=lambda: False)
     with pytest.raises(SystemExit) as exit_:
         other.error("too few images", is_agreed=True)

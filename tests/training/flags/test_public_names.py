@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 import convert
-from tandem.converters import shown_default
+from tandem.config.converters import shown_default
+from tandem.config.public_names import rows
 from tests.scripts import DECODER, MULAN, SCRIPTS, VQGAN, Script
-from training.flags.public_names import rows
 
 # As the signatures of the packages have them, at the versions that the page says.
 ARGUMENTS = {

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from tandem.training.metrics.averages import Averages, code_statistics, counts_of_codes
 from tests.processes import on_processes
-from training.measures.averages import Averages, code_statistics, counts_of_codes
 
 
 def test_averages_over_ragged_batches_and_processes_equal_the_mean_of_all_items():

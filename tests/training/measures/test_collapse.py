@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from training.measures.collapse import CollapseAlarm, ReconstructionAlarm
+from tandem.training.metrics.collapse import CollapseAlarm, ReconstructionAlarm
 
 
 def said(alarm: CollapseAlarm, losses: list[float], value: float, first_step: int = 1001, **variances: float) -> list:

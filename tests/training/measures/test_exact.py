@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch_fidelity.metric_isc import isc_features_to_metric
 
-from training.measures.exact import Features
-from training.measures.fid import FrechetStatistics
+from tandem.training.metrics.exact import Features
+from tandem.training.metrics.fid import FrechetStatistics
 
 DIM = 6
 HEAD = torch.randn(DIM, 1008, generator=torch.Generator().manual_seed(1))

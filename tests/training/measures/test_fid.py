@@ -14,8 +14,8 @@ import torchvision
 from torch import Tensor
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
+from tandem.training.metrics.fid import FrechetStatistics, Inception, frechet_distance
 from tests.processes import on_processes
-from training.measures.fid import FrechetStatistics, Inception, frechet_distance
 
 
 def some(*shape: int, seed: int = 0) -> Tensor:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.training.metrics import generation
+from tandem.training.metrics.fid import ReconstructionFID
+from tandem.training.metrics.generation import GenerationQuality
 from tests.processes import on_processes
-from training.measures import generation
-from training.measures.fid import ReconstructionFID
-from training.measures.generation import GenerationQuality
 
 
 def some(*shape: int, seed: int = 0) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from skimage.metrics import structural_similarity
 
+from tandem.training.metrics.reconstruction import Variety, psnr, ssim
 from tests.processes import on_processes
-from training.measures.reconstruction import Variety, psnr, ssim
 
 
 def pictures(seed: int, *shape: int) -> torch.Tensor:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.training.metrics import retrieval
+from tandem.training.metrics.retrieval import RetrievalQuality, class_embeddings, zero_shot_hits
 from tests.processes import Process, on_processes
-from training.measures import retrieval
-from training.measures.retrieval import RetrievalQuality, class_embeddings, zero_shot_hits
 
 ALONE = Process()
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.training.metrics.reconstruction import Variety, psnr, ssim
+from tandem.training.metrics.videos import VideoQuality, dpsnr, flicker
 from tests.processes import on_processes
-from training.measures.reconstruction import Variety, psnr, ssim
-from training.measures.videos import VideoQuality, dpsnr, flicker
 
 
 def some_videos(frames: int = 5, batch: int = 2, seed: int = 0) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.discriminator import Discriminator
-from training.objectives.adversarial import (
+from tandem.models.autoencoders.discriminator import Discriminator
+from tandem.training.losses.adversarial import (
     ADVERSARIAL_LOSSES,
     LeCam,
     adaptive_weight,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tandem.training.losses.contrastive import KINDS, Contrastive, ContrastiveResult
 from tests.processes import Process, on_processes
-from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
 
 SIZES = [[9], [5, 4], [2, 0, 6, 1], [1] * 9]
 CAPTIONS = [3, 7, 3, 1, 2**62 + 1, 2**62, 3, 0, 7]  # with twins; two that fp64 cannot tell apart

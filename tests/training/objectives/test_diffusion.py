@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.training.losses.diffusion import DiffusionDraws, LowresDraws
+from tandem.training.metrics.unets import UnetErrors
 from tests.processes import Process, on_processes
-from training.measures.unets import UnetErrors
-from training.objectives.diffusion import DiffusionDraws, LowresDraws
 
 SHAPE = (3, 8, 8)
 EVERYTHING = {

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distributed import Backend
-from tandem.files.exits import Failed
+from tandem.distributed import Backend
+from tandem.io.exits import Failed
+from tandem.training.losses.contrastive import KINDS, Contrastive, ContrastiveResult
+from tandem.training.losses.grad_cache import GradCache
 from tests.processes import Process, on_processes, single
 from tests.training.objectives.test_contrastive import by_the_formula
-from training.objectives.contrastive import KINDS, Contrastive, ContrastiveResult
-from training.objectives.grad_cache import GradCache
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv3d_weight
 
-from distributed import Backend
-from models import VQGAN, Discriminator, VideoDiscriminator
-from models.configs import VQGANConfig
-from tests.processes import on_processes, single
-from training.objectives.adversarial import (
+from tandem.config.models.autoencoders import VQGANConfig
+from tandem.distributed import Backend
+from tandem.models import VQGAN, Discriminator, VideoDiscriminator
+from tandem.training.losses.adversarial import (
     LeCam,
     gradient_penalty,
     hinge_discriminator_loss,
     zero_centred_penalty,
 )
-from training.objectives.judge import Judge
+from tandem.training.losses.gan import Judge
+from tests.processes import on_processes, single
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from training.pictures.film import film_strips, side_by_side, to_mp4
+from tandem.training.visuals.videos import film_strips, side_by_side, to_mp4
 
 
 def grey(clips: int, frames: int, side: int = 8, channels: int = 3) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from training.pictures.images import code_histogram, grid, to_pixels, to_png
+from tandem.training.visuals.images import code_histogram, grid, to_pixels, to_png
 
 
 def gradient(channels: int) -> torch.Tensor:

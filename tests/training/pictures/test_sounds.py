@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from training.pictures.images import to_pixels
-from training.pictures.sounds import Match, best_matches, cosine_colours, cubehelix, sounds_picture, spectrogram_colours
+from tandem.training.visuals.images import to_pixels
+from tandem.training.visuals.sounds import (
+    Match,
+    best_matches,
+    cosine_colours,
+    cubehelix,
+    sounds_picture,
+    spectrogram_colours,
+)
 
 WIDTH = 320
 

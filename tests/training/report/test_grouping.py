@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from training.measures.directions import better as direction
-from training.report.grouping import group_of, groups
+from tandem.report.grouping import group_of, groups
+from tandem.training.metrics.directions import better as direction
 
 
 @pytest.mark.parametrize(

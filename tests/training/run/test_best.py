@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tandem.training.run_folder.best import BestModel
 from tests.scripts import names
 from tests.training.disk import busy, failing, left_by_kills
-from training.run.best import BestModel
 
 METRIC, LOSS = "valid/r10", "valid/loss"
 

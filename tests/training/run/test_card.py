@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import train_vae
-from hub import KINDS, settings_of
+from tandem.launch import KINDS, settings_of
+from tandem.weights.card import Kind, model_card, public_settings
 from tests.scripts import ROOT
-from training.run.card import Kind, model_card, public_settings
 
 KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "tandem-encode --model {}", ("a-tag",))
 SECRETS = {

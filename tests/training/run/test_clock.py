@@ -2,14 +2,14 @@
 
 from unittest.mock import ANY
 
+from tandem.training.logging import clock
+from tandem.training.logging.clock import Clock
 from tests.processes import Process
-from training.run import clock
-from training.run.clock import Clock
 
 
 def test_the_rate_leaves_out_pauses_and_the_total_does_not(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("training.run.clock.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tandem.training.logging.clock.time.monotonic", lambda: now[0])
     watch = Clock(Process())
     now[0] += 5
     with watch.paused():
@@ -35,7 +35,7 @@ def test_room_for_the_last_save_grows_with_updates_and_saves(monkeypatch):
 
 def test_the_share_of_a_validation_is_that_of_the_time_since_the_one_before(monkeypatch):
     now, shares = [100.0], []
-    monkeypatch.setattr("training.run.clock.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tandem.training.logging.clock.time.monotonic", lambda: now[0])
     watch = Clock(Process())
     for training, validating in ((50.0, 20.0), (9.0, 1.0), (4.0, 1.0), (0.0, 0.0)):
         now[0] += training

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem.files import writing
+from tandem.io import writing
+from tandem.training.run_folder.folder import RunFolder, check_apart
+from tandem.training.run_folder.starts import starts
 from tests.processes import Process
 from tests.scripts import VAE, files, metrics
 from tests.training.disk import failing
-from training.run.folder import RunFolder, check_apart
-from training.run.starts import starts
 
 OF_A_RUN = {"output_dir": "runs/vae", "keep_n_checkpoints": 3, "on_bad_sample": "replace"}
 ONE = ("--max_steps", "1")

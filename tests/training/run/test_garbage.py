@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.training import garbage
+from tandem.training.run import Run
 from tests.scripts import SCRIPTS, VAE, Script
-from training.run import garbage
-from training.run.run import Run
 
 
 class Node:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from training.run.operations import MOST_KINDS, Operations, matrix_product, peak
+from tandem.training.logging.operations import MOST_KINDS, Operations, matrix_product, peak
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from tandem.files.writing import say
-from training.run.progress import Progress, ProgressDisplay, changes, length_of, total_steps_from
+from tandem.io.writing import say
+from tandem.training.logging.progress import Progress, ProgressDisplay, changes, length_of, total_steps_from
 
 
 class Terminal(io.StringIO):

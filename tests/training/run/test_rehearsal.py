@@ -4,9 +4,9 @@ import os
 import signal
 from pathlib import Path
 
+from tandem.training.dry_run import folder_beside
+from tandem.training.run_folder.starts import add_start
 from tests.processes import Process
-from training.run.rehearsal import folder_beside
-from training.run.starts import add_start
 
 
 def killed_dry_run(output_dir) -> None:

@@ -18,14 +18,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from distributed.engines import replicated
-from distributed.engines.arithmetic import gradient_norm
+from tandem.distributed.engines import replicated
+from tandem.distributed.engines.arithmetic import gradient_norm
+from tandem.training.checkpoint.store import Checkpoints
+from tandem.training.run_folder.folder import RunFolder, resumed_config
+from tandem.training.run_folder.starts import starts
 from tests.processes import on_processes
 from tests.scripts import VAE, assert_same_run, edit_checkpoint, files, metrics, names
 from tests.training.disk import failing
-from training.checkpoints.store import Checkpoints
-from training.run.folder import RunFolder, resumed_config
-from training.run.starts import starts
 
 SIX = ("--max_steps", "6", "--save_every_n_steps", "2")
 

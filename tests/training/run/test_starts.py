@@ -32,7 +32,7 @@ def committed(folder: Path, file: str) -> str:
 def source(tmp_path: Path) -> Path:
     """A copy of this source in the repository of somebody's project, as pip or git archive put it there."""
     copy = tmp_path / "project" / "lib"
-    for name in ("tandem", "training/run"):
+    for name in ("tandem", "tandem/training"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "training" / "__init__.py", copy / "training")
     (copy.parent / "notes.txt").write_text("of the project")
@@ -41,7 +41,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def commit_of(source: Path, **environment: str) -> str:
-    program = "from training.run.starts import environment; print(environment()['git_commit'])"
+    program = "from tandem.training.run_folder.starts import environment; print(environment()['git_commit'])"
     command = [sys.executable, "-c", program]
     found = subprocess.run(command, cwd=source, env={**os.environ, **environment}, check=True, capture_output=True)
     return found.stdout.decode().strip()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from training.run.table import MetricsTable, number
+from tandem.training.logging.table import MetricsTable, number
 
 COLUMNS = ("recon_loss", "codes_used", "discr_loss", "valid/psnr", "valid/loss")
 LINE = {"loss": 0.5, "recon_loss": 0.25, "codes_used": 7, "samples_per_second": 54.321, "skipped_updates": 0,

@@ -15,10 +15,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from tandem.files.installed import how_to_install
+from tandem.io.installed import how_to_install
+from tandem.training.logging.trackers import Trackers
 from tests.scripts import DECODER, VAE, metrics
 from tests.training.disk import left_by_kills
-from training.run.tracking import Trackers
 
 
 def steps(folder: Path) -> list[int]:

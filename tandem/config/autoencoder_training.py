@@ -1,0 +1,153 @@
+"""Flags of the scripts that train a quantizing autoencoder against a discriminator. Imports no PyTorch,
+so that `--help` is fast."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .converters import (
+    FILE,
+    fraction,
+    non_negative_float,
+    number_or,
+    positive_float,
+    size,
+    step_count,
+    step_count_or_0,
+    two_fractions,
+    width,
+)
+from .fields import Needs, above_0, flag, when
+
+_MOST_ALONE = 0.3  # the largest --gan_weight_scale that cost little without a perceptual loss: docs/vqgan.md
+
+_PERCEPTUAL = when("perceptual", "vgg", "lpips")
+
+#: Of flags that only a validation needs.
+VALIDATION = Needs("valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None)
+
+
+@dataclass
+class PerceptualFlags:
+    """Of every script that compares features of images."""
+
+    lpips_weights: str | None = flag(
+        None,
+        "report LPIPS on the validation split with these weights: a file, a folder, or published, which fetches them",
+        FILE,
+        title="evaluation",
+        needs=VALIDATION,
+    )
+    perceptual: str = flag(
+        "none",
+        "kind of perceptual loss: distance of VGG16 features, or LPIPS",
+        choices=("none", "vgg", "lpips"),
+        title="perceptual loss",
+    )
+    perceptual_weights: str | None = flag(
+        None,
+        "weights of the perceptual network, a file or a folder (default: the published ones, fetched once into "
+        "torch.hub's cache; with HF_HUB_OFFLINE=1 they must be there)",
+        FILE,
+        needs=_PERCEPTUAL,
+    )
+    perceptual_loss_weight: float = flag(1.0, "weight of the perceptual loss", non_negative_float, needs=_PERCEPTUAL)
+
+
+@dataclass
+class AdversaryFlags(PerceptualFlags):
+    """Of every script that trains against a discriminator (`tandem.training.losses.gan`). `generator_width` is the
+    flag of the generator's first channels."""
+
+    generator_width: ClassVar[str] = "dim"
+
+    train: str = flag(
+        "all",
+        "what learns: all, or the decoder alone; encoder and codes or latents then stay those of --init_from",
+        choices=("all", "decoder"),
+        title="model",
+        lasting=True,
+    )
+    discr_dim: int | None = flag(
+        None, "first channels of the discriminator (default: the generator's)", width, title="adversary", lasting=True
+    )
+    discr_layers: int = flag(
+        4, "halvings of the image by the discriminator; its side must be at least 4 x 2^N pixels", size, lasting=True
+    )
+    discr_start_step: int = flag(
+        0, "updates before the discriminator takes part", step_count_or_0, also="discr_start_after_step"
+    )
+    discr_learning_rate: float | None = flag(
+        None, "learning rate of the discriminator (default: --learning_rate)", positive_float
+    )
+    discr_betas: tuple[float, ...] | None = flag(
+        None, "betas of the discriminator's optimizer (default: --betas)", two_fractions
+    )
+    discr_max_grad_norm: float | None = flag(
+        None,
+        "clip the discriminator's gradient to this norm; 0: no clipping (default: --max_grad_norm)",
+        non_negative_float,
+    )
+    gan_loss: str = flag(
+        "hinge",
+        "adversarial loss of generator and discriminator; hinge_softplus: the discriminator's is hinge, the "
+        "generator's softplus(-mean logit of an image), as in Open-MAGVIT2",
+        choices=("hinge", "bce", "hinge_softplus"),
+    )
+    gan_weight: float | str = flag(
+        "adaptive",
+        "weight of the generator's adversarial loss: a number, or adaptive, which makes the gradients of "
+        "adversarial and reconstruction loss equally large at the last layer, before --gan_weight_scale",
+        number_or("adaptive"),
+    )
+    gan_weight_max: float = flag(
+        1e4, "an adaptive --gan_weight is at most this", positive_float, needs=when("gan_weight", "adaptive")
+    )
+    gan_weight_scale: float | None = flag(
+        None,
+        "factor on --gan_weight (default: 1; 0.1 if that is adaptive without a perceptual loss)",
+        non_negative_float,
+    )
+    penalty: str = flag(
+        "one_centred",
+        "gradient penalty of the discriminator: one_centred draws the norm of its gradient at real images "
+        "to 1, zero_centred those at real and at generated images to 0",
+        choices=("one_centred", "zero_centred"),
+        needs=above_0("penalty_weight"),
+    )
+    penalty_weight: float = flag(10.0, "weight of the discriminator's gradient penalty", non_negative_float)
+    apply_grad_penalty_every: int = flag(
+        4,
+        "updates from one gradient penalty to the next, counted from the first update of the run",
+        step_count,
+        needs=above_0("penalty_weight"),
+        also="apply_gradient_penalty_every",
+    )
+    lecam_weight: float = flag(0.0, "weight of the discriminator's LeCam regulariser", non_negative_float)
+    lecam_decay: float = flag(
+        0.999, "decay per update of the averages in the LeCam regulariser", fraction, needs=above_0("lecam_weight")
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        """Refuse --train decoder without a model, and fill in --discr_dim and --gan_weight_scale. Published trainers
+        take the whole adaptive weight beside a perceptual loss; without one, an adversarial gradient as strong as that
+        of the pixels undoes the reconstruction."""
+        if args.train == "decoder" and not args.init_from:
+            parser.error("--train decoder keeps a trained encoder: give its model as --init_from")
+        args.discr_dim = args.discr_dim or getattr(args, cls.generator_width)
+        if args.gan_weight_scale is None:
+            is_alone = args.gan_weight == "adaptive" and args.perceptual == "none"
+            args.gan_weight_scale = 0.1 if is_alone else 1.0
+
+
+def without_perceptual_loss(args: argparse.Namespace) -> str | None:
+    """What to expect of a run without a perceptual loss, in one line; None for one that has it."""
+    if args.perceptual != "none":
+        return None
+    line = "no perceptual loss (--perceptual none): reconstructions will be smoother than with one"
+    if args.gan_weight == "adaptive" and args.gan_weight_scale > _MOST_ALONE:
+        line += f"; --gan_weight_scale {args.gan_weight_scale:g} is for a run with one: try 0.1 (docs/vqgan.md)"
+    return line

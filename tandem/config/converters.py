@@ -1,0 +1,258 @@
+"""Converters from the text of a flag to its value: argparse types whose errors say what was expected."""
+
+import argparse
+import decimal
+import difflib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+# Every number of 18 digits fits into 64 bits. The limit also keeps int() from writing out 1e999999999.
+_LARGEST_NUMBER = 10**18 - 1
+_LONGEST_QUOTE = 40
+
+
+def _whole_number(text: str, minimum: int, expected: str, maximum: int = _LARGEST_NUMBER) -> int:
+    try:
+        number = decimal.Decimal(text)
+    except decimal.InvalidOperation:
+        number = decimal.Decimal("nan")
+    if not number.is_finite() or not minimum <= number <= maximum or number != int(number):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
+    return int(number)
+
+
+def quoted(text: str) -> str:
+    """A text in quotation marks, cut off if it is long."""
+    return repr(text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}...")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Values of one kind: how they are made from text, and the word for one in --help."""
+
+    metavar: str
+    convert: Callable[[str], Any]
+
+    def __call__(self, text: str) -> Any:
+        return self.convert(text)
+
+
+def _up_to(maximum: int, minimum: int = 1, metavar: str = "N") -> Kind:
+    expected = f"a whole number from {minimum} to {maximum}"
+    return Kind(metavar, partial(_whole_number, minimum=minimum, expected=expected, maximum=maximum))
+
+
+def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and accepts(number)):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {quoted(text)}")
+    return number
+
+
+def _that(accepts: Callable[[float], bool], expected: str, metavar: str = "NUMBER") -> Kind:
+    return Kind(metavar, partial(_number, accepts=accepts, expected=expected))
+
+
+PATH, FILE, FOLDER, NAME = Kind("PATH", str), Kind("FILE", str), Kind("DIR", str), Kind("NAME", str)
+
+# Whole numbers; `1_000`, `1e6` and `8.0` are accepted.
+_from_1 = partial(_whole_number, minimum=1, expected="a whole number above 0")
+_from_0 = partial(_whole_number, minimum=0, expected="a whole number, 0 or more")
+positive_int, non_negative_int = Kind("N", _from_1), Kind("N", _from_0)
+several = Kind("N", partial(_whole_number, minimum=2, expected="a whole number above 1"))
+step_count, step_count_or_0 = Kind("UPDATES", _from_1), Kind("UPDATES", _from_0)
+
+# Whole numbers of what takes memory or time for each one. They are refused beyond what any machine has room for, so
+# that a slip of the keyboard gets a line and not a machine without memory. `weights.formats` has the same limit for the
+# numbers in strangers' files.
+MOST = 1 << 22
+size, size_or_0, width = _up_to(MOST), _up_to(MOST, minimum=0), _up_to(MOST, metavar="DIM")
+pixels, pixels_or_0 = _up_to(1 << 14, metavar="PIXELS"), _up_to(1 << 14, minimum=0, metavar="PIXELS")
+worker_count, thread_count = _up_to(1024, minimum=0), _up_to(1024)
+digit_count = _up_to(18, metavar="DIGITS")
+
+# Finite numbers.
+any_float = _that(lambda number: True, "a number")
+positive_float = _that(lambda number: number > 0, "a number above 0")
+non_negative_float = _that(lambda number: number >= 0, "a number, 0 or more")
+frame_rate = _that(lambda number: 0 < number <= 1000, "a number above 0 and at most 1000", "HZ")
+# PyTorch cannot count much longer than two years.
+timeout = _that(lambda number: 0 < number <= 1e6, "a number above 0 and at most 1e6", "MINUTES")
+epoch_count = _that(lambda number: 0 < number <= 1e9, "a number above 0 and at most 1e9", "EPOCHS")
+fraction = _that(lambda number: 0 <= number < 1, "a number from 0 to below 1", "FRACTION")
+# 0.2886 is the length of the plain mean, see `tandem.training.power_function`.
+average_length = _that(lambda number: 0 < number <= 0.2886, "a number above 0 and at most 0.2886", "LENGTH")
+
+
+@dataclass(frozen=True)
+class Joined(Generic[T]):
+    """Converter of values with a separator between them, such as "1,2", to a tuple.
+
+    Args:
+        metavar: What --help shows.
+        convert: Makes each of them.
+        count: How many values there must be; None: any number, at least one.
+        is_ascending: No value may be smaller than the one before it.
+    """
+
+    metavar: str
+    separator: str
+    convert: Callable[[str], T]
+    count: int | None = None
+    is_ascending: bool = False
+
+    def __call__(self, text: str) -> tuple[T, ...]:
+        parts = text.split(self.separator)
+        if self.count is not None and len(parts) != self.count:
+            expected = f"{self.count} values with {self.separator!r} between them"
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        values: tuple[Any, ...] = tuple(self.convert(part) for part in parts)
+        if self.is_ascending and list(values) != sorted(values):
+            raise argparse.ArgumentTypeError(f"expected the smaller number first, got {quoted(text)}")
+        return values
+
+    def text(self, values: Iterable[T]) -> str:
+        """What a config file says for these values."""
+        return self.separator.join(map(str, values))
+
+
+class Names:
+    """Converter of a comma list out of `known`, in any case, or "none", to a tuple: sorted, each name once."""
+
+    metavar = "NAME,..."
+
+    def __init__(self, *known: str) -> None:
+        self.known = known
+
+    def __call__(self, text: str) -> tuple[str, ...]:
+        names = {name.strip().lower() for name in text.split(",")} - {""}
+        unknown = names - {*self.known, "none"}
+        if unknown or not names or ("none" in names and len(names) > 1):
+            hint = next(filter(None, (nearest(name, self.known) for name in sorted(unknown))), "")
+            expected = f"none, or a comma list of {', '.join(self.known)}"
+            raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}{hint}")
+        return tuple(sorted(names - {"none"}))
+
+    def text(self, names: Iterable[str]) -> str:
+        """What a config file says for these names."""
+        return ",".join(names) or "none"
+
+
+def _template(text: str) -> str:
+    if "{}" not in text:
+        raise argparse.ArgumentTypeError(f"expected {{}} for the name in every sentence, got {text!r}")
+    return text
+
+
+sizes = Joined("N,...", ",", size_or_0)
+epoch_counts = Joined("EPOCHS,...", ",", epoch_count)
+two_fractions = Joined("B1,B2", ",", fraction, count=2)
+# A smaller share would be a few pixels, and the frames of which it is cut far larger than those that are read.
+_area = _that(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1")
+area_range = Joined("MIN,MAX", ",", _area, count=2, is_ascending=True)
+templates = Joined("TEXT|...", "|", _template)
+words = Joined("WORD,...", ",", str)
+# Updates, counted from 1, the last one included.
+step_range = Joined("FIRST:LAST", ":", _from_1, count=2, is_ascending=True)
+
+
+def number_or(word: str) -> Kind:
+    """Converter for a number >= 0, or `word` in any case."""
+
+    def convert(text: str) -> float | str:
+        expected = f"{word}, or a number, 0 or more"
+        return word if text.lower() == word else _number(text, lambda number: number >= 0, expected)
+
+    return Kind(f"{word}|NUMBER", convert)
+
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+
+# What other trainers call a flag -> what it is called here, the first of these that the script has.
+_OTHER_NAMES = {
+    "accumulate_grad_batches": ("grad_accum_steps",), "amp": ("precision",), "batch": ("batch_size",),
+    "bf16": ("precision",), "checkpoint": ("init_from", "model"), "clip_grad": ("max_grad_norm",),
+    "data": ("image_folder", "video_folder", "audio_data", "audio"), "ema": ("ema_decay",), "ema_rate": ("ema_decay",),
+    "eval_every": ("validate_every_n_steps",), "fp16": ("precision",), "grad_clip": ("max_grad_norm",),
+    "gradient_accumulation_steps": ("grad_accum_steps",), "gradient_clip_val": ("max_grad_norm",),
+    "iterations": ("max_steps",), "log_interval": ("log_every_n_steps",), "lr": ("learning_rate",),
+    "max_iters": ("max_steps",), "mixed_precision": ("precision",), "num_epochs": ("epochs",),
+    "num_steps": ("max_steps",), "out_dir": ("output_dir", "output"), "outdir": ("output_dir", "output"),
+    "overwrite": ("fresh",), "pretrained": ("init_from", "model"), "resolution": ("image_size", "image_sizes"),
+    "results_folder": ("output_dir", "output"), "run_dir": ("output_dir", "output"),
+    "save_every": ("save_every_n_steps",), "save_interval": ("save_every_n_steps",), "steps": ("max_steps",),
+    "tf32": ("precision",),
+    "use_ema": ("ema_decay",), "use_wandb": ("report_to",), "wandb": ("report_to",), "warmup": ("lr_warmup_steps",),
+    "warmup_steps": ("lr_warmup_steps",), "wd": ("weight_decay",), "workers": ("num_workers",),
+}  # fmt: skip
+_FOR_DATA = ("data_dir", "data_path", "dataset", "dataset_path", "train_data", "train_data_dir")
+_OTHER_NAMES.update(dict.fromkeys(_FOR_DATA, _OTHER_NAMES["data"]))
+_NEAR = 0.66  # of the ratio of difflib: one wrong letter in three
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`"; did you mean x?"` for the known word that other trainers call so, that begins like this one, or that differs
+    in a letter or two; `""` if there is none. Words may begin with dashes."""
+    bare = {name.lstrip("-").replace("-", "_").lower(): name for name in reversed(known)}
+    asked = word.lstrip("-").replace("-", "_").lower()
+    if same := [name for name in _OTHER_NAMES.get(asked, ()) if name in bare]:
+        return f"; did you mean {bare[same[0]]}?"
+    begun = [name for name in bare if len(asked) > 2 and name.startswith(asked)]
+    matches = begun if len(begun) == 1 else difflib.get_close_matches(asked, bare, n=1, cutoff=_NEAR)
+    return f"; did you mean {bare[matches[0]]}?" if matches else ""
+
+
+def no_choice(value: Any, choices: Iterable[Any]) -> str:
+    """The error of a value that is none of some choices."""
+    words = [str(choice) for choice in choices]
+    return f"expected one of {', '.join(words)}; got {quoted(str(value))}{nearest(str(value), words)}"
+
+
+def config_names(action: argparse.Action) -> list[str]:
+    """Keys of a flag in a config file: its long names with underscores, in their order; `--no-x` is `x: false`."""
+    negatable = isinstance(action, argparse.BooleanOptionalAction)
+    return [
+        option[2:].replace("-", "_")
+        for option in action.option_strings
+        if option.startswith("--") and not (negatable and option.startswith("--no-"))
+    ]
+
+
+def config_value(action: argparse.Action, value: Any) -> Any:
+    """How a config file says a value of a flag, which may be of JSON's types: joined text for the values of a flag that
+    splits text."""
+    if not isinstance(action.type, (Joined, Names)) or not isinstance(value, (list, tuple)):
+        return value
+    if action.nargs:
+        return [action.type.text(each) if isinstance(each, (list, tuple)) else each for each in value]
+    return action.type.text(value)
+
+
+def shown_default(action: argparse.Action) -> str:
+    """The default of a flag as people write it; "" for none."""
+    return _as_text(action, action.default)
+
+
+def said_as_flag(action: argparse.Action, value: Any) -> str:
+    """A flag with a value as a command line says it, such as "--dim 64"; "no --x" where it is to be left out."""
+    flag = action.option_strings[0]
+    if value is None or (value is False and not isinstance(action, argparse.BooleanOptionalAction)):
+        return f"no {flag}"
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"{flag} {_as_text(action, value)}"
+
+
+def _as_text(action: argparse.Action, value: Any) -> str:
+    value = config_value(action, value)
+    values = value if isinstance(value, list) else [value]
+    return "" if value is None else " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)

@@ -1,0 +1,244 @@
+"""Flags of the samples that a script trains on. Imports no PyTorch, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .converters import (
+    FILE,
+    FOLDER,
+    PATH,
+    area_range,
+    digit_count,
+    fraction,
+    frame_rate,
+    non_negative_int,
+    positive_float,
+    positive_int,
+    several,
+    size,
+)
+from .fields import DATA, Needs, flag, given, when, without
+
+_PLACES = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
+
+
+@dataclass
+class DatasetFlags:
+    """Of every script: a user's own dataset, which is given instead of the flag `data_flag`; the order of samples that
+    are in shards, and where shards from servers are kept."""
+
+    data_flag: ClassVar[str]
+
+    dataset: str | None = flag(
+        None,
+        "instead of files: a Python function that gets the arguments of the run and returns an object with __len__ and "
+        "__getitem__; its module may be in the current folder; see docs/data.md",
+        metavar="MODULE:FUNCTION",
+        title="own dataset",
+    )
+
+    shuffle: str = flag(
+        "samples",
+        "order of training: shuffle all samples; or shuffle the shards (tars, files of tables), and the samples of "
+        "four shards at a time, so that shards on servers are read as a whole; whole shards are then held out, too",
+        choices=("samples", "shards"),
+        title="shards and servers",
+        lasting=True,
+    )
+    cache_dir: str | None = flag(
+        None,
+        "folder on the local disk that keeps shards from servers, for all runs of this machine (default: none is kept)",
+        FOLDER,
+        needs=when("shuffle", "shards"),
+    )
+    cache_gb: float = flag(
+        50.0,
+        "size of --cache_dir in GB; the shards that were read longest ago are deleted",
+        positive_float,
+        needs=given("cache_dir", "FOLDER"),
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        """Let --dataset and the flag of the data exclude one another, and the command line win over a config file."""
+        name, said = cls.data_flag, args.on_command_line
+        off = None if name in said and "dataset" not in said else parser.get_default(name)
+        parser.choose(args, dataset=None, **{name: off})
+        if args.shuffle == "shards" and hasattr(args, "split_by"):
+            if "split_by" in args.explicit and args.split_by == "sample":
+                parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")
+            args.split_by = "shard"
+
+
+def place_of(args: argparse.Namespace, data_flag: str) -> str:
+    """Where the samples of a run are, for a command that reads some: a folder to choose if they are an own dataset."""
+    return _PLACES[data_flag] if args.dataset else getattr(args, data_flag)
+
+
+def _is_of_files(args: Any, *folders: str) -> bool:
+    """Whether samples of any of these flags come from files."""
+    return any(not (getattr(args, name, None) or "demo:").startswith("demo:") for name in folders)
+
+
+_CUT = Needs(DATA, "PATH", lambda args: args.dataset is not None or _is_of_files(args, "video_folder", "image_folder"))
+
+
+@dataclass
+class PictureFlags(DatasetFlags):
+    """Of every script that trains on squares of pictures. Its fields stand under the last heading of a subclass."""
+
+    random_flip: bool = flag(False, "mirror each training sample with probability 1/2")
+    crop: str = flag(
+        "center",
+        "where training cuts the square out of each picture, after its shorter side was resized",
+        choices=("center", "random"),
+        needs=_CUT,
+    )
+    crop_area: tuple[float, ...] | None = flag(
+        None,
+        "cut the square out of a random part of each picture in training that has this share of its area, such as "
+        "0.5,1, and a width of 3/4 to 4/3 of its height (default: out of the whole)",
+        area_range,
+        needs=_CUT,
+    )
+
+
+@dataclass
+class ImageFlags(PictureFlags):
+    """Of every script that trains on images."""
+
+    data_flag = "image_folder"
+
+    image_folder: str = flag(
+        "demo:shapes",
+        "folder of training images (jpg, png, webp, bmp, tiff, ppm, pgm), with subfolders; webdataset tars, Arrow or "
+        "parquet files, or a manifest (csv, jsonl), also on a server (s3://...); demo:shapes draws images itself",
+        PATH,
+        title="images",
+        also="folder",
+    )
+    num_images_save: int = flag(4, "images in a sample grid; at most a batch if there is no validation split", size)
+
+
+@dataclass
+class ConditionedImageFlags(ImageFlags):
+    """Of every script that trains on images with captions and embeddings, and how they are split."""
+
+    image_folder: str = flag(
+        "demo:shapes",
+        "webdataset tars of images, each with a .txt: a folder, tars/*.tar, {00000..00099}.tar, or {} for "
+        "the number; or Arrow or parquet files or a manifest, also on a server; or a folder of images with .txt and "
+        ".npy files beside them; images smaller than the pictures to draw are left out; demo:shapes draws captioned "
+        "images itself",
+        PATH,
+        title="images",
+        also="webdataset_base_url",
+    )
+    start_shard: int = flag(0, "number of the first tar", non_negative_int)
+    end_shard: int | None = flag(None, "number of the last tar (default: of all)", non_negative_int)
+    shard_width: int = flag(
+        6,
+        "digits of the number that {} in --image_folder stands for",
+        digit_count,
+        needs=Needs("image_folder", "with {} for the number", lambda args: "{}" in args.image_folder),
+    )
+    random_flip: bool = flag(
+        False, "mirror each training image with probability 1/2; only without captions and stored embeddings"
+    )
+    num_images_save: int = flag(
+        6, "images in a sample grid; at most a batch if there is no validation split", size, also="n_sample_images"
+    )
+
+    image_embeddings: str | None = flag(
+        None,
+        "image embeddings, a .npy of rows (n, d) for each tar, such as img_emb_0012.npy: a folder, *.npy, "
+        "{0000..0099}.npy or {} (default: those beside the images, KEY.img_emb.npy or KEY.npy)",
+        PATH,
+        title="embeddings",
+        also="img_embeddings_url",
+        needs=(when("condition_on", "image"), without("clip")),
+    )
+    text_embeddings: str | None = flag(
+        None,
+        "text encodings likewise, (n, tokens, d) (default: those beside the images, KEY.text_emb.npy)",
+        PATH,
+        also="text_embeddings_url",
+        needs=(when("condition_on", "text"), without("clip")),
+    )
+    index_width: int = flag(
+        4,
+        "digits at the end of an image's key that are the number of its row",
+        digit_count,
+        needs=Needs("image_embeddings", "PATH", lambda args: bool(args.image_embeddings or args.text_embeddings)),
+    )
+    test_fraction: float = flag(
+        0.1, "fraction of the data held out for a test, beside --valid_fraction; 0: none", fraction, title="splits"
+    )
+    split_by: str = flag("sample", "what is held out: single images, or whole tars", choices=("sample", "shard"))
+
+
+@dataclass
+class VideoFlags(PictureFlags):
+    """Of every script that trains on videos, perhaps with images between them."""
+
+    data_flag = "video_folder"
+
+    video_folder: str = flag(
+        "demo:moving",
+        "folder of videos (mp4, m4v, mkv, webm, mov, avi, gif) and images, with subfolders; a csv or jsonl manifest, "
+        "webdataset tars, Arrow or parquet files, also on a server; demo:moving draws clips itself",
+        PATH,
+        title="videos",
+        also="dataset_folder",
+    )
+    num_frames: int = flag(17, "frames of a clip", size, metavar="FRAMES")
+    fps: float | None = flag(
+        None, "frames per second of a clip, chosen by time stamps (default: all frames of the file)", frame_rate
+    )
+    frame_stride: int = flag(1, "take every N-th frame of the file", positive_int, needs=without("fps"))
+    short_clips: str = flag(
+        "repeat",
+        "a video that is shorter than a clip is repeated, held at its last frame, or left out",
+        choices=("repeat", "hold", "skip"),
+        needs=Needs(DATA, "PATH", lambda args: args.dataset is not None or _is_of_files(args, "video_folder")),
+    )
+    clip_starts: str = flag(
+        "anywhere",
+        "where clips begin in training: keyframe, the last key frame before a random time, is faster to read",
+        choices=("anywhere", "keyframe"),
+        needs=Needs(DATA, "PATH", lambda args: _is_of_files(args, "video_folder")),
+    )
+    image_folder: str | None = flag(
+        None,
+        "folder, tars or table of images to train on as clips of one frame; demo:shapes draws images itself "
+        "(default: none)",
+        PATH,
+    )
+    image_every: int = flag(
+        4, "with --image_folder, every N-th update is one of images", several, needs=given("image_folder", "PATH")
+    )
+    num_videos_save: int = flag(3, "clips in a sample picture; at most a batch if there is no validation split", size)
+
+
+@dataclass
+class SoundFlags(DatasetFlags):
+    """Of every script that trains on sounds and texts."""
+
+    data_flag = "audio_data"
+
+    audio_data: str = flag(
+        "demo:tones",
+        "csv or jsonl manifest, folder with a .txt or .json per sound, webdataset tars, Arrow or parquet files, also "
+        "on a server; demo:tones synthesises sounds",
+        PATH,
+        title="sounds and texts",
+        also="folder",
+    )
+    data_max_length: int | None = flag(
+        None, "length of the clip in samples, instead of --clip_seconds", positive_int, metavar="SAMPLES"
+    )
+    tokenizer: str = flag("clip", "text tokenizer: clip, or the path of a Hugging Face tokenizer.json", FILE)
+    num_sounds_shown: int = flag(8, "spectrograms in a sample picture", size)

@@ -1,0 +1,142 @@
+"""Flags of the cascaded diffusion decoder, whose Unets are numbered from 1. Imports the standard library only, so that
+`--help` is fast."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from .cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet
+from .converters import (
+    FILE,
+    FOLDER,
+    any_float,
+    fraction,
+    non_negative_float,
+    pixels_or_0,
+    positive_float,
+    positive_int,
+    size_or_0,
+    step_count_or_0,
+)
+from .fields import above_0, flag, when
+
+_BLURRED = (when("lowres_condition", "blur"), SEVERAL)
+
+
+@dataclass
+class DecoderFlags:
+    """How the Unets of a cascade are trained and judged. Stands behind `DecoderConfig`."""
+
+    image_cond_drop_prob: float = flag(
+        0.1, "share of samples trained without image embedding (guidance)", fraction, needs=BY_IMAGE, title="conditions"
+    )
+    text_cond_drop_prob: float = flag(0.5, "share of samples trained without text (guidance)", fraction, needs=BY_TEXT)
+    train_unets: list[int] | None = flag(
+        None,
+        "numbers of the Unets to train, from 1; the others stay as --init_from has them (default: all)",
+        positive_int,
+        nargs="+",
+        title="training (rate, warm-up and decay: one value, or one for each Unet)",
+    )
+    init_from: str | None = flag(
+        None,
+        "start from a run, a checkpoint, model/ folder, DALLE2-pytorch file or USER/NAME of the Hugging Face Hub, "
+        "whose shape the flags that are not given take over",
+        FOLDER,
+    )
+    learning_rate: list[float] = per_unet([0.0001], "highest learning rate", positive_float, also="lr")
+    lr_warmup_steps: list[int] = per_unet(
+        [0], "updates of linear warm-up from 0, at most half of the run", step_count_or_0, also="warmup_steps"
+    )
+    weight_decay: list[float] = per_unet(
+        [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, also="wd"
+    )
+    n_evaluation_samples: int = flag(
+        0, "pictures to draw for the validation split and to judge by the measures below", size_or_0, title="evaluation"
+    )
+    evaluate_every_n_steps: int = flag(
+        0, "updates between two evaluations; 0: only at the end", step_count_or_0, needs=above_0("n_evaluation_samples")
+    )
+    fid_weights: str | None = flag(
+        None,
+        "report FID, KID and inception score by these weights: a file, or published, which fetches them",
+        FILE,
+        needs=above_0("n_evaluation_samples"),
+    )
+    lpips_weights: str | None = flag(
+        None,
+        "report LPIPS by these weights: a file, a folder, or published, which fetches them",
+        FILE,
+        needs=above_0("n_evaluation_samples"),
+    )
+    loss_weight: list[str] = per_unet(
+        ["none"], "loss weight by noise level", choices=("none", "min_snr", "p2"), title=ONE_EACH
+    )
+    random_crop_sizes: list[int] = per_unet(
+        [0],
+        "train an upsampling Unet on random crops of this side; 0: on whole pictures; one size is that of "
+        "all upsampling Unets, in a list the first is 0",
+        pixels_or_0,
+        first=0,
+    )
+    min_snr_gamma: float = flag(
+        5.0,
+        "of min_snr (Hang et al. 2023)",
+        positive_float,
+        title=SAME_FOR_ALL,
+        needs=when("loss_weight", "min_snr"),
+    )
+    p2_loss_weight_gamma: float = flag(
+        1.0, "gamma of p2 (Choi et al. 2022)", non_negative_float, needs=when("loss_weight", "p2")
+    )
+    p2_loss_weight_k: float = flag(1.0, "k of p2", positive_float, needs=when("loss_weight", "p2"))
+    vb_loss_weight: float = flag(
+        0.001,
+        "weight of the variational bound that trains a learned variance, as a sum over all levels",
+        non_negative_float,
+        needs=when("learned_variance", 1),
+    )
+    time_sampling: str = flag("uniform", "distribution of noise levels", choices=("uniform", "logit_normal"))
+    logit_normal: list[float] = flag(
+        [0.0, 1.0],
+        "of the logit of the noise level with --time_sampling logit_normal; a mean above 0: more noise",
+        any_float,
+        nargs=2,
+        metavar=("MEAN", "STD"),
+        needs=when("time_sampling", "logit_normal"),
+    )
+    stratified_times: bool = flag(
+        True, "spread the noise levels of a batch evenly: less variance, the same expectation"
+    )
+    blur_prob: float = flag(0.5, "share of conditions that are blurred", fraction, needs=_BLURRED)
+    blur_sigma: list[float] = flag(
+        [0.6],
+        "width of the blur, by a kernel of 3 x 3 pixels of the smaller picture: one number, or the least "
+        "and the greatest, between which it is drawn for each sample",
+        positive_float,
+        nargs="+",
+        metavar="PIXELS",
+        needs=_BLURRED,
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        count, sides = len(args.image_sizes), " ".join(map(str, args.image_sizes))
+        if args.random_crop_sizes[0]:
+            crops = " ".join(map(str, args.random_crop_sizes))
+            parser.error(f"--random_crop_sizes {crops}: Unet 1 is trained on whole pictures; give 0 for it")
+        for number in args.train_unets or []:
+            if number > count:
+                parser.error(f"--train_unets {number}: there are {count} Unets (--image_sizes {sides})")
+        if args.logit_normal[1] <= 0:
+            parser.error("--logit_normal: the standard deviation has to be above 0")
+        if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
+            parser.error("--blur_sigma: give one width, or the least and the greatest")
+        never = [kind for kind in args.condition_on if not getattr(args, f"{kind}_cond_drop_prob")]
+        if args.cond_scale[0] != 1 and never:
+            parser.error(
+                f"--cond_scale {args.cond_scale[0]:g} guides away from what the model draws without a condition, which "
+                f"it never learns with --{never[0]}_cond_drop_prob 0: give 0.1, for example"
+            )

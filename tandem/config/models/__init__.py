@@ -1,0 +1,1 @@
+"""Configurations of the models, as dataclasses: nothing here imports PyTorch."""

@@ -1,0 +1,296 @@
+"""What models of this package are built from: a dataclass for each, whose fields are the arguments of its
+constructor, the entries of its config.json, and flags of its script. Imports no PyTorch, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config.converters import (
+    fraction,
+    non_negative_float,
+    pixels,
+    positive_float,
+    size,
+    size_or_0,
+    sizes,
+    step_count_or_0,
+    width,
+)
+from tandem.config.fields import ModelConfig, Needs, above_0, flag, flags_of, when
+from tandem.models.quantizers import LATENTS, QUANTIZERS
+
+from .taming import BodyConfig, LatentConfig
+
+# What a quantizer is trained with by its authors, and lfq by what was measured, where it differs from the others.
+_USUAL_OF: dict[str, dict[str, float]] = {
+    "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
+    "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
+}
+# Entries that were trained stay: at 0.8, one that no vector chooses in 21 updates is revived elsewhere.
+_LOADED_VQ_DECAY = 0.99
+_ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # those that have an entropy loss
+_LAYERS = (
+    "residual,compress_space,consecutive_residual:2,compress_space,consecutive_residual:2,linear_attend_space,"
+    "compress_space,consecutive_residual:2,attend_space" + 2 * ",compress_time,consecutive_residual:2" + ",attend_time"
+)
+
+
+def check_choices(config: ModelConfig) -> None:
+    """Raise a ValueError, in one line, if a field has a value that is none of its choices."""
+    for _, name, said, _ in flags_of(type(config)):
+        value, choices = getattr(config, name), said.options.get("choices")
+        if choices and value not in choices:
+            raise ValueError(f"{name} {value!r} is unknown; use {', '.join(choices)}")
+
+
+@dataclass
+class DiscreteVAEConfig(ModelConfig):
+    """Of a `DiscreteVAE`."""
+
+    image_size: int = flag(128, "a power of two", pixels, lasting=True, title="images")
+    transparent: bool = flag(False, "RGBA instead of RGB", title="model", in_weights=True)
+    num_tokens: int = flag(8192, "size of the codebook", size, in_weights=True)
+    num_layers: int = flag(3, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True)
+    num_resnet_blocks: int = flag(2, "residual blocks on the coarsest grid", size_or_0, in_weights=True)
+    codebook_dim: int = flag(512, "width of a codebook entry", width, in_weights=True, also="emb_dim")
+    hidden_dim: int = flag(256, "channels of the convolutions", width, in_weights=True)
+    smooth_l1_loss: bool = flag(False, "smooth L1 instead of MSE", title="loss and schedules")
+    kl_loss_weight: float = flag(
+        0.0,
+        "weight of KL(q || uniform), a mean over batch and positions in nats (DALLE-pytorch sums over positions); with "
+        "0 the KL is only reported",
+        non_negative_float,
+    )
+    straight_through: bool = flag(False, "hard codes forward, soft gradient")
+    reinmax: bool = flag(False, "ReinMax gradient estimator; needs --straight_through")
+
+
+@dataclass
+class QuantizerConfig(ModelConfig):
+    """Of the quantizer of a VQGAN or a video tokenizer. Each kind has options of its own; the others have no effect."""
+
+    quantizer: str = flag(
+        "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", in_weights=True
+    )
+    codebook_size: int = flag(
+        65536, "a power of two for lfq and bsq", size, in_weights=True, needs=when("quantizer", *QUANTIZERS)
+    )
+    codebook_dim: int = flag(
+        32, "width of a codebook entry (vq, ibq)", width, in_weights=True, needs=when("quantizer", "vq", "ibq")
+    )
+    vq_decay: float = flag(
+        0.8,
+        "decay of the averages that are the codebook (vq); with --init_from 0.99",
+        fraction,
+        needs=when("quantizer", "vq"),
+    )
+    vq_cosine: bool = flag(
+        False,
+        "take the codebook entry at the smallest angle instead of distance (vq)",
+        in_weights=True,
+        needs=when("quantizer", "vq"),
+    )
+    vq_gradient: str = flag(
+        "straight_through",
+        "how the gradient of a codebook entry becomes that of the vector (vq): as it is, or turned and scaled as the "
+        "entry would have to be to lie on the vector (the rotation trick)",
+        choices=("straight_through", "rotation"),
+        needs=when("quantizer", "vq"),
+    )
+    fsq_levels: tuple[int, ...] | None = flag(
+        None,
+        "levels per dimension, instead of those that make --codebook_size (fsq)",
+        sizes,
+        in_weights=True,
+        needs=when("quantizer", "fsq"),
+    )
+    diversity_gamma: float = flag(
+        1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, needs=_ENTROPY
+    )
+    # The public implementations of LFQ have 100: bits beyond +-0.01 then get no gradient of the entropies, and one that
+    # starts there stays as it is. 10 gave better images on photos, of more codes (docs/vqgan.md).
+    inv_temperature: float = flag(
+        10.0,
+        "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1",
+        positive_float,
+        needs=when("quantizer", "lfq", "bsq"),
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        for name, value in _USUAL_OF.get(args.quantizer, {}).items():
+            if name not in args.explicit:
+                setattr(args, name, value)
+        if args.init_from and args.quantizer == "vq" and args.train == "all" and "vq_decay" not in args.explicit:
+            args.vq_decay = _LOADED_VQ_DECAY
+
+
+@dataclass
+class QuantizerLossFlags:
+    """What the losses of a quantizer weigh. They are no arguments of a model."""
+
+    commitment_loss_weight: float = flag(
+        0.25,
+        "weight of the loss that keeps the encoder near its codes; bsq: 0, ibq: 1",
+        non_negative_float,
+        title="quantizer",
+        needs=when("quantizer", "lfq", "bsq", "vq", "ibq"),
+    )
+    entropy_loss_weight: float = flag(
+        0.1,
+        "weight of the entropy loss in nats, H(code of a position) - gamma H(code over the batch) "
+        "(lfq, bsq, ibq); ibq: 0.05",
+        non_negative_float,
+        needs=_ENTROPY,
+    )
+    entropy_anneal_factor: float = flag(
+        1.0,
+        "at the start, the entropy loss counts this many times --entropy_loss_weight",
+        positive_float,
+        needs=(_ENTROPY, above_0("entropy_anneal_steps")),
+    )
+    entropy_anneal_steps: int = flag(0, "updates over which that factor falls to 1", step_count_or_0, needs=_ENTROPY)
+
+
+@dataclass
+class RecomputingConfig(ModelConfig):
+    """Of a model that is deep enough to gain by computing its layers again."""
+
+    gradient_checkpointing: bool = flag(
+        False, "compute activations again in the backward pass: slower, and far less memory", title="precision"
+    )
+
+
+@dataclass
+class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
+    """Of a `VQGAN`."""
+
+    quantizer: str = flag(
+        "lfq", ", ".join(LATENTS.values()), choices=tuple(LATENTS), title="quantizer", in_weights=True
+    )
+    image_size: int = flag(256, "a multiple of 2^num_layers", pixels, lasting=True, title="images")
+    dim: int = flag(
+        128, "channels at full resolution; muse: a halving doubles them", width, title="model", in_weights=True
+    )
+    num_layers: int = flag(
+        4, "halvings of the side: a code stands for 2^N x 2^N pixels", size, in_weights=True, needs=when("body", "muse")
+    )
+    num_resnet_blocks: tuple[int, ...] = flag(
+        (1,),
+        "residual blocks of the coarsest level, or of each level, finest first; taming: of each level (2), one more in "
+        "the decoder",
+        sizes,
+        in_weights=True,
+    )
+    centred: bool = flag(
+        True,
+        "let the layers see and make images in [-1, 1]; off for a model that muse-maskgit-pytorch is to load",
+        in_weights=True,
+        needs=when("body", "muse"),
+    )
+    channels: int = 3
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        *finer, coarsest = args.num_resnet_blocks
+        if not any(finer):  # "0,0,1" is "1", that of the coarsest level
+            args.num_resnet_blocks = (coarsest,)
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        judge = model.get("discriminator", {})
+        of_judge = {f"discr_{name}": judge[name] for name in ("dim", "layers") if judge}
+        return {**super().shape_of(model, args), **of_judge}
+
+
+@dataclass
+class DiscriminatorConfig(ModelConfig):
+    """Of a `Discriminator`.
+
+    Args:
+        dim: Channels after the first convolution and the first halving; they double with each further halving.
+        layers: Halvings of the side.
+    """
+
+    dim: int
+    layers: int = 4
+    channels: int = 3
+
+
+@dataclass
+class VideoDiscriminatorConfig(ModelConfig):
+    """Of a `VideoDiscriminator`.
+
+    Args:
+        dim: Channels of the first layer of each head.
+        layers: Halvings of the side in every head.
+    """
+
+    dim: int
+    layers: int = 4
+
+
+@dataclass
+class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
+    """Of a `VideoTokenizer`."""
+
+    image_size: int = flag(
+        128, "a multiple of patch_size x 2^(compress_space layers)", pixels, lasting=True, title="images"
+    )
+    layers: str = flag(
+        _LAYERS,
+        "layers of the encoder, mirrored in the decoder: residual, residual_space, "
+        "consecutive_residual:NUMBER, compress_space[:CHANNELS], compress_time[:CHANNELS], attend_space, "
+        "attend_time, linear_attend_space, gateloop_time, adaptive",
+        metavar="NAME[:N],...",
+        title="model",
+        in_weights=True,
+    )
+    init_dim: int = flag(64, "channels before the first layer", width, in_weights=True)
+    max_dim: int | None = flag(None, "no layer has more channels (default: no limit)", width, in_weights=True)
+    input_kernel: int = flag(7, "side of the first convolution's kernel", size, in_weights=True)
+    output_kernel: int = flag(3, "side of the last convolution's kernel", size, in_weights=True)
+    residual_kernel: int = flag(3, "side of the residual layers' kernels", size, in_weights=True)
+    pad_mode: str = flag(
+        "constant",
+        "padding in space of the first and the last convolution",
+        choices=("constant", "replicate", "reflect"),
+        in_weights=True,
+    )
+    norm: str = flag(
+        "none",
+        "rms: RMSNorm over the channels of each position before the convolutions of residual layers",
+        choices=("none", "rms"),
+        in_weights=True,
+    )
+    patch_size: int = flag(
+        1, "cut frames into patches of this side first; a power of two", size, metavar="PIXELS", in_weights=True
+    )
+    patch: str = flag(
+        "haar",
+        "what a patch becomes: its Haar wavelet coefficients, or its pixels",
+        choices=("haar", "pixels"),
+        in_weights=True,
+        needs=Needs("patch_size", "above 1", lambda args: args.patch_size > 1),
+    )
+    separate_first_frame: bool = flag(False, "give the first frame convolutions of its own", in_weights=True)
+    time_window: int = flag(
+        16,
+        "attend_time looks back so many latent frames, which bounds the memory of a stream; 0: to the beginning",
+        size_or_0,
+        metavar="FRAMES",
+        lasting=True,
+        needs=Needs("layers", "with attend_time", lambda args: "attend_time" in args.layers),
+    )
+    soft_clamp: float = flag(
+        10.0,
+        "lfq gets X tanh(z / X) instead of z; 0: z",
+        non_negative_float,
+        in_weights=True,
+        needs=when("quantizer", "lfq"),
+    )
+    codebook_size: int = 1024
+    diversity_gamma: float = 2.5

@@ -1,0 +1,344 @@
+"""What a `Decoder` is built from: flags of train_decoder.py, whose Unets are numbered from 1, and what no flag says.
+Imports no PyTorch, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config.cascades import BY_IMAGE, BY_TEXT, ONE_EACH, SAME_FOR_ALL, SEVERAL, per_unet, spread
+from tandem.config.converters import Names, fraction, non_negative_float, pixels, size, sizes, width
+from tandem.config.fields import ModelConfig, Needs, flag, flags_of, when
+
+from .autoencoders import RecomputingConfig
+
+_SWITCHES = ("sparse_attn", "memory_efficient", "coordinates", "plain_init_conv")
+# Fields of `UnetConfig` of which a cascade has a value for each Unet.
+_EACH = (
+    "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "self_attn", "attn_heads", "attn_dim_head",
+    "cross_attn_heads", "cross_attn_dim_head", "resnet_groups",
+)  # fmt: skip
+_OF_CLIP = {"name", "weights", "sha256"}
+SCHEDULES = ("cosine", "linear", "sigmoid", "flow")
+OBJECTIVES = ("noise", "x_start", "v", "flow")
+LOWRES_CONDITIONS = ("noise", "blur", "none")
+
+
+@dataclass
+class UnetConfig(ModelConfig):
+    """Of a `Unet`. Once it is made, `num_resnet_blocks` and `self_attn` have a value for each level.
+
+    Args:
+        dim: Channels at full resolution; level n, finest first, has dim x dim_mults[n].
+        dim_mults: A number for each level; each level but one halves the sides, with memory_efficient each.
+        cond_dim: Width of the tokens that the blocks attend to; None: dim.
+        num_resnet_blocks: Blocks on the way down and up besides the first: one number, or one for each level.
+        self_attn: Self-attention at the end of a level, 1, or not, 0: one value, or one for each level. The middle
+            always has it.
+        sparse_attn: Linear attention at the end of each level without self-attention.
+        attn_heads, attn_dim_head: Number and size of the heads of self-attention and of linear attention.
+        cross_attn_heads, cross_attn_dim_head: Those of the attention to tokens. The public Unet has 8 and 64.
+        resnet_groups: Groups of the GroupNorms.
+        memory_efficient: Halve the sides before the blocks of a level instead of after them (Saharia et al. 2022,
+            "Imagen", Efficient U-Net).
+        coordinates: Two more channels of the input hold the place of each pixel, across and down, from -1 to 1 (Liu et
+            al. 2018, "CoordConv"). Otherwise places are known from the edges alone. The public Unet has no such thing.
+        plain_init_conv: The first convolution has one kernel, of side 7, instead of three of the sides 3, 7 and 15.
+        image_embed_dim, text_embed_dim: Widths of the image embedding and of the text encodings on which it is
+            conditioned; None: it is not. The two blocks in the middle alone attend to texts.
+        max_text_len: Tokens of a text; longer ones are cut off, the place of missing ones has learned tokens.
+        image_embed_scale: Factor of the image embedding; sqrt(image_embed_dim) gives unit vectors entries of about 1.
+        lowres_cond: Conditioned on an image of lower resolution ...
+        lowres_noise_cond: ... and on the noise level of that image.
+        learned_variance: The output has twice the channels, the second half for the variance.
+        gradient_checkpointing: In training, compute blocks and attention again in the backward pass instead of keeping
+            what is inside of them: less memory, the same bits, a third more time.
+
+    Raises:
+        ValueError: one line, if a value is out of range or does not fit another one.
+    """
+
+    dim: int
+    dim_mults: Sequence[int] = (1, 2, 4, 8)
+    cond_dim: int = None  # type: ignore[assignment]  # __post_init__ fills it in
+    num_resnet_blocks: Sequence[int] = (2,)
+    self_attn: Sequence[int] = (0,)
+    attn_heads: int = 16
+    attn_dim_head: int = 32
+    cross_attn_heads: int = 8
+    cross_attn_dim_head: int = 64
+    resnet_groups: int = 8
+    sparse_attn: bool = False
+    memory_efficient: bool = False
+    coordinates: bool = False
+    plain_init_conv: bool = False
+    image_embed_dim: int | None = None
+    text_embed_dim: int | None = None
+    max_text_len: int = 256
+    image_embed_scale: float = 1.0
+    lowres_cond: bool = False
+    lowres_noise_cond: bool = False
+    learned_variance: bool = False
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        self.cond_dim = self.cond_dim or self.dim
+        for name in ("dim", "cond_dim", "attn_heads", "attn_dim_head", "cross_attn_heads", "cross_attn_dim_head",
+                     "resnet_groups", "max_text_len"):  # fmt: skip
+            if not _is_whole(value := getattr(self, name), 1):
+                raise ValueError(f"{name} {value}: give a whole number of at least 1")
+        if self.dim % 2 or self.dim < 4:
+            raise ValueError(f"dim {self.dim}: give an even number of channels of at least 4")
+        for name, least, most in (("dim_mults", 1, math.inf), ("num_resnet_blocks", 0, math.inf), ("self_attn", 0, 1)):
+            values = getattr(self, name)
+            if (
+                not isinstance(values, (list, tuple))
+                or not values
+                or not all(_is_whole(each, least) and each <= most for each in values)
+            ):
+                limits = f"{least} or {most}" if most == 1 else f"whole numbers of at least {least}"
+                raise ValueError(f"{name} {values}: give {limits}, for each level, finest first")
+            levels = len(self.dim_mults)
+            if len(values) not in (1, levels):
+                raise ValueError(f"{name} {values} has {len(values)} values, dim_mults {levels}: give 1 or {levels}")
+            setattr(self, name, list(values) * (levels if len(values) == 1 else 1))
+        for channels in (self.dim, *(self.dim * mult for mult in self.dim_mults)):
+            if channels % self.resnet_groups:
+                raise ValueError(
+                    f"resnet_groups {self.resnet_groups} must divide the {channels} channels of each level; change one"
+                )
+        if self.lowres_noise_cond and not self.lowres_cond:
+            raise ValueError("lowres_noise_cond is the noise level of the low-resolution image: set lowres_cond too")
+        if not 0 < self.image_embed_scale < math.inf:
+            raise ValueError(f"image_embed_scale {self.image_embed_scale}: give a number greater than 0")
+
+
+@dataclass
+class DecoderConfig(RecomputingConfig):
+    """Of a `Decoder`.
+
+    Args:
+        image_embed_dim, text_embed_dim: Widths of what the first Unet is conditioned on; None for what it is not.
+        clip: {"name", "weights", "sha256"} of the CLIP that computed it in training (`Clip.origin`); None if none did.
+    """
+
+    image_sizes: list[int] = flag(
+        [64],
+        "side of the pictures of each Unet, ascending; as many Unets as sizes",
+        pixels,
+        nargs="+",
+        title="model (one value for all Unets, or one for each)",
+        in_weights=True,
+        also="image_size",
+    )
+    dim: list[int] = per_unet([128], "channels of the finest level", width, in_weights=True)
+    dim_mults: list[tuple[int, ...]] = per_unet(
+        [(1, 2, 3, 4)],
+        "channels of each level, finest first, as multiples of --dim; each further level halves the side",
+        sizes,
+        in_weights=True,
+    )
+    cond_dim: list[int] | None = per_unet(
+        None, "width of the tokens that cross-attention sees (default: --dim)", width, in_weights=True
+    )
+    num_resnet_blocks: list[tuple[int, ...]] = per_unet(
+        [(2,)], "residual blocks per level: one number, or one for each level", sizes, in_weights=True
+    )
+    self_attn: list[tuple[int, ...]] = per_unet(
+        [(0,)], "self-attention at the end of a level: 0 or 1, for all levels or for each", sizes, in_weights=True
+    )
+    attn_heads: list[int] = per_unet([16], "heads of self-attention", size, in_weights=True)
+    attn_dim_head: list[int] = per_unet([32], "width of such a head", width, in_weights=True)
+    cross_attn_heads: list[int] = per_unet([8], "heads of the attention to the condition", size, in_weights=True)
+    cross_attn_dim_head: list[int] = per_unet([64], "width of such a head", width, in_weights=True)
+    resnet_groups: list[int] = per_unet([8], "groups of the group normalisations", size, in_weights=True)
+    switches: list[tuple[str, ...]] = per_unet(
+        [()], f"none, or a comma list of {', '.join(_SWITCHES)}", Names(*_SWITCHES), in_weights=True
+    )
+    condition_on: tuple[str, ...] = flag(
+        ("image",),
+        "what the first Unet is given: none, or a comma list of image, text",
+        Names("image", "text"),
+        title="conditions",
+        in_weights=True,
+    )
+    image_embed_scale: float = flag(
+        0.0,
+        "factor on image embeddings; 0: the square root of their width, which gives unit-length ones "
+        "entries of about 1",
+        non_negative_float,
+        in_weights=True,
+        needs=BY_IMAGE,
+    )
+    max_text_len: int = flag(
+        256,
+        "text encodings are padded to so many tokens; longer ones are refused",
+        size,
+        metavar="TOKENS",
+        in_weights=True,
+        needs=BY_TEXT,
+    )
+    noise_schedule: list[str] = per_unet(
+        ["cosine"],
+        "how the signal-to-noise ratio falls over the noise levels",
+        choices=SCHEDULES,
+        title=ONE_EACH,
+        in_weights=True,
+        also="beta_schedule",
+    )
+    objective: list[str] = per_unet(["v"], "what a Unet predicts", choices=OBJECTIVES, in_weights=True)
+    learned_variance: list[int] = per_unet(
+        [0],
+        "also learn the variance of a step of ddpm (Nichol and Dhariwal 2021)",
+        int,
+        choices=(0, 1),
+        metavar="0|1",
+        in_weights=True,
+    )
+    timesteps: int = flag(1000, "noise levels", size, title=SAME_FOR_ALL, in_weights=True)
+    zero_terminal_snr: bool = flag(True, "the highest noise level is noise alone (Lin et al. 2023)", lasting=True)
+    lowres_condition: str = flag(
+        "blur",
+        "what is done to an upsampling Unet's condition in training, so that it bears mistakes of the Unet before",
+        choices=LOWRES_CONDITIONS,
+        lasting=True,
+        needs=SEVERAL,
+    )
+    lowres_noise_level: float = flag(
+        0.2,
+        "noise of the condition when sampling, a share of its 1000 levels",
+        fraction,
+        needs=when("lowres_condition", "noise"),
+    )
+    image_embed_dim: int | None = None
+    text_embed_dim: int | None = None
+    clip: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.image_sizes:
+            raise ValueError("image_sizes: a decoder has at least one Unet")
+        if self.clip is not None:
+            names = self.clip if isinstance(self.clip, dict) else {}
+            if names.keys() != _OF_CLIP or not all(isinstance(text, str) and text for text in names.values()):
+                raise ValueError(f"clip {str(self.clip)[:80]}: it has to say {', '.join(sorted(_OF_CLIP))} of a CLIP")
+        spread(type(self), self)
+        self.cond_dim = self.cond_dim or list(self.dim)
+        for name in ("num_resnet_blocks", "self_attn"):  # "2,2" of two levels is "2"
+            values = [each[:1] if len(each) > 1 and len(set(each)) == 1 else each for each in getattr(self, name)]
+            setattr(self, name, values)
+
+    @classmethod
+    def of_data(
+        cls, args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None
+    ) -> DecoderConfig:
+        """What a run's arguments say, for data of these widths.
+
+        Args:
+            widths: {"image_embed": d, "text_encodings": (L, d)}; None for what is not used.
+            clip: The `Clip.origin` of what makes the conditions of the data; None if they are stored.
+
+        Raises:
+            ValueError: one line, if texts have more tokens than --max_text_len.
+        """
+        config = DecoderConfig.of(args)
+        config.clip = dict(clip) if clip and args.condition_on else None
+        if "image" in args.condition_on:
+            config.image_embed_dim = widths["image_embed"]
+        if "text" in args.condition_on:
+            tokens, config.text_embed_dim = widths["text_encodings"]
+            if tokens > args.max_text_len:
+                limit = f"--max_text_len {args.max_text_len}"
+                raise ValueError(f"texts of {tokens} tokens are longer than {limit}: raise it")
+        return config
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        try:
+            spread(cls, args)
+            filled = DecoderConfig.of(args)
+            for _, name, _, _ in flags_of(DecoderConfig):
+                setattr(args, name, getattr(filled, name))
+        except ValueError as error:
+            parser.error(str(error))
+        if any(larger <= side for side, larger in itertools.pairwise(args.image_sizes)):
+            sides = " ".join(map(str, args.image_sizes))
+            parser.error(f"--image_sizes {sides}: give them ascending, the smallest first")
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        sizes = model["image_sizes"]
+        if "image_sizes" in args.explicit and len(args.image_sizes) != len(sizes):  # no other flag can be compared
+            needed = f"they need --image_sizes {' '.join(map(str, sizes))}"
+            raise ValueError(f"the weights in {args.init_from} are of another model; {needed}")
+        return {**super().shape_of(model, args), "lowres_noise_level": model["lowres_noise_level"]}
+
+    def unets(self) -> list[UnetConfig]:
+        """Of each Unet, the smallest first; that one has the conditions."""
+        scale = self.image_embed_scale or math.sqrt(self.image_embed_dim or 1)
+        first: dict[str, Any] = {"image_embed_dim": self.image_embed_dim, "text_embed_dim": self.text_embed_dim}
+        others: dict[str, Any] = {"lowres_cond": True, "lowres_noise_cond": self.lowres_condition == "noise"}
+        return [
+            UnetConfig(
+                **{name: getattr(self, name)[index] for name in _EACH},
+                **{name: name in on for name in _SWITCHES},  # type: ignore[arg-type]
+                **(others if index else first), max_text_len=self.max_text_len, image_embed_scale=scale,
+                learned_variance=bool(learned), gradient_checkpointing=self.gradient_checkpointing,
+            )
+            for index, (on, learned) in enumerate(zip(self.switches, self.learned_variance, strict=True))
+        ]  # fmt: skip
+
+
+#: Of flags that only guidance needs.
+CONDITIONAL = Needs("condition_on", "image or text", lambda args: bool(getattr(args, "condition_on", True)))
+GUIDED = Needs("cond_scale", "other than 1, such as 3", lambda args: any(scale != 1 for scale in args.cond_scale))
+
+
+@dataclass
+class Sampling(ModelConfig):
+    """How noise becomes pictures, see `diffusion.sampling`.
+    `cond_scale` and `sample_timesteps` have a value for all Unets, or one for each."""
+
+    sampler: str = flag(
+        "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm"), title="sampling"
+    )
+    sample_timesteps: list[int] = per_unet([20], "steps of the sampler, one number or one for each Unet", size)
+    cond_scale: list[float] = per_unet(
+        [1.0],
+        "guidance: 1 follows the condition, above 1 exaggerates it; one number or one for each Unet",
+        non_negative_float,
+        needs=CONDITIONAL,
+    )
+    guidance_interval: list[float] | None = flag(
+        None,
+        "guide only where the noise is between these multiples of the signal (Kynkaanniemi et al. 2024)",
+        non_negative_float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        needs=(CONDITIONAL, GUIDED),
+    )
+    ddim_eta: float = flag(
+        0.0,
+        "fresh noise in each step of ddim: 0 none, 1 as much as ddpm",
+        non_negative_float,
+        also="ddim_sampling_eta",
+        needs=when("sampler", "ddim"),
+    )
+    dynamic_thresholding: float = flag(
+        0.0,
+        "scale each picture so that this quantile of its values fits, 0.95 for example; 0: clip to the range",
+        fraction,
+        also="dynamic_thres_percentile",
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        if args.guidance_interval and args.guidance_interval[0] >= args.guidance_interval[1]:
+            parser.error("--guidance_interval: the first number has to be the smaller one")
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,314 @@
+"""What a `MuLaN` is made from: the fields are flags of train_mulan.py. Imports no PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.config.converters import (
+    FOLDER,
+    PATH,
+    any_float,
+    fraction,
+    non_negative_float,
+    positive_float,
+    size,
+    size_or_0,
+    width,
+)
+from tandem.config.fields import above_0, flag, flags_of, given, when, without
+
+from .autoencoders import RecomputingConfig, check_choices
+
+MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
+_TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # a tower of one's own
+_BANDS = (when("spectrogram", "log_mel"), _AUDIO)
+_OF_MUSICLM = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
+_WINDOWS_OF_MUSICLM = {"n_fft": 128, "win_length": 24, "hop_length": 12}
+#: What a file of musiclm-pytorch does not say.
+UNSAID = ("sample_rate", "n_fft", "hop_length")
+
+
+@dataclass
+class MuLaNConfig(RecomputingConfig):
+    """Of a `MuLaN`. Sizes that are None take the value of those of both towers, and the window that of the Fourier
+    transform. The towers are its own, unless there is the configuration of a `PretrainedTextTower` or a
+    `PretrainedAudioTower`, which then decides sizes, vocabulary and spectrogram.
+
+    Raises:
+        ValueError: one line, if a tower has no configuration that is possible.
+    """
+
+    layout: str = flag(
+        "tandem",
+        "tandem: this project's model; musiclm: that of musiclm-pytorch, which loads its weights",
+        choices=("tandem", "musiclm"),
+        in_weights=True,
+        title="model",
+    )
+    dim_latent: int = flag(128, "width of the common space", width, in_weights=True)
+    sample_rate: int = flag(
+        16000, "all sounds are resampled to this rate", size, metavar="HZ", title="sounds and texts", in_weights=True
+    )
+    clip_seconds: float = flag(
+        10.0,
+        "length of the clip cut from a sound: at a random place in training, from the middle in validation",
+        positive_float,
+        metavar="SECONDS",
+    )
+    max_text_tokens: int = flag(256, "texts are cut off after so many tokens", size, metavar="TOKENS", in_weights=True)
+    n_fft: int = flag(
+        1024,
+        "length of the Fourier transform's window",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+        title="spectrogram",
+        also="spec_n_fft",
+        needs=_AUDIO,
+    )
+    win_length: int | None = flag(
+        None,
+        "length of the window, in the middle of the Fourier transform's (default: --n_fft)",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+        also="spec_win_length",
+        needs=_AUDIO,
+    )
+    hop_length: int = flag(
+        160,
+        "distance between two windows of the Fourier transform",
+        size,
+        metavar="SAMPLES",
+        in_weights=True,
+        also="spec_hop_length",
+        needs=_AUDIO,
+    )
+    spectrogram: str = flag(
+        "log_mel",
+        "kind of spectrogram that the model is given",
+        choices=("log_mel", "power"),
+        in_weights=True,
+        needs=_AUDIO,
+    )
+    spectrogram_padding: str = flag(
+        "silence",
+        "what a spectrogram takes for the sound beyond its ends: silence, or the sound itself, mirrored",
+        choices=("silence", "reflect"),
+        in_weights=True,
+        needs=_AUDIO,
+        also="spec_pad_mode",
+    )
+    n_mels: int = flag(64, "number of mel bands", size, in_weights=True, needs=_BANDS)
+    fmin: float = flag(
+        0.0, "where the mel bands begin", non_negative_float, metavar="HZ", in_weights=True, needs=_BANDS
+    )
+    fmax: float | None = flag(
+        None,
+        "highest frequency of the mel bands (default: half of --sample_rate)",
+        positive_float,
+        metavar="HZ",
+        in_weights=True,
+        needs=_BANDS,
+    )
+    time_mask_fraction: float = flag(0.2, "SpecAugment: mask up to this fraction of the time", fraction)
+    frequency_mask_fraction: float = flag(0.25, "SpecAugment: mask up to this fraction of the frequencies", fraction)
+    audio_dim: int = flag(512, "width of the audio tower", width, title="towers", in_weights=True, needs=_AUDIO)
+    audio_depth: int = flag(6, "layers of the audio tower", size, in_weights=True, needs=_AUDIO)
+    text_dim: int = flag(512, "width of the text tower", width, in_weights=True, needs=_TEXT)
+    text_depth: int = flag(6, "layers of the text tower", size, in_weights=True, needs=_TEXT)
+    heads: int = flag(8, "attention heads of both towers", size, in_weights=True)
+    dim_head: int = flag(64, "width of an attention head", width, in_weights=True)
+    audio_heads: int | None = flag(
+        None, "heads of the audio tower (default: --heads)", size, in_weights=True, needs=_AUDIO
+    )
+    audio_dim_head: int | None = flag(
+        None, "width of a head of the audio tower (default: --dim_head)", width, in_weights=True, needs=_AUDIO
+    )
+    text_heads: int | None = flag(
+        None, "heads of the text tower (default: --heads)", size, in_weights=True, needs=_TEXT
+    )
+    text_dim_head: int | None = flag(
+        None, "width of a head of the text tower (default: --dim_head)", width, in_weights=True, needs=_TEXT
+    )
+    ff_mult: int = flag(
+        4, "inner width of the feed-forwards, in widths of the tower, before the 2/3 of GEGLU", size, in_weights=True
+    )
+    attn_dropout: float = flag(
+        0.0, "part of the attention weights, and of the outputs of attention, that is dropped in training", fraction
+    )
+    ff_dropout: float = flag(0.0, "part of the inner numbers of the feed-forwards dropped in training", fraction)
+    patch_size: int = flag(
+        16, "side of a patch of the spectrogram", size, metavar="BINS", in_weights=True, needs=_AUDIO
+    )
+    patch_dropout: float = flag(
+        0.25, "part of the patches that is left out in training", fraction, also="patch_dropout_prob", needs=_AUDIO
+    )
+    hierarchical_layers: int = flag(
+        0,
+        "apply the loss to the outputs of this number of layers before the last, too",
+        size_or_0,
+        in_weights=True,
+        also="hierarchical_contrastive_loss_layers",
+    )
+    hierarchical_spacing: str = flag(
+        "last",
+        "layers of --hierarchical_layers: those next to the last, or spaced evenly from the first one on",
+        choices=("last", "even"),
+        in_weights=True,
+        needs=above_0("hierarchical_layers"),
+    )
+    freeze_text_tower: bool = flag(
+        False, "do not train the weights of --text_tower", title="pretrained towers", needs=given("text_tower", "PATH")
+    )
+    freeze_audio_tower: bool = flag(
+        False, "do not train the weights of --audio_tower", needs=given("audio_tower", "PATH")
+    )
+    init_temperature: float = flag(
+        10.0,
+        "inverse temperature at the start (temperature in the log), which multiplies the cosines; learned, up to 100",
+        positive_float,
+        title="loss",
+    )
+    init_bias: float = flag(
+        -10.0, "added to the scaled cosines at the start; learned (sigmoid)", any_float, needs=when("loss", "sigmoid")
+    )
+    vocab_size: int = 49408
+    text_tower: Any = None
+    audio_tower: Any = None
+
+    def __post_init__(self) -> None:
+        for tower in ("audio", "text"):
+            for name in ("heads", "dim_head"):
+                if getattr(self, f"{tower}_{name}") is None:
+                    setattr(self, f"{tower}_{name}", getattr(self, name))
+        if self.win_length is None:
+            self.win_length = self.n_fft
+        for name in ("audio", "text"):
+            if isinstance(tower := getattr(self, f"{name}_tower"), Mapping):
+                from tandem.models.audio_text.pretrained_towers import AUDIO_KINDS, TEXT_KINDS, check_tower
+
+                check_tower(tower, AUDIO_KINDS if name == "audio" else TEXT_KINDS)
+                dim, heads = tower["hidden_size"], tower["num_attention_heads"]
+                sizes = {"dim": dim, "depth": tower["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
+                for size, value in sizes.items():
+                    setattr(self, f"{name}_{size}", value)
+                if name == "text":
+                    self.vocab_size = tower["vocab_size"]
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        for name in ("text_tower", "audio_tower"):
+            if model.get(name) and not getattr(args, name):
+                raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
+        shape = super().shape_of(model, args)
+        shape |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
+        if "assumed" in model:  # a file of musiclm-pytorch does not say these: then the flags do
+            shape["clip_seconds"] = model["clip_seconds"]
+            return {name: value for name, value in shape.items() if name not in args.explicit.intersection(UNSAID)}
+        return shape
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        """Take what the layout "musiclm" has: its windows, unless one is given, and what it always has. Fill in the
+        sizes that are not given."""
+        if args.layout == "musiclm":
+            windows = {} if args.explicit & _WINDOWS_OF_MUSICLM.keys() else _WINDOWS_OF_MUSICLM
+            for name, value in {**_OF_MUSICLM, **windows}.items():
+                if name not in args.explicit:
+                    setattr(args, name, value)
+        filled = MuLaNConfig.of(args)
+        for _, name, _, _ in flags_of(MuLaNConfig):
+            setattr(args, name, getattr(filled, name))
+
+    def transformer(self, tower: str) -> dict[str, Any]:
+        """Arguments of the `Transformer` of the "audio" or the "text" tower."""
+        sizes = {name: getattr(self, f"{tower}_{name}") for name in ("dim", "depth", "heads", "dim_head")}
+        dropout = {"attn_dropout": self.attn_dropout, "ff_dropout": self.ff_dropout}
+        return {**sizes, "ff_mult": self.ff_mult, **dropout, "recompute": self.gradient_checkpointing}
+
+    def check(self) -> None:
+        """Raise a ValueError, in one line that names the field, if there is no such model."""
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "hierarchical_layers" else 1
+            if str(field.type).startswith("int") and (type(value) is not int or value < least):
+                raise ValueError(f"{field.name} {value!r} is not a whole number of at least {least}")
+        check_choices(self)
+        for _, name, said, _ in flags_of(type(self)):
+            if said.convert is fraction and not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} {value} is not in [0, 1)")
+        depth = min(self.audio_depth, self.text_depth)
+        if self.hierarchical_layers >= depth:
+            below = f"a tower of {depth} layers has {depth - 1} below its output"
+            raise ValueError(
+                f"hierarchical_layers {self.hierarchical_layers}: {below}; use at most {depth - 1} or more layers"
+            )
+        if not 0 < self.clip_seconds < math.inf:
+            raise ValueError(f"clip_seconds {self.clip_seconds} is no positive length")
+        visible = (1 - self.time_mask_fraction) * (1 - self.frequency_mask_fraction)
+        if visible <= self.patch_dropout:
+            left = f"the largest masks leave {visible:.2g} of a spectrogram, and all of that could be dropped"
+            lower = "lower it, time_mask_fraction or frequency_mask_fraction"
+            raise ValueError(f"patch_dropout {self.patch_dropout}: {left}; {lower}")
+        if not 0 < self.init_temperature <= MAX_SCALE:
+            raise ValueError(f"init_temperature {self.init_temperature} is not in (0, {MAX_SCALE:g}]")
+        if not math.isfinite(self.init_bias):
+            raise ValueError(f"init_bias {self.init_bias} is not finite")
+        for name, fixed in _OF_MUSICLM.items() if self.layout == "musiclm" else ():
+            if (value := getattr(self, name)) != fixed:
+                raise ValueError(f"{name} {value}: layout musiclm has {fixed} alone; leave it out")
+        text, audio = self.text_tower, self.audio_tower
+        if self.layout == "musiclm" and (text or audio):
+            raise ValueError(f"{'text' if text else 'audio'}_tower is for layout tandem; musiclm has its own towers")
+        for name, tower in (("text_tower", text), ("audio_tower", audio)):
+            if tower is not None and not isinstance(tower, Mapping):
+                raise ValueError(f"{name} {str(tower)[:40]!r} is no configuration of a tower")
+        if not text and not audio:
+            return
+        from tandem.models.audio_text.pretrained_towers import SAMPLE_RATE, max_tokens
+
+        if text and self.max_text_tokens > (most := max_tokens(text)):
+            longest = f"the text tower takes up to {most} tokens"
+            raise ValueError(f"max_text_tokens {self.max_text_tokens}: {longest}; lower it")
+        if audio and self.sample_rate != SAMPLE_RATE:
+            raise ValueError(
+                f"sample_rate {self.sample_rate}: the audio tower hears sounds of {SAMPLE_RATE} Hz; use that"
+            )
+
+
+@dataclass
+class TowerFlags:
+    """Which towers come from files. They are no arguments of a model."""
+
+    text_tower: str | None = flag(
+        None,
+        "pretrained text tower: an open_clip state dict, or a transformers folder of CLIP, BERT or RoBERTa",
+        PATH,
+        title="pretrained towers",
+        lasting=bool,
+    )
+    text_tower_quick_gelu: bool = flag(
+        False,
+        "--text_tower is the state dict of a model with quick_gelu, as OpenAI's",
+        needs=given("text_tower", "PATH"),
+    )
+    audio_tower: str | None = flag(
+        None, "pretrained audio tower: a transformers folder of an AST", FOLDER, lasting=bool
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        """Take the tokenizer that is in the folder of the text tower, unless one is given."""
+        if args.text_tower and "tokenizer" not in args.explicit:
+            folder = Path(args.text_tower).expanduser()
+            if (folder / "tokenizer.json").is_file():
+                args.tokenizer = str(folder / "tokenizer.json")
+            elif folder.is_dir() and not (folder / "open_clip_config.json").is_file():
+                tower = f"--text_tower {args.text_tower}"
+                parser.error(f"{tower} has no tokenizer.json: give --tokenizer, or clip for CLIP's")

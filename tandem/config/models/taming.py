@@ -1,0 +1,136 @@
+"""What the body of taming-transformers and latent diffusion, and a continuous latent, are made from. Imports no
+PyTorch, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config.converters import any_float, non_negative_float, positive_float, size, sizes, width
+from tandem.config.fields import ModelConfig, flag, given, when
+
+TAMING, KL = "taming", "kl"
+MEASURED = "scale_is_measured"  # in config.json: the scale follows from averages among the weights, and moves with them
+_OF_TAMING = when("body", TAMING)
+_LARGEST_SCALE = 1e6
+
+
+@dataclass
+class BodyConfig(ModelConfig):
+    """Which layers an autoencoder of images has around its quantizer."""
+
+    body: str = flag(
+        "muse",
+        "layers of encoder and decoder: those of Muse's trainer, or taming's, which latent diffusion (Stable "
+        "Diffusion's VAE), LlamaGen and IBQ have too",
+        choices=("muse", TAMING),
+        title="model",
+        in_weights=True,
+    )
+    ch_mult: tuple[int, ...] = flag(
+        (1, 1, 2, 2, 4),
+        "channels of each level in units of --dim, finest first; every level but the last halves the side",
+        sizes,
+        in_weights=True,
+        needs=_OF_TAMING,
+    )
+    attention_levels: tuple[int, ...] | None = flag(
+        None,
+        "levels with attention after each residual block, 0 is full resolution (default: none; the middle has one); "
+        "attn_resolutions 16 of a resolution of 256 is level 4",
+        sizes,
+        in_weights=True,
+        needs=_OF_TAMING,
+    )
+    z_channels: int | None = flag(
+        None,
+        "channels between encoder and quant_conv (default: those of a code or a latent)",
+        width,
+        in_weights=True,
+        needs=_OF_TAMING,
+    )
+    quant_conv: bool = flag(
+        True, "1 x 1 convolutions around the quantizer; SD3 and FLUX have none", in_weights=True, needs=_OF_TAMING
+    )
+    force_upcast: bool = flag(
+        True,
+        "let --to diffusers write that diffusers decodes in fp32 where all else is fp16",
+        lasting=True,
+        needs=_OF_TAMING,
+    )
+    norm_groups: int = flag(32, "groups of every GroupNorm; they divide --dim", size, in_weights=True, needs=_OF_TAMING)
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: Any) -> None:
+        if args.body == TAMING:
+            args.num_layers = len(args.ch_mult) - 1
+            if "num_resnet_blocks" not in args.explicit:
+                args.num_resnet_blocks = (2,)
+
+
+@dataclass
+class LatentConfig(ModelConfig):
+    """Of a continuous latent (--quantizer kl). Its scale is measured while a model trains, unless it is given."""
+
+    latent_dim: int = flag(
+        4, "channels of a latent (kl)", width, title="quantizer", in_weights=True, needs=when("quantizer", KL)
+    )
+    scaling_factor: float | None = flag(
+        None,
+        "what a generator's latents are multiplied by, after --shift_factor was taken off (kl; default: 1 / their "
+        "standard deviation, measured over the training images)",
+        positive_float,
+        lasting=True,
+        needs=when("quantizer", KL),
+    )
+    shift_factor: float | None = flag(
+        None,
+        "mean of the latents (kl; default: 0 beside --scaling_factor, else measured)",
+        any_float,
+        lasting=True,
+        needs=(when("quantizer", KL), given("scaling_factor", "X")),
+    )
+
+    @classmethod
+    def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
+        """Without a scale that the model has measured: the run measures on, from the averages in the weights."""
+        return super().shape_of(unmeasured(model), args)
+
+
+def check_scale(config: LatentConfig) -> None:
+    """Check the numbers, which may be a stranger's. Raises ValueError, in one line, if one is no number below 1e6, or
+    the factor is not above 0."""
+    for name in ("scaling_factor", "shift_factor"):
+        number = getattr(config, name)
+        if number is not None and (type(number) not in (int, float) or not abs(number) < _LARGEST_SCALE):
+            raise ValueError(f"{name} {str(number)[:80]} is no number below {_LARGEST_SCALE:.0f}")
+    if config.scaling_factor is not None and config.scaling_factor <= 0:
+        raise ValueError(f"scaling_factor {config.scaling_factor}: it has to be above 0")
+
+
+def unmeasured(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a model as config.json has them, without the scale if the model has measured it itself."""
+    config = dict(config)
+    return {**config, "scaling_factor": None, "shift_factor": None} if config.pop(MEASURED, False) else config
+
+
+@dataclass
+class LatentLossFlags:
+    """What trains a continuous latent."""
+
+    latent: str = flag(
+        "sample",
+        "what the decoder is trained on: a sample of the latent's Gaussian, or its mode (kl)",
+        choices=("sample", "mode"),
+        title="quantizer",
+        needs=when("quantizer", KL),
+    )
+    # Latent diffusion has 1e-6 beside an absolute error of images in [-1, 1], which is twice that of [0, 1].
+    kl_loss_weight: float = flag(
+        5e-7,
+        "weight of the KL to the standard normal in nats, summed over an image as the reconstruction error is (kl)",
+        non_negative_float,
+        needs=when("quantizer", KL),
+    )

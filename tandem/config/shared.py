@@ -1,0 +1,307 @@
+"""Flags of several scripts, of those that train and of those that use trained weights. Imports the standard library
+only, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tandem.training.schedules import SHAPES
+
+from .converters import (
+    FILE,
+    FOLDER,
+    NAME,
+    PATH,
+    PRECISIONS,
+    Names,
+    average_length,
+    epoch_count,
+    fraction,
+    non_negative_float,
+    non_negative_int,
+    positive_float,
+    positive_int,
+    size,
+    step_count,
+    step_count_or_0,
+    step_range,
+    thread_count,
+    two_fractions,
+    words,
+    worker_count,
+)
+from .fields import Needs, flag, given, when
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+    from .parser import ArgumentParser
+
+
+@dataclass
+class ClipFlags:
+    """Of every script that computes embeddings by a CLIP."""
+
+    clip: str | None = flag(
+        None,
+        "compute embeddings from images and texts with this model of open_clip, such as ViT-L-14-quickgelu, "
+        "or the path of its open_clip_config.json; longer captions than it takes are cut off at its last "
+        "token",
+        NAME,
+        title="embeddings",
+        needs=Needs(
+            "condition_on",
+            "image or text, or give --n_evaluation_samples",
+            lambda args: bool(args.condition_on or args.n_evaluation_samples),
+        ),
+    )
+    clip_weights: str | None = flag(
+        None,
+        "weights for --clip: a file of safetensors or a plain state dict, or the name that open_clip has for published "
+        "ones, such as laion2b_s32b_b82k, which are fetched once (default: openai)",
+        FILE,
+        needs=given("clip", "NAME"),
+    )
+
+
+# In a config file --lr_cosine may be switched on and off.
+_SWITCHED = {**dict.fromkeys(("true", "yes", "on"), "cosine"), **dict.fromkeys(("false", "no", "off"), "constant")}
+
+
+def _shape(text: str) -> str:
+    """The shape of the learning rate that is meant."""
+    return _SWITCHED.get(text.lower(), text.lower())
+
+
+@dataclass
+class ScheduleFlags:
+    """Of every script whose learning rate may have one of several shapes."""
+
+    lr_schedule: str = flag(
+        "constant",
+        "after the warm-up, keep the learning rate, or let it fall along a cosine to 0, of a VQGAN to a tenth; "
+        "--lr_cosine alone: cosine",
+        _shape,
+        choices=tuple(SHAPES),
+        also="lr_cosine",
+        nargs="?",
+        const="cosine",
+        title="schedule",
+    )
+
+
+@dataclass
+class RateFlags(ScheduleFlags):
+    """Of every script with one learning rate that is warmed up (`tandem.training.schedules`)."""
+
+    learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", also="lr")
+    lr_warmup_steps: int = flag(
+        0, "linear warm-up from 0, at most half of the run", step_count_or_0, also="warmup_steps"
+    )
+
+
+@dataclass
+class OptimizerFlags:
+    """Of every script that trains by AdamW or Lion (`make_optimizer`)."""
+
+    betas: tuple[float, ...] = flag((0.9, 0.99), "betas of the optimizer", two_fractions, title="optimizer")
+    use_lion: bool = flag(False, "use Lion instead of AdamW")
+
+
+@dataclass
+class DecayingOptimizerFlags(RateFlags, OptimizerFlags):
+    """The same, with one learning rate and one weight decay."""
+
+    weight_decay: float = flag(
+        0.01, "weight decay of matrices; biases and scales do not decay", non_negative_float, title="optimizer"
+    )
+
+
+ENDLESS = 1e9  # epochs, where the number of updates ends a run
+_WANDB = when("report_to", "wandb")
+
+
+@dataclass
+class RunFlags:
+    """Of every script."""
+
+    output_dir: str = flag(
+        "runs/", "run folder; a run in it goes on", FOLDER, title="run", also=("results_folder", "checkpoints_folder")
+    )
+    config: str | None = flag(None, "YAML file of flags without dashes; flags on the command line override it", FILE)
+    fresh: bool = flag(False, "start over; a run in --output_dir is renamed to DIR.old-N")
+    dry_run: bool = flag(
+        False,
+        "make three updates, a validation, a picture and a checkpoint in a folder of their own, say what "
+        "they and the whole run take, and delete them",
+    )
+    seed: int = flag(0, "seed of the initial weights, the data order and the noise", non_negative_int)
+    epochs: float = flag(
+        20,
+        "passes over the training data; the run ends with them or with --max_steps, whichever comes first, and says at "
+        "the start which",
+        epoch_count,
+    )
+    max_steps: int | None = flag(
+        None,
+        "updates after which the run ends, if --epochs does not end it before; as --num_train_steps without --epochs, "
+        "this number alone ends it",
+        step_count,
+        also="num_train_steps",
+    )
+    max_minutes: float | None = flag(
+        None,
+        "after so many minutes of all starts make a last update and finish, with validation, picture and model, if "
+        "--epochs or --max_steps would last longer; those still set the schedule of the learning rate",
+        positive_float,
+        metavar="MINUTES",
+    )
+    batch_size: int = flag(
+        8, "samples per update, over all processes and micro-batches", size, metavar="SAMPLES", title="optimisation"
+    )
+    grad_accum_steps: int = flag(
+        1, "gradient accumulation: micro-batches per update, on each process", size, also="grad_accum_every"
+    )
+    max_grad_norm: float = flag(0.0, "clip the gradient to this 2-norm; 0: no clipping", non_negative_float)
+    ema_decay: float = flag(0.0, "decay per update of a moving average of the weights; 0: no average", fraction)
+    ema_power: list[float] | None = flag(
+        None,
+        "averages of the weights that grow with the run, instead of --ema_decay: the standard deviation of "
+        "each one's profile as a fraction of the run, such as 0.05 0.10; every save writes them to "
+        "snapshots/ too, so that convert.py average can choose another length afterwards; the run keeps the "
+        "first one (default: none)",
+        average_length,
+        nargs="+",
+    )
+    max_skipped_updates: int = flag(
+        20, "updates skipped in a row, because loss or gradient is not finite, before the run stops", step_count_or_0
+    )
+    precision: str = flag(
+        "fp32",
+        "precision of the forward and backward pass, validation and pictures; weights and optimizer moments "
+        "stay fp32; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa, which is faster "
+        "there; bf16 and fp16 let GPUs do that in convolutions that stay fp32, those of gradient penalties",
+        choices=PRECISIONS,
+        title="precision",
+    )
+    compile: bool = flag(False, "compile the model with torch.compile")
+    num_workers: int = flag(
+        2, "loader processes per training process; 0: load in the training process", worker_count, title="data loading"
+    )
+    valid_fraction: float = flag(0.05, "fraction held out for validation; 0: none", fraction, also="valid_frac")
+    valid_folder: str | None = flag(
+        None, "another set of the same kind, all of which is the validation split, instead of --valid_fraction", PATH
+    )
+    split_seed: int | None = flag(
+        None, "seed that chooses the validation split (default: --seed)", non_negative_int, also="random_split_seed"
+    )
+    valid_samples: int | None = flag(
+        None,
+        "samples of the validation split that a validation sees, always the same ones and at least a batch; "
+        "at the end of the run the whole split is measured besides; 0: the whole split each time (default: "
+        "a tenth of the samples that are trained on between two validations)",
+        non_negative_int,
+        metavar="SAMPLES",
+        also="validation_samples",
+    )
+    on_bad_sample: str = flag(
+        "replace",
+        "if a file cannot be read, replace it by the next sample, or stop with an error; accept: take what "
+        "Pillow can read of an image that is cut off, and replace all others",
+        choices=("replace", "accept", "error"),
+    )
+    log_every_n_steps: int = flag(
+        10,
+        "updates between two lines of metrics.jsonl; losses in a line are of its own update, not means",
+        step_count,
+        title="validation and logging",
+    )
+    validate_every_n_steps: int = flag(
+        100, "updates between two validations; 0: only at the end", step_count_or_0, also="validate_every_step"
+    )
+    sample_every_n_steps: int = flag(
+        100, "updates between two pictures in samples/; 0: only at the end", step_count_or_0, also="save_results_every"
+    )
+    profile_steps: tuple[int, int] | None = flag(
+        None,
+        "record these updates, counted from 1, with torch.profiler; the trace and a table come into "
+        "profile/ in the run folder",
+        step_range,
+    )
+    report_to: tuple[str, ...] = flag(
+        (), "trackers beside metrics.jsonl: none, or a comma list of tensorboard, wandb", Names("tensorboard", "wandb")
+    )
+    wandb_project: str | None = flag(
+        None, "project on Weights & Biases (default: wandb's own choice)", NAME, needs=_WANDB, also="project_name"
+    )
+    wandb_entity: str | None = flag(None, "user or team of the project (default: wandb's login)", NAME, needs=_WANDB)
+    wandb_name: str | None = flag(
+        None,
+        "name on Weights & Biases (default: its folder's)",
+        NAME,
+        needs=_WANDB,
+        also=("run_name", "wandb_run_name"),
+    )
+    wandb_tags: tuple[str, ...] | None = flag(None, "tags of the run on Weights & Biases", words, needs=_WANDB)
+    save_every_n_steps: int = flag(
+        100,
+        "updates between two checkpoints; 0: only at the end",
+        step_count_or_0,
+        title="checkpoints",
+        also=("save_model_every", "checkpoint_every_step"),
+    )
+    save_every_minutes: float = flag(
+        20.0,
+        "save also when the newest checkpoint is so old; 0, which --save_every_n_steps 0 chooses as well: never",
+        non_negative_float,
+        metavar="MINUTES",
+    )
+    keep_n_checkpoints: int = flag(3, "keep this number of newest checkpoints and delete older ones", positive_int)
+    save_before_minutes: float | None = flag(
+        None, "save and exit with code 75 within this time, for a scheduler's limit", positive_float, metavar="MINUTES"
+    )
+
+    @classmethod
+    def settle(cls, args: argparse.Namespace, parser: ArgumentParser) -> None:
+        if args.said_as.get("max_steps") == "num_train_steps" and "epochs" not in args.explicit:
+            args.epochs = ENDLESS
+        if not args.save_every_n_steps and "save_every_minutes" not in args.explicit:
+            args.save_every_minutes = 0.0
+        parser.choose(args, ema_power=None, ema_decay=0.0)
+        parser.choose(args, valid_folder=None, valid_fraction=0.0)
+
+
+def add_places(parser: argparse.ArgumentParser, model_help: str) -> None:
+    """Add the flags of the model that is used and of the folder that is filled."""
+    # fmt: off
+    add = parser.add_argument_group("from and to").add_argument
+    add("--model", required=True, metavar="DIR", help=model_help)
+    add("--output", "--output_dir", required=True, metavar="DIR",
+        help="folder to write; an incomplete one is continued")
+    add("--fresh", action="store_true", help="start over; the old content is moved to DIR.old-N")
+    # fmt: on
+
+
+def add_computation_arguments(
+    parser: argparse.ArgumentParser, *, batch_size: int, unit: str, num_workers_help: str
+) -> None:
+    """Add the flags of the forward pass. `unit` is what a batch is counted in: "IMAGES"."""
+    # fmt: off
+    add = parser.add_argument_group("computation").add_argument
+    add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
+    add("--precision", type=str.lower, choices=PRECISIONS, default="fp32",
+        help="precision of the forward pass; tf32: fp32 whose products GPUs may round to 10 bits of the mantissa")
+    add("--num_workers", type=worker_count, default=2, metavar="N", help=num_workers_help)
+    add("--cpu_threads", type=thread_count, default=1, metavar="N",
+        help="threads of each process, on a CPU; starting more processes is faster than more threads")
+    # fmt: on
+
+
+def kernel_settings(args: argparse.Namespace, processes: Backend) -> dict[str, Any]:
+    """Settings that choose the kernels, so that the last bits of a result depend on them besides model and input."""
+    device = processes.device.type
+    threads = args.cpu_threads if device == "cpu" else None
+    precision = processes.options.precision
+    return {"precision": precision, "deterministic": args.deterministic, "device": device, "cpu_threads": threads}

@@ -1,0 +1,90 @@
+"""What a shell shows: the short `--help` of a script with many flags, and the completion of flags and their choices."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import textwrap
+from typing import Any
+
+from tandem.io.installed import HOME
+
+# In this order; a script shows those that it has.
+_FIRST = (
+    "image_folder", "video_folder", "audio_data", "dataset", "image_size", "image_sizes", "num_frames", "quantizer",
+    "codebook_size", "num_tokens", "condition_on", "init_from", "output_dir", "config", "batch_size",
+    "grad_accum_steps", "learning_rate", "epochs", "max_steps", "precision", "valid_fraction", "save_every_n_steps",
+    "report_to", "dry_run", "fresh", "distributed_backend", "deepspeed_config",
+)  # fmt: skip
+_MOST_FLAGS = 60  # that are explained by --help itself
+_INDENT = "    "
+_COMPLETING: list[argparse.ArgumentParser] = []
+
+
+def short_help(parser: argparse.ArgumentParser) -> str | None:
+    """What --help prints; None if the parser has so few flags that it can explain all of them."""
+    flags = {action.dest: action for action in parser._actions if action.help is not argparse.SUPPRESS}
+    if len(flags) <= _MOST_FLAGS:
+        return None
+    first = [flags[name] for name in _FIRST if name in flags]
+    formatter = parser._get_formatter()
+    formatter.add_usage(parser.usage, (), ())
+    formatter.add_text(parser.description)
+    formatter.start_section("what you need first")
+    formatter.add_arguments(first)
+    formatter.end_section()
+    width = shutil.get_terminal_size().columns - 2
+    lines = ["all other flags, which --help_all explains:"]
+    for group in parser._action_groups:
+        names = [action.option_strings[0] for action in group._group_actions
+                 if action in flags.values() and action not in first and action.option_strings]  # fmt: skip
+        if names:
+            text = f"{group.title}: {' '.join(names)}"
+            how: Any = {"break_on_hyphens": False, "break_long_words": False}
+            lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent=_INDENT, **how)
+    about = f"\n{textwrap.fill(parser.epilog, width, break_on_hyphens=False)}\n" if parser.epilog else ""
+    return f"{formatter.format_help()}\n" + "\n".join(lines) + f"\n{about}"
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks for completions (argcomplete's protocol), and end the process; else do nothing."""
+    if "_ARGCOMPLETE" in os.environ and parser not in _COMPLETING:
+        import argcomplete
+
+        _COMPLETING.append(parser)  # argcomplete lets it parse what stands there already
+        for action in parser._actions:
+            if action.dest == "config":
+                action.completer = _config_files  # type: ignore[attr-defined]
+            elif known := getattr(action.type, "known", ()):  # a comma list
+                lists = ["none", *known, ",".join(known)]
+                action.completer = argcomplete.completers.ChoicesCompleter(lists)  # type: ignore[attr-defined, arg-type]
+        argcomplete.autocomplete(parser)
+
+
+def _config_files(prefix: str, **_: Any) -> list[str]:
+    """Files of the working folder, and those that --config finds in configs/ of this repository or package."""
+    from argcomplete.completers import FilesCompleter
+
+    shipped = [path.relative_to(HOME).as_posix() for path in sorted((HOME / "configs").rglob("*.yaml"))]
+    found: list[str] = list(FilesCompleter()(prefix))
+    return found + [name for name in shipped if name.startswith(prefix) and not os.path.exists(name)]
+
+
+class HelpAll(argparse.Action):
+    """--help_all: explain every flag."""
+
+    def __init__(self, option_strings: list[str], dest: str, **others: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **others)
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        parser.print_help(whole=True)
+        parser.exit()
+
+
+class Version(HelpAll):
+    """--version: print it."""
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        parser.print_version()
+        parser.exit()

@@ -1,0 +1,149 @@
+"""Samples that cannot be read, and how many of them stop a run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.io.reading import counted
+
+_LISTED = 20
+_NAMED = 1000  # bad samples whose path and reason are kept; of all, that they are bad
+_KINDS = {"bad": 1, "incomplete": 2}
+_reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that could not be read: its dataset index, the path of its file and the reason, in one line; or a sample
+    that is `Incomplete`. `traceback` is that of a user's code which raised an error."""
+
+    index: int
+    path: str
+    reason: str
+    is_incomplete: bool = False
+    traceback: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+class Raised(ValueError):
+    """What a user's own code has raised, in one line; `traceback` is Python's own text about it."""
+
+    def __init__(self, text: str, traceback: str = "") -> None:
+        super().__init__(text)
+        self.traceback = traceback
+
+
+class Unsuitable(ValueError):
+    """A sample can be read, but is none that the user wants: another takes its place, and it does not count as bad."""
+
+
+class Incomplete(Unsuitable):
+    """A sample lacks what others have, such as its embedding or enough pixels: it is counted, but not named one by
+    one."""
+
+
+class NotASample(ValueError):
+    """What a user's own dataset holds at an index is nothing that the script trains on: the code has to be changed, so
+    no other sample takes its place."""
+
+
+class BadSampleLog:
+    """The bad samples found so far in a data set of `n_samples`, each once. Only `share` talks to other processes.
+
+    `count` is the number of bad ones, without the incomplete ones, which `count_incomplete` counts.
+    """
+
+    def __init__(self, n_samples: int) -> None:
+        self.n_samples = n_samples
+        self._named: list[BadSample] = []  # the first bad samples
+        self._kinds = np.zeros(n_samples, np.uint8)  # of each sample: 0, or one of the numbers in `_KINDS`
+        self.count = self.count_incomplete = 0
+
+    def add(self, samples: Iterable[BadSample]) -> list[BadSample]:
+        """Remember `samples`; returns those that were not known before, each once."""
+        new = []
+        for sample in samples:
+            if self._kinds[sample.index]:
+                continue
+            self._kinds[sample.index] = _KINDS["incomplete" if sample.is_incomplete else "bad"]
+            self.count += not sample.is_incomplete
+            self.count_incomplete += sample.is_incomplete
+            if not sample.is_incomplete and len(self._named) < _NAMED:
+                self._named.append(sample)
+            new.append(sample)
+        return new
+
+    def share(self, samples: Iterable[BadSample], gather_objects: Callable[[Any], list[Any]]) -> list[BadSample]:
+        """`add` the samples of all processes; every process returns the same. Collective, through `gather_objects`."""
+        by_rank = gather_objects([astuple(sample) for sample in samples])
+        return self.add(BadSample(*sample) for met in by_rank for sample in met)
+
+    @property
+    def _tolerated(self) -> float:
+        return max(0.01 * self.n_samples, min(10, math.ceil(0.1 * self.n_samples)))
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether `check` raises."""
+        return self.count > self._tolerated
+
+    def check(self) -> None:
+        """Raise ValueError if more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
+        if not self.are_too_many:
+            return
+        listed = "; ".join(map(str, self._named[:_LISTED]))
+        rest = f"; and {self.count - _LISTED} more" if self.count > _LISTED else ""
+        raise ValueError(
+            f"{self.count} of {counted(self.n_samples, 'sample')} could not be read, more than the "
+            f"{int(self._tolerated)} that are passed over; repair or remove them: {listed}{rest}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: "samples", the index, path and reason of the first bad ones, and of each kind of
+        which there are some a bit for every sample of the set (uint8, the lowest bit first)."""
+        samples = [[sample.index, sample.path, sample.reason] for sample in self._named]
+        counts = {"bad": self.count, "incomplete": self.count_incomplete}
+        bits = {kind: np.packbits(self._kinds == _KINDS[kind], bitorder="little") for kind, n in counts.items() if n}
+        return {"samples": samples, **{kind: torch.from_numpy(of_kind) for kind, of_kind in bits.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the known bad samples by those of `state`; of a set that was larger, what is beyond this one is left
+        out."""
+        self._named = [BadSample(index, path, reason) for index, path, reason in state["samples"]]
+        self._kinds[:] = 0
+        for kind in _KINDS.keys() & state.keys():
+            known = np.unpackbits(state[kind].numpy(), bitorder="little")[: self.n_samples]
+            self._kinds[: len(known)][known > 0] = _KINDS[kind]
+        self.count, self.count_incomplete = (int((self._kinds == number).sum()) for number in _KINDS.values())
+
+
+@contextlib.contextmanager
+def partly_read() -> Iterator[list[str]]:
+    """A list of why a file that is read inside is read only in part, as decoders tell it by `tell_partly_read`."""
+    reasons: list[str] = []
+    token = _reasons.set(reasons)
+    try:
+        yield reasons
+    finally:
+        _reasons.reset(token)
+
+
+def tell_partly_read(reason: str) -> None:
+    """Tell whoever reads inside `partly_read`, if anybody does."""
+    if (reasons := _reasons.get()) is not None:
+        reasons.append(reason)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed: for an OSError, the system's message without the path; else the text of the error."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

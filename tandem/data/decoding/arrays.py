@@ -1,0 +1,79 @@
+"""Numpy arrays of floats inside files: looked up by their headers, and read by as many bytes as are needed."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.data.sources.files import shown
+from tandem.data.sources.record import Entry, open_entry
+from tandem.io.reading import other_kind
+
+Array = npt.NDArray[np.float32]
+
+LARGEST_BYTES = 1 << 26  # of the numbers of one sample
+_LONGEST_HEADER = 4096  # bytes; numpy writes 128 for arrays of plain numbers
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+class StoredArray(NamedTuple):
+    """An array of floats in a .npy file: the first byte of its numbers, its shape and their type."""
+
+    entry: Entry
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self, limit: int = LARGEST_BYTES) -> Array:
+        """All of it. Raises OSError, and ValueError, in one line, if it has more bytes than `limit` or is cut off."""
+        return self._numbers(0, self.shape, limit)
+
+    def row(self, index: int) -> Array:
+        """Entry `index` of the first dimension; nothing else is read. Raises what `read` raises."""
+        assert 0 <= index < self.shape[0], (index, self.shape)
+        return self._numbers(index, self.shape[1:], LARGEST_BYTES)
+
+    def _numbers(self, index: int, shape: tuple[int, ...], limit: int) -> Array:
+        size = math.prod(shape) * self.dtype.itemsize
+        if size > limit:
+            raise ValueError(f"{shown(self.entry.path)} holds {size} bytes where at most {limit} are read")
+        content, _ = _part(self.entry, self.offset + index * size, size)
+        if len(content) < size:
+            raise ValueError(f"{shown(self.entry.path)} was cut off after it was opened")
+        return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
+
+
+def find_array(entry: Entry) -> StoredArray:
+    """The array of a .npy file, or of the part of a file that is one. Only its header is read.
+
+    Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
+    is cut off.
+    """
+    content, size = _part(entry, 0, _LONGEST_HEADER)
+    header = io.BytesIO(content)
+    try:
+        shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)
+    except Exception:  # numpy parses it as Python, and a damaged one can raise anything
+        raise ValueError(other_kind(content) or "it is no numpy array (.npy)") from None
+    if dtype.kind != "f" or is_fortran:
+        kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
+        raise ValueError(f"it holds {kind}: save it as float16 or float32 in C order")
+    needed = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or header.tell() + needed > size:
+        raise ValueError(f"it is cut off: an array of shape {shape} takes {needed} bytes")
+    if header.tell() + needed < size:
+        raise ValueError(f"more follows its array of shape {shape}: give one array per file")
+    return StoredArray(entry, header.tell(), shape, dtype)
+
+
+def _part(entry: Entry, offset: int, size: int) -> tuple[bytes, int]:
+    """At most `size` bytes from `offset` of an entry, and how many it has."""
+    with open_entry(entry) as file:
+        n_bytes = file.seek(0, os.SEEK_END)
+        file.seek(offset)
+        return file.read(size) or b"", n_bytes

@@ -1,0 +1,145 @@
+"""From the samples of a picture of any mode to those of sRGB: which of them are black, white and transparent, by the
+tags of its file where Pillow's mode does not tell, and what its colour profile makes of them."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageChops, ImageCms, TiffImagePlugin
+
+from tandem.io.reading import counted
+
+# Tags of TIFF 6.0. MinSampleValue and MaxSampleValue are statistics there; the two with an S are the range.
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _MAX_SAMPLE_VALUE, _SAMPLE_FORMAT, _S_MIN, _S_MAX = 258, 262, 281, 339, 340, 341
+_WHITE_IS_ZERO, _SIGNED = 0, 2
+_SAMPLES_PER_PIXEL, _COMPRESSION = 277, 259
+_TYPES = {1: "integers", _SIGNED: "signed integers", 3: "floats"}  # of samples
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how a file begins; the last two are of BigTIFF
+_ALL_OF_SOME_BITS = {(1 << bits) - 1 for bits in range(8, 16)}
+_OUTSIDE = 1e-3  # of the range: how far samples may lie outside, as an interpolation leaves them
+# The transparent value in a PNG has the bits of its file, the pixels of Pillow have eight.
+_TO_EIGHT_BITS = {"L;2": lambda value: value * 85, "L;4": lambda value: value * 17, "RGB;16B": lambda value: value >> 8}
+_SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # of the profiles that fit a mode
+_SAME_LEVEL = 1  # of 255: the most by which a profile that says sRGB in other words differs
+
+
+def resizable(image: Image.Image) -> Image.Image:
+    """Any mode -> L, LA, RGB or RGBA; CMYK, if there is a profile that may say what it looks like.
+
+    Raises ValueError, in one line, if the samples have a range that neither the mode nor a tag of the file tells.
+    """
+    tags = getattr(image, "tag_v2", {})
+    if image.mode.startswith(("I", "F")) or _first(tags.get(_SAMPLE_FORMAT)) == _SIGNED:
+        return _grey(image, tags)
+    if not image.has_transparency_data:
+        if image.mode in ("L", "RGB") or (image.mode == "CMYK" and image.info.get("icc_profile")):
+            return image  # convert() would copy it
+        return image.convert("L" if image.mode == "1" else "RGB")
+    tiles = getattr(image, "tile", None)  # of a file that is not decoded yet
+    if image.format == "PNG" and tiles and tiles[0][3] in _TO_EIGHT_BITS:
+        to_eight_bits, value = _TO_EIGHT_BITS[tiles[0][3]], image.info["transparency"]
+        eight_bits = tuple(map(to_eight_bits, value)) if isinstance(value, tuple) else to_eight_bits(value)
+        image.info["transparency"] = eight_bits
+    with_alpha = image.convert("LA" if image.mode in ("LA", "La") else "RGBA")
+    if image.format == "BMP" and with_alpha.getchannel("A").getextrema() == (0, 0):
+        return with_alpha.convert("RGB")  # Windows leaves these bytes empty, and programs show such a file as opaque
+    return with_alpha
+
+
+def why_unread(file: Any) -> str:
+    """What a TIFF holds that Pillow does not read, as a line; "" of another file, or if its tags are damaged."""
+    file.seek(0)
+    header = file.read(16)
+    if not header.startswith(_TIFF):
+        return ""
+    try:
+        tags = TiffImagePlugin.ImageFileDirectory_v2(header if b"+" in header[:4] else header[:8])
+        file.seek(tags.next)
+        tags.load(file)
+        n, bits, kind = tags.get(_SAMPLES_PER_PIXEL, 1), tags.get(_BITS_PER_SAMPLE, 1), tags.get(_SAMPLE_FORMAT, 1)
+        details = [f"{_TYPES.get(_first(kind), 'numbers of another type')} of {_first(bits)} bits"]
+        details += ["0 is white"] if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else []
+        details += [f"compression {number}"] if (number := tags.get(_COMPRESSION, 1)) != 1 else []
+    except Exception:  # damaged tags raise what they like
+        return ""
+    kind = f"a TIFF of {counted(n, 'sample')} per pixel ({', '.join(details)})"
+    return f"it is {kind}, which Pillow does not read: save it as grey or RGB of 8 or 16 bits without a sign"
+
+
+def in_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:
+    """A picture of `resizable` in sRGB: L, LA, RGB or RGBA. A profile that is damaged, or one for pixels of another
+    kind, is ignored, as browsers do; without a profile colours are those of sRGB."""
+    has_alpha = picture.mode in ("LA", "RGBA")
+    colours = picture.convert(picture.mode[:-1]) if profile and has_alpha else picture
+    transform = _to_srgb(profile, colours.mode) if profile else None
+    if transform is None:
+        return picture.convert("RGB") if picture.mode == "CMYK" else picture
+    converted = transform.apply(colours)
+    if has_alpha:
+        converted.putalpha(picture.getchannel("A"))
+    return converted
+
+
+@functools.lru_cache(maxsize=32)  # building one takes milliseconds, and most pictures of a set have one of a few
+def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """littleCMS's way from a profile to sRGB, with the perceptual intent; None if there is none, or if it changes
+    nothing, because the profile is sRGB's."""
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if source.profile.xcolor_space.strip() != _SPACES[mode]:
+            return None
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
+    except (OSError, ValueError, TypeError, ImageCms.PyCMSError):
+        return None
+    levels = np.meshgrid(*[np.arange(0, 256, 17, dtype=np.uint8)] * len(mode))
+    swatches = Image.frombytes(mode, (16, levels[0].size // 16), np.stack(levels, -1).tobytes())
+    differences: Any = ImageChops.difference(swatches.convert("RGB"), transform.apply(swatches)).getextrema()
+    return None if max(most for _, most in differences) <= _SAME_LEVEL else transform
+
+
+def _grey(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
+    """Grey samples that are not bytes from 0 to 255 -> L, or LA if one of them is transparent."""
+    black, white = _range(image, tags)
+    samples = np.asarray(image)
+    samples = samples.view(np.int8) if image.mode == "L" else samples
+    least, most, margin = samples.min(), samples.max(), _OUTSIDE * (white - black)
+    if not (least >= black - margin and most <= white + margin):  # not of NaN
+        raise ValueError(
+            f"its samples reach from {least:g} to {most:g}, where black is {black:g} and white is {white:g} unless the "
+            "tags SMinSampleValue and SMaxSampleValue of a TIFF say otherwise: save it with 8 or 16 bits"
+        )
+    levels = (samples.astype(np.float32) - black) * (255 / (white - black))
+    levels = 255 - levels if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else levels
+    grey = Image.fromarray(levels.clip(0, 255).round().astype(np.uint8))
+    if "transparency" in image.info:
+        grey.putalpha(Image.fromarray(np.where(samples == image.info["transparency"], 0, 255).astype(np.uint8)))
+    return grey
+
+
+def _range(image: Image.Image, tags: Mapping[int, Any]) -> tuple[float, float]:
+    """The samples that are black and white."""
+    least, most = (_first(tags.get(tag)) for tag in (_S_MIN, _S_MAX))
+    is_stated = least is not None and most is not None and least < most
+    if image.mode == "F":
+        return (least, most) if is_stated and most > 1 else (0.0, 1.0)
+    if image.mode.startswith("I;16") or image.format in ("PNG", "PPM"):  # Pillow scales those of a PGM to 16 bits
+        white = (1 << (_first(tags.get(_BITS_PER_SAMPLE)) or 16)) - 1
+        fewer = (_first(tags.get(tag)) for tag in (_MAX_SAMPLE_VALUE, _S_MAX))  # 4095: 12 bits are used of 16
+        return 0, next((int(value) for value in fewer if value in _ALL_OF_SOME_BITS and value < white), white)
+    if not is_stated:
+        sign = "signed " if _first(tags.get(_SAMPLE_FORMAT)) == _SIGNED else ""
+        kind = f"{sign}integers of {_first(tags.get(_BITS_PER_SAMPLE)) or 32} bits"
+        raise ValueError(
+            f"it holds {kind}, and does not say which of them are black and white (the tags SMinSampleValue and "
+            "SMaxSampleValue of a TIFF): save it with 8 bits, or with 16 bits without a sign"
+        )
+    return least, most
+
+
+def _first(value: Any) -> Any:
+    """A tag of one number, or the first of several."""
+    return value[0] if isinstance(value, tuple) and value else value

@@ -1,0 +1,344 @@
+"""Fast decoding of an image file to a square uint8 tensor; which square that is, of images and of the frames of clips;
+and the random flip for training."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import math
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.data.bad_samples import Incomplete, tell_partly_read
+from tandem.data.hashing import Draws, derive_key
+from tandem.data.sources.record import Entry, open_entry
+from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
+
+from .colours import in_srgb, resizable, why_unread
+
+# Formats of Pillow, and the endings by which files of them are found. Content is recognised by itself, so that a GIF
+# called .png is read too. Not all formats are allowed: PostScript would start Ghostscript.
+FORMATS = {
+    "JPEG": (".jpg", ".jpeg"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (),
+    "TIFF": (".tif", ".tiff"),
+    "PPM": (".ppm", ".pgm", ".pbm"),
+}
+ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
+_EXIF_ORIENTATION = 0x0112
+LONGEST_SHAPE = 4  # longer over shorter side of a picture whose shape is kept: what is in memory grows with it
+OURS = "ours"  # how a picture is resized for training: by Pillow's bilinear filter, which averages
+_BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+RATIO = 4 / 3  # the widest region of a crop, as width over height; the tallest is its inverse
+_TRIES = 10
+
+_JPEG_BEHIND_JPEG = b"\xff\xd9\xff\xd8\xff"  # the end of one and the start of another
+_LONGEST_PNG_END = 24  # bytes: the last checksum, and the start of another one
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+_LARGEST_PNG = 1 << 28  # bytes of one that is tried again without its comments
+# What Pillow allows all comments of a PNG together, it allows one of them here, or a profile: 64 MiB instead of 1.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
+
+# Silence Pillow's warnings about metadata and size: every worker would print them, and bad images are reported anyway.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+class Square(NamedTuple):
+    """A square of a picture, in its pixels."""
+
+    left: float
+    top: float
+    side: float
+
+
+Cut = Callable[[int, int], Square]  # width and height of a picture -> the square that becomes the sample
+
+
+@dataclass(frozen=True)
+class Crop:
+    """How training cuts pictures. Everything is drawn by (seed, epoch, index).
+
+    Args:
+        place: Where the largest square lies that is cut: "center", or at a "random" place.
+        area: The least and the greatest share of the picture's area that a region has out of which the square is cut;
+            None: that region is the whole picture. Area and shape of the region are drawn as torchvision's
+            RandomResizedCrop documents it: the area evenly, the logarithm of width over height evenly from 3/4 to 4/3,
+            then the place evenly; after ten draws that do not fit into the picture, the largest region in its middle
+            that has such a shape.
+        least: Pixels that both sides of the region have at least; the picture has to have as many.
+    """
+
+    place: str = "center"
+    area: tuple[float, float] | None = None
+    seed: int = 0
+    least: int = 1
+
+    def cut(self, epoch: int, index: int) -> Cut | None:
+        """The square of one sample in one epoch, equal for pictures of one size; None for the middle of the whole
+        picture, which decoders cut by themselves."""
+        is_plain = self.place == "center" and self.area is None
+        return None if is_plain else functools.partial(self._square, epoch, index)
+
+    def _square(self, epoch: int, index: int, width: int, height: int) -> Square:
+        draws = Draws("square", self.seed, epoch, index)
+        left, top, across, down = self.region(width, height, draws)
+        side = min(across, down)
+        if self.place == "random":
+            return Square(left + draws.below(across - side + 1), top + draws.below(down - side + 1), side)
+        return Square(left + (across - side) / 2, top + (down - side) / 2, side)
+
+    def region(self, width: int, height: int, draws: Draws) -> tuple[int, int, int, int]:
+        """Left, top, width and height."""
+        if self.area is None:
+            return 0, 0, width, height
+        for _ in range(_TRIES):
+            pixels = draws.uniform(*self.area) * width * height
+            ratio = math.exp(draws.uniform(-math.log(RATIO), math.log(RATIO)))
+            across, down = (max(round(math.sqrt(x)), self.least) for x in (pixels * ratio, pixels / ratio))
+            if across <= width and down <= height:
+                return draws.below(width - across + 1), draws.below(height - down + 1), across, down
+        across, down = min(width, round(height * RATIO)), min(height, round(width * RATIO))
+        return (width - across) // 2, (height - down) // 2, across, down
+
+
+CENTER = Crop()
+
+
+def check_shape(width: float, height: float) -> None:
+    """Raise ValueError, in one line, if a picture whose shape is kept is longer than LONGEST_SHAPE."""
+    if max(width, height) > LONGEST_SHAPE * min(width, height):
+        raise ValueError(
+            f"it is {width:.5g} x {height:.5g} pixels large, and --keep_aspect takes no side that is more than "
+            f"{LONGEST_SHAPE} times as long as the other"
+        )
+
+
+def decode_image(
+    entry: Entry,
+    image_size: int,
+    channels: int,
+    enlarge: bool = True,
+    cut: Cut | None = None,
+    resize: str = OURS,
+    multiple: int | None = None,
+) -> Tensor:
+    """Image file -> uint8 (channels, image_size, image_size): upright, shorter side resized, centre cropped;
+    or the square that `cut` gives, resized. `resize`: OURS or, without `cut`, one of RESIZES. With `multiple`, without
+    these two, (channels, height, width): the image keeps its shape, see `check_shape`, but for what is cut off its ends
+    so that both are multiples.
+
+    channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha. Colours
+    are those of sRGB: of a file with the profile of another space they are converted.
+    Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
+    more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
+    shorter side has fewer than `image_size` pixels. Of a file that is cut off, Pillow's LOAD_TRUNCATED_IMAGES lets the
+    part be returned that there is; the rest is black or grey.
+    """
+    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as raw:
+        file = io.BufferedReader(raw, _BUFFER) if isinstance(raw, io.RawIOBase) else raw
+        try:
+            with _opened(file) as image:
+                picture = decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
+                if _holds_more(image, file):
+                    tell_partly_read("it holds several pictures, of which the first is read")
+                return picture
+        except Incomplete:
+            raise
+        except ValueError:
+            pixels = _pixels_of_png(file)
+            if pixels is None:
+                raise
+            with contextlib.suppress(ValueError), _opened(pixels) as image:
+                return decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
+            raise
+
+
+def _holds_more(image: Image.Image, file: Any) -> bool:
+    """Whether other pictures follow one that was decoded, as pages or frames, or because files were appended (`cat`):
+    PNG, WebP, and JPEG of which a piece of `_BUFFER` is left, for a search of every last piece takes 1.5% of the time.
+    What a phone puts behind a JPEG belongs to it (MPO)."""
+    with contextlib.suppress(Exception):  # of damaged tables of pages
+        if image.format == "JPEG":
+            at = file.tell()
+            if at == file.seek(0, os.SEEK_END):  # the decoder reads no piece behind that in which the picture ends
+                return False
+            file.seek(max(0, at - _BUFFER))
+            return _JPEG_BEHIND_JPEG in file.read(_BUFFER + len(_JPEG_BEHIND_JPEG))
+        if image.format == "PNG" and _PNG in file.read(_LONGEST_PNG_END):
+            return True
+        if image.format == "WEBP":
+            file.seek(4)
+            file.seek(int.from_bytes(file.read(4), "little"), os.SEEK_CUR)
+            return bool(image.is_animated or file.read(4) == b"RIFF")  # type: ignore[attr-defined]
+        return image.format != "MPO" and bool(getattr(image, "is_animated", False))
+    return False
+
+
+def _pixels_of_png(file: Any) -> io.BytesIO | None:
+    """A PNG without what stands beside its pixels, such as a damaged comment; None of another file."""
+    file.seek(0)
+    if file.read(len(_PNG)) != _PNG:
+        return None
+    content, chunks, begin = file.read(_LARGEST_PNG), [_PNG], 0
+    while len(header := content[begin : begin + 8]) == 8:
+        end = begin + 12 + int.from_bytes(header[:4], "big")  # a length, a name, the content and a checksum
+        if header[4:] in _PNG_PIXELS:
+            chunks.append(content[begin:end])
+        begin = end
+    return io.BytesIO(b"".join(chunks))
+
+
+def _opened(file: Any) -> Image.Image:
+    try:
+        return Image.open(file, formats=tuple(FORMATS))
+    except UnidentifiedImageError:
+        file.seek(0)
+        beginning = file.read(LONGEST_BEGINNING)
+        found = ", ".join(name for name, endings in FORMATS.items() if endings)
+        reason = f"the content is none of {found}, or of a kind of them that Pillow does not read"
+        raise ValueError(
+            (other_kind(beginning) or why_unread(file) or reason) if beginning else "the file is empty"
+        ) from None
+    except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
+        raise _in_one_line(error) from error
+
+
+def decode_picture(
+    image: Image.Image,
+    image_size: int,
+    channels: int,
+    enlarge: bool = True,
+    cut: Cut | None = None,
+    resize: str = OURS,
+    multiple: int | None = None,
+) -> Tensor:
+    """`decode_image` of an open picture of Pillow: of a file that is not decoded yet, with the same result."""
+    if not enlarge and min(image.size) < image_size:
+        raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
+    try:
+        if resize != OURS:
+            picture = in_srgb(resizable(image), image.info.get("icc_profile"))
+            picture = _with_channels(_upright(picture, image), channels)
+            return _tensor(_middle(RESIZES[resize](picture, image_size), image_size))
+        left, top, side = _decode_small(image, image_size, cut)
+        box, size = (left, top, left + side, top + side), (image_size, image_size)
+        if multiple:
+            box, size = _in_shape(side + 2 * left, side + 2 * top, image_size, multiple)
+        # Pillow weights colours by alpha.
+        picture = resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
+        picture = in_srgb(picture, image.info.get("icc_profile"))
+        return _tensor(_with_channels(_upright(picture, image), channels))
+    except Exception as error:
+        raise _in_one_line(error) from error
+
+
+def _in_one_line(error: Exception) -> ValueError:
+    return ValueError(" ".join(str(error).split()) or type(error).__name__)
+
+
+def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
+    """Image (c, h, w), mirrored left to right in half of the draws, which depend only on (seed, epoch, index)."""
+    return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
+
+
+def _upright(picture: Image.Image, image: Image.Image) -> Image.Image:
+    """The picture, which was made of the image, turned as the image's file says."""
+    try:  # after the pixels: for a PNG, this decodes them and ignores errors
+        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # broken metadata does not make a bad image
+        return picture
+    return picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture
+
+
+def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
+    """Set a JPEG to be decoded at 1/2, 1/4 or 1/8 if the square that is cut remains >= size -> this square then.
+
+    The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5.
+    """
+    whole = image.size
+    square = cut(*whole) if cut else None
+    needed = size if square is None else math.ceil(size * min(whole) / square.side)
+    scaled = image.draft(None, (needed, needed))
+    width, height = scaled[1][2:] if scaled else whole
+    if square is None:
+        side = min(width, height)
+        return Square((width - side) / 2, (height - side) / 2, side)
+    scale = width / whole[0]
+    return Square(*(scale * number for number in square))
+
+
+def _in_shape(
+    width: float, height: float, image_size: int, multiple: int
+) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
+    """Of a picture of this size, the middle that is resized, and width and height that it gets."""
+    check_shape(width, height)
+    scale = min(width, height) / image_size
+    across, down = (round(length / scale) // multiple * multiple for length in (width, height))
+    left, top = (max(0.0, (length - side * scale) / 2) for length, side in ((width, across), (height, down)))
+    return (left, top, width - left, height - top), (across, down)
+
+
+def _with_channels(image: Image.Image, channels: int) -> Image.Image:
+    if channels == 3 and image.mode in ("LA", "RGBA"):
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert({3: "RGB", 4: "RGBA"}[channels])
+
+
+def _tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
+
+
+def _resized_as_taming(picture: Image.Image, side: int) -> Image.Image:
+    """The shorter side becomes `side` by bilinear interpolation of the four nearest pixels, however much smaller the
+    picture becomes: albumentations' SmallestMaxSize, as in taming-transformers, Open-MAGVIT2 and IBQ. No value is more
+    than one level from that of OpenCV, whose weights have 11 bits."""
+    width, height = _with_shorter_side(picture, side)
+    pixels = torch.from_numpy(np.array(picture)).movedim(2, 0)[None].float()
+    resized = functional.interpolate(pixels, (height, width), mode="bilinear", align_corners=False).round().byte()
+    return Image.fromarray(resized[0].movedim(0, 2).numpy())
+
+
+def _resized_as_adm(picture: Image.Image, side: int) -> Image.Image:
+    """Halved by a box filter while it is twice as large or more, then the shorter side becomes `side` by Pillow's
+    bicubic filter: center_crop_arr of guided-diffusion, as in LlamaGen."""
+    while min(picture.size) >= 2 * side:
+        picture = picture.resize((picture.width // 2, picture.height // 2), Image.Resampling.BOX)
+    return picture.resize(_with_shorter_side(picture, side), Image.Resampling.BICUBIC)
+
+
+def _with_shorter_side(picture: Image.Image, side: int) -> tuple[int, int]:
+    """Width and height of the picture whose shorter side is `side`."""
+    scale = side / min(picture.size)
+    return round(picture.width * scale), round(picture.height * scale)
+
+
+def _middle(picture: Image.Image, side: int) -> Image.Image:
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    return picture.crop((left, top, left + side, top + side))
+
+
+#: Other ways to resize a picture, by names: its shorter side becomes a number of pixels.
+RESIZES: dict[str, Callable[[Image.Image, int], Image.Image]] = {"taming": _resized_as_taming, "adm": _resized_as_adm}

@@ -1,0 +1,234 @@
+"""Decoding of a sound file to a clip of fixed length, reading no more of the file than the clip needs.
+
+Of WAV, AIFF and FLAC only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which reads
+about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. (Measured for
+10 s out of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) If the header of an MP3 file of
+variable bit rate does not state its length, the length is a guess, and sound after it is never read. A FLAC file that
+was written into a pipe does not state it, and its last frames are searched for it, which takes 0.5 ms more. An Ogg file
+that was cut off is read without an error; a file of another format raises an error if the cut removed a part of the
+clip. A file to which another one was appended is refused, as far as that is noticed (`appended`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from tandem.data.hashing import Draws
+from tandem.data.sources.files import LocalBytes
+from tandem.data.sources.record import Entry, open_entry
+from tandem.io.installed import missing_package
+from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
+
+from .appended import check_nothing_appended
+from .flac import with_length
+
+ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
+# What else libsndfile reads, except raw samples, whose sample rate is unknown.
+FURTHER_ENDINGS = (
+    ".aifc", ".au", ".snd", ".caf", ".w64", ".rf64", ".voc", ".avr", ".sph", ".nist", ".sd2", ".svx", ".8svx", ".paf",
+    ".pvf", ".sds", ".xi", ".htk", ".ircam",
+)  # fmt: skip
+SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states a rate outside is damaged
+
+_MARGIN = 256  # samples, at the lower of both rates, that soxr's "HQ" filter needs on both sides
+_LOUDEST = 10.0  # largest sample accepted in a file of floats, which should stay in [-1, 1]
+# In frames: the largest error of a length that is guessed from the file's size; and how long the decoder's output is
+# wrong after a jump, because a packet (of 1152 frames) uses bits of up to 9 packets before it.
+_MP3_ESTIMATE, _MP3_RUN_UP = 4 * 1152, 12 * 1152
+_CUT_SHORT = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
+_UNKNOWN_FRAMES = 1 << 62  # libsndfile's number of frames of a FLAC file that does not state it is 2^63 - 1
+_UNKNOWN_SIZE = 0x7FFF0000  # programs that write to a pipe do not know the size and state 2^31 - 1, 2^32 - 1 or similar
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ClipDecoder:
+    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files; training draws places by `seed`."""
+
+    sample_rate: int
+    clip_samples: int
+    seed: int = 0
+
+    def load(self, entry: Entry, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+        """Sound -> float32 (clip_samples,) in [-1, 1]: channels averaged, resampled, cut between start_seconds and
+        end_seconds. With `augment`, (seed, epoch, index) determine the place of the clip; else it is the middle. A
+        shorter sound is repeated until it fills the clip. Floats beyond [-1, 1] are clipped.
+
+        Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
+        """
+        choose = Draws("crop", self.seed, epoch, index).below if augment else lambda n: (n - 1) // 2
+        with _opened(entry) as sound:
+            return torch.from_numpy(self._clip(sound, choose, entry))
+
+    def spread(self, entry: Entry, most: int) -> Tensor:
+        """As many clips as it takes to cover a sound, but at most `most`, spread evenly from its beginning to its end:
+        (k, clip_samples), see `clip_starts`. No other part of it is decoded. Raises what `load` raises."""
+        with _opened(entry) as sound:
+            (first, last), rate = _part(sound, entry), sound.samplerate
+        needed = math.ceil(self.clip_samples * rate / self.sample_rate)
+        starts = [first + start for start in clip_starts(last - first, needed, most)]
+        parts = [entry._replace(start_seconds=at / rate, end_seconds=(at + needed) / rate) for at in starts]
+        return torch.stack([self.load(part, 0) for part in (parts if len(parts) > 1 else [entry])])
+
+    def _clip(self, sound: Any, choose: Callable[[int], int], entry: Entry) -> Array:
+        (first, last), rate = _part(sound, entry), sound.samplerate
+        needed = -(-self.clip_samples * rate // self.sample_rate)
+        grid = _grid(rate, self.sample_rate)
+        begin = first + grid * choose(max(0, last - first - needed) // grid + 1)
+        n = min(needed, last - first)
+        margin = 0 if rate == self.sample_rate else math.ceil(_MARGIN * max(1.0, rate / self.sample_rate))
+        run_up = max(margin, _MP3_RUN_UP if sound.format == "MP3" else 0)
+        before = min(-(-run_up // grid), begin // grid) * grid
+        after = min(margin, sound.frames - begin - n)
+        samples = _read_mono(sound, begin - before, before + n + after)
+        return self._fitted(samples, rate, before, n)
+
+    def _fitted(self, samples: Array, rate: int, before: int, n: int) -> Array:
+        """Samples with margins, of which the n that start at `before` are the clip -> (clip_samples,) in [-1, 1]."""
+        wanted = min(self.clip_samples, max(1, n * self.sample_rate // rate))
+        if rate != self.sample_rate:
+            import soxr
+
+            samples = soxr.resample(samples, rate, self.sample_rate, quality="HQ")
+        start = round(before * self.sample_rate / rate)
+        clip = samples[start : start + wanted]
+        if len(clip) < wanted:  # at the end of a file: rounding, or an MP3 file shorter than it seemed
+            clip = np.pad(clip, (0, wanted - len(clip)))
+        if wanted < self.clip_samples:
+            clip = np.resize(clip, self.clip_samples)  # repeats it
+        return np.ascontiguousarray(np.clip(clip, -1, 1), np.float32)
+
+
+def require_decoders() -> None:
+    """Raise ValueError, in one line, if a package that decoding needs is missing. It imports the packages, so
+    that loader workers that are forked later need not."""
+    try:
+        import soundfile  # noqa: F401
+        import soxr  # noqa: F401
+    except ImportError as error:
+        raise missing_package("reading sound files", error.name or "soundfile") from None
+
+
+def clip_starts(frames: int, clip_frames: int, most: int) -> list[int]:
+    """Where the clips of a sound begin, in frames.
+
+    There are as many clips as it takes to cover the sound, but at most `most`, spread evenly from its beginning to its
+    end; clips that cover all of it overlap a little. A single clip of a longer sound is its middle.
+    """
+    spare = frames - clip_frames
+    if spare <= 0:
+        return [0]
+    count = min(most, math.ceil(frames / clip_frames))
+    return [spare // 2] if count == 1 else [i * spare // (count - 1) for i in range(count)]
+
+
+@contextlib.contextmanager
+def _opened(entry: Entry) -> Iterator[Any]:
+    """An open soundfile.SoundFile. Errors of libsndfile inside become ValueErrors of one line."""
+    import soundfile
+
+    is_local = entry.is_local_file
+    try:
+        with open_regular(entry.path) if is_local else open_entry(entry) as file, _quiet_worker():
+            if is_local and os.fstat(file.fileno()).st_size == 0:
+                raise ValueError("the file is empty")
+            # By descriptor, because names need not be valid text.
+            with soundfile.SoundFile(file.fileno() if is_local else file, closefd=False) as sound:
+                if sound.format != "FLAC" or sound.frames < _UNKNOWN_FRAMES:
+                    whole = LocalBytes(file.fileno()) if is_local else _Window(file)
+                    check_nothing_appended(sound, lambda offset, size: whole.pread(size, offset), whole.size)
+                    yield sound
+                    return
+            with soundfile.SoundFile(with_length(file)) as sound:
+                yield sound
+    except RuntimeError as error:  # raised by libsndfile
+        failure = (
+            other_kind(entry.read(LONGEST_BEGINNING))
+            or f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
+        )
+        raise ValueError(failure) from None
+
+
+class _Window:
+    """`Bytes` of an open file, which stays where it is."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, at = file, file.tell()
+        self.size = file.seek(0, os.SEEK_END)
+        file.seek(at)
+
+    def pread(self, size: int, offset: int) -> bytes:
+        at = self._file.tell()
+        self._file.seek(offset)
+        content: bytes = self._file.read(size) or b""
+        self._file.seek(at)
+        return content
+
+
+@contextlib.contextmanager
+def _quiet_worker() -> Iterator[None]:
+    """Silence stderr in a loader worker, because the MP3 decoder prints a warning at every jump."""
+    if get_worker_info() is None:  # not in the main process, whose other threads may write to stderr
+        yield
+        return
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+def _grid(rate: int, target: int) -> int:
+    """Distance in frames between the places where a clip may begin. Clips begin if the resampled file has a sample,
+    so that a clip is a part of the resampled file, unless such places are more than 1/20 s apart."""
+    step = rate // math.gcd(rate, target)
+    return step if step <= rate // 20 else 1
+
+
+def _part(sound: Any, entry: Entry) -> tuple[int, int]:
+    """The first frame of the part that is asked for, and the one behind its last. Raises ValueError, in one line, if
+    there is no such part, or the header cannot be true."""
+    if not SAMPLE_RATES[0] <= sound.samplerate <= SAMPLE_RATES[1]:
+        raise ValueError(f"it states a sample rate of {sound.samplerate} Hz")
+    if sound.frames <= 0:
+        raise ValueError("it holds no sound")
+    if (cut := _CUT_SHORT.search(sound.extra_info)) and int(cut[2]) < int(cut[1]) < _UNKNOWN_SIZE:
+        raise ValueError(f"it is cut off: {cut[2]} bytes of sound, where its header states {cut[1]}")
+    rate = sound.samplerate
+    first = min(round(entry.start_seconds * rate), sound.frames)
+    last = round(min(entry.end_seconds * rate, sound.frames))
+    if first >= last:
+        raise ValueError(f"it lasts {sound.frames / rate:g} s, and its clip begins at {entry.start_seconds:g} s")
+    return first, last
+
+
+def _read_mono(sound: Any, first: int, n: int) -> Array:
+    """Frames first .. first + n - 1, (n,), the mean of all channels; for an MP3 file perhaps a few less."""
+    sound.seek(first)
+    frames = sound.read(n, dtype="float32", always_2d=True)
+    if len(frames) < max(n - (_MP3_ESTIMATE if sound.format == "MP3" else 0), 1):
+        ended, stated = (first + len(frames)) / sound.samplerate, sound.frames / sound.samplerate
+        raise ValueError(f"it is cut off: it ends after {ended:g} s, where its header states {stated:g} s")
+    mono: Array = frames[:, 0] if frames.shape[1] == 1 else frames.mean(axis=1)
+    loudest = float(np.abs(mono).max())
+    if not math.isfinite(loudest):
+        raise ValueError("it holds samples that are no numbers (NaN or infinite)")
+    if loudest > _LOUDEST:
+        raise ValueError(f"its samples reach {loudest:g}, where those of a file of floats are in [-1, 1]")
+    return mono

@@ -1,0 +1,96 @@
+"""Captions: the formats of their files, and the columns of tables that hold them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from tandem.data.sources.record import Entry
+from tandem.io.reading import BYTE_ORDER_MARK, parse_json, plain_text, text_lines
+
+_LONGEST_TEXT, _LONGEST_SENTENCE = 1 << 20, 1 << 16  # bytes
+NUMBERED_CAPTIONS = tuple(f"caption_{number}" for number in range(1, 6))
+TEXT_KEYS = ("caption", "captions", *NUMBERED_CAPTIONS, "text")
+
+
+class Texts(NamedTuple):
+    """The texts of a sound: its captions, neither empty nor repeated, and its class."""
+
+    captions: list[str]
+    label: str | None
+
+
+def read_texts(entry: Entry) -> Texts:
+    """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read.
+
+    Raises OSError if the file cannot be read and ValueError, in one line, if what is in it is none of the two.
+    """
+    content = entry.read(_LONGEST_TEXT)
+    try:
+        if entry.name.lower().endswith(".json"):
+            return texts_of_object(parse_json(content))
+        return Texts(cleaned(text_lines(plain_text(content))), None)
+    except ValueError as error:
+        raise ValueError(f"its caption file {os.path.basename(entry.name)} cannot be read: {error}") from None
+
+
+def read_sentence(entry: Entry) -> str:
+    """The text in a file as one line, with single spaces; at most 64 KiB are read. Raises what `read_texts` raises."""
+    try:
+        return sentence(plain_text(entry.read(_LONGEST_SENTENCE)))
+    except ValueError as error:
+        raise ValueError(f"its caption cannot be read: {error}") from None
+
+
+def sentence(text: str) -> str:
+    """A text as one line, with single spaces, without marks of the byte order and characters that UTF-8 cannot hold."""
+    return " ".join(text.replace(BYTE_ORDER_MARK, "").encode("utf-8", "replace").decode().split())
+
+
+def texts_of_object(value: Any) -> Texts:
+    """{"caption": "..."}, or "text", "captions", "caption_1", ..., "caption_5" -> captions; "label" -> class.
+
+    "captions" is a list, or a string with | between the captions; the others are a string or a list of strings.
+    Raises ValueError if `value` has another form.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError('it holds no JSON object: write {"caption": "..."}')
+    captions: list[str] = []
+    for key in TEXT_KEYS:
+        entry = value.get(key)
+        if isinstance(entry, str):
+            entry = split_captions(entry) if key == "captions" else [entry]
+        if not (entry is None or _is_list_of_strings(entry)):
+            raise ValueError(f"its {key} is neither a string nor a list of strings")
+        captions += entry or []
+    label = value.get("label")
+    words = cleaned([] if label is None else [str(label)])
+    return Texts(cleaned(captions), words[0] if words else None)
+
+
+def texts_of_row(entry: Mapping[str, Any]) -> Texts:
+    """`texts_of_object` of a row of a table, where a text beside captions is something else, such as what is spoken."""
+    texts = texts_of_object({key: value for key, value in entry.items() if key != "text"})
+    return texts if texts.captions else texts_of_object(entry)
+
+
+def split_captions(text: str) -> list[str]:
+    """Several captions in one string: a JSON list, or texts with | between them."""
+    if text.lstrip().startswith("["):
+        try:
+            parts = parse_json(text.encode())
+        except ValueError:  # such as "[music] | [applause]"
+            parts = None
+        if _is_list_of_strings(parts):
+            return list(parts)
+    return text.split("|")
+
+
+def _is_list_of_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, str) for part in value)
+
+
+def cleaned(captions: Iterable[str]) -> list[str]:
+    """Captions as sentences, without empty ones and repetitions."""
+    return list(dict.fromkeys(text for text in map(sentence, captions) if text))

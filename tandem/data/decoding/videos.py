@@ -1,0 +1,367 @@
+"""Decoding of a video file to a clip of a fixed number of square frames, reading no more of the file than it needs.
+
+Time stamps alone say which frame is shown when: neither the number of frames in a header nor a frame rate is relied
+upon, except to choose where a clip begins. A clip costs the frames from the last key frame before it (`ffmpeg -g 24`
+puts one into every second). High dynamic range is not mapped to the usual range: such videos look pale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.data.bad_samples import Unsuitable, reason_of
+from tandem.data.hashing import Draws
+from tandem.data.sources.record import Entry, open_entry
+from tandem.io.installed import missing_package
+from tandem.io.reading import LONGEST_BEGINNING, counted, other_kind
+
+from .frames import Converter, Frame, Picture
+from .images import CENTER, Crop, Cut, decode_image
+from .images import ENDINGS as IMAGE_ENDINGS
+from .whole import check_whole
+
+ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
+# FFmpeg knows the format by content; others, such as lists of files and addresses to read instead, are refused.
+_FORMATS = "mov,matroska,avi,gif"
+_HALF_TICK = 0.5  # stamps are rounded to ticks, and so may be the times that are asked for
+_USUAL_RATE = 25.0  # frames per second of a file that states none
+_LONGEST_PIXEL = 8.0  # width over height or height over width; files that state more are wrong
+_MOST_REORDERED = 16  # first packets after a jump for which FFmpeg may not know yet when they are due
+_MICROSECONDS = 1_000_000  # FFmpeg's unit for the length of a whole file
+_DURATION_TAG = re.compile(r"(\d+):(\d+):(\d+(?:\.\d+)?)$")
+
+
+@dataclass(frozen=True)
+class ClipDecoder:
+    """Cuts clips of `num_frames` square frames out of video files; training draws their places by `seed`.
+
+    Args:
+        image_size: Side of a frame in pixels: the shorter side of the video is resized to it, the longer one cropped.
+        fps: Frames per second of a clip, or None for those of the file, of which every `frame_stride`-th is taken.
+        short_clips: What becomes of a video that is shorter than a clip: "repeat" shows it again, "hold" its last
+            frame, "skip" makes it `Unsuitable`.
+        clip_starts: Where clips begin in training: "anywhere", or at the last "keyframe" before a random time, which
+            saves decoding the frames between, and makes clips after rare key frames likelier.
+        crop: What is cut out of all frames of a clip in training; else it is the middle.
+    """
+
+    image_size: int
+    num_frames: int
+    fps: float | None = None
+    frame_stride: int = 1
+    short_clips: str = "repeat"
+    clip_starts: str = "anywhere"
+    seed: int = 0
+    crop: Crop = CENTER
+
+    def load(self, entry: Entry, index: int, epoch: int = 0, augment: bool = False) -> Tensor:
+        """Video, or image as a video of one frame -> uint8 (3, num_frames, image_size, image_size), between
+        start_seconds and end_seconds of the video. With `augment`, (seed, epoch, index) determine the place of the
+        clip; else it is the middle.
+
+        Raises OSError if the file cannot be opened, and ValueError, in one line, if it cannot be decoded there.
+        """
+        cut = self.crop.cut(epoch, index) if augment else None
+        if entry.name.lower().endswith(IMAGE_ENDINGS):
+            frames = [self._image(entry, cut).permute(1, 2, 0).numpy()]
+        else:
+            share = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
+            with opened(entry) as video:
+                frames = self._clip(video, entry, share, augment and self.clip_starts == "keyframe", cut)
+        return self.filled(frames)
+
+    def frames(self, entry: Entry, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
+        """All frames of a video from its start_seconds to its end_seconds, one after the other, each uint8
+        (3, image_size, image_size), at the fps or frame_stride of clips; beside each the frames per second up to it:
+        those that the headers state, if all stamps agree with them to half a frame, else the mean; None for an image.
+        With `multiple`, (3, height, width) in the shape of the file, see `Converter`. Raises what `load` raises."""
+        if entry.name.lower().endswith(IMAGE_ENDINGS):
+            yield self._image(entry, multiple=multiple), None
+            return
+        with opened(entry) as video:
+            begin, end = video.part(entry)
+            step, first, is_steady, shape = self._step(video), math.nan, True, (0, 0, 0)
+            for number, (time, picture) in enumerate(self._pictures(video, begin, end, multiple=multiple)):
+                first, shape = (time, picture.shape) if number == 0 else (first, shape)
+                if picture.shape != shape:
+                    raise ValueError(
+                        f"its shape changes: frame {number} would be {picture.shape[1]} x {picture.shape[0]} pixels "
+                        f"large, those before {shape[1]} x {shape[0]}; without --keep_aspect all become square"
+                    )
+                passed = time - first
+                is_steady = is_steady and abs(passed - number * step) < step / 2
+                ticks = step if is_steady or passed <= 0 else passed / number
+                fps = self.fps or video.ticks_per_second / ticks
+                yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
+            if end == math.inf:
+                video.require_end()
+
+    def _image(self, entry: Entry, cut: Cut | None = None, multiple: int | None = None) -> Tensor:
+        return decode_image(entry, self.image_size, 3, cut=cut, multiple=multiple)
+
+    def _clip(self, video: Video, entry: Entry, share: float, at_keyframe: bool, cut: Cut | None) -> list[Picture]:
+        """At most num_frames frames; fewer if the part of the video has no more."""
+        begin, end = video.part(entry)
+        step = self._step(video)
+        room = min(end, video.end) - begin - (self.num_frames - 1) * step
+        start = begin + max(0.0, room) * share
+        if at_keyframe:
+            start = max(begin, video.keyframe_before(start))
+        for tries in itertools.count(1):
+            pictures = self._pictures(video, start, end, cut)
+            frames = [picture for _, picture in itertools.islice(pictures, self.num_frames)]
+            missing = self.num_frames - len(frames)
+            if not missing or start <= begin:
+                return frames
+            # The video is shorter than its header states, or damaged: go back from the last frame that there is.
+            start = max(begin, min(start, video.reached) - 2**tries * missing * step)
+        raise AssertionError
+
+    def _step(self, video: Video) -> float:
+        """Ticks from one frame of a clip to the next."""
+        return video.ticks_per_second / self.fps if self.fps else video.ticks_per_frame * self.frame_stride
+
+    def _pictures(
+        self, video: Video, start: float, end: float, cut: Cut | None = None, multiple: int | None = None
+    ) -> Iterator[tuple[float, Picture]]:
+        """The frames from time `start` to before `end`, in ticks, as `Converter` makes them, with their times."""
+        convert = Converter(self.image_size, video.pixel_width, cut, video.is_opaque, multiple)
+        if not self.fps:
+            for number, frame in enumerate(video.frames_from(start)):
+                if number and frame.pts >= end:
+                    return
+                if number % self.frame_stride == 0:
+                    yield frame.pts, convert(frame)
+            return
+        step = self._step(video)
+        times = (start + number * step for number in itertools.count())
+        time, frames = next(times), video.frames_from(start)
+        shown = next(frames, None)
+        while shown is not None:
+            following = next(frames, None)
+            until = following.pts if following else shown.pts + (shown.duration or video.ticks_per_frame)
+            picture = None
+            while time + _HALF_TICK < min(until, end):
+                picture = convert(shown) if picture is None else picture
+                yield time, picture
+                time = next(times)
+            shown = following
+
+    def filled(self, frames: list[Picture]) -> Tensor:
+        """At most num_frames frames (image_size, image_size, 3) -> a clip (3, num_frames, image_size, image_size), by
+        `short_clips`. Raises ValueError if there are none, and `Unsuitable` if there are too few for "skip"."""
+        n = len(frames)
+        if n == 0:
+            raise ValueError("it holds no frames")
+        if n < self.num_frames and self.short_clips == "skip":
+            raise Unsuitable(f"it has {counted(n, 'frame')} for a clip of {self.num_frames} (--short_clips skip)")
+        order = [i % n if self.short_clips == "repeat" else min(i, n - 1) for i in range(self.num_frames)]
+        clip = np.empty((3, self.num_frames, self.image_size, self.image_size), np.uint8)
+        for place, number in enumerate(order):
+            clip[:, place] = frames[number].transpose(2, 0, 1)
+        return torch.from_numpy(clip)
+
+
+def require_decoder() -> None:
+    """Raise ValueError, in one line, if PyAV is missing. It imports the package, so that loader workers that are forked
+    later need not."""
+    try:
+        import av  # noqa: F401
+    except ImportError:
+        raise missing_package("reading video files", "av (PyAV)", "video") from None
+
+
+@contextlib.contextmanager
+def opened(entry: Entry) -> Iterator[Video]:
+    """An open video. Errors of FFmpeg inside become ValueErrors of one line."""
+    import av
+
+    with open_entry(entry) as file:
+        check_whole(file)
+        try:
+            # Through a file object, because FFmpeg takes some names, such as `concat:a`, for something else.
+            options = {"format_whitelist": _FORMATS}
+            with av.open(file, options=options, metadata_errors="replace") as container:
+                yield Video(container)
+        except av.FFmpegError as error:
+            reason = f"FFmpeg cannot read it: {' '.join(str(error.strerror or error).split())}"
+            raise ValueError(other_kind(entry.read(LONGEST_BEGINNING)) or reason) from None
+
+
+@contextlib.contextmanager
+def sound_of(path: Path) -> Iterator[Sound | None]:
+    """The first sound of a film; None if it has none. Raises ValueError, in one line, if the file cannot be read."""
+    try:
+        with opened(Entry(str(path))) as video:
+            yield video.sound()
+    except OSError as error:
+        raise ValueError(f"cannot read the sound of {path}: {reason_of(error)}") from None
+
+
+class Sound(NamedTuple):
+    """Sound of a film: samples per second, and its frames (av.AudioFrame), each with the time in seconds at which it
+    begins, counted from the first picture."""
+
+    rate: int
+    frames: Iterator[tuple[float, Any]]
+
+
+class Video:
+    """The video stream of an open container: all times are in ticks of its time base."""
+
+    def __init__(self, container: Any) -> None:
+        import av
+
+        # Cover art is a stream of one picture.
+        cover = av.stream.Disposition.attached_pic
+        streams = [stream for stream in container.streams.video if not stream.disposition & cover]
+        if not streams:
+            raise ValueError("it holds no video")
+        self._container, self._stream = container, streams[0]
+        codec = self._stream.codec_context
+        if codec is None:
+            raise ValueError("FFmpeg has no decoder for it")
+        codec.thread_type, codec.thread_count = "NONE", 1  # the loader's workers are the threads
+        # Windows leaves the fourth byte of bitmaps empty, of which such a film consists.
+        self.is_opaque = codec.name == "rawvideo" and container.format.name == "avi"
+        shape = self._stream.sample_aspect_ratio  # of a pixel: width over height
+        width = shape.numerator / shape.denominator if shape else 1.0
+        self.pixel_width = width if 1 / _LONGEST_PIXEL <= width <= _LONGEST_PIXEL else 1.0
+        base, rate = self._stream.time_base, self._stream.average_rate or self._stream.guessed_rate
+        self.ticks_per_second = base.denominator / base.numerator
+        self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _USUAL_RATE)
+        self.start = float(self._stream.start_time or 0)
+        # Times are counted from where the file begins, as players do, but not from what an encoder of sound leaves
+        # before 0, which is not played. A picture that is less than a frame late is where they begin.
+        begin = self.start if container.start_time is None else self._ticks(container.start_time)
+        begin = max(begin, min(0.0, self.start))
+        self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start
+        self.reached = self.reached_end = self.start  # the last moments when decoded frames begin and end to be shown
+        self._moved = False
+
+    def sound(self) -> Sound | None:
+        """The sound beside the pictures, if there is one that FFmpeg can decode. Reading it moves the video."""
+        stream = next((stream for stream in self._container.streams.audio if stream.codec_context), None)
+        if stream is None:
+            return None
+        begin = self.start / self.ticks_per_second
+        frames = ((frame.time - begin, frame) for frame in self._container.decode(stream) if frame.time is not None)
+        return Sound(stream.codec_context.sample_rate, frames)
+
+    @property
+    def end(self) -> float:
+        """When the video ends, as the headers state it; if they do not, all packets are read."""
+        stream, container = self._stream, self._container
+        if stream.duration:
+            return self.start + stream.duration
+        if tag := _DURATION_TAG.match(stream.metadata.get("DURATION", "")):  # Matroska's, counted from 0
+            hours, minutes, seconds = map(float, tag.groups())
+            return (3600 * hours + 60 * minutes + seconds) * self.ticks_per_second
+        if container.duration:
+            return self._ticks((container.start_time or 0) + container.duration)
+        self._moved = True
+        stamps = (packet.pts for packet in container.demux(stream) if packet.pts is not None)
+        return max(stamps, default=self.start) + self.ticks_per_frame
+
+    def _ticks(self, microseconds: int) -> float:
+        return microseconds / _MICROSECONDS * self.ticks_per_second
+
+    def part(self, entry: Entry) -> tuple[float, float]:
+        """The beginning and the end (infinite: that of the video) of the part that is asked for. Raises ValueError, in
+        one line, if there is no picture in it yet."""
+        begin, end = (self._origin + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))
+        if end <= self.start:
+            first = (self.start - self._origin) / self.ticks_per_second
+            raise ValueError(f"its picture begins at {first:g} s, and its clip ends at {entry.end_seconds:g} s")
+        return max(begin, self.start), end
+
+    def require_end(self) -> None:
+        """Raise ValueError, in one line, if the frames that were decoded end before the film does by the table of an
+        MP4 file, which states each of them."""
+        stated = self.start + (self._stream.duration or 0)
+        is_stated = self._stream.frames and "mp4" in self._container.format.name
+        if is_stated and self.reached_end < stated - 2 * self.ticks_per_frame:
+            raise self._cut_off(self.reached_end)
+
+    def _cut_off(self, ended: float) -> ValueError:
+        there, stated = ((end - self.start) / self.ticks_per_second for end in (ended, self.end))
+        return ValueError(f"it is cut off: its frames end after {there:.3g} s, where its header states {stated:.3g} s")
+
+    def keyframe_before(self, time: float) -> float:
+        """When the last key frame before a time is shown, as far as the index of the file knows."""
+        self._seek(time)
+        self._moved = True
+        packet = next(self._container.demux(self._stream), None)
+        return time if packet is None or packet.pts is None else float(packet.pts)
+
+    def frames_from(self, time: float) -> Iterator[Frame]:
+        """The frame that is shown at a time, and all after it."""
+        back = 0.0
+        while True:
+            self._seek(time - back)
+            frames = self._decoded(time)
+            first = next(frames, None)
+            if time - back <= self.start or (first is not None and first.pts <= time + _HALF_TICK):
+                break
+            back = max(2 * back, self.ticks_per_second)  # the index led too far, or a key frame has frames before it
+        if first is None:
+            return
+        shown: Frame | None = None
+        for frame in itertools.chain([first], frames):
+            if frame.pts > time + _HALF_TICK:
+                yield from [shown, frame] if shown else [frame]
+                yield from frames
+                return
+            shown = frame
+        if shown is not None and time <= shown.pts + max(shown.duration, self.ticks_per_frame) + _HALF_TICK:
+            yield shown  # the last frame; behind its end nothing is shown
+
+    def _seek(self, time: float) -> None:
+        if time <= self.start and not self._moved:
+            return
+        import av
+
+        try:
+            self._container.seek(math.floor(max(time, self.start) + _HALF_TICK), stream=self._stream, backward=True)
+        except av.FFmpegError:  # a file without an index: decode from where we are, which is the beginning
+            if self._moved:
+                raise
+        self._moved = True
+
+    def _decoded(self, time: float) -> Iterator[Frame]:
+        """Frames from the place of the last seek; of those before the one that is shown at a time, only the ones that
+        others are predicted from, because they alone are needed."""
+        packets = self._container.demux(self._stream)
+        early = []  # the packets of all frames up to `time`, because no frame is shown before its packet is due
+        for packet in packets:
+            early.append(packet)
+            if len(early) > _MOST_REORDERED if packet.dts is None else packet.dts > time + _HALF_TICK:
+                break
+        stamps = [packet.pts for packet in early if packet.size]
+        wanted = self.start
+        if None not in stamps:
+            wanted = max((pts for pts in stamps if pts <= time + _HALF_TICK), default=wanted)
+        codec, pts = self._stream.codec_context, self.start - self.ticks_per_frame
+        for packet in itertools.chain(early, packets):
+            if packet.is_corrupt:  # the file ends in it
+                if self._stream.frames:
+                    raise self._cut_off(self.reached_end if packet.dts is None else packet.dts)
+                continue  # a recording that was not closed, and states no length, ends with its last whole frame
+            codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts < wanted else "DEFAULT"
+            for image in packet.decode():
+                self._moved = True
+                self.reached = pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
+                frame = Frame(image, pts, float(image.duration or 0))
+                self.reached_end = max(self.reached_end, pts + frame.duration)
+                yield frame

@@ -1,0 +1,327 @@
+"""The samples of a run, for one process: what it trains on, what it validates on, and what could not be read."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tandem.data.sampling.stream import TrainingStream, ValidationStream
+from tandem.data.sources.files import is_address
+from tandem.devices import has_pinned_memory
+from tandem.io.reading import counted, printable
+
+from .bad_samples import BadSample, BadSampleLog, Raised
+from .fields import Joined, Samples
+from .sampling import order
+from .sources import remote
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+Batch = dict[str, Any]  # see `Feed`; of what fields give, every entry has one element per sample
+_TRAINED_PER_VALIDATED = 10  # samples between two validations for each sample that a validation sees by default
+
+
+class Feed:
+    """Opens a set, splits it by seed, and gives each process its part of every batch. All processes must call the same
+    methods in the same order.
+
+    A batch is a dict whose tensors are on the device. Every entry has one element per sample, so that all entries can
+    be cut into micro-batches alike; "positions" are the places of the samples in the global batch, "ids" their indices
+    in the set.
+
+    Args:
+        open_samples: Opens the set. It may raise ValueError on some processes only.
+        args: The flags of all scripts, of which batch_size, seed (of the order) and split_seed are some.
+        noun: What messages call one sample, such as "image".
+        source: What messages call the set: its path.
+        open_second: Opens a second set, to train on in every update whose number (from 1) divides by `second_every`;
+            none of it is for validation. Its indices follow those of the first set.
+        open_valid: Opens the set that is the validation split (`--valid_folder`), of which all is; valid_fraction
+            then leaves none of the first set to it. Its indices follow those of all others.
+
+    Raises:
+        UserMistake: one line, if there are no such samples or too few, or if the processes do not see the same ones.
+    """
+
+    def __init__(
+        self,
+        open_samples: Callable[[], Samples],
+        args: argparse.Namespace,
+        processes: Backend,
+        *,
+        noun: str,
+        source: str,
+        open_second: Callable[[], Samples] | None = None,
+        second_every: int = 1,
+        open_valid: Callable[[], Samples] | None = None,
+    ) -> None:
+        self._args, self._processes, self.noun, self._source = args, processes, noun, source
+        self._valid_source = args.valid_folder if open_valid else ""
+        self._has_shown_traceback = False
+        with self._agreement():
+            processes.working("listing the samples")
+            self.first = self.samples = first = open_samples()
+            second, self.valid_samples = (None if opens is None else opens() for opens in (open_second, open_valid))
+            for more in (second, self.valid_samples):
+                self.samples = self.samples if more is None else Joined(self.samples, more)
+        views = processes.gather_objects((len(self.samples), self.samples.fingerprint, socket.gethostname()))
+        with processes.agreement():
+            sources = " and ".join(filter(None, [source, self._valid_source]))
+            _check_views(views, f"{noun}s in {sources}")
+            self.train_set, self.valid_set, self.test_set = divided(first, args, source)
+            if self.valid_samples is not None:
+                indices = range(len(self.samples))[-len(self.valid_samples) :]
+                self.valid_set = order.split_of_folder(indices, split_seed_of(args), args.batch_size)
+            self._part = order.part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
+            self.samples_per_epoch = len(self.train_set)
+            self._order: order.Order = order.TrainingOrder(self.train_set, args.seed)
+            if args.shuffle == "shards":
+                assert isinstance(self.train_set, order.Ranges)
+                ranges = self.train_set.ranges
+                self._order = order.ShardOrder(ranges, args.seed, fetch=_fetched_before(first, ranges, args))
+            if second is not None:
+                # Until each sample of the first set was seen once, so many were seen of both.
+                self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
+                self._order = order.AlternatingOrder(
+                    self._order, order.TrainingOrder(range(len(second)), args.seed),
+                    every=second_every, batch_size=args.batch_size, offset=len(first),
+                )  # fmt: skip
+        self.skipped = self.samples.skipped  # a line about files that are no samples, or ""
+        self.sees_whole_split = False  # whether `validation` sees the whole validation split
+        #: Called between the steps of an evaluation by all processes, after the same ones; it may raise to end it.
+        self.ask: Callable[[], None] = lambda: None
+        self._loading: dict[str, Any] = {
+            "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
+            "num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample,
+            "noun": f"{noun}s", "pin_memory": has_pinned_memory(processes.device),
+            "waiting": processes.waiting_for_workers,
+        }  # fmt: skip
+        #: What the loader gives `next`, endlessly.
+        self.batches: Iterator[Any] = iter(())
+        self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
+        self._unreported: list[BadSample] = []
+        self._said = 0  # how many were left out, when it was said last
+        self._partial = set[int]()  # samples of which only a part is read, of all processes
+        self._partial_here = set[int]()  # those of this process, since they were exchanged
+        self._example_of_partial = ""
+        self._said_partial = 0
+
+    @property
+    def validated(self) -> order.Indices:
+        """The samples of the validation split that a pass of `validation` sees."""
+        return self.valid_set if self.sees_whole_split else self._part
+
+    def summary(self) -> str:
+        """What the data is and how it is split, in one line."""
+        parts = {"to train on": self.train_set, "to validate": self.valid_set, "to test": self.test_set}
+        n, noun = sum(map(len, parts.values())), self.noun
+        counts = [f"{counted(len(part), noun)} {use}" for use, part in parts.items() if len(part) or use != "to test"]
+        fraction, batch_size = self._args.valid_fraction, self._args.batch_size
+        asked = order.share(n, fraction)
+        if self._valid_source:
+            counts[1] += f" in {self._valid_source}"
+        elif len(self.valid_set) == batch_size > asked:
+            counts[1] += f" (a batch is the least; --valid_fraction {fraction:g} alone is {asked})"
+        if len(self.validated) < len(self.valid_set):
+            counts[1] += f" ({len(self.validated)} at each validation, all at the end)"
+        if more := len(self.samples) - n:
+            counts.append(f"and {more} of the second set to train on")
+        return f"{self._source}: {', '.join(counts)}"
+
+    def start(self, start_samples: int) -> Batch:
+        """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
+        processes if nothing can be read."""
+        self._whole_validation = self._validation = ValidationStream(self.samples, self._part, **self._loading)
+        if len(self._part) < len(self.valid_set):  # which is read for the preview and at the end alone
+            self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
+        self._training = TrainingStream(self.samples, self._order, start=start_samples, **self._loading)
+        self.batches = iter(self._training)
+        # Inside the agreement, because reading the first batch may fail on some processes only.
+        with self._agreement():
+            self._processes.mark("loading the first batch")
+            batch = next(self.batches)
+        return self._received(batch)
+
+    def next(self) -> Batch:
+        """The next batch of the order."""
+        with self._processes.waiting_for("data"):
+            try:
+                batch = next(self.batches)
+            except Raised as error:
+                self._show_traceback(error.traceback)
+                raise
+        return self._received(batch)
+
+    def validation(self) -> Iterator[Batch]:
+        """This process's part of one pass over the `validated` part of the validation split."""
+        stream = self._whole_validation if self.sees_whole_split else self._validation
+        for batch in self._processes.each("validation data", stream):
+            self.ask()
+            yield self._received(batch)
+
+    def validation_samples(self, places: range) -> Batch:
+        """The samples at these places of the validation split, which begins again after its end, loaded in this process
+        alone. Not collective."""
+        return self._received(self._whole_validation.load(places))
+
+    def preview(self, count: int) -> Batch:
+        """A batch of at most `count` samples, the same on every process: the first ones of the validation split, which
+        are the same at every start; without a validation split, the first ones of this start's first batch. Every
+        process loads them itself. Raises what `start` raises."""
+        n_valid = len(self.valid_set)
+        stream, least = (self._whole_validation, n_valid) if n_valid else (self._training, self._args.batch_size)
+        with self._agreement():
+            batch = stream.load(range(min(count, least)))
+        return self._received(batch)
+
+    def report_bad_samples(self, say: Callable[[str], None]) -> None:
+        """Say which files any process could not read since the last call, each file once, and how many were left out.
+        Raises UserMistake if those that could not be read are too many to continue. Collective."""
+        new: list[BadSample] = []
+        # Ask first: this comes with every line of metrics, and hardly ever has anything to exchange.
+        counts = self._processes.sum({"unreported": len(self._unreported), "partial": len(self._partial_here)})
+        if counts["partial"]:
+            self._say_partial(say)
+        if counts["unreported"]:
+            new = self.bad_samples.share(self._unreported, self._processes.gather_objects)
+        for sample in new:
+            if sample.is_incomplete:
+                self._say_seldom(say, sample)
+            else:
+                say(f"cannot read {sample}; the next {self.noun} takes its place")
+                if self._processes.rank == 0:
+                    self._show_traceback(sample.traceback)
+        self._unreported.clear()
+        if self.bad_samples.are_too_many:  # on every process, because all know the same samples
+            with self._processes.agreement():
+                self.bad_samples.check()
+
+    @contextlib.contextmanager
+    def _agreement(self) -> Iterator[None]:
+        """An agreement of the processes. Of those in which a user's dataset raises an error, the first one shows it
+        before it goes on in one line. Collective."""
+        traceback = ""
+        try:
+            with self._processes.agreement():
+                try:
+                    yield
+                except Raised as error:
+                    traceback = error.traceback
+                    raise
+        except ValueError:  # on all processes
+            have_one = self._processes.gather_objects(bool(traceback))
+            if True not in have_one[: self._processes.rank]:
+                self._show_traceback(traceback)
+            raise
+
+    def _show_traceback(self, traceback: str) -> None:
+        """Print the first traceback of a user's dataset; later ones differ in nothing but the index."""
+        if traceback and not self._has_shown_traceback:
+            self._has_shown_traceback = True
+            print("\n".join(map(printable, traceback.splitlines())), file=sys.stderr, flush=True)
+
+    def _say_seldom(self, say: Callable[[str], None], sample: BadSample) -> None:
+        """Say how many samples were left out, if they have doubled since that was said."""
+        if (count := self.bad_samples.count_incomplete) >= 2 * self._said:
+            self._said = count
+            say(f"left out {counted(count, self.noun)} so far, such as {sample}")
+
+    def _say_partial(self, say: Callable[[str], None]) -> None:
+        """Say of how many samples only a part is read, if they have doubled since that was said. Collective."""
+        of_ranks = self._processes.gather_objects([sorted(self._partial_here), self._example_of_partial])
+        self._partial.update(*(indices for indices, _ in of_ranks))
+        self._example_of_partial = next(example for _, example in of_ranks if example)
+        self._partial_here.clear()
+        if (count := len(self._partial)) >= 2 * self._said_partial:
+            self._said_partial = count
+            say(f"read only in part so far: {counted(count, self.noun)}, such as {self._example_of_partial}")
+
+    def _received(self, batch: Mapping[str, Any]) -> Batch:
+        """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
+        self._unreported += batch["bad"]
+        partial = batch.get("partial", {})
+        self._partial_here |= partial.keys() - self._partial
+        self._example_of_partial = self._example_of_partial or next(iter(partial.values()), "")
+        device = self._processes.device
+        return {
+            key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+            if key not in ("bad", "partial")
+        }
+
+
+def _validated_samples(n: int, args: argparse.Namespace) -> int:
+    """Of n samples of the validation split, how many a validation sees: the same for any number of processes, which
+    have to get one each."""
+    most = args.valid_samples
+    if most is None:  # none between the updates: the only validation is that of the end
+        most = math.ceil(args.batch_size * args.validate_every_n_steps / _TRAINED_PER_VALIDATED)
+    return min(n, max(most, args.batch_size)) if most else n
+
+
+def divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Split:
+    """The parts for training, validation and a test. Raises ValueError, in one line, if there are too few samples, or
+    no shards where flags are about them."""
+    fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
+    by_shards, otherwise = "--shuffle shards", "--shuffle samples"
+    if args.shuffle != "shards":
+        if getattr(args, "split_by", "sample") == "sample":
+            return order.split_samples(len(samples), *fractions, split_seed_of(args), args.batch_size)
+        by_shards, otherwise = "--split_by shard", "--split_by sample"
+    if (shards := samples.source.shards) is None:
+        raise ValueError(f"{by_shards} takes several tars or several files of tables, not {source!r}: use {otherwise}")
+    return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
+
+
+def _fetched_before(
+    samples: Samples, trained: Sequence[range], args: argparse.Namespace
+) -> Callable[[Sequence[range]], None] | None:
+    """What fetches shards that are trained on from a server before they are read; None if there are none there, or no
+    cache for them. Raises ValueError, in one line."""
+    shards, paths, kept = samples.source.shards or (), getattr(samples.source, "paths", ()), {*trained}
+    found = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in kept and is_address(path))
+    addresses = {shard.start: path for shard, path in found}
+    at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
+    try:
+        remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
+    except OSError as error:
+        raise ValueError(f"--cache_dir {args.cache_dir} cannot be used: {error}") from None
+    return partial(_fetch, addresses, args.num_workers) if addresses and args.cache_dir else None
+
+
+def _fetch(addresses: Mapping[int, str], num_workers: int, shards: Sequence[range]) -> None:
+    """Fetch where samples are read: in a worker, if there are any, because a process with threads should not fork."""
+    if not num_workers or torch.utils.data.get_worker_info() is not None:
+        remote.fetch_shards(addresses, shards)
+
+
+def _check_views(views: Sequence[Sequence[Any]], what: str) -> None:
+    """Raise ValueError if not every rank sees the same samples: (number, fingerprint, host) by rank."""
+    n, fingerprint, host = views[0]
+    for rank, (n_here, fingerprint_here, host_here) in enumerate(views):
+        if n_here != n or fingerprint_here != fingerprint:
+            but = "" if n_here != n else ", but of other names or in another order"
+            raise ValueError(
+                f"rank {rank} (on {host_here}) sees {n_here} {what}, rank 0 (on {host}) sees {n}{but}: every process "
+                "has to see the same files; copy the whole folder or list to each machine again"
+            )
+
+
+def split_seed_of(args: argparse.Namespace) -> int:
+    """The seed of the split into training and validation: --split_seed, or else --seed."""
+    return int(args.seed if args.split_seed is None else args.split_seed)
+
+
+def to_unit_range(images: Tensor) -> Tensor:
+    """uint8 in [0, 255] -> float32 in [0, 1], same shape and device."""
+    return images.to(torch.float32).div_(255)

@@ -1,0 +1,312 @@
+"""Fields: what a script takes out of each record, decoded. A field knows what it wants of a source, and by which key
+its augmentation draws; so every field works with every source. `Samples`: the records of a source, of which fields
+decode the entries of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tandem.data.decoding.images import CENTER, OURS, Crop, decode_image, decode_picture, randomly_flipped
+from tandem.data.decoding.images import ENDINGS as IMAGE_ENDINGS
+from tandem.data.decoding.texts import TEXT_KEYS, Texts, read_sentence, read_texts, texts_of_row
+from tandem.data.sources.demo import FRAMES_PER_SECOND
+from tandem.data.sources.own import ITEM
+from tandem.data.sources.record import Entry, Record, Source, Wanted
+
+from .bad_samples import NotASample
+from .decoding import sounds, videos
+from .hashing import Draws, derive_key
+from .sources import own
+from .tokenizers import Tokenizer
+
+TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_cells=True)
+
+
+class Field:
+    """What a script takes out of each record. `fingerprint` is equal where the same was found of a source."""
+
+    @property
+    def wanted(self) -> Wanted:
+        raise NotImplementedError
+
+    #: What an item of a user's dataset holds for this field. Raises `NotASample` if it has another form.
+    of_item: ClassVar[Callable[..., Any]]
+
+    fingerprint: str = ""
+
+    def found(self, record: Record) -> Any:
+        """What a record holds for this field, see `Record`; None if it lacks it."""
+        return self.of_item(record[ITEM]) if ITEM in record else record.get(self.wanted.name)
+
+    def load(self, record: Record, index: int, epoch: int, augment: bool) -> dict[str, Any]:
+        """A sample's part of entries of the batch. With `augment`, what is drawn depends on the field's seed and on
+        (epoch, index) alone; else nothing is drawn. Raises OSError, ValueError, in one line, or `Incomplete`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ImageField(Field):
+    """ "images": uint8 (channels, image_size, image_size).
+
+    Args:
+        channels: 3 (RGB) or 4 (RGBA).
+        flip: Whether half of the augmented images are mirrored left to right.
+        enlarge: Whether images whose shorter side has fewer than `image_size` pixels are enlarged; else they are
+            `Incomplete`.
+        crop: What is cut out of augmented images; out of others it is the middle. Nothing is cut out of drawn ones.
+        resize: How images that are not augmented are resized (`decode_image`).
+    """
+
+    image_size: int
+    channels: int = 3
+    flip: bool = False
+    seed: int = 0
+    enlarge: bool = True
+    crop: Crop = CENTER
+    resize: str = OURS
+
+    def __post_init__(self) -> None:
+        if self.channels not in (3, 4):
+            raise ValueError(f"images have 3 channels (RGB) or 4 (RGBA), not {self.channels}")
+
+    wanted: ClassVar[Wanted] = Wanted(
+        "image", "image", IMAGE_ENDINGS, (*own.IMAGE_NAMES, "jpg", "jpeg", "png", "webp"), feature="Image"
+    )
+
+    of_item = staticmethod(own.image_of)
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        cut, resize = (self.crop.cut(epoch, index), OURS) if augment else (None, self.resize)
+        how = (self.image_size, self.channels, self.enlarge, cut, resize)
+        found = self.found(record)
+        if isinstance(found, Entry):
+            image = decode_image(found, *how)
+        elif isinstance(found, Image.Image):
+            image = decode_picture(found, *how)
+        else:
+            image = found(self.image_size, self.channels)
+        return {"images": randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image}
+
+
+@dataclass(frozen=True)
+class OneFrameField(ImageField):
+    """ "videos": images as clips of one frame, uint8 (channels, 1, image_size, image_size)."""
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        return {"videos": super().load(record, index, epoch, augment)["images"][:, None]}
+
+
+@dataclass(frozen=True)
+class ClipField(Field):
+    """ "videos": uint8 (3, num_frames, image_size, image_size), as the decoder cuts them; an image is a video of one
+    frame. `flip`: whether half of the augmented clips are mirrored left to right."""
+
+    clips: videos.ClipDecoder
+    flip: bool = False
+
+    @property
+    def wanted(self) -> Wanted:
+        # An image is too short for a clip: leave it out by its name.
+        takes_images = self.clips.short_clips != "skip" or self.clips.num_frames == 1
+        return Wanted(
+            "clip", "video", videos.ENDINGS, ("video", "clip", "mp4", "webm", "mkv"), feature="Video",
+            further=IMAGE_ENDINGS if takes_images else (),
+        )  # fmt: skip
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        found = self.found(record)
+        if isinstance(found, Entry):
+            clip = self.clips.load(found, index, epoch, augment)
+        elif isinstance(found, own.Video):
+            clip = self._clip_of(found, index, epoch, augment)
+        else:
+            clip = self._drawn(found)
+        flip = self.flip and augment
+        return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
+
+    of_item = staticmethod(own.video_of)
+
+    def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
+        """All frames of a video, see `ClipDecoder.frames`; of a drawn one, a square without end, those of a clip."""
+        found = record[self.wanted.name]
+        if isinstance(found, Entry):
+            return self.clips.frames(found, multiple)
+        return ((frame, FRAMES_PER_SECOND / self._step) for frame in self._drawn(found).unbind(1))
+
+    @property
+    def _step(self) -> float:
+        """Frames of a drawn scene from one frame of a clip to the next."""
+        return FRAMES_PER_SECOND / self.clips.fps if self.clips.fps else self.clips.frame_stride
+
+    def _drawn(self, draw: Callable[..., Tensor]) -> Tensor:
+        return draw(self.clips.image_size, self.clips.num_frames, self._step)
+
+    def _clip_of(self, video: own.Video, index: int, epoch: int, augment: bool) -> Tensor:
+        share = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
+        pictures = [video.picture(number) for number in self._numbers(video, share)]
+        size, cut = self.clips.image_size, self.clips.crop.cut(epoch, index) if augment else None
+        return self.clips.filled([decode_picture(one, size, 3, cut=cut).permute(1, 2, 0).numpy() for one in pictures])
+
+    def _numbers(self, video: own.Video, share: float) -> list[int]:
+        """Which frames of a video are those of a clip; fewer than num_frames if there are no more."""
+        n, step = len(video.frames), video.fps / self.clips.fps if self.clips.fps else float(self.clips.frame_stride)
+        count = min(self.clips.num_frames, math.ceil(n / step))
+        start = max(0.0, n - 1 - (count - 1) * step) * share
+        if not self.clips.fps:
+            start = math.floor(start)
+        return [min(n - 1, math.floor(start + number * step + 1e-6)) for number in range(count)]
+
+
+@dataclass(frozen=True)
+class SoundField(Field):
+    """ "waveforms": float32 in [-1, 1], as the decoder cuts them: (clip_samples,); with `most`, (k, clip_samples) of
+    1 <= k <= most clips that are spread over all of a sound, or over the part of it that a table asks for."""
+
+    clips: sounds.ClipDecoder
+    most: int | None = None
+
+    wanted: ClassVar[Wanted] = Wanted(
+        "sound", "sound", sounds.ENDINGS, ("audio", "sound", "wav", "flac", "mp3", "ogg", "opus"), feature="Audio",
+        further=sounds.FURTHER_ENDINGS,
+    )  # fmt: skip
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        found = self.found(record)
+        if not isinstance(found, Entry):
+            clip = found(self.clips.sample_rate, self.clips.clip_samples)
+            return {"waveforms": clip[None] if self.most else clip}
+        if self.most:
+            return {"waveforms": self.clips.spread(found, self.most)}
+        return {"waveforms": self.clips.load(found, index, epoch, augment)}
+
+    of_item = staticmethod(own.sound_of)
+
+
+@dataclass(frozen=True)
+class TextsField(Field):
+    """The texts of a sound: the tokens of one of its captions, "tokens", "lengths", "captions" and "caption_ids"; and
+    "all_captions" and "labels". In training, (seed, epoch, index) draw the caption; else it is the first."""
+
+    tokenizer: Tokenizer
+    seed: int = 0
+
+    wanted: ClassVar[Wanted] = TEXTS
+
+    of_item = staticmethod(own.texts_of)
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        captions, label = texts_of(self.found(record))
+        caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
+        tokens, (length,) = self.tokenizer.encode([caption])
+        if not augment:  # validation encodes them all: fail here, if the error names the sound
+            self.tokenizer.encode([*captions, *([label] if label else [])])
+        return {
+            "tokens": tokens[0], "lengths": length, "captions": caption,
+            "caption_ids": torch.tensor(derive_key("caption", caption) - (1 << 63), dtype=torch.int64),
+            "all_captions": captions, "labels": label,
+        }  # fmt: skip
+
+
+class CaptionsField(Field):
+    """ "captions": those of a sound, none if they cannot be read."""
+
+    wanted: ClassVar[Wanted] = TEXTS
+    of_item = staticmethod(own.texts_of)
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        try:
+            return {"captions": texts_of(self.found(record)).captions}
+        except (OSError, ValueError):
+            return {"captions": []}
+
+
+@dataclass(frozen=True)
+class CaptionField(Field):
+    """ "captions": the first caption of an image, "" if it has none; and, with `tokenize` (texts -> int64 (b, t)),
+    "tokens"."""
+
+    tokenize: Callable[[Sequence[str]], Tensor] | None = None
+
+    wanted: ClassVar[Wanted] = Wanted("texts", "caption", (".txt",), TEXT_KEYS, as_cells=True)
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        found = self.found(record)
+        if isinstance(found, Entry):
+            found = read_sentence(found)
+        elif not isinstance(found, str):
+            found = next(iter(texts_of_row(found or {}).captions), "")
+        return {"captions": found, **({"tokens": self.tokenize([found])[0]} if self.tokenize else {})}
+
+    of_item = staticmethod(own.caption_of)
+
+
+def texts_of(found: Any) -> Texts:
+    """The captions of a sound, and its class, of what a record holds of texts. Raises OSError or ValueError, in one
+    line, if there is no caption."""
+    texts = read_texts(found) if isinstance(found, Entry) else found
+    texts = texts if isinstance(texts, Texts) else texts_of_row(texts or {})
+    if not texts.captions:
+        beside = ": there is neither a .txt nor a .json beside it" if found is None else ""
+        raise ValueError(f"it has no caption{beside}")
+    return texts
+
+
+class Samples:
+    """A numbered set of samples. `fingerprint` is equal where equally many samples have the same names in the same
+    order, and the same was found of them; `skipped` is a line about files that are no samples, or "".
+
+    The field that makes a sample comes first in `fields`; it is decoded last, because what stands beside it is cheap.
+    """
+
+    def __init__(self, source: Source, fields: Sequence[Field]) -> None:
+        self.source, self.fields = source, list(fields)
+        self.describe, self.name, self.skipped = source.describe, source.name, source.skipped
+        self.fingerprint = source.fingerprint + "".join(field.fingerprint for field in fields)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        """The sample's part of each entry of a batch, which depends only on the set's seed and the arguments; on the
+        epoch only with `augment`. Raises OSError or ValueError, in one line, if it cannot be read."""
+        record = self.source.record(index, epoch, augment)
+        try:
+            parts = [field.load(record, index, epoch, augment) for field in reversed(self.fields)]
+        except NotASample as error:
+            raise NotASample(f"--dataset: {self.describe(index)} {error}") from None
+        return {key: value for part in reversed(parts) for key, value in part.items()}
+
+
+class Joined(Samples):
+    """The samples of two sets as one: those of `first` and behind them those of `second`."""
+
+    def __init__(self, first: Samples, second: Samples) -> None:
+        self.first, self.second = first, second
+        self.fingerprint = first.fingerprint + second.fingerprint
+        self.skipped = "; ".join(filter(None, (first.skipped, second.skipped)))
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        samples, index = self._place(index)
+        return samples.load(index, epoch, augment)
+
+    def describe(self, index: int) -> str:
+        samples, index = self._place(index)
+        return samples.describe(index)
+
+    def name(self, index: int) -> str:
+        samples, index = self._place(index)
+        return samples.name(index)
+
+    def _place(self, index: int) -> tuple[Samples, int]:
+        n = len(self.first)
+        return (self.first, index) if index < n else (self.second, index - n)

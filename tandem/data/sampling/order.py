@@ -1,0 +1,299 @@
+"""The order of samples: shuffles that are computed position by position, in memory that does not grow with the data."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from tandem.data.hashing import derive_key
+from tandem.hashing import mix64
+from tandem.io.reading import counted
+
+_FEISTEL_ROUNDS = 8
+_TOLERANCE = 1e-9
+
+
+class Permutation:
+    """A shuffle of 0..n-1 that depends only on `key`; it computes the item at any place in O(1) time and memory.
+
+    A balanced Feistel network (Luby and Rackoff 1988) permutes 0..4^k-1 for a 4^k >= n; a result outside 0..n-1 is
+    sent through the network again until it is inside ("cycle walking", Black and Rogaway 2002): on average fewer than
+    four times, for more than 16 items.
+    """
+
+    def __init__(self, n: int, *key: int | str) -> None:
+        assert n > 0, n
+        self.n = n
+        # At least 3 bits, because with 2 some shuffles of 5 items would be more likely than others.
+        self._half_bits = max(3, math.ceil((n - 1).bit_length() / 2))
+        self._half_mask = (1 << self._half_bits) - 1
+        self._round_keys = [derive_key(*key, "round", i) for i in range(_FEISTEL_ROUNDS)]
+
+    def __call__(self, i: int) -> int:
+        """Place i in 0..n-1 of the shuffled order -> the item there, in 0..n-1."""
+        assert 0 <= i < self.n, (i, self.n)
+        item = self._feistel(i)
+        while item >= self.n:
+            item = self._feistel(item)
+        return item
+
+    def _feistel(self, x: int) -> int:
+        left, right = x >> self._half_bits, x & self._half_mask
+        for key in self._round_keys:
+            left, right = right, left ^ (mix64(key ^ right) & self._half_mask)
+        return left << self._half_bits | right
+
+
+class Indices:
+    """Dataset indices, `length` of them; `at` computes the one at a place, so that they take next to no memory."""
+
+    def __init__(self, length: int, at: Callable[[int], int]) -> None:
+        self._length, self.at = length, at
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> int:
+        if not 0 <= i < self._length:
+            raise IndexError(i)
+        return self.at(i)
+
+
+class Ranges(Indices):
+    """The dataset indices of several ranges, one range after the other; each takes O(log(number of ranges))."""
+
+    def __init__(self, ranges: Sequence[range]) -> None:
+        self.ranges = list(ranges)
+        self._ends = list(itertools.accumulate(map(len, self.ranges)))
+        super().__init__(self._ends[-1] if self._ends else 0, self._at)
+
+    def _at(self, i: int) -> int:
+        which = bisect.bisect_right(self._ends, i)
+        return self.ranges[which][i - self._ends[which]]  # counted from the range's end
+
+
+def part_of(indices: Indices, length: int) -> Indices:
+    """`length` of the indices, always the same: the first ones of a shuffle, those at equal distances in ranges, whose
+    neighbours may be alike."""
+    return Indices(length, partial(_spread, indices, length) if isinstance(indices, Ranges) else indices.at)
+
+
+def _spread(indices: Indices, length: int, i: int) -> int:
+    return indices[i * len(indices) // length]
+
+
+def _shuffled(permutation: Permutation, start: int, first: int, i: int) -> int:
+    """The index at place start + i of a shuffle of those that begin with `first`."""
+    return first + permutation(start + i)
+
+
+class Split(NamedTuple):
+    """Disjoint parts of a data set that are together complete."""
+
+    train: Indices
+    valid: Indices
+    test: Indices
+
+
+def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int, at_least: int) -> Split:
+    """Divide a data set of n samples by seed.
+
+    valid holds max(ceil(valid_fraction * n), at_least) samples, none if the fraction is 0; test likewise; `at_least` is
+    the global batch size. Raises ValueError if fewer than `at_least` samples remain to train on.
+    """
+    n_valid, n_test = (max(share(n, f), at_least) if f > 0 else 0 for f in (valid_fraction, test_fraction))
+    n_train = n - n_valid - n_test
+    if n_train < at_least:
+        raise ValueError(
+            f"{counted(n, 'sample')}, too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)} (at least a "
+            f"batch), which leaves {max(0, n_train)} to train on, less than one batch of {at_least}: add data, or "
+            "lower --batch_size or the fractions"
+        )
+    permutation, starts = Permutation(n, "split", seed), (0, n_train, n_train + n_valid)
+    sizes = (n_train, n_valid, n_test)
+    return Split(
+        *(Indices(size, partial(_shuffled, permutation, at, 0)) for size, at in zip(sizes, starts, strict=True))
+    )
+
+
+def split_of_folder(indices: range, seed: int, at_least: int) -> Indices:
+    """A validation split that is a set of its own, which has these indices: all of them, in an order that depends on
+    the seed, because neighbours in a folder may be alike. Raises ValueError if they are fewer than `at_least`, the
+    global batch size."""
+    n = len(indices)
+    if n < at_least:
+        raise ValueError(
+            f"--valid_folder holds {counted(n, 'sample')}, less than one batch of {at_least}: add some, or lower "
+            "--batch_size"
+        )
+    return Indices(n, partial(_shuffled, Permutation(n, "split", seed), 0, indices.start))
+
+
+def split_shards(
+    shards: Sequence[range],
+    valid_fraction: float,
+    test_fraction: float,
+    seed: int,
+    at_least: int,
+    otherwise: str = "--split_by sample",
+) -> Split:
+    """Divide a data set by whole shards, each the range of its indices, by seed; empty shards are left out. `otherwise`
+    is the flag that messages advise.
+
+    valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
+    ValueError if no shard remains to train on, or a split is smaller than `at_least` samples, the global batch size.
+    """
+    filled = [shard for shard in shards if len(shard)]
+    n, n_valid, n_test = len(filled), share(len(filled), valid_fraction), share(len(filled), test_fraction)
+    if n <= n_valid + n_test:
+        raise ValueError(
+            f"{counted(n, 'shard')}, too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)}, which leaves "
+            f"none to train on: add shards, lower the fractions, or use {otherwise}"
+        )
+    permutation = Permutation(n, "split shards", seed)
+    order = [filled[permutation(i)] for i in range(n)]
+    n_train = n - n_valid - n_test
+    parts = (order[:n_train], order[n_train : n_train + n_valid], order[n_train + n_valid :])
+    found = Split(*map(Ranges, parts))
+    for name, part, indices in zip(("training", "validation", "test"), parts, found, strict=True):
+        if part and len(indices) < at_least:
+            raise ValueError(
+                f"the {name} split has {len(part)} of {counted(n, 'shard')} and {counted(len(indices), 'sample')}, "
+                f"less than one batch of {at_least}: lower --batch_size, or use {otherwise}"
+            )
+    return found
+
+
+def _taken(valid_fraction: float, n_valid: int, test_fraction: float, n_test: int) -> str:
+    test = f" and --test_fraction {test_fraction:g} {n_test}" if test_fraction else ""  # a flag of some scripts
+    return f"--valid_fraction {valid_fraction:g} takes {n_valid}{test}"
+
+
+def share(n: int, fraction: float) -> int:
+    """ceil(fraction * n), where rounding errors do not count: 0.07 * 100 is 7.000000000000001, which must give 7."""
+    return math.ceil(fraction * n - _TOLERANCE)
+
+
+class TrainingOrder:
+    """The endless order of training: every epoch is another shuffle of the subset, given by (seed, epoch) only."""
+
+    def __init__(self, subset: Indices | range, seed: int) -> None:
+        self._subset, self._seed = subset, seed
+
+    def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
+        """Number of samples seen so far -> (epoch, dataset index) of the next sample.
+
+        With `skip`, the sample that many places later in the same epoch's order, which wraps around: the substitute for
+        a sample that cannot be read.
+        """
+        n = len(self._subset)
+        epoch, place = divmod(position, n)
+        return epoch, self._subset[_shuffle(n, "epoch", self._seed, epoch)((place + skip) % n)]
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        return len(self._subset)
+
+
+SHARDS_AT_ONCE = 4
+
+
+class ShardOrder:
+    """The endless order of training by shards: every epoch shuffles the shards, takes up to four of them together,
+    and shuffles their samples; given by (seed, epoch) only. A place of an epoch costs O(log(number of shards)), and
+    the first one of an epoch O(number of shards).
+
+    Args:
+        shards: The indices of the samples of each shard.
+        fetch: Called with the shards that come next, whenever others are begun.
+    """
+
+    def __init__(
+        self, shards: Sequence[range], seed: int, fetch: Callable[[Sequence[range]], None] | None = None
+    ) -> None:
+        self._shards, self._seed = [shard for shard in shards if len(shard)], seed
+        self._n, self._fetch, self._begun = sum(map(len, self._shards)), fetch, (-1, -1)
+        self._epochs: dict[int, tuple[list[Ranges], list[int]]] = {}
+
+    def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
+        """As `TrainingOrder`; substitutes come from the shards that are read at that time."""
+        epoch, place = divmod(position, self._n)
+        windows, ends = self._windows(epoch)
+        number = bisect.bisect_right(ends, place)
+        window = windows[number]
+        if self._fetch is not None and self._begun != (epoch, number):
+            self._begun = (epoch, number)
+            is_last = number + 1 == len(windows)
+            self._fetch((self._windows(epoch + 1)[0][0] if is_last else windows[number + 1]).ranges)
+        shuffle = _shuffle(len(window), "window", self._seed, epoch, number)
+        return epoch, window[shuffle((place - ends[number] + skip) % len(window))]
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        return self._n
+
+    def _windows(self, epoch: int) -> tuple[list[Ranges], list[int]]:
+        """The shards of an epoch that are read together, and where each such group ends."""
+        if epoch not in self._epochs:
+            n = len(self._shards)
+            shuffle, n_windows = Permutation(n, "shards", self._seed, epoch), math.ceil(n / SHARDS_AT_ONCE)
+            order = [self._shards[shuffle(i)] for i in range(n)]
+            cuts = [n * i // n_windows for i in range(n_windows + 1)]
+            windows = [Ranges(order[begin:end]) for begin, end in itertools.pairwise(cuts)]
+            # Of two epochs, because where one ends and the next begins, both are asked for.
+            kept = dict(list(self._epochs.items())[-1:])
+            self._epochs = {**kept, epoch: (windows, list(itertools.accumulate(map(len, windows))))}
+        return self._epochs[epoch]
+
+
+class ValidationOrder:
+    """Every sample of the subset once, always in the same order; the epoch is always 0."""
+
+    def __init__(self, subset: Indices) -> None:
+        self._subset = subset
+
+    def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
+        """Position in 0..n-1 -> (0, dataset index); `skip` as in `TrainingOrder`."""
+        return 0, self._subset[(position + skip) % len(self._subset)]
+
+    def __len__(self) -> int:
+        return len(self._subset)
+
+
+class AlternatingOrder:
+    """Two endless orders in turn: of the updates 0, 1, 2, ..., every one whose number plus 1 divides by `every` takes
+    its whole batch from `second`, the others take theirs from `first`.
+
+    Args:
+        offset: What is added to the indices of `second`: the number of samples in the set of `first`, see `Joined`.
+    """
+
+    def __init__(self, first: Order, second: Order, *, every: int, batch_size: int, offset: int) -> None:
+        self._first, self._second, self._offset = first, second, offset
+        self._every, self._batch_size = every, batch_size
+
+    def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
+        """As `TrainingOrder`; the epoch is that of the order from which the sample comes."""
+        update, place = divmod(position, self._batch_size)
+        n_before = update // self._every  # updates so far that took from the second order
+        if (update + 1) % self._every:
+            return self._first((update - n_before) * self._batch_size + place, skip)
+        epoch, index = self._second(n_before * self._batch_size + place, skip)
+        return epoch, self._offset + index
+
+    def __len__(self) -> int:
+        """Samples per epoch of the longer order."""
+        return max(len(self._first), len(self._second))
+
+
+Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
+
+
+@functools.lru_cache(maxsize=8)
+def _shuffle(n: int, *key: int | str) -> Permutation:
+    return Permutation(n, *key)

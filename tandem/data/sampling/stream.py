@@ -1,0 +1,163 @@
+"""Batches for one rank, loaded by worker processes; the sample at a place depends only on its position in the order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from PIL import ImageFile
+from torch import Tensor
+
+from tandem.data.bad_samples import BadSample, Incomplete, NotASample, Raised, Unsuitable, partly_read, reason_of
+from tandem.data.fields import Samples
+
+from .order import Indices, Order, ValidationOrder
+from .workers import Loader
+
+OnBadSample = Literal["replace", "accept", "error"]
+_Request = tuple[int, range]  # position of a batch's first sample in the order, places in that batch to load
+_MOST_TRIES = 100
+
+
+def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Samples with equal keys -> the entries of a batch: tensors are stacked, other values become lists."""
+    columns = {key: [sample[key] for sample in samples] for key in samples[0]}
+    return {key: torch.stack(part) if isinstance(part[0], Tensor) else part for key, part in columns.items()}
+
+
+class _Stream(Loader):
+    """Batches of an order, those of each request.
+
+    A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
+    ValueError ("error"). With "accept", an image that is cut off is what Pillow reads of it, and other samples are
+    replaced. Also raises ValueError if none of min(n, 100) successive samples can be read.
+
+    Yields the entries of the samples (`collate_entries`); "positions", the place of each sample in the global batch;
+    "ids", the dataset index of the sample that was loaded; "bad", the samples that could not be read while loading the
+    batch; and "partial", where there are any, by index of a sample its path and why only a part of its
+    file is read. `noun` is what messages call the samples; `loading`: see `Loader`.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        order: Order,
+        requests: Iterable[_Request],
+        *,
+        augment: bool,
+        first: int = 0,
+        on_bad_sample: OnBadSample = "replace",
+        noun: str = "images",
+        **loading: Any,
+    ) -> None:
+        self._first, self._load = first, _BatchLoader(samples, order, augment, on_bad_sample, noun)
+        super().__init__(self._load, requests, **loading)
+
+    def load(self, places: range) -> dict[str, Any]:
+        """The batch of these places behind the first sample of the stream, loaded in this process."""
+        return self._load((self._first, places))
+
+
+class TrainingStream(_Stream):
+    """This rank's part of every global batch of an order, endlessly.
+
+    batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. Begins at
+    sample `start` of the endless order, in O(1). `how`: see `_Stream`.
+    """
+
+    def __init__(
+        self, samples: Samples, order: Order, *, batch_size: int, rank: int, world_size: int, start: int = 0, **how: Any
+    ) -> None:
+        assert batch_size % world_size == 0, (batch_size, world_size)
+        share = batch_size // world_size
+        requests = _Requests(start, batch_size, range(rank * share, (rank + 1) * share))
+        super().__init__(samples, order, requests, augment=True, first=start, **how)
+
+
+class ValidationStream(_Stream):
+    """This rank's part of the validation set, without augmentation; the parts of all ranks hold every sample once.
+
+    batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
+    at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set; what is
+    loaded behind its last place begins again. `how`: see `_Stream`; the workers of a pass wait for the next one, unless
+    `keep_workers` is false.
+    """
+
+    def __init__(
+        self, samples: Samples, subset: Indices, *, batch_size: int, rank: int, world_size: int, **how: Any
+    ) -> None:
+        n = len(subset)
+        assert n == 0 or n >= world_size, (n, world_size)
+        self._n_steps = min(math.ceil(n / batch_size), n // world_size)
+        n_parts = self._n_steps * world_size
+        parts = [range(n * i // n_parts, n * (i + 1) // n_parts) for i in range(rank, n_parts, world_size)]
+        requests = [(0, part) for part in parts]
+        super().__init__(samples, ValidationOrder(subset), requests, augment=False, **{"keep_workers": True, **how})
+
+    def __len__(self) -> int:
+        return self._n_steps
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """One request per global batch, endlessly."""
+
+    start: int
+    batch_size: int
+    local: range
+
+    def __iter__(self) -> Iterator[_Request]:
+        return ((first, self.local) for first in itertools.count(self.start, self.batch_size))
+
+
+@dataclass(frozen=True)
+class _BatchLoader:
+    samples: Samples
+    order: Order
+    augment: bool
+    on_bad_sample: OnBadSample
+    noun: str
+
+    def __call__(self, request: _Request) -> dict[str, Any]:
+        first, positions = request
+        ImageFile.LOAD_TRUNCATED_IMAGES = self.on_bad_sample == "accept"  # of this process, which may be a worker
+        bad: dict[int, BadSample] = {}
+        partial: dict[int, str] = {}
+        samples = [self._load(first + position, bad, partial) for position in positions]
+        return {
+            **collate_entries([sample for sample, _ in samples]),
+            "positions": list(positions),
+            "ids": [index for _, index in samples],
+            "bad": list(bad.values()),
+            **({"partial": partial} if partial else {}),
+        }
+
+    def _load(self, position: int, bad: dict[int, BadSample], partial: dict[int, str]) -> tuple[Any, int]:
+        """The sample at `position` of the order, or the next one there that can be read."""
+        tries = min(len(self.order), _MOST_TRIES)
+        failures: list[BadSample] = []
+        for skip in range(tries):
+            epoch, index = self.order(position, skip)
+            try:
+                with partly_read() as reasons:
+                    sample = self.samples.load(index, epoch, self.augment)
+                if reasons:
+                    partial[index] = f"{self.samples.describe(index)}: {reasons[0]}"
+                return sample, index
+            except NotASample:
+                raise
+            except (OSError, ValueError) as error:
+                said = self.samples.describe(index), reason_of(error)
+                traceback = getattr(error, "traceback", "")
+                failure = BadSample(index, *said, is_incomplete=isinstance(error, Incomplete), traceback=traceback)
+                is_bad = not isinstance(error, Unsuitable)
+            if is_bad or failure.is_incomplete:
+                bad[index] = failure
+            if is_bad and self.on_bad_sample == "error":
+                raise Raised(f"{failure} (--on_bad_sample replace goes on without it)", failure.traceback)
+            failures.append(failure)
+        raise Raised(f"none of {tries} {self.noun} could be read: {failures[0]}", failures[0].traceback)

@@ -1,0 +1,400 @@
+"""Loading by worker processes. The main process decides when a worker ends: signals from the keyboard or the cluster's
+scheduler do not reach workers.
+
+Workers send what they have loaded through a pipe. PyTorch would send tensors through shared memory, of which a
+container has 64 MB by default, and by a socket and a file descriptor for each; and where one of these is missing, the
+thread that sends prints a traceback and drops the batch, for which the main process then waits without end.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import fcntl
+import gc
+import io
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.process
+import os
+import pickle
+import queue
+import signal
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from tandem.io.exits import FAILED, CannotGoOn, leave
+from tandem.io.writing import tell
+
+# How long a worker may take to begin, for which milliseconds are usual, before it is ended and forked once more.
+_BEGIN_SECONDS = (10.0, 20.0, 40.0, 80.0)
+
+_LEFT_TO_THE_MAIN_PROCESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+# What is left of an iterator that could not be made has nothing to shut down, but prints a traceback without this.
+_MultiProcessingDataLoaderIter._shutdown = True
+# Nor has one of which only some workers could be started; these are told to end.
+_MultiProcessingDataLoaderIter._workers_status = collections.defaultdict(lambda: True)  # type: ignore[assignment]
+
+# Silence a warning about the number of workers: every rank would print it, and the user chose the number.
+warnings.filterwarnings("ignore", message="This DataLoader will create")
+
+
+class Loader:
+    """The result of `load` for each request, in the order of the requests. Every pass over a loader starts again.
+
+    `load` is pickled if workers are not forked; the main process raises its ValueErrors, and CannotGoOn if workers
+    cannot be started, or if one has died, lacks memory or cannot send what it has loaded. `requests` may be endless.
+    With num_workers = 0, the main process loads. `keep_workers`: use the same workers for every pass. Each wait for a
+    worker is inside `waiting()`, which may raise to end it.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Any], Any],
+        requests: Iterable[Any],
+        num_workers: int = 0,
+        *,
+        pin_memory: bool = False,
+        keep_workers: bool = False,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._waiting = waiting
+        self._loader = DataLoader(
+            _Requests(load),
+            batch_size=None,  # one request is one result
+            sampler=requests,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            worker_init_fn=_become_worker,
+            multiprocessing_context=_FORK if num_workers else None,
+            persistent_workers=keep_workers and num_workers > 0,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else each pass would draw its base seed from the global generator
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
+        kept = getattr(self._loader, "_iterator", None)
+        with _signals_held_back():  # workers that are kept answer that they begin again
+            try:
+                with self._waiting():
+                    results = _awaited(self._loader.__iter__, kept)
+            except CannotGoOn as error:
+                return map(_raised, [error])  # where a result is waited for, for which scripts are prepared
+            except OSError as error:
+                return map(_raised, [CannotGoOn(_why_not_started(error))])
+        if threading.current_thread() is threading.main_thread():
+            # PyTorch's own handler interrupts the main thread wherever that is when a worker dies; here an error is
+            # expected only where a result is waited for, and PyTorch looks for dead workers there, too.
+            signal.signal(signal.SIGCHLD, handler)
+        return map(_raised, self._watched(results) if self._loader.num_workers else results)
+
+    def _watched(self, results: Iterator[Any]) -> Iterator[Any]:
+        """The results of workers."""
+        with contextlib.suppress(StopIteration):
+            while True:
+                with self._waiting():
+                    result = _awaited(results.__next__, results)
+                yield result
+
+
+class _ForkedWorker(multiprocessing.context.ForkProcess):
+    """A forked process that is started again if it does not begin. Some versions of Python 3.10 and 3.11 hang in a
+    child that was forked while a library's own thread entered Python (https://github.com/python/cpython/issues/112275),
+    as Gloo's do after a collective. A worker waits until the main process has heard that it began: one that is ended
+    while it works may hold the lock of its queue, for which the next one would wait for ever."""
+
+    ends: tuple[multiprocessing.connection.Connection, ...]  # of a pipe: that of the main process, that of the worker
+
+    @staticmethod
+    def _Popen(process_obj: multiprocessing.process.BaseProcess) -> Any:
+        assert isinstance(process_obj, _ForkedWorker)
+        for seconds in _BEGIN_SECONDS:
+            main, own = process_obj.ends = multiprocessing.Pipe()
+            with main:
+                forked = multiprocessing.context.ForkProcess._Popen(process_obj)
+                own.close()
+                if main.poll(seconds):
+                    with contextlib.suppress(OSError, EOFError):  # it has died: torch says so
+                        main.recv_bytes()
+                        main.send_bytes(b"go on")
+                    return forked
+                tell(f"a loader process has not begun within {seconds:g} s, and is started again")
+                forked.kill()
+                forked.wait()
+        raise CannotGoOn("loader processes do not begin: give --num_workers 0, or more CPUs or memory")
+
+    def run(self) -> None:
+        # Collecting the main process's garbage here would end the other workers, whose pipes it may hold.
+        gc.freeze()
+        main, own = self.ends
+        main.close()
+        with own, contextlib.suppress(OSError, EOFError):
+            own.send_bytes(b"begun")
+            own.recv_bytes()
+        super().run()
+
+
+_SET_PIPE_SIZE, _PIPE_BYTES = 1031, 1 << 20  # F_SETPIPE_SZ of Linux, and what a user may ask for by default
+
+
+class _End:
+    """An end of a pipe, closed once whoever closes it. Python's own is closed a second time, when its number may be
+    another file's, where garbage is collected that holds it and what closes it."""
+
+    def __init__(self, number: int) -> None:
+        self._numbers = [number]
+
+    def fileno(self) -> int:
+        """Raises OSError if it is closed."""
+        try:
+            return self._numbers[0]
+        except IndexError:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._numbers
+
+    def close(self) -> None:
+        with contextlib.suppress(IndexError):
+            os.close(self._numbers.pop())
+
+    __del__ = close
+
+
+class _Queue:
+    """A queue between processes, read by one of them, with the methods that DataLoader calls. A thread sends.
+
+    A message is 8 bytes with the number of its parts, 8 bytes with the size of each, and the parts: a pickle, and the
+    elements of each tensor, which are copied only into the pipe and out of it. `get` waits no longer than it is told,
+    also where a process died while it sent.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = map(_End, os.pipe())
+        self._writes = multiprocessing.get_context("fork").Lock()
+        self._to_send: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._received = _messages(self._reader)
+        with contextlib.suppress(OSError):  # the pipe then stays as small as it was
+            fcntl.fcntl(self._reader.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
+
+    def put(self, message: tuple[Any, Any] | None) -> None:
+        """Send (the number of a request, the request or its result), or None. A result that cannot be pickled is sent
+        as a CannotGoOn."""
+        try:
+            parts = _pickled(message)
+        except Exception as error:
+            if message is None or torch.utils.data.get_worker_info() is None:
+                raise
+            parts = _pickled((message[0], CannotGoOn(_cannot_send(error))))
+        self._to_send.put(parts)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send, daemon=True)
+            self._thread.start()
+
+    def _send(self) -> None:
+        while (parts := self._to_send.get()) is not None:
+            header = struct.pack(f"={1 + len(parts)}Q", len(parts), *map(len, parts))
+            try:
+                with self._writes:
+                    for rest in [memoryview(header), *parts]:
+                        while rest:
+                            rest = rest[os.write(self._writer.fileno(), rest) :]
+                del parts, rest  # the next batch may be long in coming
+            except OSError as error:
+                # From a worker, the main process would wait for it without end.
+                if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
+                    tell(_cannot_send(error))
+                    leave(FAILED, at_once=True)
+                break
+        self._writer.close()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The next message. Raises queue.Empty where none, or no more of one, has come within `timeout` seconds."""
+        while multiprocessing.connection.wait([self._reader.fileno()], timeout):
+            if message := next(self._received):
+                return message[0]
+        raise queue.Empty
+
+    def close(self) -> None:
+        """Send what is left, then close the pipe."""
+        self._reader.close()
+        self._to_send.put(None)
+        if self._thread is None:
+            self._writer.close()
+
+    def cancel_join_thread(self) -> None:
+        """Nothing: a process that ends never waits for the thread."""
+
+
+def _messages(reader: _End) -> Iterator[tuple[Any, ...]]:
+    """The messages that come from a pipe, in tuples of one; an empty tuple wherever the next read may have to wait."""
+    while True:
+        yield ((yield from _message(reader)),)  # and nothing here refers to it any more
+
+
+def _message(reader: _End) -> Generator[tuple[()], None, Any]:
+    yield from _fill(number := bytearray(8), reader)
+    yield from _fill(sizes := bytearray(8 * struct.unpack("=Q", number)[0]), reader)
+    parts = list[memoryview]()
+    for (size,) in struct.iter_unpack("=Q", sizes):
+        # Aligned in memory as every other tensor is, so that kernels compute the same bits with it.
+        elements: Any = torch.empty(size, dtype=torch.uint8).numpy()
+        parts.append(memoryview(elements))
+        yield from _fill(parts[-1], reader)
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def _fill(buffer: Any, reader: _End) -> Iterator[tuple[()]]:
+    rest = memoryview(buffer)
+    while rest:
+        yield ()
+        if not (count := os.readv(reader.fileno(), [rest])):
+            raise EOFError
+        rest = rest[count:]
+
+
+def _cannot_send(error: BaseException) -> str:
+    return f"a loader process cannot send what it has loaded: {type(error).__name__}: {error}"
+
+
+class _Fork(multiprocessing.context.ForkContext):
+    Process = _ForkedWorker
+
+    def Queue(self, maxsize: int = 0) -> _Queue:  # type: ignore[override]
+        return _Queue()
+
+
+def _pickled(message: Any) -> list[memoryview]:
+    """The bytes of a pickle, and those of each buffer that it leaves out."""
+    content, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(content, protocol=5, buffer_callback=buffers.append).dump(message)
+    return [content.getbuffer(), *(buffer.raw() for buffer in buffers)]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays, whose elements need no copy; PyTorch's own way needs several."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        try:
+            return torch.from_numpy, (value.contiguous().numpy(),)
+        except TypeError:  # NumPy lacks this dtype, such as bfloat16
+            return NotImplemented
+
+
+# A forked worker starts with one thread, so its signal mask holds for all of them, and it shares the lists of files.
+_FORK = _Fork() if sys.platform == "linux" else None
+
+
+_OF_TORCH = "DataLoader worker (pid"  # begins PyTorch's messages about workers that have died
+
+
+def _awaited(wait: Callable[[], Any], results: Any) -> Any:
+    """What the workers of `results` answer. Raises CannotGoOn, in one line, if one has died."""
+    try:
+        return wait()
+    except RuntimeError as error:
+        if _OF_TORCH not in str(error):
+            raise
+        workers = getattr(results, "_workers", [])
+        raise CannotGoOn(_why([worker.exitcode for worker in workers if worker.exitcode is not None])) from None
+
+
+# Not --batch_size: a run that goes on must keep it.
+_NEEDS_LESS = "lower --num_workers and start again, or ask for more memory"
+_MISSING = {
+    errno.ENOSPC: "/dev/shm, the shared memory, is full: make room there, make it larger (docker run --shm-size 1g)",
+    errno.EMFILE: "too many files are open: raise `ulimit -n`, lower --num_workers",
+    errno.EAGAIN: "no more processes may be started: raise `ulimit -u`, lower --num_workers",
+    errno.ENOMEM: "there is too little memory: lower --num_workers",
+}
+
+
+def _why_not_started(error: OSError) -> str:
+    """What an error, with which workers cannot be started, says to a user."""
+    missing = _MISSING.get(error.errno or 0, f"{error}: look whether /dev/shm is there and writable")
+    return f"loader processes cannot be started: {missing}, or load without them, by --num_workers 0"
+
+
+def _why(codes: list[int]) -> str:
+    """What the exit codes of workers that have died say to a user."""
+    if -signal.SIGBUS in codes:
+        return "a loader process has died, because a file that it read was cut off meanwhile, or its disk failed"
+    if -signal.SIGKILL in codes or not codes:
+        return f"a loader process was killed, as a system does that runs out of memory: {_NEEDS_LESS}"
+    faulty = "a library that reads the samples may be faulty; --num_workers 0 shows more"
+    return f"a loader process ended with the exit code {codes[0]}: {faulty}"
+
+
+class _Requests(Dataset):
+    """Loads requests. Returns a ValueError, or a lack of memory, as a value, because DataLoader would put its text
+    inside a traceback."""
+
+    def __init__(self, load: Callable[[Any], Any]) -> None:
+        self._load = load
+
+    def __getitem__(self, request: Any) -> Any:
+        try:
+            return self._load(request)
+        except ValueError as error:
+            return error
+        except MemoryError as error:
+            return CannotGoOn(f"a loader process lacks memory ({error}): {_NEEDS_LESS}")
+
+
+def _unchanged(result: Any) -> Any:
+    return result
+
+
+def _raised(result: Any) -> Any:
+    if isinstance(result, ValueError | CannotGoOn):
+        raise result
+    return result
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Block the signals that are meant for the main process, which receives them afterwards. Workers that are forked
+    inside inherit the mask and so never receive them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_MAIN_PROCESS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _become_worker(worker_id: int) -> None:
+    """DataLoader's worker_init_fn: make the worker end when the main process ends it or is gone."""
+    gc.enable()  # the training loop may have begun, which looks for garbage itself
+    if _FORK is not None:
+        threading.Thread(target=_end_with_the_main_process, daemon=True).start()
+    else:  # torch's own handler ends the worker, and its loop looks for the main process every few seconds
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _end_with_the_main_process() -> None:
+    """End this worker on the main process's SIGTERM, or if the main process is gone. A worker that outlived its rank
+    would keep the rank's sockets open, and the other ranks would wait for it."""
+    main = multiprocessing.parent_process()
+    assert main is not None
+    if sys.platform == "linux":  # for type checkers: workers are forked there alone
+        while os.getppid() == main.pid:
+            received = signal.sigtimedwait({signal.SIGTERM}, 0.5)
+            if received is not None and received.si_pid == main.pid:
+                break
+    leave(0, at_once=True)

@@ -1,0 +1,284 @@
+"""The sets that scripts train on: which fields each takes out of which source, and the feeds of their batches."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tandem.data.decoding.images import CENTER, Crop
+from tandem.data.sources.demo import DemoSource, check_sound, demo_name, open_demo
+from tandem.data.sources.embeddings import IMAGE, KINDS, TEXT, EmbeddingField, Kind, embedding_field, embedding_rows
+from tandem.data.sources.opening import open_source
+from tandem.data.sources.own import OwnData, OwnSource, data_of
+from tandem.data.sources.record import Source, Wanted
+
+from .decoding import sounds, videos
+from .feed import Feed
+from .fields import (
+    CaptionField,
+    CaptionsField,
+    ClipField,
+    Field,
+    ImageField,
+    OneFrameField,
+    Samples,
+    SoundField,
+    TextsField,
+)
+from .tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+Spec = str | OwnData | None
+
+_LARGEST_CLIP_BYTES = 1 << 32
+_NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
+
+
+def open_records(spec: Spec, wanted: Sequence[Wanted], kind: str, seed: int, **numbers: Any) -> Source:
+    """The source that a flag stands for: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
+    (`OwnData`); or what `open_source` makes of a path. No sample is opened.
+
+    Args:
+        wanted: What fields look for; the first one makes a sample.
+        kind: Of the demonstration, see `DemoSource`.
+        numbers: Which tars: see `open_source`.
+
+    Raises ValueError, in one line, if there is no such set or nothing in it.
+    """
+    if isinstance(spec, OwnData):
+        return OwnSource(spec)
+    demo = demo_name(kind)
+    return open_demo(spec or demo, kind, seed) or open_source(str(spec), wanted, demo=demo, **numbers)
+
+
+def _feed(
+    open_set: Callable[..., Samples],
+    args: argparse.Namespace,
+    processes: Backend,
+    flag: str,
+    noun: str,
+    of_training: Mapping[str, Any] = {},
+    **more: Any,
+) -> Feed:
+    """The feed of the samples that `open_set` makes of --dataset or of the value of a flag, with further arguments for
+    these alone, and of --valid_folder."""
+    spec = data_of(args, flag)
+    open_valid = partial(open_set, args.valid_folder) if args.valid_folder else None
+    more = {"source": str(spec), "noun": noun, "open_valid": open_valid, **more}
+    return Feed(partial(open_set, spec, **of_training), args, processes, **more)
+
+
+def open_images(spec: Spec, field: type[ImageField] = ImageField, **how: Any) -> Samples:
+    """A set of images: see `open_records` for `spec` and what is raised, and `ImageField` for the arguments."""
+    fields = [field(**how)]
+    return Samples(open_records(spec, [fields[0].wanted], "shapes", fields[0].seed), fields)
+
+
+def images_of(args: argparse.Namespace, **how: Any) -> Callable[..., Samples]:
+    """What opens sets of images as the flags of a run say; `how`: further arguments of `ImageField`."""
+    return partial(open_images, **_pictures(args, args.image_size), **how)
+
+
+def image_feed(args: argparse.Namespace, processes: Backend, channels: int = 3) -> Feed:
+    """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `Feed` raises."""
+    return _feed(images_of(args, channels=channels), args, processes, "image_folder", "image")
+
+
+def _pictures(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
+    """What flags say of squares of pictures, whether they are images or frames."""
+    crop = Crop(args.crop, args.crop_area, args.seed)
+    return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
+
+
+def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = False, **how: Any) -> Samples:
+    """A set of clips, "videos", in which an image is a video of one frame: see `open_records` for `spec` and what is
+    raised, `ClipField` for `flip`, and `ClipDecoder` for the others."""
+    if (n_bytes := 3 * num_frames * image_size**2) > _LARGEST_CLIP_BYTES:
+        raise ValueError(
+            f"a clip of {num_frames} frames of {image_size} pixels takes {n_bytes / 1e9:.3g} GB: lower one of them"
+        )
+    clips = videos.ClipDecoder(image_size, num_frames, **how)
+    fields = [ClipField(clips, flip)]
+    source = open_records(spec, [fields[0].wanted], "moving", clips.seed)
+    if not isinstance(source, DemoSource | OwnSource):
+        videos.require_decoder()
+    return Samples(source, fields)
+
+
+def videos_of(args: argparse.Namespace) -> Callable[..., Samples]:
+    """What opens sets of clips as the flags of a run say."""
+    names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
+    return partial(open_videos, **_pictures(args, args.image_size), **{name: getattr(args, name) for name in names})
+
+
+def video_feed(args: argparse.Namespace, processes: Backend) -> Feed:
+    """The feed of a script that trains on videos: with `--image_folder`, every `--image_every`-th update is a batch of
+    images, as clips of one frame. Validation is of videos only. Raises what `Feed` raises."""
+    more = dict[str, Any]()
+    if args.image_folder:
+        both = f"{data_of(args, 'video_folder')} and {args.image_folder}"
+        open_second = partial(images_of(args), args.image_folder, OneFrameField)
+        more = {"open_second": open_second, "second_every": args.image_every, "source": both}
+    return _feed(videos_of(args), args, processes, "video_folder", "clip", **more)
+
+
+def open_sounds(
+    spec: Spec, *, sample_rate: int, clip_seconds: float, tokenizer: Tokenizer | None = None, seed: int = 0
+) -> Samples:
+    """A set of sounds, "waveforms", and, with a tokenizer, their texts: see `open_records` for `spec` and what is
+    raised, `SoundField` and `TextsField`. With a tokenizer, a set without any caption is refused."""
+    clip_samples = round(clip_seconds * sample_rate)
+    if not (sample_rate > 0 and clip_samples > 0):
+        raise ValueError(f"there is no sample in a clip of {clip_seconds:g} s at {sample_rate} Hz")
+    fields: list[Field] = [SoundField(sounds.ClipDecoder(sample_rate, clip_samples, seed))]
+    if tokenizer:
+        fields.append(TextsField(tokenizer, seed))
+    source = _sounds_of(spec, fields, seed)
+    if isinstance(source, DemoSource):
+        check_sound(sample_rate, clip_samples)
+    if tokenizer and not isinstance(source, OwnSource) and not has(source, "texts"):
+        raise ValueError(
+            f"no sound of the {len(source)} in {spec!r} has a caption: beside {source.describe(0)!r} there has "
+            "to be a .txt of the same name (a caption per line) or a .json; in a table or manifest, a column caption, "
+            f"captions, text or caption_1{source.skipped and f'; {source.skipped}'}"
+        )
+    return Samples(source, fields)
+
+
+def open_spread(spec: str, clips: sounds.ClipDecoder, most: int) -> Samples:
+    """A set of sounds, each by at most `most` clips, and their captions: see `open_records` for `spec` and what is
+    raised, and `SoundField`."""
+    fields = [SoundField(clips, most), CaptionsField()]
+    return Samples(_sounds_of(spec, fields), fields)
+
+
+def _sounds_of(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Source:
+    source = open_records(spec, [field.wanted for field in fields], "tones", seed)
+    if not isinstance(source, DemoSource):
+        sounds.require_decoders()
+    return source
+
+
+def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> Feed:
+    """The feed of a script that trains on sounds and captions. Raises what `Feed` raises."""
+    hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds, "seed": args.seed}
+    return _feed(partial(open_sounds, **hearing, tokenizer=tokenizer), args, processes, "audio_data", "sound")
+
+
+def open_conditioned(
+    spec: Spec,
+    *,
+    image_size: int,
+    takes: Sequence[Kind] = (),
+    tokenize: Callable[[Sequence[str]], Tensor] | None = None,
+    rows: dict[Kind, str] = {},  # noqa: B006  (nothing changes it)
+    index_width: int = 4,
+    longest_text: int = 256,
+    flip: bool = False,
+    seed: int = 0,
+    crop: Crop = CENTER,
+    **numbers: Any,
+) -> Samples:
+    """A set of "images" with "captions" and what a model is conditioned on: see `open_records` for `spec` and
+    `numbers`. Images whose shorter side has fewer than `image_size` pixels are `Incomplete`: a model that draws would
+    learn their blur. So nothing smaller is cut out of an image either.
+
+    Args:
+        takes: Which kinds of embeddings the model takes.
+        tokenize: Gives the tokens of captions, if embeddings are computed from these and the images; stored embeddings
+            are then not read.
+        rows: Files of rows of embeddings, see `embedding_rows`.
+        longest_text: The most tokens that the model takes.
+        flip: Half of the augmented images are mirrored, which captions and stored embeddings do not allow.
+
+    Raises ValueError, in one line, if there is no such set, it lacks what the model takes, or flags contradict it.
+    """
+    crop = dataclasses.replace(crop, least=image_size)
+    fields: list[Field] = [
+        ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop),
+        CaptionField(tokenize),
+    ]
+    stored = [] if tokenize else [kind for kind in takes if kind not in rows]
+    wanted = [*(field.wanted for field in fields), *(kind.wanted for kind in stored)]
+    source = open_records(spec, wanted, "scenes", seed, **numbers)
+    selects = numbers.get("start_shard") or numbers.get("end_shard") is not None
+    if selects and isinstance(source, DemoSource | OwnSource):
+        raise ValueError(f"{spec} has no shards: leave out the flags that select or describe them")
+    for kind in [] if tokenize else takes:
+        found = (
+            embedding_rows(source, kind, rows[kind], index_width=index_width)
+            if kind in rows
+            else embedding_field(source, kind, longest_text)
+        )
+        if found is None:
+            raise ValueError(
+                f"the model takes {kind.wanted.noun}s, and {spec!r} has none: put KEY{kind.wanted.endings[0]} beside "
+                f"each image, give {kind.flag}, compute them with --clip, or train without by --condition_on none"
+            )
+        if kind == TEXT and found.shape[0] > longest_text:
+            raise ValueError(
+                f"texts of {found.shape[0]} tokens are longer than --max_text_len {longest_text}: raise it"
+            )
+        fields.append(found)
+    is_own = isinstance(source, OwnSource)
+    if flip and ((takes and not tokenize) or (not is_own and has(source, "texts"))):
+        raise ValueError(_NO_FLIP)
+    return Samples(source, fields)
+
+
+def decoder_feed(
+    args: argparse.Namespace,
+    processes: Backend,
+    *,
+    image_size: int,
+    takes_image: bool = True,
+    takes_text: bool = False,
+    **how: Any,
+) -> Feed:
+    """The feed of a script that trains on conditioned images; `widths_of` says how wide its conditions are. `how`:
+    "longest_text" and "tokenize", see `open_conditioned`. Raises what `Feed` raises."""
+    takes = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
+    rows = {kind: spec for kind, spec in ((IMAGE, args.image_embeddings), (TEXT, args.text_embeddings)) if spec}
+    names = ("index_width", "start_shard", "end_shard", "shard_width")
+    of_training = {"rows": rows, **{name: getattr(args, name) for name in names}}
+    open_set = partial(open_conditioned, **_pictures(args, image_size), takes=takes, **how)
+    feed = _feed(open_set, args, processes, "image_folder", "image", of_training)
+    with processes.agreement():
+        if feed.valid_samples is not None:
+            _check_widths(feed.valid_samples, feed.first, args.valid_folder)
+    return feed
+
+
+def widths_of(samples: Samples) -> dict[str, Any]:
+    """The shape of what a sample holds of each kind: "image_embed", d; "text_encodings", (L, d); None where a set has
+    none or they are not used."""
+    shapes = _shapes_of(samples)
+    return {"image_embed": shapes.get(IMAGE, (None,))[0], "text_encodings": shapes.get(TEXT)}
+
+
+def _shapes_of(samples: Samples) -> dict[Kind, tuple[Any, ...]]:
+    return {field.kind: field.shape for field in samples.fields if isinstance(field, EmbeddingField)}
+
+
+def has(source: Source, name: str) -> bool:
+    """Whether any record holds something of this name."""
+    return bool(source.examples(name))
+
+
+def _check_widths(valid: Samples, trained: Samples, folder: str) -> None:
+    """Raise ValueError if the embeddings to validate are no such as the model is trained on; texts may be shorter or
+    longer."""
+    for kind in KINDS:
+        width, expected = (_shapes_of(samples).get(kind, (None,))[-1] for samples in (valid, trained))
+        if width != expected:
+            raise ValueError(
+                f"{kind.wanted.noun}s of --valid_folder {folder} have {width} numbers, those to train on {expected}: "
+                "compute them with the same model"
+            )

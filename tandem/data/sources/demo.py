@@ -1,0 +1,525 @@
+"""The demonstrations, sets that are drawn and need no file: captioned pictures of shapes, clips of moving shapes, and
+captioned sounds.
+
+A sample depends only on (seed, index) and is the same on every machine. Pictures are drawn in units of their side, and
+clips in frames besides: one index shows the same scene at every image_size, and a longer clip begins with the frames of
+a shorter one.
+
+Of pictures of one shape ("scenes"), one in ten combinations of shape, colour and place is held out: no picture has it,
+though every pair out of the three occurs. Pictures that a model draws of these captions show whether it combines what
+it has only seen apart. What a caption says is there as numbers, too, embeddings that nobody has to learn.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.data.hashing import Draws, derive_key
+from tandem.hashing import GOLDEN_GAMMA, mix64
+
+from .record import Record
+
+Array = npt.NDArray[np.floating]
+Key = tuple[int | str, ...]  # of `Draws`
+T = TypeVar("T")
+
+PREFIX = "demo:"
+DEFAULT_SIZE, LARGEST_SIZE = 4096, 1 << 22
+_LONGEST_QUOTE = 60
+
+
+class DemoSource:
+    """`n` samples of a demonstration, numbered. See `Source`. A record holds, by its kind,
+
+    - "shapes": of one to three shapes, image(image_size, channels) -> uint8 (channels, image_size, image_size), with 3
+      or 4 channels; and "texts", {"captions": [...]}, which are true of a picture that is not mirrored;
+    - "scenes": of one shape, the same; and image_embed() -> float32 (30,), text_encodings() -> float32 (9, 32);
+    - "moving": clip(image_size, num_frames, frames_per_step) -> uint8 (3, num_frames, image_size, image_size), where
+      frames_per_step, in frames of the scene (`FRAMES_PER_SECOND`), passes between two frames of the clip;
+    - "tones": sound(sample_rate, clip_samples) -> float32 (clip_samples,) in [-1, 1]; and "texts" of four captions and
+      the "label", the waveform. The first caption has the same words for all tones of equal attributes, the others use
+      random synonyms. Augmentation changes what no caption mentions: loudness, phases and noise.
+    """
+
+    fingerprint = skipped = ""
+    shards: Sequence[range] | None = None
+
+    def __init__(self, kind: str, n: int, seed: int = 0) -> None:
+        self.kind, self.n, self.seed = kind, n, seed
+
+    def __len__(self) -> int:
+        return self.n
+
+    def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
+        if not 0 <= index < self.n:
+            raise IndexError(index)
+        return _KINDS[self.kind].draw(self.seed, index, epoch if augment else "plain")
+
+    def describe(self, index: int) -> str:
+        return f"{demo_name(self.kind)}[{index}]"
+
+    name = describe
+
+    def examples(self, name: str) -> Sequence[int]:
+        return [0] if name in self.record(0) else []
+
+
+def demo_name(kind: str) -> str:
+    """The name of the demonstration with samples of a kind, such as "demo:shapes" of scenes."""
+    return f"{PREFIX}{_KINDS[kind].name}"
+
+
+def open_demo(spec: str, kind: str, seed: int = 0) -> DemoSource | None:
+    """The samples of `demo:<name>` or `demo:<name>:<number>`; None if `spec` names no demonstration. `kind`: see
+    `DemoSource`.
+
+    Raises ValueError, in one line, if `spec` names another demonstration, or its number is not a positive integer.
+    """
+    if not spec.startswith(PREFIX):
+        return None
+    name = demo_name(kind)
+    said, _, number = spec.removeprefix(PREFIX).partition(":")
+    if PREFIX + said != name:
+        raise ValueError(f"there is no demonstration set {spec!r}: the only one is {name}")
+    n = int(number or DEFAULT_SIZE) if re.fullmatch("[0-9]{,7}", number) else 0
+    if not 0 < n <= LARGEST_SIZE:
+        raise ValueError(
+            f"{spec[:_LONGEST_QUOTE]!r} asks for {number[:_LONGEST_QUOTE]!r} {_KINDS[kind].noun}, which is no number "
+            f"from 1 to {LARGEST_SIZE}: write e.g. {name}:{DEFAULT_SIZE}"
+        )
+    return DemoSource(kind, n, seed)
+
+
+def _one_of(choices: Iterable[T], draws: Draws) -> T:
+    listed = list(choices)
+    return listed[draws.below(len(listed))]
+
+
+# Shapes: what they are, and how they are painted.
+
+COLOURS = {
+    "red": (214, 40, 44), "orange": (242, 135, 30), "yellow": (250, 222, 60), "green": (40, 175, 70),
+    "cyan": (70, 210, 220), "blue": (40, 84, 210), "purple": (128, 58, 180), "pink": (236, 88, 160),
+}  # fmt: skip
+SIZES = {"small": 0.13, "": 0.17, "large": 0.215}  # radius; captions do not mention the middle size
+PLACES = {
+    "top left": (0.25, 0.25), "at the top": (0.5, 0.25), "top right": (0.75, 0.25),
+    "on the left": (0.25, 0.5), "in the centre": (0.5, 0.5), "on the right": (0.75, 0.5),
+    "bottom left": (0.25, 0.75), "at the bottom": (0.5, 0.75), "bottom right": (0.75, 0.75),
+}  # fmt: skip
+BACKGROUNDS = ("light", "dark")
+
+
+def _star(x: Array, y: Array) -> Array:
+    """A star (see SHAPES) with five points at radius 1 and notches between them at radius 0.45."""
+    fifth = 2 * math.pi / 5
+    angle = np.abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)  # by symmetry, all ten half points map to one
+    along, across = np.hypot(x, y) * np.cos(angle), np.hypot(x, y) * np.sin(angle)
+    notch_along, notch_across = 0.45 * math.cos(fifth / 2), 0.45 * math.sin(fifth / 2)
+    edge = math.hypot(1 - notch_along, notch_across)
+    return ((along - 1) * notch_across + across * (1 - notch_along)) / edge
+
+
+# (x, y) from the centre, y downwards -> distance to the outline, positive outside, negative inside; all in radii
+SHAPES: dict[str, Callable[[Array, Array], Array]] = {
+    "circle": lambda x, y: np.hypot(x, y) - 1,
+    "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.72) - 0.28,
+    "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) - 0.82,
+    "diamond": lambda x, y: (1.4 * np.abs(x) + np.abs(y) - 1) / math.hypot(1.4, 1),
+    "triangle": lambda x, y: np.maximum(y - 0.75, (2 * np.abs(x) - y - 1) / math.hypot(2, 1)),
+    "star": _star,
+    "cross": lambda x, y: np.minimum(
+        np.maximum(np.abs(x) - 0.95, np.abs(y) - 0.32), np.maximum(np.abs(y) - 0.95, np.abs(x) - 0.32)
+    ),
+    "crescent": lambda x, y: np.maximum(np.hypot(x, y) - 1, 0.85 - np.hypot(x - 0.55, y)),
+}
+
+
+class Item(NamedTuple):
+    """A shape in a picture. x, y, radius in [0, 1] of the picture's side (x to the right, y down); angle in radians."""
+
+    shape: str
+    colour: str
+    size: str
+    place: str
+    x: float
+    y: float
+    radius: float
+    angle: float
+
+    def __str__(self) -> str:
+        words = " ".join(word for word in (self.size, self.colour, self.shape) if word)
+        return f"{'an' if words[0] in 'aeiou' else 'a'} {words} {self.place}"
+
+
+def paint(picture: Array, item: Item) -> None:
+    """Lay one shape over picture (3, size, size), in place; its edge is one pixel wide."""
+    size = picture.shape[-1]
+    reach = 1.05 * item.radius + 1 / size
+    columns, rows = (slice(max(0, int((c - reach) * size)), int((c + reach) * size) + 1) for c in (item.x, item.y))
+    grid = _middles(size)
+    x, y = (grid[None, columns] - item.x) / item.radius, (grid[rows, None] - item.y) / item.radius
+    cos, sin = math.cos(item.angle), math.sin(item.angle)
+    distance = SHAPES[item.shape](cos * x + sin * y, cos * y - sin * x)
+    cover = np.clip(0.5 - distance * (item.radius * size), 0, 1)  # which part of each pixel the shape covers
+    region = picture[:, rows, columns]
+    region += cover * (np.array(COLOURS[item.colour], np.float32)[:, None, None] - region)
+
+
+def _middles(size: int) -> Array:
+    """Where the middles of the pixels of a row are, in sides."""
+    return (np.arange(size, dtype=np.float32) + 0.5) / size
+
+
+def _dull_colour(draws: Draws) -> Array:
+    """float32 (3, 1, 1) in [0, 255]. With waves of up to 20 besides, as pictures and clips have, it stays 50 or more
+    away from every one of COLOURS in at least one channel. What `draws` determine first is whether it is dark."""
+    level = draws.uniform(50, 75) if _one_of(BACKGROUNDS, draws) == "dark" else draws.uniform(185, 205)
+    return np.array([level + draws.uniform(-12, 12) for _ in range(3)], np.float32)[:, None, None]
+
+
+# Pictures.
+
+
+def _far_apart(places: tuple[str, ...]) -> bool:
+    """Whether any two places are half a picture apart, across or down, so that not even large shapes touch."""
+    pairs = itertools.combinations((PLACES[place] for place in places), 2)
+    return all(max(abs(ax - bx), abs(ay - by)) >= 0.5 for (ax, ay), (bx, by) in pairs)
+
+
+_ARRANGEMENTS = [[c for c in itertools.combinations(PLACES, n) if _far_apart(c)] for n in (1, 2, 3)]
+TRIPLES = list(itertools.product(SHAPES, COLOURS, PLACES))
+
+
+def is_held_out(shape: str, colour: str, place: str) -> bool:
+    """True for 58 of the 576 triples, of which no two have two attributes in common."""
+    return (list(SHAPES).index(shape) + 3 * list(COLOURS).index(colour) + 7 * list(PLACES).index(place)) % 10 == 0
+
+
+_SEEN = [triple for triple in TRIPLES if not is_held_out(*triple)]
+
+
+def _shapes(seed: int, index: int, _: int | str) -> Record:
+    draws = Draws("shapes", seed, index)
+    items = [
+        _placed(_one_of(SHAPES, draws), _one_of(COLOURS, draws), _one_of(SIZES, draws), place, draws)
+        for place in _one_of(_one_of(_ARRANGEMENTS, draws), draws)
+    ]
+    *others, last = map(str, items)
+    caption = f"{', '.join(others)} and {last}" if others else last
+    return {"image": partial(_picture, items, ("background", seed, index)), "texts": {"captions": [caption]}}
+
+
+def _scene(seed: int, index: int, _: int | str) -> Record:
+    draws, key = Draws("scene", "seen", seed, index), ("scene background", "seen", seed, index)
+    shape, colour, place = _one_of(_SEEN, draws)
+    item, background = _placed(shape, colour, _one_of(SIZES, draws), place, draws), _one_of(BACKGROUNDS, Draws(*key))
+    caption = f"{item}, on {background}"
+    return {
+        "image": partial(_picture, [item], key), "texts": {"captions": [caption]},
+        "image_embed": partial(_attributes, item, background), "text_encodings": partial(_encoded, caption),
+    }  # fmt: skip
+
+
+def _placed(shape: str, colour: str, size: str, place: str, draws: Draws) -> Item:
+    """A shape near the middle of its place, about as large as its size says, turned a little."""
+    x, y = (centre + draws.uniform(-0.02, 0.02) for centre in PLACES[place])
+    return Item(shape, colour, size, place, x, y, SIZES[size] * draws.uniform(0.96, 1.04), draws.uniform(-0.15, 0.15))
+
+
+def _picture(items: list[Item], key: Key, image_size: int, channels: int = 3) -> Tensor:
+    """Shapes on a dull colour with a slope and two long waves of brightness, which `key` determines."""
+    draws, grid = Draws(*key), _middles(image_size)
+    colour, x, y = _dull_colour(draws), grid[None, :], grid[:, None]
+    brightness = draws.uniform(-16, 16) * (x - 0.5) + draws.uniform(-16, 16) * (y - 0.5)
+    for _ in range(2):
+        direction, waves, phase = draws.uniform(0, math.pi), draws.uniform(1, 3), draws.uniform(0, 2 * math.pi)
+        k = 2 * math.pi * waves
+        brightness = brightness + 7 * np.sin(k * math.cos(direction) * x + k * math.sin(direction) * y + phase)
+    picture = colour + brightness
+    for item in items:
+        paint(picture, item)
+    image = torch.from_numpy(np.rint(picture).astype(np.uint8))
+    return torch.cat([image, torch.full_like(image[:1], 255)]) if channels == 4 else image
+
+
+# What the caption of a scene says, as numbers.
+
+_TABLES = [list(table) for table in (PLACES, SHAPES, COLOURS, SIZES, ("dark", "light"))]
+TOKENS, TOKEN_DIM = 9, 32  # of an encoded caption: "a small red circle on the left, on dark" has 9 words
+WIDTH = sum(map(len, _TABLES))  # 30
+
+
+def _attributes(item: Item, background: str) -> Tensor:
+    """A shape and its background -> float32 (30,) of zeros and five ones: which of the 9 places, 8 shapes, 8 colours
+    and 3 sizes the shape has, and which of the 2 backgrounds the picture.
+
+    What a shape looks like has the same numbers wherever it is, so that it need not be learned at each place anew.
+    """
+    has = (item.place, item.shape, item.colour, item.size, background)
+    return torch.cat([torch.eye(len(table))[table.index(name)] for table, name in zip(_TABLES, has, strict=True)])
+
+
+def _encoded(caption: str) -> Tensor:
+    """A caption as a text encoder might give it, without one: float32 (9, 32), for each word a fixed random vector plus
+    one of its place in the sentence, with variance 1; zeros after the end."""
+    rows = [
+        [(a + b) / 2**0.5 for a, b in zip(_vector("word", word), _vector("position", place), strict=True)]
+        for place, word in enumerate(caption.replace(",", "").split())
+    ]
+    return torch.tensor(rows + [[0.0] * TOKEN_DIM] * (TOKENS - len(rows)))
+
+
+@functools.lru_cache(maxsize=256)
+def _vector(*key: int | str) -> list[float]:
+    """Uniform numbers with mean 0 and variance 1."""
+    draws = Draws("caption", *key)
+    return [draws.uniform(-(3**0.5), 3**0.5) for _ in range(TOKEN_DIM)]
+
+
+def condition_of(text: str) -> dict[str, Tensor]:
+    """A sentence as the captions of scenes are, "a small red circle on the left, on dark" -> its "image_embed" (30,)
+    and "text_encodings" (9, 32). Without a background it is light. Raises ValueError, in one line, if it is none."""
+    words = text.lower().strip().rstrip(".").removeprefix("an ").removeprefix("a ")
+    words, _, background = words.partition(", on ")
+    background = background or "light"
+    for names in itertools.product(SHAPES, COLOURS, SIZES, PLACES):
+        item = Item(*names, x=0.5, y=0.5, radius=0.0, angle=0.0)
+        if str(item).split(" ", 1)[1] == words and background in BACKGROUNDS:
+            caption = f"{item}, on {background}"
+            return {"image_embed": _attributes(item, background), "text_encodings": _encoded(caption)}
+    raise ValueError(
+        f"{text!r} is no caption of demo:shapes: write 'a', perhaps small or large, then one of {', '.join(COLOURS)}, "
+        f"one of {', '.join(SHAPES)}, and one of {', '.join(PLACES)}; then perhaps ', on dark'"
+    )
+
+
+# Clips: one or two shapes that glide over a soft background and bounce off its edges.
+
+FRAMES_PER_SECOND = 24  # nominal, for those who ask for other frames per second
+_MARGIN = 0.22  # no shape's centre comes closer to an edge, in sides
+
+
+class _Mover(NamedTuple):
+    """A shape as it is in frame 0, with its speeds: sides per frame (x to the right, y down), radians per frame."""
+
+    item: Item
+    speed_x: float
+    speed_y: float
+    spin: float
+
+    def at(self, time: float) -> Item:
+        """The shape at a time, in frames."""
+        return self.item._replace(
+            x=_bounced(self.item.x + self.speed_x * time),
+            y=_bounced(self.item.y + self.speed_y * time),
+            angle=self.item.angle + self.spin * time,
+        )
+
+
+def _bounced(place: float) -> float:
+    """A place on an endless line -> the place between the margins of one that bounces off them."""
+    width = 1 - 2 * _MARGIN
+    return _MARGIN + width - abs((place - _MARGIN) % (2 * width) - width)
+
+
+def _moving(seed: int, index: int, _: int | str) -> Record:
+    draws = Draws("moving", seed, index)
+    movers = [_mover(draws) for _ in range(1 + draws.below(2))]
+    return {"clip": partial(_clip, movers, ("moving background", seed, index))}
+
+
+def _mover(draws: Draws) -> _Mover:
+    shape, colour = _one_of(SHAPES, draws), _one_of(COLOURS, draws)
+    x, y = (draws.uniform(_MARGIN, 1 - _MARGIN) for _ in range(2))
+    direction, speed = draws.uniform(0, 2 * math.pi), draws.uniform(0.04, 0.07)
+    item = Item(shape, colour, "", "", x, y, draws.uniform(0.2, 0.3), draws.uniform(0, 2 * math.pi))
+    return _Mover(item, speed * math.cos(direction), speed * math.sin(direction), draws.uniform(-0.06, 0.06))
+
+
+def _clip(movers: list[_Mover], key: Key, image_size: int, num_frames: int, frames_per_step: float = 1.0) -> Tensor:
+    """Shapes, the hindmost first, on a dull colour with long waves of brightness that drift, which `key` determines."""
+    draws, grid = Draws(*key), _middles(image_size)
+    colour, waves = _dull_colour(draws), []
+    for _ in range(2):
+        direction, number, phase = draws.uniform(0, math.pi), draws.uniform(0.5, 1.5), draws.uniform(0, 2 * math.pi)
+        k, drift = 2 * math.pi * number, draws.uniform(-0.1, 0.1)
+        along = (k * math.cos(direction) * grid)[None, :] + (k * math.sin(direction) * grid)[:, None]
+        waves.append((along, phase, drift))
+    clip = np.empty((3, num_frames, image_size, image_size), np.uint8)
+    for frame in range(num_frames):  # one by one, so that no frame's bits depend on the number of frames
+        time = frame * frames_per_step
+        brightness = np.zeros((image_size, image_size), np.float32)
+        for along, phase, drift in waves:
+            brightness += 10 * np.sin(along + np.float32(phase + drift * time))
+        picture = colour + brightness
+        for mover in movers:
+            paint(picture, mover.at(time))
+        clip[:, frame] = np.rint(picture)
+    return torch.from_numpy(clip)
+
+
+# Sounds: a tone of some waveform and pitch, in pulses, that fades or swells; computed with integer phases.
+# Every value with the words for it, the plain ones first; no words are used for two values.
+
+WAVEFORMS = {
+    "sine": ("sine wave", "sine tone", "pure tone"),
+    "triangle": ("triangle wave", "triangle tone", "triangular wave"),
+    "square": ("square wave", "square tone", "rectangular wave"),
+    "sawtooth": ("sawtooth wave", "sawtooth tone", "saw wave"),
+    "noise": ("noise", "band of noise", "hissing noise"),
+}
+PITCHES = {
+    "low": ("low", "deep", "low-pitched"),
+    "middle": ("middle", "medium-pitched", "mid-range"),
+    "high": ("high", "high-pitched", "shrill"),
+}
+TEMPOS = {
+    "slow": ("slow", "leisurely", "lazy"),
+    "medium": ("moderate", "medium-paced", "middling"),
+    "fast": ("fast", "rapid", "quick"),
+}
+ENVELOPES = {
+    "steady": ("at a steady volume", "equally loud throughout", "at a constant level"),
+    "fading": ("fading away", "growing softer", "getting quieter"),
+    "swelling": ("swelling", "growing louder", "getting louder"),
+}
+_WORDS = {"waveform": WAVEFORMS, "pitch": PITCHES, "tempo": TEMPOS, "envelope": ENVELOPES}
+TEMPLATES = (
+    "a {pitch} {waveform} in {tempo} pulses, {envelope}",
+    "{tempo} pulses of a {pitch} {waveform}, {envelope}",
+    "{envelope}: a {pitch} {waveform} that pulses at a {tempo} rate",
+    "the sound of a {pitch} {waveform}, {envelope}, with {tempo} pulses",
+)
+HERTZ = {"low": (130.0, 185.0), "middle": (340.0, 480.0), "high": (900.0, 1250.0)}
+PULSES_PER_SECOND = {"slow": (1.8, 2.4), "medium": (4.0, 5.3), "fast": (9.0, 12.0)}
+LOUDEST_OVER_SOFTEST = 10.0  # ratio of loudness between the ends of a clip that fades or swells
+
+_LOWEST_SAMPLE_RATE, _SHORTEST_CLIP_SECONDS = 8000, 0.5  # below, two waveforms or two tempos would sound alike
+_RMS = 0.25  # root mean square of a pulse at its loudest, for every waveform
+_ENTRIES_BITS = 12  # a table of one period has 2^12 entries
+_ENTRIES = 1 << _ENTRIES_BITS
+_MOST_HARMONICS = 40
+_DUTY, _RAMP = 0.6, 0.08  # shares of a pulse's period: of the sound, and of its rise and of its fall
+
+
+def _tones(seed: int, index: int, epoch: int | str) -> Record:
+    draws = Draws("tones", seed, index)
+    has = {name: _one_of(table, draws) for name, table in _WORDS.items()}
+    low, high = HERTZ[has["pitch"]]
+    hertz, pulses_per_second = low * (high / low) ** draws.uniform(), draws.uniform(*PULSES_PER_SECOND[has["tempo"]])
+    draws, words = Draws("tone words", seed, index), {name: table[has[name]] for name, table in _WORDS.items()}
+    captions = [TEMPLATES[0].format(**{name: plain for name, (plain, *_) in words.items()})]
+    captions += [one.format(**{name: _one_of(some, draws) for name, some in words.items()}) for one in TEMPLATES[1:]]
+    key = ("tone", seed, epoch, index)
+    return {
+        "sound": partial(_sound, has["waveform"], has["envelope"], hertz, pulses_per_second, key),
+        "texts": {"captions": captions, "label": words["waveform"][0]},
+    }
+
+
+def check_sound(sample_rate: int, clip_samples: int) -> None:
+    """Raise ValueError, in one line, if two tones would sound alike in such a clip."""
+    if sample_rate < _LOWEST_SAMPLE_RATE or clip_samples < _SHORTEST_CLIP_SECONDS * sample_rate:
+        raise ValueError(
+            f"demo:tones needs a sample rate of {_LOWEST_SAMPLE_RATE} Hz and clips of {_SHORTEST_CLIP_SECONDS} s "
+            f"at least, not {sample_rate} Hz and {clip_samples / sample_rate:g} s"
+        )
+
+
+def _sound(
+    waveform: str, envelope: str, hertz: float, pulses_per_second: float, key: Key, sample_rate: int, clip_samples: int
+) -> Tensor:
+    draws = Draws(*key)
+    beat = _periods(clip_samples, pulses_per_second / sample_rate, draws.uniform())
+    phase = _periods(clip_samples, hertz / sample_rate, draws.uniform())
+    if waveform == "noise":
+        samples = _noise(phase, hertz / 3 / sample_rate, draws.bits())
+    else:
+        samples = _period(waveform, min(_MOST_HARMONICS, int(0.48 * sample_rate / hertz)))[phase]
+    samples = samples * _pulse()[beat] * _ramp(envelope, clip_samples) * np.float32(draws.uniform(0.5, 1.0))
+    return torch.from_numpy(samples)
+
+
+def _noise(phase: npt.NDArray[np.int64], rate: float, key: int) -> Array:
+    """Noise whose spectrum is a band around the frequency of a wave with these phases: two waves, a quarter of a period
+    apart, each times noise of low frequencies, of `rate` values per sample."""
+    at = np.arange(len(phase)) * rate
+    n = int(at[-1]) + 2
+    total = np.zeros(len(phase), np.float32)
+    for half in range(2):
+        slow = np.interp(at, np.arange(n), _white(n, key + half)).astype(np.float32)
+        total += slow * _period("sine", 1)[(phase + half * _ENTRIES // 4) % _ENTRIES]
+    # Scale to `_RMS`: uniform numbers in [-1, 1) have the mean square 1/3, linear interpolation between them has
+    # 2/9, and so the sum of the two products has 4/9 of `_RMS` squared.
+    return total * np.float32(1.5)
+
+
+def _white(n: int, key: int) -> Array:
+    """n uniform numbers in [-1, 1), from the same sequence as `Draws`, computed at once."""
+    states = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA) + np.uint64(derive_key("white", key))
+    return (mix64(states) >> 11).astype(np.float64) * 2.0**-52 - 1.0
+
+
+def _periods(n: int, per_sample: float, start: float) -> npt.NDArray[np.int64]:
+    """Samples 0 to n - 1 of a wave -> where in its period each is, in 0 .. 2^12 - 1; in 32-bit fixed point."""
+    step, first = round(per_sample * 2**32), int(start * 2**32)
+    return ((first + step * np.arange(n, dtype=np.int64)) & (2**32 - 1)) >> (32 - _ENTRIES_BITS)
+
+
+@functools.lru_cache(maxsize=256)
+def _period(waveform: str, n_harmonics: int) -> Array:
+    """One period of a waveform without the harmonics that a sample rate cannot hold, of root mean square `_RMS`."""
+    turn = 2 * math.pi * np.arange(_ENTRIES) / _ENTRIES
+    order = range(1, n_harmonics + 1)
+    silence = np.zeros_like(turn)
+    if waveform == "sine":
+        wave = np.sin(turn)
+    elif waveform == "triangle":
+        wave = sum(((-1) ** (k // 2) / k**2 * np.sin(k * turn) for k in order if k % 2), silence)
+    else:
+        wave = sum((np.sin(k * turn) / k for k in order if k % 2 or waveform == "sawtooth"), silence)
+    return (wave * (_RMS / np.sqrt(np.mean(wave**2)))).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=1)
+def _pulse() -> Array:
+    """Loudness over one period of the pulses, in [0, 1]."""
+    at = np.arange(_ENTRIES) / _ENTRIES
+    rise = np.clip(np.minimum(at, _DUTY - at) / _RAMP, 0, 1)
+    return (rise * rise * (3 - 2 * rise)).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=8)
+def _ramp(envelope: str, n: int) -> Array:
+    """Loudness over the clip, in [0.1, 1], linear in decibels."""
+    if envelope == "steady":
+        return np.ones(n, np.float32)
+    fading = np.geomspace(1.0, 1.0 / LOUDEST_OVER_SOFTEST, n).astype(np.float32)
+    return fading if envelope == "fading" else fading[::-1]
+
+
+class _Kind(NamedTuple):
+    """The name of the demonstration that has samples of a kind, what messages call them, and what draws one: (seed,
+    index, epoch or "plain")."""
+
+    name: str
+    noun: str
+    draw: Callable[[int, int, int | str], Record]
+
+
+_KINDS = {
+    "shapes": _Kind("shapes", "images", _shapes), "scenes": _Kind("shapes", "images", _scene),
+    "moving": _Kind("moving", "clips", _moving), "tones": _Kind("tones", "sounds", _tones),
+}  # fmt: skip

@@ -1,0 +1,202 @@
+"""Embeddings that were computed beforehand, of images and of their captions, as fields."""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tandem.data.bad_samples import Incomplete, NotASample, Raised, reason_of
+from tandem.data.decoding.arrays import Array, StoredArray, find_array
+from tandem.data.fields import Field
+
+from . import own
+from .files import shown
+from .opening import expanded
+from .own import ITEM
+from .record import Entry, Record, Source, Wanted
+from .tar import TarSource, number_of, stem_of
+
+
+class Kind(NamedTuple):
+    """A kind of embedding. `wanted.name` is the batch's entry; `dimensions` those of the array of one image."""
+
+    wanted: Wanted
+    dimensions: int
+    flag: str
+
+    @property
+    def form(self) -> str:
+        return {1: "(d,)", 2: "(tokens, d)"}[self.dimensions]
+
+
+IMAGE = Kind(
+    Wanted("image_embed", "image embedding", (".img_emb.npy", ".npy"), ("image_embed",)), 1, "--image_embeddings"
+)
+TEXT = Kind(
+    Wanted("text_encodings", "text encoding", (".text_emb.npy", ".text.npy"), ("text_encodings",)),
+    2,
+    "--text_embeddings",
+)
+KINDS = (IMAGE, TEXT)
+
+
+@dataclass(frozen=True)
+class EmbeddingField(Field):
+    """ "image_embed" or "text_encodings", which were computed beforehand: float32 of `shape`, which is that of one
+    image: (d,), or (L, d) where no caption has more than L tokens; encodings of fewer tokens end with rows of 0. An
+    image that has none, or zeros only, is `Incomplete`. `rows`: index -> array, if they do not stand in records."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    rows: Callable[[int], Array] | None = None
+    fingerprint: str = field(default="", kw_only=True)
+
+    @property
+    def wanted(self) -> Wanted:
+        return self.kind.wanted
+
+    def of_item(self, item: Any) -> Array | None:
+        return own.array_of(item, self.wanted.name, self.kind.dimensions)
+
+    def numbers(self, record: Record) -> Array | None:
+        """The array that a record holds, None if it holds none; (1, d) becomes (d,), because some programs write a
+        batch of one."""
+        found = self.found(record)
+        if isinstance(found, Entry):
+            array = find_array(found).read()
+            shape = array.shape[-self.kind.dimensions :]
+            return array.reshape(shape) if array.size == math.prod(shape) else array
+        return np.asarray(found()) if callable(found) else found
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        noun, is_own = self.wanted.noun, ITEM in record
+        array = self.rows(index) if self.rows else self.numbers(record)
+        if array is None:
+            raise Incomplete(f"it has no {noun}")
+        if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
+            if is_own:
+                most = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
+                raise own.refused(array, f"a {noun} of {most.format(self.shape)}")
+            raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
+        if not np.isfinite(array).all():
+            raise ValueError(f"its {noun}: not all numbers are finite")
+        if not array.any() and not is_own:
+            raise Incomplete(f"its {noun}: zeros only, which stand for none")
+        whole = np.zeros(self.shape, np.float32)
+        whole[: len(array)] = array
+        return {self.wanted.name: torch.from_numpy(whole)}
+
+
+def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingField | None:
+    """The embeddings that the records of a source hold, None if it has none. Raises ValueError, in one line, if none of
+    its examples, one of which gives the shape, can be read."""
+    # Texts are as long as the longest one; of images, the first one that can be read tells.
+    examples = source.examples(kind.wanted.name)
+    if not examples:
+        return None
+    shapeless, failures = EmbeddingField(kind, ()), list[Raised]()
+    for example in examples if kind == TEXT else sorted(examples):
+        try:
+            record = source.record(example)
+            array = shapeless.numbers(record)
+            if array is None and ITEM in record:
+                raise own.without_array(record[ITEM], kind.wanted.name, kind.dimensions)
+            if array is None:
+                raise ValueError("it is empty")
+            _check_dimensions(kind, array.shape)
+        except NotASample as error:
+            raise NotASample(f"--dataset: {source.describe(example)} {error}") from None
+        except (OSError, ValueError) as error:
+            said = f"cannot read the {kind.wanted.noun} of {source.describe(example)!r}: {reason_of(error)}"
+            failures.append(Raised(said, getattr(error, "traceback", "")))
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                break  # such as a server that does not answer
+            continue
+        # Of files, the longest is known; of rows and items, what the model takes.
+        found = record.get(kind.wanted.name)
+        is_longest = kind == IMAGE or isinstance(found, Entry) or callable(found)
+        shape = array.shape if is_longest else (longest_text, *array.shape[1:])
+        return EmbeddingField(kind, shape, fingerprint=str(array.shape))
+    raise failures[0]
+
+
+def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -> EmbeddingField:
+    """Embeddings in one file of rows for each tar, such as img_emb_0012.npy, (n, d), for 00012.tar: the last
+    `index_width` digits of an image's key are the number of its row.
+
+    Args:
+        spec: The files: a folder, a pattern (`emb/*.npy`), a range (`emb/i_{0000..0099}.npy`), or a name with `{}`.
+
+    Raises ValueError, in one line, if a tar has no such file, or they do not fit to one another.
+    """
+    if not isinstance(source, TarSource):
+        ending = kind.wanted.endings[-1]
+        raise ValueError(
+            f"{kind.flag} is for tars; in a folder, put a {ending} file beside each image; in a table, a column "
+            f"{kind.wanted.name}"
+        )
+    files = {number_of(path, kind.flag): path for path in _row_files(spec)}
+    wanted = [number_of(path, "--image_folder") for path in source.paths]
+    if missing := [path for path, number in zip(source.paths, wanted, strict=True) if number not in files]:
+        raise ValueError(
+            f"{kind.flag} {spec!r} has no file for {len(missing)} of {len(wanted)} tars, the first is {missing[0]!r}: "
+            f"add it, or select tars that have one by --start_shard and --end_shard"
+        )
+    arrays: list[StoredArray] = []
+    for number in wanted:
+        try:
+            arrays.append(find_array(Entry(files[number])))
+            _check_dimensions(kind, arrays[-1].shape[1:])
+        except (OSError, ValueError) as error:
+            noun = kind.wanted.noun
+            raise ValueError(f"cannot read the {noun}s in {files[number]!r}: {reason_of(error)}") from None
+        if arrays[-1].shape[1:] != arrays[0].shape[1:]:
+            ours, theirs = (f"{array.shape[1:]} in {array.entry.path!r}" for array in (arrays[-1], arrays[0]))
+            raise ValueError(f"{kind.wanted.noun}s have the shape {ours}, but {theirs}")
+    for path, indices in zip(source.paths, source.shards or (), strict=True):
+        if indices:
+            row_of(source.name(indices[0]), index_width, path)
+    shapes = [array.shape for array in arrays]
+    return EmbeddingField(kind, shapes[0][1:], partial(_stored, source, arrays, index_width), fingerprint=str(shapes))
+
+
+def _stored(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, index: int) -> Array:
+    """The embedding of an image in the file of its tar."""
+    array = arrays[tars.shard(index)]
+    row = row_of(tars.name(index), index_width)
+    if row >= array.shape[0]:
+        raise ValueError(f"it is row {row} of {shown(array.entry.path)}, which has only {array.shape[0]}")
+    return array.row(row)
+
+
+def row_of(name: str, index_width: int, tar: str = "") -> int:
+    """Row of an image by its name: "00012/000120034.jpg" -> 34 for a width of 4.
+
+    Raises ValueError, in one line, if the key does not end with so many digits.
+    """
+    key = stem_of(name)
+    digits = key[-index_width:]
+    if len(digits) < index_width or not (digits.isascii() and digits.isdigit()):
+        where = f" in {tar!r}" if tar else ""
+        raise ValueError(f"the key {key!r}{where} does not end with {index_width} digits, the row of its embedding")
+    return int(digits)
+
+
+def _row_files(spec: str) -> list[str]:
+    path = os.path.expanduser(spec)
+    if os.path.isdir(path):
+        path = os.path.join(glob.escape(path), "*.npy")
+    return [path] if os.path.isfile(path) else expanded(path.replace("{}", "[0-9]*"))
+
+
+def _check_dimensions(kind: Kind, shape: tuple[int, ...]) -> None:
+    if len(shape) != kind.dimensions or 0 in shape:
+        raise ValueError(f"that of one image has the shape {shape}, not {kind.form}")

@@ -1,0 +1,304 @@
+"""The files of a folder, each with those beside it that have the same name but for the ending."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import json
+import operator
+import os
+import re
+import stat
+import unicodedata
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from tandem.io.reading import DAMAGES, counted, printable
+
+from .index import Made, PackedStrings, Watched, fingerprint_of, kept, largest, status_of
+from .record import Entry, Record, Wanted
+
+_LONGEST_RUN = 1 << 20  # names that are sorted at a time: about a second
+_TAR = ".tar"
+_ENDING = re.compile(r"\.[a-z0-9_-]{1,12}")
+_MOST_ENDINGS = 8
+_LISTS = (".csv", ".tsv", ".jsonl", ".ndjson")  # that may be manifests
+_FORMS = ("", "NFC", "NFD")  # of Unicode in a name: as it is, or with letters and accents composed or decomposed
+_NONE = -1
+_Beside = list[tuple[int, int]]  # of each that may stand beside a sample: number of its ending's spelling, bytes
+
+
+class NothingFoundError(ValueError):
+    """A folder holds no file of the kind that is looked for."""
+
+
+class FolderSource:
+    """Every file below a folder that has an ending of `wanted[0]`, or a further one, numbered in the order of the
+    relative paths; what the others want stands beside it, under the same name but for the ending, whether letters and
+    accents are composed in it or not, in which systems differ. Of names that differ in the case of the ending alone,
+    the last one in order is taken. See `Source` for the methods.
+
+    Linked folders are followed, but each real folder is visited once; names that begin with a dot are skipped. No file
+    is opened; long lists are kept for later starts (`index.kept`). `tars` are the paths of tars in the folder.
+
+    Raises ValueError, in one line, if the folder is missing, no folder or not readable, or holds neither samples nor
+    tars; the message recommends the set `demo`.
+    """
+
+    shards: Sequence[range] | None = None
+
+    def __init__(self, folder: str, wanted: Sequence[Wanted], demo: str = "") -> None:
+        self.folder, (self._first, *self._beside) = folder, wanted
+        _check_folder(folder, f"{self._first.noun}s", f", or {demo} to try without one" if demo else "")
+        kind = json.dumps(["folder", *((one.name, one.taken) for one in wanted)])
+        index = kept(folder, kind, lambda: _Tree(folder, self._first, self._beside).made())
+        self.fingerprint, self._names, self._damaged = index.fingerprint, index.strings("names"), index.damaged
+        self.examples = index.examples  # by sizes as they were when the folder was listed
+        self.tars = [os.path.join(folder, self._inside(name)) for name in index.strings("tars")]
+        self._which = {one.name: index.numbers(f"which {one.name}", len(self)) for one in self._beside}
+        try:
+            self._spellings = [*map(str, index.facts["spellings"])]
+            self.skipped = skipped_line("file", repr(folder), *index.facts["skipped"])
+        except DAMAGES:
+            raise index.damaged() from None
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
+        path = os.path.join(self.folder, self.name(index))
+        record = {self._first.name: Entry(path)}
+        for one in self._beside:
+            if (which := self._which[one.name][index]) != _NONE:
+                form, dot, ending = (self._spellings[which] if 0 <= which < len(self._spellings) else "").partition(".")
+                if f".{ending.lower()}" not in one.endings or form not in _FORMS:
+                    raise self._damaged()
+                folder, name = os.path.split(os.path.splitext(path)[0])
+                record[one.name] = Entry(os.path.join(folder, _in_form(form, name) + dot + ending))
+        return record
+
+    def name(self, index: int) -> str:
+        return self._inside(self._names[index])
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self.folder, self._names[index])
+
+    def _inside(self, name: str) -> str:
+        """A relative path. Raises ValueError, in one line, if it leads out of the folder: somebody else may have kept
+        the list."""
+        if name.startswith("/") or ".." in name.split("/"):
+            raise self._damaged()
+        return name
+
+
+def _check_folder(folder: str, what: str, instead: str) -> None:
+    try:
+        mode = os.stat(folder).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"there is no folder {folder!r}: give the path of a folder of {what}{instead}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the folder {folder!r}: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the {what}")
+
+
+def skipped_line(what: str, place: str, n: int, about: str) -> str:
+    """A line about n files or members of a source that are not read; "" if there are none."""
+    return f"{n:d} {what}{' is' if n == 1 else 's are'} skipped in {place}: {printable(about)}" if n else ""
+
+
+def about_skipped(counts: collections.Counter[str], noun: str = "", n_alone: int = 0, alone: str = "") -> str:
+    """How many files of each ending are not read, and how many of them `stand alone`, one of which is given: they would
+    be read beside a sample of their name."""
+    parts = [f"{n} {ending}" for ending, n in counts.most_common(_MOST_ENDINGS) if n]
+    parts += ["..."] if len(counts) > _MOST_ENDINGS else []
+    beside = f"; {n_alone} of them beside no {noun} of the same name, such as {alone!r}" if n_alone else ""
+    return ", ".join(parts) + beside
+
+
+class _Tree:
+    """What a folder holds, found in order. A list of one folder's names is sorted at a time, and no longer one than
+    `_LONGEST_RUN`, because sorting holds the interpreter: the thread that tells the root what this process does would
+    wait for it."""
+
+    def __init__(self, folder: str, first: Wanted, beside: Sequence[Wanted]) -> None:
+        self._folder, self._first, self._beside = folder, first, beside
+        self._watched, self._skipped = Watched(), collections.Counter[str]()
+        self._n_alone, self._alone, self._list = 0, "", ""  # one of those that stand alone; the first list in order
+        self._visited: set[tuple[int, int]] = set()
+        self._spellings: dict[str, int] = {}
+        self._firsts, self._firsts_and_tars = first.taken, (*first.taken, _TAR)
+        self._endings = tuple(dict.fromkeys(ending for one in beside for ending in one.endings))
+
+    def made(self) -> Made:
+        """Raises ValueError, in one line, if a folder cannot be read, and NothingFoundError."""
+        names, tars = PackedStrings(), PackedStrings()
+        which, sizes = ([array("q") for _ in self._beside] for _ in range(2))
+        for name, beside in self._in_order():
+            if beside is None:
+                tars.append(name)
+                continue
+            names.append(name)
+            for place, (spelling, size) in enumerate(beside):
+                which[place].append(spelling)
+                sizes[place].append(size)
+        if not len(names) and not len(tars):
+            others = counted(n, "other file") if (n := self._skipped.total()) else "nothing"
+            raise NothingFoundError(
+                f"no {self._first.noun} in {self._folder!r}, which holds {others}: files that end in "
+                f"{' '.join(self._firsts_and_tars)} are read, in the folder and in those below it{self._instead()}"
+            )
+        columns: dict[str, Any] = {"names": names, "tars": tars}
+        columns |= {f"which {one.name}": places for one, places in zip(self._beside, which, strict=True)}
+        n_alone = self._n_alone if len(names) else 0  # beside tars there are files of other kinds
+        about = about_skipped(self._skipped, self._first.noun, n_alone, self._alone)
+        facts = {
+            "spellings": [*self._spellings],
+            "skipped": [self._skipped.total(), about + self._instead()],
+            "examples": {one.name: largest(n_bytes) for one, n_bytes in zip(self._beside, sizes, strict=True)},
+        }
+        parts: list[bytes | memoryview] = [
+            *names.buffers,
+            json.dumps(facts["spellings"]).encode(),
+            *(places.tobytes() for places in which),
+        ]
+        return Made(columns, fingerprint_of(parts), facts, self._watched)
+
+    def _instead(self) -> str:
+        return f"; if {self._list!r} in it lists {self._first.noun}s, give its path instead" if self._list else ""
+
+    def _in_order(self) -> Iterator[tuple[str, _Beside | None]]:
+        """Relative path of each sample, sorted, and what stands beside it; and those of tars, with None."""
+        open_folders = [("", self._entries(""))]
+        while open_folders:
+            relative, entries = open_folders[-1]
+            for entry, beside in entries:
+                path = f"{relative}/{entry}" if relative else entry
+                if entry.endswith("/"):
+                    open_folders.append((path[:-1], self._entries(path[:-1])))
+                    break
+                yield path, beside
+            else:
+                open_folders.pop()
+
+    def _entries(self, relative: str) -> Iterator[tuple[str, _Beside | None]]:
+        path = os.path.join(self._folder, relative)
+        try:
+            status = os.stat(path)
+            self._watched.add(relative, status)  # before the folder is read, so that no change after it is missed
+            if (status.st_dev, status.st_ino) in self._visited:  # they identify the folder under any path
+                return iter(())
+            self._visited.add((status.st_dev, status.st_ino))
+            folders, composed = list[str](), dict[str, str]()
+            runs = list(self._read(path, relative, folders, composed))
+        except OSError as error:
+            raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
+        # With the slash, folders stand among files where the paths of their files do.
+        inner = ((name, None) for name in sorted(f"{name}/" for name in folders))
+        return heapq.merge(self._samples(relative, heapq.merge(*runs), composed), inner, key=operator.itemgetter(0))
+
+    def _read(self, path: str, relative: str, folders: list[str], composed: dict[str, str]) -> Iterator[Iterable[str]]:
+        """Sorted names of the files in a folder, in runs; those of the folders in it are appended to `folders`.
+        `composed` gets those that may stand beside a sample of another form, by their composed form."""
+        endings, files = (*self._firsts_and_tars, *self._endings), list[str]()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith("."):
+                    continue
+                if entry.is_symlink():  # what it leads to may change without a change of this folder
+                    self._watched.add(os.path.join(relative, name), status_of(entry.path))
+                is_folder, is_file = _kind(entry)
+                if is_folder:
+                    folders.append(name)
+                elif name.lower().endswith(endings) and is_file:
+                    files.append(name)
+                    if not name.isascii() and _in_form("NFC", name) != _in_form("NFD", name):
+                        composed |= {_in_form("NFC", key): name for key in self._keys(name)}
+                else:
+                    self._skipped[ending_of(name)] += 1
+                    if name.lower().endswith(_LISTS):
+                        self._list = min(filter(None, (self._list, os.path.join(relative, name))))
+                if len(files) == _LONGEST_RUN:
+                    yield PackedStrings(sorted(files))
+                    files.clear()
+        yield sorted(files)
+
+    def _keys(self, name: str) -> list[str]:
+        """The names, with endings in lower case, under which a file is looked for beside a sample."""
+        lower = name.lower()
+        if lower.endswith(self._firsts_and_tars):
+            return []
+        return [name[: -len(ending)] + ending for ending in self._endings if lower.endswith(ending)]
+
+    def _samples(
+        self, relative: str, names: Iterable[str], composed: Mapping[str, str]
+    ) -> Iterator[tuple[str, _Beside | None]]:
+        """The samples and tars among the files of a folder. Names that are equal up to their first dot follow each
+        other, but for those in `composed`."""
+        of_any_form = {*composed.values()}  # of these, and the samples beside which they may stand, more is known later
+        read_of_them, stems_of_them = set[str](), set[str]()
+        for _, group in itertools.groupby(names, lambda name: name.partition(".")[0]):
+            found, here, others, read = dict[str, str](), list[str](), set[str](), set[str]()
+            for name in group:
+                if keys := self._keys(name):
+                    found.update(dict.fromkeys(keys, name))
+                    others.add(name)
+                else:
+                    here.append(name)
+            for name in here:
+                if name.lower().endswith(self._firsts):
+                    yield name, [self._place(relative, name, (found, composed), read, one) for one in self._beside]
+                else:
+                    yield name, None
+            if others or composed:
+                stems = {_in_form("NFC", os.path.splitext(name)[0]) for name in here}
+                self._leave(relative, others - of_any_form - read, stems)
+                read_of_them |= read & of_any_form
+                stems_of_them |= {stem for stem in stems if not stem.isascii()}
+        self._leave(relative, of_any_form - read_of_them, stems_of_them)
+
+    def _leave(self, relative: str, names: Set[str], stems: Set[str]) -> None:
+        """Count files that stand beside none of the samples of these composed stems, or after another one there."""
+        for name in sorted(names):
+            self._skipped[ending_of(name)] += 1
+            if not any(_in_form("NFC", name[: -len(e)]) in stems for e in self._endings if name.lower().endswith(e)):
+                self._n_alone += 1
+                self._alone = self._alone or os.path.join(relative, name)
+
+    def _place(
+        self, relative: str, name: str, beside: Sequence[Mapping[str, str]], read: set[str], one: Wanted
+    ) -> tuple[int, int]:
+        """The number of the spelling of the ending of the file beside a sample, whose name goes to `read`, and its
+        bytes. `beside`: the files there by name, and by composed name."""
+        stem = os.path.splitext(name)[0]
+        for ending in one.endings if any(beside) else ():
+            other = beside[0].get(stem + ending) or beside[1].get(_in_form("NFC", stem) + ending, "")
+            for form in _FORMS if other else ():
+                if other.startswith(own := _in_form(form, stem)):
+                    read.add(other)
+                    status = None if one.as_cells else status_of(os.path.join(self._folder, relative, other))
+                    spelling = self._spellings.setdefault(form + other[len(own) :], len(self._spellings))
+                    return spelling, status.st_size if status else 0
+        return _NONE, -1
+
+
+def _in_form(form: Any, name: str) -> str:
+    """A name in one of `_FORMS`."""
+    return unicodedata.normalize(form, name) if form else name
+
+
+def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
+    """Whether an entry is a folder, and whether it is a file; neither, if it is a link to itself."""
+    try:
+        return entry.is_dir(), entry.is_file()
+    except OSError:
+        return False, False
+
+
+def ending_of(name: str) -> str:
+    """The ending of a file by which it is counted."""
+    ending = os.path.splitext(name)[1].lower()
+    return ending if _ENDING.fullmatch(ending) else "without an ending" if not ending else "of another ending"

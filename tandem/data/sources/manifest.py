@@ -1,0 +1,217 @@
+"""Manifests of samples: .csv, .tsv, or a JSON object per line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tandem.data.bad_samples import reason_of
+from tandem.io.reading import LONGEST_BEGINNING, counted, open_regular, other_kind, parse_json
+
+from . import remote
+from .files import is_address, shown
+from .index import Made, PackedStrings, Watched, fingerprint_of, kept, status_of
+from .record import Wanted
+from .rows import OTHER_NAMES, TIMES, Rows, columns_of, path_of, seconds_of, unread_line
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
+_LONGEST_LINE = 1 << 20  # characters
+_MOST_COLUMNS = 100  # that are remembered: each object may have others
+_IN_QUOTES = re.compile(r'"(?:[^"]|"")*"')
+_QUOTING = "a cell that begins with a quotation mark ends with one, and those inside are doubled"
+
+
+class ManifestSource(Rows):
+    """The rows of a manifest, numbered in their order. See `Source` for the methods.
+
+    Columns, or keys of the objects:
+
+    - path, or file_name: of the file, relative to the manifest;
+    - start_seconds, end_seconds, or start_s, end_s (optional): the part of a long file that is the sample;
+    - the columns of what else is wanted: cells (`as_cells`), a path relative to the manifest, or a list of numbers.
+
+    The manifest is read once; the rows of a long one are kept for later starts. A file is not looked for before it is
+    read. Raises ValueError, in one line, if the manifest cannot be understood or has no rows.
+    """
+
+    shards: Sequence[range] | None = None
+
+    def __init__(self, path: str, wanted: Sequence[Wanted]) -> None:
+        columns: dict[Wanted, Sequence[str]] = {wanted[0]: ("path",), **{one: columns_of(one) for one in wanted[1:]}}
+        needed = list(dict.fromkeys(itertools.chain(*columns.values())))
+
+        def make() -> Made:
+            watched, rows, filled, names = Watched(), PackedStrings(), set[str](), dict[str, None]()
+            if not is_address(path):
+                watched.add("", status_of(path))  # before it is read, so that no change after it is missed
+            for row, columns in _read(path, wanted, needed, names):
+                rows.append(row)
+                filled.update(columns)
+            if not len(rows):
+                raise ValueError(f"the manifest {path!r} has no rows")
+            facts = {"filled": sorted(filled), "names": [*names]}
+            return Made({"rows": rows}, fingerprint_of(rows.buffers), facts, watched)
+
+        depends = _version(path) if is_address(path) else ""
+        index = kept(path, json.dumps(["manifest", wanted[0].noun, *needed]), make, depends=depends)
+        self._rows, self.fingerprint = index.strings("rows"), index.fingerprint
+        filled, names = (index.facts.get(name) for name in ("filled", "names"))
+        if not (isinstance(filled, list) and isinstance(names, list)):
+            raise index.damaged()
+        self._damaged = index.damaged
+        self.skipped = unread_line(shown(path), map(str, names), {"path", "file_name", *TIMES, *needed})
+        there = {one: [name for name in names if name in filled] for one, names in columns.items()}
+        super().__init__(there, os.path.dirname(path))
+        self._path = path
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def cells(self, index: int) -> Mapping[str, Any]:
+        row = parse_json(self._rows[index].encode())
+        if not isinstance(row, Mapping):  # somebody else may have kept the list
+            raise self._damaged()
+        return row
+
+    def describe(self, index: int) -> str:
+        """The path of the file; of a row that names none its number, because the line about a bad row needs a name."""
+        try:
+            return shown(self.joined(self._stated(index)))
+        except (OSError, ValueError):
+            return f"{shown(self._path)}[{index}]"
+
+    def name(self, index: int) -> str:
+        """The path as the manifest states it; of an address what may be shown, because stores keep it."""
+        return shown(self._stated(index))
+
+    def _stated(self, index: int) -> str:
+        return path_of(self.cells(index), next(iter(self.columns)).noun)
+
+
+def _version(address: str) -> str:
+    try:
+        return remote.version(address)
+    except OSError as error:
+        raise ValueError(f"cannot read the manifest {shown(address)!r}: {reason_of(error)}") from None
+
+
+def _read(
+    path: str, wanted: Sequence[Wanted], needed: Sequence[str], names: dict[str, None]
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Of each row its path, its times, and those of these columns that it has a cell in, as JSON; and the names of
+    these columns. `names` gets those of the first columns of all. Raises ValueError, with path and line, if one is
+    wrong."""
+    example = json.dumps({"path": "...", **{columns_of(one)[0]: "..." for one in wanted if one.as_cells}})
+    numbers = {column for one in wanted[1:] if not one.as_cells for column in columns_of(one)}
+    lines: _Lines | None = None
+    try:
+        opened = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]
+        if other := other_kind(opened.read(LONGEST_BEGINNING)):
+            raise ValueError(other)
+        opened.seek(0)
+        with io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
+            lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
+            endings = wanted[0].taken
+            for cells in _objects(lines, example) if delimiter is None else _table(lines, delimiter, endings):
+                names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS)) if len(names) < _MOST_COLUMNS else {}
+                cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}
+                start, end = seconds_of(cells)
+                row = {name: cells[name] for name in needed if cells.get(name) not in (None, "")}
+                for name in numbers & row.keys():
+                    if isinstance(row[name], str) and row[name].startswith("["):  # a list in a cell of a table
+                        row[name] = parse_json(row[name].encode())
+                row |= {"path": path_of(cells, wanted[0].noun), **({"start_seconds": start} if start else {})}
+                row |= {"end_seconds": end} if math.isfinite(end) else {}
+                yield json.dumps(row), [*row]
+    except OSError as error:
+        raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
+    except UnicodeDecodeError as error:
+        # Text is decoded in blocks, which begin in the line behind those that were read.
+        number = (lines.number if lines else 0) + len((error.object[: error.start] + b".").splitlines())
+        raise ValueError(f"{path}, line {number}: it is no UTF-8 text ({error.reason}): save it as UTF-8") from None
+    except (ValueError, csv.Error) as error:
+        if lines is None:  # such as a pipe
+            raise ValueError(f"cannot read the manifest {path!r}: {error}") from None
+        reason = f"it is no table ({error}): {_QUOTING}" if isinstance(error, csv.Error) else error
+        raise ValueError(f"{path}, {lines.of_row}: {reason}") from None
+
+
+class _Lines:
+    """The lines of a file; `number` is that of the last one, and `row` holds those of the row that is read. Raises
+    ValueError at one that is too long for a row: a file can be one line, without end."""
+
+    def __init__(self, file: io.TextIOBase) -> None:
+        self._file, self.number, self.row = file, 0, list[str]()
+
+    @property
+    def of_row(self) -> str:
+        """The line of the row that is read, or its lines."""
+        first = self.number - max(len(self.row), 1) + 1
+        return f"line {first}" if first == self.number else f"lines {first} to {self.number}"
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._file.readline(_LONGEST_LINE + 1):
+            self.number += 1
+            self.row.append(line)
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"it is longer than {_LONGEST_LINE} characters")
+            yield line
+
+
+def _objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
+    for line in lines:
+        if line.strip():
+            try:
+                row = parse_json(line.encode())
+            except ValueError as error:
+                raise ValueError(f"it is no JSON object: {error}; write one object per line") from None
+            if not isinstance(row, Mapping):
+                raise ValueError(f"it is no JSON object: write {example}, one per line")
+            yield row
+        lines.row.clear()
+
+
+def _table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a .csv, whose cells may be quoted and go on over several lines; or of a .tsv, of which each line is a
+    row. `endings`: of files, by which a line is known for a row of its own that a quotation mark has swallowed."""
+    csv.field_size_limit(_LONGEST_LINE)  # a list of numbers in a cell is long
+    rows = csv.reader(lines, strict=True) if delimiter == "," else map(_cells_of_tsv, lines)
+    header = [name.strip() for name in next(rows, [])]
+    lines.row.clear()
+    if not {"path", "file_name"} & {*header}:
+        raise ValueError(f"it has no column path (or file_name), it has {', '.join(header) or 'nothing'}")
+    is_open = False  # whether a cell of the line before begins with a quotation mark that is not closed
+    for cells in rows:
+        for line in lines.row[1:]:
+            if any(cell.strip(' "\r\n').lower().endswith(endings) for cell in line.split(delimiter)):
+                raise ValueError(f"a quotation mark that is not closed makes one row of these lines: {_QUOTING}")
+        was_open, is_open = is_open, delimiter == "\t" and any(map(_is_open, lines.row[0].split("\t")))
+        if (was_open or is_open) and len(cells) < len(header):
+            raise ValueError("a cell in quotes goes on over several lines, and in a .tsv each is a row: write .csv")
+        if len(cells) > len(header):
+            hint = 'put a cell with a comma into "double quotes"' if delimiter == "," else "no cell may contain a tab"
+            raise ValueError(
+                f"it has {len(cells)} cells, but the first line names {counted(len(header), 'column')}: {hint}"
+            )
+        if any(cell.strip() for cell in cells):
+            yield dict(zip(header, cells, strict=False))
+        lines.row.clear()
+
+
+def _cells_of_tsv(line: str) -> list[str]:
+    """The cells of a line, those in quotes without them: some programs quote cells of a .tsv, and others none, in whose
+    captions a quotation mark is a character like any other."""
+    cells = line.rstrip("\r\n").split("\t")
+    return [cell[1:-1].replace('""', '"') if _IN_QUOTES.fullmatch(cell) else cell for cell in cells]
+
+
+def _is_open(cell: str) -> bool:
+    return cell.startswith('"') and not _IN_QUOTES.fullmatch(cell.rstrip("\r\n"))

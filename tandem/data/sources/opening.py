@@ -1,0 +1,166 @@
+"""Which source a path stands for: a manifest, tars, tables, or the files of a folder."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from braceexpand import braceexpand
+
+from . import remote
+from .files import is_address, shown
+from .folder import FolderSource, NothingFoundError, about_skipped, ending_of, skipped_line
+from .manifest import ENDINGS as MANIFEST_ENDINGS
+from .manifest import ManifestSource
+from .record import Files, Source, Wanted
+from .table import ENDINGS as TABLE_ENDINGS
+from .table import TableSource, check_alike, saved_files, tables_below
+from .tar import TarSource, number_of
+
+_BRACES = re.compile(r"\{([^{}]*(?:,|\.\.)[^{}]*)\}")
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?")
+_ON_SERVERS = (".tar", *TABLE_ENDINGS, *MANIFEST_ENDINGS)
+_MOST_FILES = 1 << 20  # that a pattern stands for
+_LONGEST_QUOTE = 200
+
+
+def open_source(
+    spec: str,
+    wanted: Sequence[Wanted],
+    *,
+    demo: str,
+    start_shard: int = 0,
+    end_shard: int | None = None,
+    shard_width: int = 6,
+) -> Source:
+    """The samples of a path: a folder of files, or of tars; one .tar, a pattern (`tars/*.tar`) or a range of them
+    (`{000..010}.tar`), or a path with `{}` for the number; a manifest; one .arrow or .parquet, a folder, a pattern or a
+    range of them.
+
+    Args:
+        demo: The demonstration that messages recommend, such as "demo:shapes".
+        start_shard, end_shard: Numbers of the first tar and of the last one, which is included; None: no limit.
+        shard_width: Digits of the number that `{}` stands for.
+
+    Raises ValueError, in one line, if there is nothing of the kind, or no sample in it.
+    """
+    path = _numbered(os.path.expanduser(spec), start_shard, end_shard, shard_width)
+    selects = bool(start_shard) or end_shard is not None
+    found = _files(path) or _in_folder(path, wanted, demo)
+    if isinstance(found, Files):
+        paths = found.paths
+        if _have(paths, (".tar",)):
+            return TarSource(_within(paths, start_shard, end_shard) if selects else paths, wanted, found.skipped)
+        if _have(paths, TABLE_ENDINGS):
+            found = TableSource(found, wanted)
+        elif len(paths) == 1 and _have(paths, MANIFEST_ENDINGS):
+            found = ManifestSource(paths[0], wanted)
+        else:
+            raise _no_set(path, paths, f"{wanted[0].noun}s")
+    if selects:
+        raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} holds none")
+    return found
+
+
+def _files(path: str) -> Files | None:
+    """The files that a path names; of a folder on a server, all tars or tables in it; None if it is none of these."""
+    if path.startswith("pipe:"):
+        raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
+    if not is_address(path):
+        if os.path.exists(path):
+            return Files([path]) if os.path.isfile(path) else None
+        return Files(expanded(path)) if _BRACES.search(path) or glob.has_magic(path) else None
+    remote.check_address(path)
+    if _BRACES.search(path) or remote.is_pattern(path) or _have([path], _ON_SERVERS):
+        return Files(expanded(path))
+    files = remote.listed(path)
+    found = [file for file in files if _have([file], (".tar",))]
+    if not found:
+        found = [file for file in files if _have([file], TABLE_ENDINGS)]
+        check_alike(path, found)
+    others = Counter(map(ending_of, {*files} - {*found}))
+    skipped = skipped_line("file", repr(shown(path)), others.total(), about_skipped(others))
+    return Files(found, skipped=skipped) if found else Files(files)
+
+
+def _in_folder(path: str, wanted: Sequence[Wanted], demo: str) -> Source | Files:
+    """The files or tables below a folder, or the paths of tars there."""
+    try:
+        folder = FolderSource(path, wanted, demo)
+    except NothingFoundError:
+        if (tables := saved_files(path) or tables_below(path)) is not None:
+            return TableSource(tables, wanted)
+        raise
+    if folder.tars and len(folder):
+        raise ValueError(
+            f"{path!r} holds tars and loose files, such as {folder.tars[0]!r} and {folder.describe(0)!r}: "
+            f"give the one or the other, e.g. {os.path.join(path, '*.tar')!r}"
+        )
+    return Files(folder.tars, skipped=folder.skipped) if folder.tars else folder
+
+
+def _have(paths: Sequence[str], endings: tuple[str, ...]) -> bool:
+    """Whether all these files have one of these endings."""
+    return all(shown(path).lower().endswith(endings) for path in paths)
+
+
+def _no_set(path: str, files: Sequence[str], what: str) -> ValueError:
+    hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {what}, or tars"
+    if is_address(path):
+        hint = "give tars, tables or a manifest, which may list single files on a server"
+    elif _have(files, (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
+        hint = "decompress it first: a compressed tar cannot be read at random"
+    return ValueError(f"{shown(path)!r} is no set of {what}: {hint}")
+
+
+def _numbered(path: str, first: int, last: int | None, width: int) -> str:
+    """The pattern or range that a path with `{}` stands for; another path as it is."""
+    if "{}" not in path:
+        return path
+    if last is None:
+        return path.replace("{}", "[0-9]" * width)
+    if last < first:
+        raise ValueError(f"--end_shard {last} is smaller than --start_shard {first}")
+    return path.replace("{}", f"{{{first:0{width}d}..{last:0{width}d}}}")
+
+
+def _within(paths: list[str], first: int, last: int | None) -> list[str]:
+    numbers = [number_of(path, "--start_shard") for path in paths]
+    last = max(numbers) if last is None else last
+    chosen = [path for path, number in zip(paths, numbers, strict=True) if first <= number <= last]
+    if not chosen:
+        raise ValueError(
+            f"no tar has a number from --start_shard {first} to --end_shard {last}: they have {min(numbers)} to "
+            f"{max(numbers)}"
+        )
+    return chosen
+
+
+def expanded(pattern: str) -> list[str]:
+    """Paths of `{000..010}`, `{a,b}` and `*`, in order. Raises ValueError, in one line, if there are none, or it is an
+    address with a password."""
+    if is_address(pattern):
+        remote.check_address(pattern)
+    n, quoted = 1, repr(pattern[:_LONGEST_QUOTE])
+    for choices in _BRACES.findall(pattern):
+        said = _RANGE.fullmatch(choices)
+        n *= int(said[2]) - int(said[1]) + 1 if said else choices.count(",") + 1
+        if n < 1:
+            raise ValueError(f"the range {{{choices}}} in {quoted} is empty: write the smaller number first")
+    paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n <= _MOST_FILES else []
+    if not 0 < len(paths) <= _MOST_FILES:
+        raise ValueError(f"{quoted} stands for more than {_MOST_FILES} files: name fewer at a time")
+    if is_address(pattern):  # what is missing is said when it is opened
+        return [found for path in paths for found in (remote.listed(path) if remote.is_pattern(path) else [path])]
+    if glob.has_magic(pattern):
+        paths = sorted(match for path in paths for match in glob.glob(path))
+        if not paths:
+            raise ValueError(f"no file is named like {pattern!r}")
+    elif missing := [path for path in paths if not os.path.exists(path)]:
+        n_missing = f"{len(missing)} of the {len(paths)} files of {pattern!r} are missing"
+        raise ValueError(f"{n_missing}, the first is {missing[0]!r}")
+    return paths

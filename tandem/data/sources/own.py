@@ -1,0 +1,350 @@
+"""A user's own map-style dataset (`--dataset MODULE:FUNCTION`): how it is made, asked for an item, and checked; what
+fields take out of its items, and what they say of others."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import math
+import operator
+import os
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tandem.data.bad_samples import NotASample, Raised
+from tandem.data.decoding.sounds import SAMPLE_RATES
+from tandem.data.decoding.texts import Texts, sentence, texts_of_object
+from tandem.data.hashing import derive_key
+from tandem.io.installed import HOME
+
+from .index import fingerprint_of
+from .record import MOST_EXAMPLES, Entry, Record
+
+ITEM = "item"  # the key of a record, which holds an item whole: fields take their parts by the functions below
+_LONGEST_QUOTE = 200
+IMAGE_NAMES = ("image", "img")
+_MOST_CHANNELS = 64
+_IMAGE = (
+    "a PIL image, or a tensor or array of uint8 or floats from 0 to 1 whose 1, 3 or 4 channels come first (c, h, w); "
+    'or a mapping with such an "image", or a tuple that begins with one'
+)
+_CLIP = (
+    "a tensor or array (frames, channels, height, width) of 1, 3 or 4 channels, uint8 or floats from 0 to 1; or a "
+    'mapping with such a "video", or a tuple that begins with one'
+)
+_SOUND = (
+    'a tuple (waveform, sample rate, caption or captions), or a mapping with "waveform", "sample_rate" and "caption" '
+    'or "captions": the waveform a tensor or array of floats, (samples,) or (channels, samples), the rate a whole '
+    f"number of Hz from {SAMPLE_RATES[0]} to {SAMPLE_RATES[1]}, a caption a text"
+)
+
+
+class OwnData(NamedTuple):
+    """What --dataset names, and the run's arguments, which its function gets."""
+
+    spec: str
+    args: argparse.Namespace
+
+    def __str__(self) -> str:
+        return self.spec
+
+
+def data_of(args: argparse.Namespace, flag: str) -> OwnData | Any:
+    """Where a run's samples are: what --dataset names, or else the value of another flag."""
+    spec = getattr(args, "dataset", None)
+    return OwnData(spec, args) if spec else getattr(args, flag)
+
+
+class OwnSource:
+    """What the function of --dataset returns. A record is {"item": an item}. See `Source` for the methods.
+
+    The fingerprint is the dataset's own, or that of its name and length. The global generators of random, numpy and
+    PyTorch are seeded for each item, so that one which is drawn by them is the same in any process: by (seed, index),
+    with `augment` by (seed, epoch, index).
+
+    Raises ValueError, in one line, if there is no such function, or its result is no map-style dataset; and `Raised` if
+    the user's code raises anything.
+    """
+
+    shards: Sequence[range] | None = None
+    skipped = ""
+
+    def __init__(self, data: OwnData) -> None:
+        self._spec, self._seed = data.spec, data.args.seed
+        self._dataset, self._length = _made(data)
+        own = getattr(self._dataset, "fingerprint", None)
+        found = f"{self._spec} {self._length}" if own is None or callable(own) else str(own)
+        self.fingerprint = fingerprint_of([found.encode()])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def describe(self, index: int) -> str:
+        return f"{self._spec}[{index}]"
+
+    def name(self, index: int) -> str:
+        return f"{index:09d}"
+
+    def examples(self, name: str) -> Sequence[int]:
+        """The first items: they have to be made to see what they hold."""
+        return range(min(self._length, MOST_EXAMPLES))
+
+    def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
+        """Raises `Raised` if the dataset raises any error."""
+        drawn = ("augmented", epoch) if augment else ("plain",)
+        with _in_one_line(), _seeded(derive_key("dataset", self._seed, *drawn, index)):
+            return {ITEM: self._dataset[index]}
+
+
+def _put_own_folder_last() -> None:
+    """Let the modules of a user's dataset be what Python would find without this project: in the current folder, then
+    in PYTHONPATH and among the installed packages. The folder of the scripts, which Python has put first, holds a
+    `distributed` and `tests`, too, and comes last; this package is imported already."""
+    current = os.path.realpath(os.curdir)
+    others = [entry for entry in sys.path if os.path.realpath(entry) not in (str(HOME), current)]
+    of_scripts = [entry for entry in sys.path if os.path.realpath(entry) == str(HOME)]
+    sys.path[:] = [*([] if current == str(HOME) else [os.getcwd()]), *others, *of_scripts]
+
+
+def _made(data: OwnData) -> tuple[Any, int]:
+    """The dataset and its length."""
+    said = f"--dataset {data.spec}: "
+    module_name, _, function_name = data.spec.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *function_name.split("."))):
+        raise ValueError(
+            f"{said}expected MODULE:FUNCTION, such as my_data:photos for the function photos of my_data.py"
+        )
+    if module_name.partition(".")[0] == "tandem":
+        raise ValueError(f"{said}{module_name} is a name of this project; give your module another one")
+    _put_own_folder_last()
+    with _in_one_line(f"{said}importing {module_name} failed: "):
+        is_there = module_name in sys.modules or importlib.util.find_spec(module_name)
+        module = importlib.import_module(module_name) if is_there else None
+    if module is None:
+        raise ValueError(
+            f"{said}there is no module {module_name}: it has to be in the current folder, in the script's, or in "
+            "PYTHONPATH"
+        )
+    try:
+        function = operator.attrgetter(function_name)(module)
+    except AttributeError:
+        raise ValueError(f"{said}{getattr(module, '__file__', module_name)} has no function {function_name}") from None
+    with _in_one_line(f"{said}the function failed: "):
+        dataset = function(argparse.Namespace(**vars(data.args)))
+    if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
+        raise ValueError(
+            f"{said}the function returned {shown(dataset)}, which has not both __len__ and __getitem__: "
+            "samples are read at random, so that every process and every start see the same ones"
+        )
+    with _in_one_line(f"{said}len() of what the function returned failed: "):
+        length = len(dataset)
+    if not length:
+        raise ValueError(f"{said}what the function returned is empty")
+    return dataset, length
+
+
+@contextlib.contextmanager
+def _in_one_line(before: str = "") -> Iterator[None]:
+    """Context in which what a user's code raises becomes `Raised`: its type, its text, and the line that raised it."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        files = (__file__, "<frozen", os.path.dirname(importlib.__file__))
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(files)]
+        where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+        said = f"{before}{type(error).__name__}{f': {text}' if text else ''}{where}"
+        raise Raised(said, "".join(traceback.format_exception(error))) from None
+
+
+@contextlib.contextmanager
+def _seeded(key: int) -> Iterator[None]:
+    """Context in which the global generators of random numbers begin at a key; afterwards they are as before."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  (users' code draws from it)
+    torch.default_generator.manual_seed(key & ((1 << 63) - 1))  # of the CPU alone: loaders do not touch a GPU
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        torch.set_rng_state(before[2])
+
+
+def part_of(item: Any, *names: str, place: int | None = 0) -> Any:
+    """A part of an item: the first of these keys that a mapping has, or the entry of a tuple at a place, if it has one
+    there; an item that is neither is its part 0. None if there is no such part."""
+    if isinstance(item, Mapping):
+        return next((item[name] for name in names if item.get(name) is not None), None)
+    if isinstance(item, (tuple, list)):
+        return None if place is None or len(item) <= place else item[place]
+    return item if place == 0 else None
+
+
+def as_array(part: Any) -> np.ndarray | None:
+    """An array, or a tensor of any device, as an array; None for anything else."""
+    if isinstance(part, torch.Tensor):
+        part = part.detach().cpu()
+        return np.asarray(part.float() if part.dtype == torch.bfloat16 else part)
+    return part if isinstance(part, np.ndarray) else None
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray | None:
+    """Pixels: uint8 as they are, floats in [0, 1] as uint8; None for others."""
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype.kind != "f" or not array.size:
+        return None
+    if not (float(array.min()) >= -1e-3 and float(array.max()) <= 1 + 1e-3):  # of an interpolation; not of NaN
+        return None
+    return np.rint(array.clip(0, 1) * 255).astype(np.uint8)
+
+
+def shown(found: Any) -> str:
+    """What something is, for an error."""
+    array = as_array(found)
+    if array is not None:
+        kind = "a tensor" if isinstance(found, torch.Tensor) else "an array"
+        values = (
+            f" with values from {array.min():g} to {array.max():g}" if array.size and array.dtype.kind == "f" else ""
+        )
+        return f"{kind} of shape {tuple(array.shape)} and type {array.dtype}{values}"
+    if isinstance(found, Mapping):
+        entries = ", ".join(f"{key}: {type(value).__name__}" for key, value in found.items())
+        return f"a mapping with {entries[:_LONGEST_QUOTE] or 'nothing'}"
+    if isinstance(found, (tuple, list)):
+        kinds = ", ".join(type(entry).__name__ for entry in found[:8])
+        return f"a {type(found).__name__} of {len(found)} ({kinds})"
+    return "None" if found is None else f"{type(found).__name__} {found!r}"[:_LONGEST_QUOTE]
+
+
+def refused(found: Any, expected: str) -> NotASample:
+    """The error for an item of a user's dataset that is none that the script trains on: what follows its name."""
+    return NotASample(f"is {shown(found)}; it has to be {expected}")
+
+
+def image_of(item: Any) -> Image.Image:
+    """The image of an item."""
+    picture = _picture_of(part_of(item, *IMAGE_NAMES))
+    if picture is None:
+        raise refused(item, _IMAGE)
+    return picture
+
+
+class Video(NamedTuple):
+    """The frames (t, c, h, w) of an item, c 1, 3 or 4, uint8 or floats."""
+
+    item: Any
+    frames: np.ndarray
+
+    def picture(self, number: int) -> Image.Image:
+        """A frame."""
+        picture = _picture_of(self.frames[number])
+        if picture is None:
+            raise refused(part_of(self.item, "video"), _CLIP)
+        return picture
+
+    @property
+    def fps(self) -> float:
+        """Frames per second, which an item has to state for --fps alone."""
+        fps = part_of(self.item, "fps", place=None)
+        if not (isinstance(fps, (int, float, np.number)) and 0 < float(fps) < math.inf):
+            raise refused(self.item, 'for --fps, a mapping with a "video" and its "fps", above 0')
+        return float(fps)
+
+
+def video_of(item: Any) -> Video:
+    """The video of an item."""
+    frames = as_array(part_of(item, "video"))
+    if frames is None or frames.ndim != 4 or 0 in frames.shape:
+        raise refused(item, _CLIP)
+    return Video(item, frames)
+
+
+def sound_of(item: Any) -> Entry:
+    """The sound of an item of a user's dataset as a file of floats in memory, of which clips are cut as of any other.
+    A waveform and its rate are parts of the item, or the "array" and "sampling_rate" of its "audio"."""
+    import soundfile
+
+    waveform: Any = part_of(item, "waveform", "audio")
+    rate: Any = part_of(item, "sample_rate", "sampling_rate", place=1)
+    if isinstance(waveform, Mapping):  # as the library datasets decodes a sound
+        waveform, rate = waveform.get("array"), waveform.get("sampling_rate")
+    array = as_array(waveform)
+    rate = rate.item() if hasattr(rate, "item") and getattr(rate, "size", 1) == 1 else rate
+    least, most = SAMPLE_RATES
+    is_rate = isinstance(rate, int) and not isinstance(rate, bool) and least <= rate <= most
+    if array is None or array.dtype.kind != "f" or array.ndim not in (1, 2) or not is_rate:
+        raise refused(waveform if is_rate and array is not None else item, _SOUND)
+    if array.ndim == 2 and array.shape[0] > _MOST_CHANNELS:
+        raise refused(array, "(channels, samples), channels first")
+    if 0 in array.shape:
+        raise ValueError("it holds no sound")
+    content = io.BytesIO()
+    soundfile.write(content, array.astype(np.float32).T, rate, format="WAV", subtype="FLOAT")
+    return Entry.in_memory(content.getbuffer(), "")
+
+
+def texts_of(item: Any) -> Texts:
+    """The texts of an item of a user's dataset."""
+    if isinstance(item, (tuple, list)):
+        item = {"caption": item[2] if len(item) > 2 else None, "label": item[3] if len(item) > 3 else None}
+    if not isinstance(item, Mapping):
+        raise refused(item, _SOUND)
+    try:
+        return texts_of_object({key: list(value) if isinstance(value, tuple) else value for key, value in item.items()})
+    except ValueError:
+        raise refused(item, _SOUND) from None
+
+
+def caption_of(item: Any) -> str:
+    """The caption of an item of a user's dataset: of a tuple of an image and its class there is none."""
+    caption = part_of(item, "caption", "text", "captions", place=1)
+    if isinstance(caption, (list, tuple)):
+        caption = caption[0] if caption else None
+    if isinstance(item, (tuple, list)) and not isinstance(caption, str):
+        caption = None
+    if not (caption is None or isinstance(caption, str)):
+        raise refused(item, 'one whose "caption" is a text')
+    return sentence(caption or "")
+
+
+def array_of(item: Any, name: str, dimensions: int) -> np.ndarray | None:
+    """The array of floats of this name in an item, None if it has none. `dimensions`: 1 or 2."""
+    if isinstance(item, Mapping) and item.get(name) is None:
+        return None
+    array = as_array(item.get(name) if isinstance(item, Mapping) else None)
+    if array is None or array.dtype.kind != "f" or array.ndim != dimensions or 0 in array.shape:
+        raise without_array(item, name, dimensions)
+    return array
+
+
+def without_array(item: Any, name: str, dimensions: int) -> NotASample:
+    """The error for an item without this array."""
+    form = {1: "(d,)", 2: "(tokens, d)"}[dimensions]
+    return refused(item, f'a mapping with an "image" and a "{name}", a tensor or array of floats {form}')
+
+
+def _picture_of(part: Any) -> Image.Image | None:
+    """A PIL image of a PIL image, or of a tensor or array (c, h, w); None for anything else."""
+    if isinstance(part, Image.Image):
+        return part
+    array = as_array(part)
+    if array is None or array.ndim != 3 or array.shape[0] not in (1, 3, 4) or 0 in array.shape:
+        return None
+    pixels = as_bytes(array)
+    if pixels is None:
+        return None
+    return Image.fromarray(np.ascontiguousarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)))

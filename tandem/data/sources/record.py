@@ -1,0 +1,171 @@
+"""A record: what a source holds of one sample; and where the bytes of its files are: in a file of their own, in a part
+of a tar, or in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tandem.io.reading import open_regular
+
+from .files import Bytes, FileWindow, LocalBytes, is_address
+
+MOST_EXAMPLES = 100
+
+
+class Wanted(NamedTuple):
+    """What a field looks for in the records of a source. The first one that a script lists makes a sample: every file,
+    member or row that has it is one; what the others want stands beside it.
+
+    Args:
+        name: The key in a record.
+        noun: What messages call it, in the singular.
+        endings: Of its files, lower case, with the dot; of several files the one whose ending comes first is taken.
+            Files that are read are found by them in any case of letters.
+        columns: Of tables and manifests, and keys of the items of a user's dataset.
+        feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
+        as_cells: Of texts: a record holds the cells of all these columns that a row has, by column. Else it holds what
+            stands in the first of them, a file or an array of numbers, and the sizes of files beside samples are kept.
+        further: Endings of files that are taken, too; of a tar, where no file of `endings` has the same name.
+    """
+
+    name: str
+    noun: str
+    endings: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    feature: str = ""
+    as_cells: bool = False
+    further: tuple[str, ...] = ()
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """All endings."""
+        return self.endings + self.further
+
+
+class Entry(NamedTuple):
+    """A file, or the byte range of a file that holds one; and the part of the sound or video that clips are taken from.
+    `member` is the name of the file inside a tar; `content` is a file in memory, of `size` bytes (`in_memory`)."""
+
+    path: str
+    offset: int = 0
+    size: int | None = None
+    start_seconds: float = 0.0
+    end_seconds: float = math.inf
+    member: str = ""
+    content: Any = None
+
+    @classmethod
+    def in_memory(cls, content: Any, path: str, member: str = "") -> Entry:
+        """The bytes of a file, from something with the buffer protocol; `path` is what messages call it."""
+        return cls(path, 0, len(content), member=member, content=content)
+
+    @property
+    def name(self) -> str:
+        """The name of the file, by whose ending its kind is known."""
+        return self.member or self.path
+
+    @property
+    def is_local_file(self) -> bool:
+        """Whether it is all of a file on this machine, which libraries may open by themselves."""
+        return self.content is None and self.size is None and "://" not in self.path
+
+    def read(self, limit: int) -> bytes:
+        """At most the first `limit` bytes. Raises OSError and ValueError."""
+        if self.content is not None:
+            return bytes(memoryview(self.content)[:limit])
+        with open_bytes(self.path, is_part=self.size is not None) as file:
+            return file.pread(limit if self.size is None else min(self.size, limit), self.offset)
+
+
+class Files(NamedTuple):
+    """Tars, tables or a manifest, in order; `folder` is what the paths in the rows of tables are relative to, and
+    `skipped` a line about other files there."""
+
+    paths: list[str]
+    folder: str = ""
+    skipped: str = ""
+
+
+# By the name of what is wanted; a name is missing where a sample lacks it. A value is an Entry; or, of a table or
+# manifest, a mapping of cells (`as_cells`) or a list of numbers; or, of a user's dataset, whatever an item holds; or,
+# of a demonstration, a function that draws it.
+Record = Mapping[str, Any]
+
+
+class Source(Protocol):
+    """Numbered records. `fingerprint` is equal where equally many records have the same names in the same order;
+    `skipped` is a line about files that are no samples, or ""; `shards` are the indices of the records of each tar (or
+    file of a table), None where there are none."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def skipped(self) -> str: ...
+    @property
+    def shards(self) -> Sequence[range] | None: ...
+    def __len__(self) -> int: ...
+    def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
+        """Raises OSError or ValueError, in one line, if it cannot be read. Only a user's dataset may draw, by its seed
+        and the arguments."""
+        ...
+
+    def name(self, index: int) -> str:
+        """The name of a sample in a store: its path relative to the folder or in its tar, with '/' between parts."""
+        ...
+
+    def describe(self, index: int) -> str:
+        """The name by which a user finds the sample: its path."""
+        ...
+
+    def examples(self, name: str) -> Sequence[int]:
+        """The indices of `MOST_EXAMPLES` records that hold something of this name, or of all of them; of arrays those
+        with the largest files, the largest first, where that is known. Empty if none does."""
+        ...
+
+
+@contextlib.contextmanager
+def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Bytes]:
+    """An open file, or one at an address.
+
+    Args:
+        is_part: Whether one of many samples in the file is to be read. Of an address, the whole file is then fetched
+            into the cache, if there is one.
+        ahead: How many bytes will be read in small steps. Of an address, they are requested in larger ones.
+
+    Raises OSError, and ValueError, in one line, if it is a pipe or a device.
+    """
+    if is_address(path):
+        from .remote import open_remote
+
+        with open_remote(path, is_part, ahead) as server:
+            yield server
+        return
+    with open_regular(path) as file:
+        yield LocalBytes(file.fileno())
+
+
+@contextlib.contextmanager
+def open_entry(entry: Entry) -> Iterator[FileWindow | io.BytesIO]:
+    """The bytes of an entry. Raises OSError, and ValueError, in one line, if there are none; an error of the file
+    system at its end, too, in place of what C code makes of it, which sees the end of the file instead."""
+    if entry.content is not None:
+        if not entry.size:
+            raise ValueError("the file is empty")
+        yield io.BytesIO(entry.content)
+        return
+    ahead = sys.maxsize if entry.size is None else entry.size
+    with open_bytes(entry.path, is_part=entry.size is not None, ahead=ahead) as file:
+        size = file.size if entry.size is None else entry.size
+        if size == 0:
+            raise ValueError("the file is empty")
+        window = FileWindow(file, entry.offset, size)
+        try:
+            yield window
+        finally:
+            if window.error:
+                raise window.error from None

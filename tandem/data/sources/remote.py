@@ -1,0 +1,368 @@
+"""Files in buckets and on servers: any address that fsspec knows, read by ranges, and again if a server fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from tandem.io.installed import missing_package
+
+from .cache import ShardCache
+from .files import SCHEME, USER, FileWindow, LocalBytes, shown
+
+_PIECE = 16 << 20  # bytes of the longest request
+_AHEAD = 2 << 20  # bytes that are requested at once of what is read in small steps
+_TRIES, _PAUSE = 5, 0.5  # attempts, and seconds before the second one; each pause is twice as long as the one before
+_SECONDS, _SLOWEST = 30.0, 1 << 18  # a request takes at most these seconds, and one more for each so many bytes
+_CONNECTIONS = 32
+_SECRET = re.compile(r"[?&;][^=&;]*(sig|token|key|secret|pass|pwd|credential|auth)[^=&;]*=", re.IGNORECASE)
+# Requests are tried again here alone: libraries that do it as well would multiply the attempts.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}, "max_pool_connections": _CONNECTIONS}},
+    "http": {"client_kwargs": {"trust_env": True}},  # passwords are in ~/.netrc
+}
+_INSTALLED = ("s3", "http", "hf")  # what the extra `remote` serves
+_SAME_AS = {"s3a": "s3", "https": "http"}
+
+
+class _Info(NamedTuple):
+    size: int | None  # None: a folder
+    version: str
+
+
+def version(address: str) -> str:
+    """What changes if the file changes: its size, and the server's checksum of it or the time when it was written.
+    Raises OSError and ValueError, in one line."""
+    return _info(address).version
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError, in one line, if it holds a password: run folders keep the flags of a run, and everybody sees a
+    command line."""
+    if USER.search(address) or (_protocol(address) == "http" and _SECRET.search(address)):
+        raise ValueError(
+            f"{shown(address)!r} came with a password, key or signature, which would stand in config.yaml: give the "
+            "address without it, and the password in ~/.netrc or as the server's own tools read it (docs/data.md)"
+        )
+
+
+def is_pattern(address: str) -> bool:
+    """Whether an address stands for several files, which the server has to list."""
+    return re.search(r"[*\[]", address) is not None
+
+
+def listed(pattern: str) -> list[str]:
+    """The addresses of a pattern, or of all files below a folder, sorted.
+
+    Raises ValueError, in one line, if there are none, the server lists no files, refuses access or does not answer.
+    """
+    if _protocol(pattern) == "http":
+        raise ValueError(
+            f"{shown(pattern)!r} cannot be listed, because web servers list no files: give a range, such as "
+            f"{shown(pattern).rpartition('/')[0]}/{{00000..00099}}.tar"
+        )
+    try:
+        found = _ask(pattern, "glob" if is_pattern(pattern) else "find", detail=True)
+    except OSError as error:
+        raise ValueError(f"cannot list {shown(pattern)!r}: {error.strerror}") from None
+    if not found:
+        raise ValueError(f"no file is named like {shown(pattern)!r}")
+    kind, lowered = _kind(pattern)
+    beginning = lowered.rstrip("/").removesuffix(kind._strip_protocol(lowered))
+    addresses = {beginning + name: about for name, about in sorted(found.items())}
+    for address, about in addresses.items():
+        with contextlib.suppress(OSError):  # the server may say more when it is asked for one file
+            _listed[address] = _meant(address, about)
+    return [*addresses]
+
+
+class RemoteBytes:
+    """A file on a server, read at random; `size` is asked for once in each process.
+
+    Args:
+        ahead: If above 0, at least so many bytes are requested at once, and the last of them kept: for files that are
+            read in small steps.
+
+    Raises:
+        OSError: in one line, without passwords; the file cannot be read.
+    """
+
+    def __init__(self, address: str, ahead: int = 0) -> None:
+        self._address, self._ahead = address, ahead
+        self._kept = (0, b"")  # offset and content
+
+    @functools.cached_property
+    def size(self) -> int:
+        size = _info(self._address).size
+        if size is None:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), shown(self._address))
+        return size
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """At most `size` bytes from `offset`; fewer only at the end of the file."""
+        start, content = self._kept
+        if self._ahead and not start <= offset <= offset + size <= start + len(content):
+            start, content = self._kept = (offset, self._read(max(size, self._ahead), offset))
+        return content[offset - start :][:size] if self._ahead else self._read(size, offset)
+
+    def _read(self, size: int, offset: int) -> bytes:
+        if not offset and size <= _PIECE and "size" not in self.__dict__:  # asking for the size is another request
+            try:
+                content = self._piece(0, size, least=0)
+            except OSError as error:
+                if error.errno != errno.EINVAL or self.size:  # an empty file has no ranges
+                    raise
+                return b""
+            if len(content) == size or len(content) == self.size:
+                return content
+        end = min(offset + size, self.size)
+        return b"".join(self._piece(at, min(_PIECE, end - at)) for at in range(offset, end, _PIECE))
+
+    def _piece(self, offset: int, size: int, least: int | None = None) -> bytes:
+        def check(content: bytes) -> None:
+            if len(content) > size:
+                raise OSError(errno.ENOTSUP, "the server sends whole files only, no parts of them")
+            if len(content) < (size if least is None else least):
+                raise ConnectionError("the server sent a part of the answer")
+
+        return _ask(self._address, "cat_file", check, size, start=offset, end=offset + size)
+
+
+class _Window(FileWindow):
+    """A window for libraries to which an exception can be raised."""
+
+    def readinto(self, buffer: Any) -> int:
+        n = super().readinto(buffer)
+        if self.error is not None:
+            raise self.error
+        return n
+
+
+def open_file(address: str, is_part: bool = False) -> BinaryIO:
+    """A file that can be read at random, for a library that takes file objects. See `open_bytes` for `is_part`. Raises
+    OSError and ValueError, in one line."""
+    if is_part and (local := _cached(address)) is not None:
+        return local
+    file = RemoteBytes(address, _AHEAD)
+    return cast(BinaryIO, _Window(file, 0, file.size))
+
+
+@contextlib.contextmanager
+def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[Any]:
+    """`open_bytes` of an address."""
+    if is_part and (local := _cached(address)) is not None:
+        with local:
+            yield LocalBytes(local.fileno())
+    else:
+        yield RemoteBytes(address, min(ahead, _AHEAD))
+
+
+def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str] = (), at_once: int = 1) -> None:
+    """From now on, keep whole shards in a folder of the local disk, at most `cache_gb` * 10^9 bytes; None: read by
+    ranges. Processes that are forked later do the same.
+
+    Args:
+        shards: Addresses of the shards to train on, of which `at_once` are read in turns: no others are kept. Without
+            any, all are.
+
+    Raises:
+        OSError, ValueError: in one line; the folder cannot be written to, or so many shards do not fit.
+    """
+    global _cache, _kept
+    _kept = frozenset(shards)
+    _cache = None if cache_dir is None else ShardCache(cache_dir, int(cache_gb * 1e9))
+    if _cache is not None and shards:
+        needed = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
+        if needed > _cache.limit:
+            raise ValueError(
+                f"--cache_gb {cache_gb:g} is too little: {at_once} shards, which are needed at a time, have up to "
+                f"{needed / 1e9:.3g} GB, so that each would be fetched again and again"
+            )
+
+
+def fetch_shards(addresses: Mapping[int, str], shards: Sequence[range]) -> None:
+    """Begin to fetch shards into the cache, in a thread; who reads one meanwhile waits for it. `addresses`: of the
+    shards, by the index of the first sample."""
+    asked = [addresses[shard.start] for shard in shards if shard.start in addresses]
+    first = os.getpid() % max(len(asked), 1)  # processes begin with different ones
+
+    def fetch() -> None:
+        for address in asked[first:] + asked[:first]:
+            with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as opened:  # the reader meets them
+                opened.enter_context(_cached(address) or contextlib.nullcontext())
+
+    threading.Thread(target=fetch, daemon=True).start()
+
+
+_cache: ShardCache | None = None
+_kept: frozenset[str] = frozenset()
+
+
+def _cached(address: str) -> BinaryIO | None:
+    """The local copy of a shard; None if the cache is not for it, has no room or fails. Raises errors of the
+    server."""
+    if _cache is None or (_kept and address not in _kept):
+        return None
+    size, said = _info(address)
+    try:
+        return None if size is None else _cache.open(f"{address}\n{said}", size, RemoteBytes(address).pread)
+    except OSError as error:
+        if error.filename == shown(address):  # only errors of the server have this name
+            raise
+        return None
+
+
+def _protocol(address: str) -> str:
+    """The scheme of an address, one for those that one file system of fsspec serves."""
+    match = SCHEME.match(address)
+    assert match is not None, address
+    scheme = match[1].lower()
+    return _SAME_AS.get(scheme, scheme)
+
+
+_listed: dict[str, _Info] = {}  # what listings have said, until it is used
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _info(address: str) -> _Info:
+    """Asked of the server once in each process. Raises OSError and ValueError, in one line."""
+    return _listed.pop(address, None) or _meant(address, _ask(address, "info"))
+
+
+def _meant(address: str, found: Mapping[str, Any]) -> _Info:
+    if found["type"] == "directory":
+        return _Info(None, "")
+    if not isinstance(size := found.get("size"), int):
+        raise OSError(errno.ENOTSUP, "the server does not say how long the file is", shown(address))
+    names = ("ETag", "etag", "md5Hash", "blob_id", "Last-Modified", "LastModified", "mtime", "updated")
+    return _Info(size, f"{size} {next((found[name] for name in names if found.get(name) is not None), '')}")
+
+
+@functools.lru_cache(maxsize=64)
+def _made(pid: int, thread: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    """A file system of fsspec, for one process: the threads of its connections do not survive a fork. If it is not
+    asynchronous, for one thread, too: its connections serve one request at a time."""
+    import fsspec
+
+    made = fsspec.filesystem(protocol, skip_instance_cache=True, **_OPTIONS.get(protocol, {}), **dict(options))
+    if protocol == "s3":
+        made.retries = 1
+    return made
+
+
+def _kind(address: str) -> tuple[Any, str]:
+    """The class of the file systems for an address, and the address with its scheme in lower case, which they want.
+    Raises ValueError, in one line."""
+    protocol = _protocol(address)
+    try:
+        import fsspec
+
+        kind = fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        package = error.name or getattr(error.__cause__, "name", None)  # fsspec's own errors have none, but a cause
+        if package and (package == "fsspec" or protocol in _INSTALLED):
+            raise missing_package(shown(address), package, "remote") from None
+        raise ValueError(f"{shown(address)} needs a package for {protocol}:// ({error})") from None
+    except ValueError:
+        raise ValueError(f"{shown(address)}: fsspec knows no addresses that begin with {protocol}://") from None
+    if protocol in ("file", "local", "memory") or "::" in address:
+        raise ValueError(f"{shown(address)} is no address of a server: give a path for files of this machine")
+    scheme, rest = address.split("://", 1)
+    return kind, f"{scheme.lower()}://{rest}"
+
+
+def _filesystem(kind: Any, address: str) -> tuple[Any, str]:
+    """The file system of an address, and what the file is called there; some connect at once. Raises anything."""
+    options, thread = kind._get_kwargs_from_urls(address), 0 if kind.async_impl else threading.get_ident()
+    try:
+        made = _made(os.getpid(), thread, _protocol(address), tuple(sorted(options.items())))
+    except (TypeError, AttributeError) as error:  # it wants options that no address holds
+        raise ValueError(str(error)) from None
+    return made, kind._strip_protocol(address)
+
+
+async def _range(http: Any, address: str, start: int, end: int) -> bytes:
+    """These bytes of a file on a web server, and one more if it sends more: it may send all of a large file."""
+    session = await http.set_session()
+    content = bytearray()
+    async with session.get(http.encode_url(address), headers={"Range": f"bytes={start}-{end - 1}"}) as answer:
+        answer.raise_for_status()
+        while len(content) <= end - start and (piece := await answer.content.readany()):
+            content += piece
+        if len(content) > end - start:
+            answer.close()
+    return bytes(content[: end - start + 1])
+
+
+def _ask(
+    address: str, method: str, check: Callable[[Any], None] = lambda _: None, size: int = 0, **arguments: Any
+) -> Any:
+    """What a method of the file system answers about a file, in about `size` bytes. `check` raises OSError if the
+    answer is not whole. Tried again with growing pauses, unless it would fail again.
+
+    Raises OSError and ValueError, in one line that quotes no server and no library, whose texts may hold passwords.
+    """
+    kind, lowered = _kind(address)
+    seconds = _SECONDS + size / _SLOWEST
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_PAUSE * 2 ** (attempt - 1) * (0.5 + random.SystemRandom().random()))
+        try:
+            filesystem, path = _filesystem(kind, lowered)
+            if filesystem.async_impl:
+                from fsspec.asyn import sync
+
+                call = getattr(filesystem, f"_{method}")
+                if method == "cat_file" and _protocol(address) == "http":
+                    call = functools.partial(_range, filesystem)
+                answer = sync(filesystem.loop, call, path, timeout=seconds, **arguments)
+            else:
+                answer = getattr(filesystem, method)(path, **arguments)
+            check(answer)
+            return answer
+        except MemoryError:
+            raise
+        except Exception as error:
+            number, reason = _meaning(error, seconds)
+            if number != errno.EIO:
+                raise OSError(number, reason, shown(address)) from None
+    raise OSError(errno.EIO, f"{reason}, {_TRIES} times in a row", shown(address)) from None
+
+
+def _meaning(error: BaseException, seconds: float) -> tuple[int, str]:
+    """What an error says: its number, EIO if another attempt may succeed, and a line."""
+    # fsspec raises FileNotFoundError for whatever kept it from asking, and s3fs its own errors in place of botocore's.
+    cause = error.__cause__
+    if cause is not None and (isinstance(error, FileNotFoundError) or hasattr(cause, "response")):
+        error = cause
+    status, name = _status(error), type(error).__name__
+    if isinstance(error, PermissionError) or status in (401, 403, 407) or "Credential" in name:
+        return errno.EACCES, "the server refuses access: it asks for credentials that may read this"
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return errno.ENOENT, "the server has no such file"
+    if isinstance(error, OSError) and error.errno == errno.ENOTSUP:
+        return errno.ENOTSUP, str(error.strerror)
+    if isinstance(error, TimeoutError) or "Timeout" in name:
+        return errno.EIO, f"the server gave no answer in {seconds:.0f} seconds"
+    if 400 <= status < 500 and status not in (408, 425, 429):
+        return errno.EINVAL, f"the server refuses the request, with status {status}"
+    if (isinstance(error, (ValueError, TypeError)) and "Decode" not in name) or "Validation" in name:
+        return errno.EINVAL, "it is no address that can be read"
+    return errno.EIO, f"the server answers with status {status}" if status else f"the connection failed ({name})"
+
+
+def _status(error: BaseException) -> int:
+    """The status of HTTP in an error of aiohttp, botocore or huggingface_hub; 0 if there is none."""
+    response = getattr(error, "response", None)
+    found = [getattr(error, "status", 0), getattr(error, "code", 0), getattr(response, "status_code", 0)]
+    if isinstance(response, dict):
+        found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return next((int(each) for each in found if str(each).isdigit() and int(each)), 0)

@@ -1,0 +1,153 @@
+"""What tables and manifests share: the cells of a row become a record."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tandem.io.reading import printable
+
+from .files import as_on_disk, is_address
+from .record import MOST_EXAMPLES, Entry, Record, Source, Wanted
+
+TIMES = ("start_s", "end_s", "start_seconds", "end_seconds")
+OTHER_NAMES = {"file_name": "path", "start_s": "start_seconds", "end_s": "end_seconds"}
+_LATEST = 1e9  # seconds; about thirty years
+_LONGEST_QUOTE = 40
+_MOST_NAMES = 8
+_UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON can hold and a path cannot
+
+
+class Rows:
+    """Numbered rows of cells. A class below this one gives `cells`, `describe` and `__len__`.
+
+    Args:
+        columns: In which columns each that is wanted is looked for, the first one first.
+        folder: What paths in cells are relative to.
+
+    classes: by column, the names of classes that stand there, in their order, where a table says them.
+    """
+
+    classes: Mapping[str, Sequence[str]] = {}
+
+    def __init__(self, columns: Mapping[Wanted, Sequence[str]], folder: str) -> None:
+        self.columns, self._folder = columns, folder
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def cells(self, index: int) -> Mapping[str, Any]:
+        """The cells of a row by column: of a file its content, its path, or a mapping of both, "bytes" and "path"; of
+        an embedding a list or array of numbers. Raises ValueError, in one line, if they cannot be read."""
+        raise NotImplementedError
+
+    def times(self) -> Iterator[Mapping[str, Any]]:
+        """The cells of `TIMES` of all rows, perhaps among others; nothing if no row has any. Raises ValueError, in one
+        line, as `cells` does."""
+        return map(self.cells, range(len(self)))
+
+    def describe(self, index: int) -> str:
+        raise NotImplementedError
+
+    def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
+        cells, found = self.cells(index), dict[str, Any]()
+        for wanted, columns in self.columns.items():
+            there = {column: cell for column in columns if (cell := cells.get(column)) is not None}
+            value = there if wanted.as_cells else self._value(wanted, next(iter(there.values()), None), index)
+            found.update({} if value is None or not there else {wanted.name: value})
+        first = next(iter(self.columns))
+        if not isinstance(found.get(first.name), Entry):
+            raise ValueError(f"the row holds no {first.noun}")
+        start, end = seconds_of(cells)
+        return {**found, first.name: found[first.name]._replace(start_seconds=start, end_seconds=end)}
+
+    def examples(self, name: str) -> Sequence[int]:
+        """The first rows, if there is a column for it."""
+        is_there = any(wanted.name == name and columns for wanted, columns in self.columns.items())
+        return range(min(len(self), MOST_EXAMPLES) if is_there else 0)
+
+    def joined(self, path: str) -> str:
+        """The path or address of a file that a row names. Raises ValueError, in one line, if a list on a server names a
+        file of this machine."""
+        if is_address(path):
+            return path
+        if is_address(self._folder) and (path.startswith(("/", "~")) or ".." in path.split("/")):
+            raise ValueError(f"it names {path[:_LONGEST_QUOTE]!r}, which is not below its list on the server")
+        return os.path.join(self._folder, path if is_address(self._folder) else os.path.expanduser(path))
+
+    def _value(self, wanted: Wanted, cell: Any, index: int) -> Any:
+        """The file or the numbers that a cell stands for, None if for none."""
+        path = cell.get("path") if isinstance(cell, Mapping) else cell
+        content = cell.get("bytes") if isinstance(cell, Mapping) else cell
+        if content is None or isinstance(content, str):
+            joined = self.joined(path_of({"path": path}, wanted.noun)) if path else ""
+            return Entry(joined if is_address(joined) else as_on_disk(joined)) if path else None
+        if isinstance(content, bytes | memoryview):
+            return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
+        try:
+            with np.errstate(over="ignore"):  # whoever uses them checks that they are finite
+                return np.array(content, np.float32)
+        except (ValueError, TypeError, OverflowError):
+            raise ValueError(f"its {wanted.noun} is no list of numbers, nor lists of equally many") from None
+
+
+def parts_of(source: Source) -> list[str]:
+    """Which part of its file each record of a table is, in seconds, or what a row says that is no part; empty if all
+    are whole files."""
+    parts = [*map(_part_of, source.times())] if isinstance(source, Rows) else []
+    return parts if {*parts} - {_part_of({})} else []
+
+
+def _part_of(cells: Mapping[str, Any]) -> str:
+    try:
+        start, end = seconds_of(cells)
+    except ValueError:  # a bad sample, when it is read
+        return repr([cells.get(name) for name in TIMES])
+    return f"{start} {end}"
+
+
+def unread_line(path: str, names: Iterable[str], read: Container[str]) -> str:
+    """A line about the columns of a table or manifest of which nothing is read; "" if there are none."""
+    unread = [*itertools.islice((name for name in names if name and name not in read), _MOST_NAMES + 1)]
+    shown = [printable(name[:_LONGEST_QUOTE]) for name in unread[:_MOST_NAMES]] + ["..."] * (len(unread) > _MOST_NAMES)
+    return f"columns of {path!r} that are not read: {', '.join(shown)}" if shown else ""
+
+
+def columns_of(wanted: Wanted) -> tuple[str, ...]:
+    """The columns in which it is looked for."""
+    return wanted.columns or (wanted.name,)
+
+
+def path_of(cells: Mapping[str, Any], noun: str) -> str:
+    """The path of a row. Raises ValueError, in one line, if it has none that can be one."""
+    path = cells.get("path")
+    if not isinstance(path, str) or not path.strip() or not _UNNAMEABLE.isdisjoint(path):
+        raise ValueError(f'it has no "path" of a {noun}')
+    return path.strip()
+
+
+def seconds_of(cells: Mapping[str, Any]) -> tuple[float, float]:
+    """The start and the end of a sample in its file, of the columns `TIMES`, all optional. Raises ValueError, in one
+    line, if they cannot be."""
+    times = {OTHER_NAMES.get(name, name): cells[name] for name in TIMES if cells.get(name) not in (None, "")}
+    start, end = (_seconds(times, key, missing) for key, missing in (("start_seconds", 0.0), ("end_seconds", math.inf)))
+    if end <= start:
+        raise ValueError(f"it ends at {end:g} s, not after its start at {start:g} s")
+    return start, end
+
+
+def _seconds(times: Mapping[str, Any], key: str, missing: float) -> float:
+    value = times.get(key, missing)
+    try:
+        seconds = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not (0 <= seconds <= _LATEST or value is missing):
+        text = repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+        raise ValueError(f"its {key} is {text[:_LONGEST_QUOTE]}, which is no time in seconds")
+    return seconds

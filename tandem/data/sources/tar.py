@@ -1,0 +1,407 @@
+"""Webdataset tars, read in any order by an index of where each sample's members begin. It is made once for all of them,
+from the headers only."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+import unicodedata
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.data.bad_samples import reason_of
+from tandem.io.reading import DAMAGES, counted, other_kind
+
+from .files import Bytes, is_address
+from .folder import about_skipped, ending_of, skipped_line
+from .index import Made, PackedStrings, fingerprint_of, kept, largest
+from .record import Entry, Record, Wanted, open_bytes
+
+_FEWEST = 100  # samples in an index that is kept: of long members, each header takes a read of the disk
+_THREADS = 16
+_BLOCK = 512  # bytes
+_LONGEST_HEADER = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
+_ONE_HEADER, _NEAR, _AHEAD, _AHEAD_REMOTE = 1 << 11, 1 << 14, 1 << 16, 1 << 20  # bytes
+# Kinds of members. Links, devices and folders have no content, whatever size they claim.
+_FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
+_HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
+_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
+_LINKS = (b"1", b"2")
+# What may be said of the end of a tar. One behind which others were appended is read on; between their ends and their
+# next headers there are zeros, of which no more are looked at than any program writes.
+_UNENDED, _GOES_ON = "without a mark of the end, perhaps cut off", "with bytes behind the end, which are not read"
+_LONGEST_END = 1 << 20  # bytes
+_PARTS = ("size", "offset", "ending")
+
+Kinds = Callable[[str], Sequence[tuple[int, int, int]]]
+
+
+class TarSource:
+    """The samples of several tars, in the order of tars and of the first members of samples. Members whose names are
+    equal up to the first dot after the folder are one sample. See `Source` for the methods.
+
+    A member is what a `Wanted` looks for if all of its name after that dot is one of the endings; or else, if samples
+    or texts are wanted, if its name ends so: "0.mask.png" is an image only if nothing else of that name is.
+
+    `skipped`: what is to be said of files beside the tars. Raises ValueError, in one line, if a tar cannot be read, is
+    damaged or cut off, or none holds a sample.
+    """
+
+    def __init__(self, paths: Sequence[str], wanted: Sequence[Wanted], skipped: str = "") -> None:
+        self.paths, self._wanted = [*paths], [*wanted]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            states = [*threads.map(_state, self.paths)]
+        self._n_bytes = np.array([size for size, _ in states], np.int64)
+        root, names = _root_and_names(self.paths)
+        kind = json.dumps(["tars", names, [(one.name, one.endings, one.further) for one in wanted]])
+        index = kept(
+            root, fingerprint_of([kind.encode()]), self._made, fewest=_FEWEST,
+            depends=fingerprint_of([json.dumps(states).encode()]),
+        )  # fmt: skip
+        self.fingerprint, self._names = index.fingerprint, index.strings("names")
+        self._columns = {
+            one.name: [index.numbers(f"{part} {one.name}", len(self)) for part in _PARTS] for one in wanted
+        }
+        self._firsts = index.numbers("firsts", len(self.paths) + 1).whole()
+        if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
+            raise index.damaged()
+        self._damaged, self.examples = index.damaged, index.examples
+        try:
+            lines = [skipped, skipped_line("member", str(self), *index.facts["skipped"])]
+            for end, (count, first) in index.facts["ends"].items():
+                lines.append(f"{counted(count, 'tar')} {end}: {'such as ' if count > 1 else ''}{self.paths[first]!r}")
+        except DAMAGES:
+            raise index.damaged() from None
+        self.skipped = "; ".join(filter(None, lines))
+        if not len(self):
+            more = self.skipped and f"; {self.skipped}"
+            raise ValueError(f"no {wanted[0].noun} ({' '.join(wanted[0].endings)}) in {self}{more}")
+
+    def _made(self) -> Made:
+        kinds = functools.lru_cache(1 << 12)(functools.partial(_kinds, self._wanted))
+        names, firsts = PackedStrings(), array("q", [0])
+        columns = [array("q") for _ in range(len(_PARTS) * len(self._wanted))]
+        left, alone, ends = Counter[str](), list[str](), dict[str, list[int]]()
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for found in threads.map(lambda path: scan(path, self._wanted, kinds), self.paths):
+                for name in found.names:
+                    names.append(name)
+                for column, numbers in zip(columns, found.places.T, strict=True):
+                    column.frombytes(numbers.tobytes())
+                left += found.left
+                alone += found.alone
+                for said in found.ends:
+                    ends.setdefault(said, [0, len(firsts) - 1])[0] += 1
+                firsts.append(len(names))
+        # Of the same samples in the same tars, with the same members beside them; other members may lie between.
+        parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
+        titles = [f"{part} {one.name}" for one in self._wanted for part in _PARTS]
+        about = about_skipped(left, self._wanted[0].noun, len(alone), alone[0] if alone else "")
+        facts = {
+            "examples": {one.name: largest(columns[len(_PARTS) * n]) for n, one in enumerate(self._wanted)},
+            "skipped": [left.total(), about],
+            "ends": ends,
+        }
+        columns_by_title = dict(zip(titles, columns, strict=True))
+        return Made({"names": names, "firsts": firsts, **columns_by_title}, fingerprint_of(parts), facts)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __str__(self) -> str:
+        first, n = repr(self.paths[0]), len(self.paths)
+        return first if n == 1 else f"{n} tars, the first {first}"
+
+    def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
+        path, n_bytes, name = self.path(index), self._n_bytes[self.shard(index)], self._names[index]
+        record = {}
+        for one in self._wanted:
+            size, offset, ending = (column[index] for column in self._columns[one.name])
+            if size < 0 and one is not self._wanted[0]:
+                continue
+            if not (size >= 0 and 0 <= offset <= n_bytes - size and 0 <= ending < len(one.taken)):
+                raise self._damaged()
+            member = name if one is self._wanted[0] else f"{_key(name)}{one.taken[ending]}"
+            record[one.name] = Entry(path, offset, size, member=member)
+        return record
+
+    @property
+    def shards(self) -> list[range]:
+        return [range(int(first), int(end)) for first, end in itertools.pairwise(self._firsts)]
+
+    def shard(self, index: int) -> int:
+        """The place of the tar that holds a sample."""
+        return int(np.searchsorted(self._firsts, index, side="right")) - 1
+
+    def path(self, index: int) -> str:
+        """The tar that holds a sample."""
+        return self.paths[self.shard(index)]
+
+    def name(self, index: int) -> str:
+        return self._names[index]
+
+    def describe(self, index: int) -> str:
+        return f"{self.path(index)}/{self._names[index]}"
+
+
+def stem_of(name: str) -> str:
+    """The name of a member without folders, up to its first dot: the key of a sample."""
+    return name.rpartition("/")[2].partition(".")[0]
+
+
+def number_of(path: str, flag: str) -> int:
+    """Number of a shard by its file's name: "img_emb_0012.npy" and "00012.tar" -> 12. Raises ValueError, in one line
+    that names the flag."""
+    found = re.search(r"([0-9]+)$", stem_of(path))
+    if found is None:
+        raise ValueError(f"{flag}: the name of {path!r} does not end with the number of its shard, such as 00012")
+    return int(found[1])
+
+
+def _key(name: str) -> str:
+    """The name of a member with its folders, up to the first dot after them."""
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
+
+
+def _state(path: str) -> tuple[int, str]:
+    """The size of a tar, and what is different after a change."""
+    try:
+        if is_address(path):
+            from . import remote
+
+            return remote.RemoteBytes(path).size, remote.version(path)
+        status = os.stat(path)
+    except OSError as error:
+        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
+    return status.st_size, str(status.st_mtime_ns)
+
+
+def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
+    """What the index stands beside, one tar or the folder that holds several, and the paths relative to it."""
+    if is_address(paths[0]):
+        return paths[0], [*paths]
+    if len(paths) == 1:
+        return paths[0], [""]
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    return root, [os.path.relpath(path, root) for path in paths]
+
+
+def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
+    """What a member may be, whose name ends so after its stem: the number in `wanted`, its rank (the lowest is taken)
+    and the number of its ending."""
+    tail = tail.lower()
+    for is_whole in (True, False):
+        found = []
+        for number, one in enumerate(wanted):
+            fits = [tail == ending if is_whole else tail.endswith(ending) for ending in one.taken]
+            if any(fits) and (is_whole or number == 0 or one.as_cells):
+                ending = fits.index(True)
+                rank = ending if number else int(ending >= len(one.endings))
+                found.append((number, rank if is_whole else len(one.taken) + rank, ending))
+        if found:
+            return found
+    return []
+
+
+class Scanned(NamedTuple):
+    """What is in a tar.
+
+    names: of the first members of its samples, in its order.
+    places: the size, offset and ending of each kind of member, int64 (n, 3 * kinds), -1 where there is none.
+    left: how many members are part of no sample, by ending; links and sparse files, whose content is elsewhere, too.
+    alone: those of them that would be read in a sample.
+    ends: what is unusual at its end.
+    """
+
+    names: list[str]
+    places: npt.NDArray[np.int64]
+    left: Counter[str]
+    alone: list[str]
+    ends: list[str]
+
+
+def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> Scanned:
+    """What is in a tar, of which only the headers of members are read.
+
+    Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
+    """
+    samples: dict[str, list[tuple[int, str, int, int, int] | None]] = {}
+    clashes: dict[str, tuple[int, str]] = {}
+    left, tails, ends = Counter[str](), Counter[str](), list[str]()
+    for name, offset, size in members(path, left, ends):
+        key = _key(name)
+        if key.endswith("/") or not key:  # hidden names are skipped
+            continue
+        tails[name[len(key) :]] += 1
+        found = kinds(name[len(key) :])
+        if not found:
+            continue
+        sample = samples.setdefault(key, [None] * len(wanted))
+        for number, rank, ending in found:
+            other = sample[number]
+            if other is None or rank < other[0] or (rank == other[0] and number):
+                sample[number] = rank, name, size, offset, ending
+            elif rank == other[0]:
+                clashes.setdefault(key, (rank, name))
+    for key, (rank, name) in clashes.items():
+        first = samples[key][0]
+        if first and first[0] == rank:
+            of_one_name = f"two {wanted[0].noun}s of one name, {first[1]!r} and {name!r}"
+            raise ValueError(f"the tar {path!r} holds {of_one_name}")
+    _join_forms(samples)
+    whole = {sample[0][1]: sample for sample in samples.values() if sample[0]}
+    places = [part[2:] if part else (-1, -1, -1) for sample in whole.values() for part in sample]
+    for sample in whole.values():
+        for name in {part[1] for part in sample if part}:
+            tails[name[len(_key(name)) :]] -= 1
+    for tail, n in (+tails).items():
+        left[ending_of(f"key{tail}")] += n
+    alone = sorted({part[1] for sample in samples.values() if not sample[0] for part in sample if part})
+    return Scanned([*whole], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(wanted)), left, alone, ends)
+
+
+def _join_forms(samples: Mapping[str, list[Any]]) -> None:
+    """Give samples what has their name but for letters whose accents are signs of their own in one of the two."""
+    firsts = {unicodedata.normalize("NFC", key): key for key, sample in samples.items() if sample[0]}
+    for key, sample in samples.items():
+        first = None if key.isascii() or sample[0] else samples.get(firsts.get(unicodedata.normalize("NFC", key), ""))
+        for number, part in enumerate(sample if first else ()):
+            if first and part and not first[number]:
+                first[number], sample[number] = part, None
+
+
+class _Pieces:
+    """A file that is read forward in pieces: a short one for a header far from the last one, and longer and longer ones
+    where headers are near each other. Of a server, a longer one takes no longer."""
+
+    def __init__(self, file: Bytes, is_remote: bool) -> None:
+        self._file, self._begin, self._piece, self._size = file, 0, b"", _ONE_HEADER
+        self._near, self._shortest = (_AHEAD_REMOTE, _AHEAD_REMOTE) if is_remote else (_NEAR, _ONE_HEADER)
+
+    def read(self, at: int, size: int) -> bytes:
+        begin = at - self._begin
+        if not 0 <= begin <= len(self._piece) - size:
+            self._size = max(
+                self._shortest, min(2 * self._size, _AHEAD) if begin < len(self._piece) + self._near else 0
+            )
+            self._piece, self._begin, begin = self._file.pread(max(size, self._size), at), at, 0
+        return self._piece[begin : begin + size]
+
+
+def members(path: str, left: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and size of every file in a tar, in its order. `left` gets the number of links and sparse files,
+    and `ends` what is unusual at the end.
+
+    Raises ValueError, in one line, if it cannot be read, is damaged or cut off.
+    """
+    try:
+        with open_bytes(path) as file:
+            yield from _members(_Pieces(file, is_address(path)), file.size, left, ends)
+    except OSError as error:
+        raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
+
+
+def _members(pieces: _Pieces, n_bytes: int, left: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
+    at = 0
+    said: dict[str, bytes] = {}  # about the next member, in headers before its own
+    while True:
+        header = pieces.read(at, _BLOCK)
+        if header == bytes(_BLOCK):  # zeros are the mark of the end
+            end = at
+            while at < n_bytes and at - end < _LONGEST_END and not header.strip(b"\0"):
+                at += _BLOCK
+                header = pieces.read(at, _BLOCK)
+            if at >= n_bytes or not _begins_member(header):
+                ends += [_GOES_ON] if at < n_bytes else []
+                return
+        if at == n_bytes > 0 and not said:
+            ends.append(_UNENDED)
+            return
+        if at >= n_bytes:
+            raise ValueError(f"it ends at byte {n_bytes} without a mark of the end")
+        if not _is_header(header):
+            raise ValueError(("" if at else other_kind(header)) or f"no header at byte {at}")
+        kind, begin, size = header[156:157], at + _BLOCK, _number(header[124:136])
+        if kind in _HEADERS:
+            if not 0 <= size <= _LONGEST_HEADER:
+                raise ValueError(f"it claims a header of {size} bytes")
+            if kind in _EXTENDED:
+                said |= _pairs(pieces.read(begin, size))
+            elif kind == _LONG_NAME:
+                said["path"] = pieces.read(begin, size).partition(b"\0")[0]
+        else:
+            name = os.fsdecode(said.get("path") or _name(header))
+            size = 0 if kind in _WITHOUT_CONTENT else int(said.get("size", size))
+            is_sparse, goes_on = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in said), header[482:483]
+            while kind == _SPARSE and goes_on not in (b"", b"\0"):
+                goes_on, begin = pieces.read(begin, _BLOCK)[504:505], begin + _BLOCK
+            if size < 0:
+                raise ValueError(f"{name!r} has a size below 0")
+            if begin + size > n_bytes:
+                raise ValueError(f"{name!r} lies beyond its end")
+            if kind in _FILES and not is_sparse and not name.endswith("/"):
+                yield name, begin, size
+            elif kind in _LINKS or is_sparse:
+                left["linked" if kind in _LINKS else "sparse"] += 1
+            said = {}
+        at = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
+
+
+def _is_header(block: bytes) -> bool:
+    """Whether the checksum is right, the sum of all bytes with spaces in its own place; some programs add them as
+    signed numbers."""
+    if len(block) != _BLOCK:
+        return False
+    filled = block[:148] + b" " * 8 + block[156:]
+    said = _number(block[148:156])
+    # The lower half of Adler-32 is the sum of bytes, plus 1, modulo 65521; at several times the speed of `sum`.
+    return (said + 1) % 65521 == zlib.adler32(filled) & 0xFFFF or said == int(np.frombuffer(filled, np.int8).sum())
+
+
+def _begins_member(block: bytes) -> bool:
+    """Whether a block behind the end of a tar is the header of another one."""
+    try:
+        return _is_header(block)
+    except ValueError:
+        return False
+
+
+def _number(field: bytes) -> int:
+    """A number of a header, in octal digits; or in bytes, if they are too few. Raises ValueError."""
+    if field[:1] in (b"\x80", b"\xff"):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[:1] == b"\xff" else 0)
+    digits = field.partition(b"\0")[0].strip() or b"0"
+    if not re.fullmatch(rb"[0-7]+", digits):
+        raise ValueError("invalid header")
+    return int(digits, 8)
+
+
+def _name(header: bytes) -> bytes:
+    name, prefix = (header[begin:end].partition(b"\0")[0] for begin, end in ((0, 100), (345, 500)))
+    return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
+
+
+def _pairs(content: bytes) -> dict[str, bytes]:
+    """The lines of an extended header, "LENGTH key=value"; LENGTH is that of the whole line. Raises ValueError."""
+    found, at = dict[str, bytes](), 0
+    while content[at : at + 1] not in (b"", b"\0"):
+        digits = content[at : at + 20].partition(b" ")[0]
+        end = at + int(digits)
+        key, equals, value = content[at + len(digits) + 1 : end - 1].partition(b"=")
+        if not (equals and at < end <= len(content)):  # else it had no end
+            raise ValueError("an extended header that is none")
+        found[key.decode(errors="replace")], at = value, end
+    return found

@@ -1,0 +1,276 @@
+"""The codes of a folder of images or videos on the disk: shards of a fixed number of items, and an index of the rows.
+
+    codes/codes-00000.safetensors    "codes" (n, h, w), uint8, uint16 or int32: the smallest that holds the codebook
+    codes/index.jsonl                {"path": "cats/1.jpg", "shard": 0, "row": 0, "label": 0}, a line per image in order
+    codes/index.json                 settings, shards and unreadable files; see shards.py
+
+Loading needs no code of this repository:
+
+    codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # with npy: numpy.load("....npy")
+    paths = [json.loads(line)["path"] for line in open("codes/index.jsonl")]       # row by row, shard after shard
+
+The label of an image is the number of its class, as in latents.py. An image whose class is no number has no label, and
+neither have videos.
+
+A row is the codes of an image, or of a frame of codes of a video, which has several rows; its line says how many, and
+further the number of frames before encoding and how many are shown in a second (null: an image):
+
+    {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
+    line = json.loads(open("codes/index.jsonl").readline()); of_video = codes[line["row"]:][:line["code_frames"]]
+
+Videos that keep their shape have rows of a single code each, (n,), frame after frame and line after line of a picture;
+"grid" in index.json, the shape of a row, is [] then, and in each line stands that of its frames, (h, w):
+
+    {"path": "b.mp4", "shard": 0, "row": 480, "code_frames": 5, "frames": 17, "fps": 25.0, "grid": [8, 14]}
+    of_video = codes[line["row"]:][:5 * 8 * 14].reshape(5, 8, 14)
+
+They are decoded to a folder of images or videos, at the relative paths of the originals (for absolute ones, and those
+with .., see `below`); an image, and a video of one frame, become a PNG. Files are written whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tandem.devices import on_host
+from tandem.io.reading import open_regular
+from tandem.io.writing import create, replacing
+
+from .output import explained_write
+from .shards import COUNT, GRID, LINES_FILE, Array, Stored, explained, row_count, stays_inside
+
+CODES = "codes"
+_DTYPES = ("uint8", "uint16", "int32")
+FRAME_FOLDER = ".frames"  # ending of the folder of a video's frames
+_PIECE_CODES = 4  # frames of codes that are decoded at once
+_END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
+
+Decode = Callable[[Tensor], Tensor]
+# Writes frames (h, w, 3), of which so many are shown in a second, of the video with this path, to a file.
+Write = Callable[[BinaryIO, Iterator[npt.NDArray[np.uint8]], float, str], None]
+
+
+def code_dtype(num_codes: int) -> np.dtype:
+    """The smallest of uint8, uint16 and int32 that holds the codes 0 to num_codes - 1."""
+    return next(np.dtype(dtype) for dtype in _DTYPES if num_codes - 1 <= np.iinfo(dtype).max)
+
+
+class StoredCodes(Stored):
+    """A complete folder of codes. The constructor and the methods raise ValueError, in one line, if there are no codes,
+    or not all of them yet, or a file is not what the index says.
+
+    by_shard: the lines of index.jsonl.
+    """
+
+    name: ClassVar[str] = CODES
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder, self.name)
+        shards = self.index["shards"]
+        self.by_shard: list[list[Mapping[str, Any]]] = [[] for _ in shards]
+        rows = [0] * len(shards)
+        with explained(self.folder / LINES_FILE):
+            for line in self.lines():
+                shard, count = line["shard"], line.get(COUNT, 1)
+                if not isinstance(line["path"], str):
+                    raise ValueError(f"it names {str(line['path'])[:40]!r}, which is no path")
+                if type(shard) is not int or not 0 <= shard < len(rows) or line["row"] != rows[shard]:
+                    raise ValueError(f"it is not in order at {line['path']!r}")
+                if type(count) is not int or count < 1:
+                    raise ValueError(f"{line['path']!r} has {count!r} rows")
+                grid = line.get(GRID)
+                if not (_is_grid(grid) if self.index[GRID] == [] else grid is None):
+                    raise ValueError(f"{line['path']!r} has a grid of {str(grid)[:40]}")
+                self.by_shard[shard].append(line)
+                rows[shard] += row_count(line)
+            if rows != [entry["rows"] for entry in shards]:
+                raise ValueError("its numbers of rows are not those of the index")
+
+    def rows(self, shard: int) -> Tensor:
+        """What the model decodes of a shard, int64 (n, h, w), or (n,) of videos that keep their shape."""
+        return torch.from_numpy(self.load(shard).astype(np.int64))
+
+    def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
+        """How often each code occurs in shards, (num_codes,)."""
+        counts = np.zeros(self.index["num_codes"], np.int64)
+        for shard in shards:
+            counts += np.bincount(self.load(shard).ravel(), minlength=len(counts))
+        return counts
+
+    def load(self, shard: int) -> Array:
+        """Codes of a shard, see `rows`, checked against its checksum, the index and the size of the codebook."""
+        with self.rows_of(shard, self.index["grid"], _DTYPES) as codes:
+            if codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < self.index["num_codes"]:
+                raise ValueError(f"it holds codes outside [0, {self.index['num_codes']})")
+            return codes
+
+
+def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code: int | None) -> list[list[Path]]:
+    """By shard and item, the file below the folder: with this ending (FRAME_FOLDER: a folder of PNGs), or .png if the
+    item is an image or has one frame. See `output_names`.
+
+    Raises ValueError, in one line, if the index is damaged. `frames_per_code`: of the model of videos; None: of images.
+    """
+    lines = [line for of_shard in codes.by_shard for line in of_shard]
+    with explained(codes.folder / LINES_FILE):
+        if frames_per_code is not None:
+            for line in lines:
+                _check(line, frames_per_code)
+        elif codes.index[GRID] == []:
+            raise ValueError("its lines have shapes of their own, as videos have, and the model is one of images")
+        endings = [".png" if line.get("frames", 1) == 1 else ending for line in lines]
+    names = iter(output_names([line["path"] for line in lines], endings))
+    return [[folder / next(names) for _ in of_shard] for of_shard in codes.by_shard]
+
+
+def _is_grid(grid: Any) -> bool:
+    return isinstance(grid, list) and len(grid) == 2 and all(type(side) is int and side >= 1 for side in grid)
+
+
+def _check(line: Mapping[str, Any], frames_per_code: int) -> None:
+    """Raise ValueError or KeyError if a line of the index cannot be of a video."""
+    frames, fps = line["frames"], line["fps"]
+    if type(frames) is not int or line[COUNT] != 1 + -(-(frames - 1) // frames_per_code):
+        raise ValueError(f"{line['path']!r} has {frames!r} frames and {line[COUNT]} frames of codes")
+    is_image = frames == 1 and fps is None
+    if not is_image and not (type(fps) in (int, float) and 0 < fps < math.inf):
+        raise ValueError(f"{line['path']!r} has {fps!r} frames per second")
+
+
+def decode_images(
+    codes: StoredCodes, shard: int, files: Sequence[Path], decode: Decode, *, batch_size: int, num_threads: int
+) -> None:
+    """Write those images of a shard that do not exist or are incomplete; `num_threads` threads compress them.
+
+    `decode` maps rows of `codes` (batch_size, ...), padded with 0, to images (batch_size, c, h, w) in [0, 1], on any
+    device. Raises ValueError, in one line, if the codes are damaged.
+    """
+    rows = codes.rows(shard)
+    of_batches = [slice(first, first + batch_size) for first in range(0, len(rows), batch_size)]
+    of_batches = [each for each in of_batches if not all(map(is_complete, files[each]))]
+
+    def batches() -> Iterator[Tensor]:
+        for each in of_batches:
+            batch = rows.new_zeros(batch_size, *rows.shape[1:])
+            batch[: len(rows) - each.start] = rows[each]
+            yield batch
+
+    paths = [path for each in of_batches for path in files[each]]
+    save_missing(paths, pixels_of(batches(), decode), num_threads)
+
+
+def decode_videos(
+    codes: StoredCodes,
+    shard: int,
+    files: Sequence[Path],
+    open_stream: Callable[[], Decode],
+    write: Write,
+    *,
+    num_threads: int,
+) -> None:
+    """Write those videos of a shard that do not exist or are incomplete, frame by frame.
+
+    `open_stream` begins a video. It returns a function that is called with the next codes, int64 (n, h', w'), and
+    returns their frames (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises ValueError,
+    in one line, if the codes are damaged or a file cannot be written.
+    """
+    rows, first = codes.rows(shard), 0
+    for line, path in zip(codes.by_shard[shard], files, strict=True):
+        of_video, first = rows[first : first + row_count(line)], first + row_count(line)
+        of_video = of_video.reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
+        frames = itertools.islice(pixels_of(of_video.split(_PIECE_CODES), open_stream()), line["frames"])
+        if path.suffix == ".png":
+            save_missing([path], frames, 1)
+        elif path.suffix == FRAME_FOLDER:
+            save_missing([path / f"{number:06d}.png" for number in range(line["frames"])], frames, num_threads)
+        elif not path.exists():
+            with _new_file(path) as file:
+                write(file, (frame.numpy() for frame in frames), line["fps"], below(line["path"]))
+
+
+def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:
+    """Write those PNGs of pictures uint8 (h, w, c) that do not exist or are incomplete; `num_threads` threads compress
+    them. If none is missing, no picture is asked for; there may be more of them than paths."""
+    missing = [not is_complete(path) for path in paths]
+    if any(missing):
+        with ThreadPoolExecutor(num_threads) as pool:
+            todo = itertools.compress(zip(paths, pictures, strict=False), missing)
+            while some := list(itertools.islice(todo, 4 * num_threads)):
+                list(pool.map(_save, *zip(*some, strict=True)))
+
+
+def _save(path: Path, pixels: Tensor) -> None:
+    """Write an image. The file is not synced, which would take most of the time; after a power cut, the next start
+    finds incomplete files by `is_complete`."""
+    with _new_file(path, is_synced=False) as file:
+        Image.fromarray(pixels.numpy()).save(file, "png")
+
+
+@contextlib.contextmanager
+def _new_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
+    """A file, perhaps in a new folder, that is written whole or not at all, even if the process is killed."""
+    with explained_write(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, is_synced=is_synced) as temporary, create(temporary) as file:
+            yield file
+
+
+def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[Tensor]:
+    """The pictures uint8 (h, w, c) that a function draws of pieces, for each some in [0, 1], (b, c, h, w), c = 3 (RGB)
+    or 4 (RGBA): round(255 x) after clamping. A piece is drawn when its first picture is asked for; on an accelerator,
+    when the first one of the piece before it is."""
+
+    def drawn() -> Iterator[tuple[None, Tensor]]:
+        for piece in pieces:
+            images = (draw(piece).float().clamp(0, 1) * 255).round().byte()
+            yield None, images.permute(0, 2, 3, 1).contiguous()
+
+    for _, images in on_host(drawn()):
+        yield from images
+
+
+def below(path: str) -> str:
+    """A path of an index, without its root and every ``..``, so that it is one below any folder: a manifest may name
+    files anywhere. Raises ValueError, in one line, if nothing is left of it."""
+    relative = str(PurePosixPath(*(part for part in PurePosixPath(path).parts if part.strip("/") not in ("", ".."))))
+    if not stays_inside(relative):
+        raise ValueError(f"the index names {path!r}, which is no path of a file")
+    return relative
+
+
+def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
+    """The file name for what is made of each path: its ending becomes the one given. If two would get one name (a.jpg
+    and a.webp), the new ending is appended instead, and if need be, as for two parts of one file, the place in the list
+    before it; no two names are equal. Raises what `below` raises."""
+    paths = [below(path) for path in paths]
+    replaced = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in zip(paths, endings, strict=True)]
+    appended = [f"{path}{ending}" for path, ending in zip(paths, endings, strict=True)]
+    counts = Counter(replaced)
+    mixed = [name if counts[name] == 1 else longer for name, longer in zip(replaced, appended, strict=True)]
+    numbered = [f"{path}-{place}{ending}" for place, (path, ending) in enumerate(zip(paths, endings, strict=True))]
+    return next((names for names in (mixed, appended) if len(set(names)) == len(names)), numbered)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a PNG exists and has its end mark as its last bytes."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(max(0, size - len(_END_OF_A_PNG)))
+            return file.read() == _END_OF_A_PNG
+    except (FileNotFoundError, ValueError):  # none, or a pipe, which the picture then replaces
+        return False

@@ -1,0 +1,142 @@
+"""An index of embeddings on the disk: shards of a fixed number of files, the file of each row, and search.
+
+    index/embeddings-00000.safetensors    "embeddings" float32 (n, d), of length 1
+    index/index.jsonl                     {"path": "dogs/1.wav", "shard": 0, "row": 0}, a line per row, in order;
+                                          with "captions": ["..."] where a sound has some
+    index/index.json                      settings, checksums and unreadable files; see shards.py
+
+Loading needs no code of this repository:
+
+    embeddings = safetensors.numpy.load_file("index/embeddings-00000.safetensors")["embeddings"]
+    paths = [json.loads(line)["path"] for line in open("index/index.jsonl")]  # row by row, shard after shard
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.data.bad_samples import reason_of
+from tandem.io.reading import BYTE_ORDER_MARK, plain_text, read_bytes, text_lines
+
+from .shards import INDEX_FILE, LINES_FILE, Stored, explained
+
+EMBEDDINGS = "embeddings"
+_LONGEST_QUERIES = 1 << 26  # bytes
+
+Vectors = npt.NDArray[np.float32]
+
+
+class Match(NamedTuple):
+    """A file that was found: its rank from 1 on, its cosine to the query, its path, and its first caption if the index
+    knows one."""
+
+    rank: int
+    cosine: float
+    path: str
+    caption: str | None = None
+
+
+class Answer(NamedTuple):
+    """The matches of a query."""
+
+    query: str
+    matches: Sequence[Match]
+
+    def as_table(self) -> str:
+        """For people: the query, and a line per match. Bytes of a path that are not UTF-8 are escaped."""
+        width = max((len(match.path) for match in self.matches if match.caption), default=0)
+        lines = [
+            f"{match.rank:4d}  {match.cosine:6.3f}  {match.path:{width}}  {match.caption or ''}".rstrip()
+            for match in self.matches
+        ]
+        head = f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()
+        text = "\n".join([self.query, head, *lines, ""])
+        return text.encode(errors="backslashreplace").decode()
+
+    def as_json(self) -> str:
+        """For programs, in one line. A match without caption has no such key."""
+        matches = [{k: v for k, v in match._asdict().items() if v is not None} for match in self.matches]
+        return json.dumps({"query": self.query, "matches": matches})
+
+
+class StoredEmbeddings(Stored):
+    """A complete index. The constructor and the methods raise ValueError, in one line, if there is none, or it is
+    incomplete, damaged or empty."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder, EMBEDDINGS)
+        index = self.index
+        with explained(self.folder / INDEX_FILE):
+            if index["task"] != "embed":
+                raise ValueError("it is an index of something else")
+            self.rows = [entry["rows"] for entry in index["shards"]]
+            numbers = (*self.rows, index["dim"] - 1, index["max_clips"] - 1, index["batch_size"] - 1)
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError("one of its numbers cannot be")
+            if sum(self.rows) != index["rows"]:
+                raise ValueError("its numbers of rows do not agree")
+            bad = len(index["bad"])
+        if not index["rows"]:
+            raise ValueError(f"the index in {folder} is empty: none of its {bad} files could be read")
+
+    def load(self, shard: int) -> Vectors:
+        """Embeddings (n, d) of a shard, checked against its checksum and the index."""
+        with self.rows_of(shard, [self.index["dim"]], ["float32"]) as vectors:
+            if not np.isfinite(vectors).all():
+                raise ValueError("not all of its numbers are finite")
+            return vectors
+
+    def nearest(self, queries: Vectors, count: int, mark: Callable[[], None] = lambda: None) -> list[list[Match]]:
+        """For each of the queries (m, d), unit vectors, the `count` rows of the largest cosine, or all rows if there
+        are fewer; of equal cosines, the first rows. Every row is compared. One shard is in memory at a time; `mark` is
+        called for each, as a sign of life.
+
+        Cosines are summed in fp64 and then rounded to fp32, so that one depends neither on the rows of its shard nor on
+        the other queries, and equal rows have equal cosines.
+        """
+        exact, seen = queries.astype(np.float64), 0
+        cosines, rows = (np.zeros((len(queries), 0), dtype) for dtype in (np.float32, np.int64))
+        for shard, size in enumerate(self.rows):
+            mark()
+            found = (exact @ self.load(shard).astype(np.float64).T).astype(np.float32)
+            numbers = np.broadcast_to(np.arange(seen, seen + size), found.shape)
+            cosines, rows, seen = np.hstack([cosines, found]), np.hstack([rows, numbers]), seen + size
+            # Rows of equal cosines are in order here, and a stable sort keeps that order.
+            best = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
+            cosines, rows = (np.take_along_axis(each, best, axis=1) for each in (cosines, rows))
+        files = self._files(set(rows.ravel().tolist()))
+        return [
+            [Match(rank, float(cosine), *files[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
+            for pair in zip(rows.tolist(), cosines, strict=True)
+        ]
+
+    def _files(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
+        """Path, and caption if there is one, of some rows."""
+        found: dict[int, tuple[str, str | None]] = {}
+        with explained(self.folder / LINES_FILE):
+            for row, line in enumerate(self.lines()):
+                if row in rows:
+                    found[row] = str(line["path"]), next(map(str, line.get("captions", [])), None)
+            if len(found) != len(rows):
+                raise ValueError("its number of lines is not that of the index")
+        return found
+
+
+def read_queries(given: Sequence[str], path: str | None) -> list[str]:
+    """The queries of the command line, then those of a file, one per line; empty ones are left out. Raises ValueError,
+    in one line, if the file cannot be read or no query is left."""
+    queries = [stripped for query in given if (stripped := query.replace(BYTE_ORDER_MARK, "").strip())]
+    if path is not None:
+        try:
+            queries += text_lines(plain_text(read_bytes(path, _LONGEST_QUERIES)))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the queries in {path}: {reason_of(error)}") from None
+    if not queries:
+        raise ValueError("there is no query: what was given is empty")
+    return queries

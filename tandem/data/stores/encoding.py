@@ -1,0 +1,199 @@
+"""The one way from samples to the shards of a store: a sample is loaded in pieces (an image, the clips of a sound, some
+frames of a video), a model makes rows of them, and what cannot be read is left out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.data.bad_samples import BadSample, partly_read, reason_of
+from tandem.data.sampling.workers import Loader
+from tandem.devices import on_host
+
+from .shards import COUNT, GRID, PARTIAL, Encoded
+
+PIECE_FRAMES = 16  # of a video, which are in memory at once
+
+Note = dict[str, Any]  # what the index of a store says of a sample beside its name
+Load = Callable[[int], tuple[Tensor, Note]]
+Frames = Callable[[int], Iterator[tuple[Tensor, float | None]]]
+Describe = Callable[[int], str]  # the name by which a user finds a sample
+
+
+def encode_batches(
+    load: Load,
+    describe: Describe,
+    shards: Sequence[range],
+    encode: Callable[[Tensor], Tensor],
+    *,
+    batch_size: int,
+    per_request: int,
+    num_workers: int,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[Encoded]:
+    """What `encode` makes of the samples with the indices of each shard, in the order of the shards; an array for each
+    sample that can be read.
+
+    Args:
+        load: index -> the pieces of a sample (n, ...), n > 0, of one shape for all samples, and its note. Raises
+            OSError or ValueError, in one line, if it cannot be read. It is called, and pickled if workers are not
+            forked, in `num_workers` loader processes, in each for `per_request` samples at once.
+        encode: Pieces (batch_size, ...), the last ones 0 -> rows (batch_size, ...) on any device. A row may depend on
+            its own piece alone: with padded batches it depends neither on the processes nor on the other samples.
+        waiting: See `Loader`.
+    """
+    requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
+    read = functools.partial(load_each, load, describe)
+    loaded = iter(Loader(read, list(itertools.chain(*requests)), num_workers, waiting=waiting))
+    return (_encode_shard(itertools.islice(loaded, len(each)), encode, batch_size) for each in requests)
+
+
+def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
+    """The pieces (n, ...) of all samples; of each sample how many these are, and its note, which says as PARTIAL why
+    only a part of its file is read; what cannot be read."""
+    pieces, notes, bad = [torch.zeros(0)], [], []
+    for index in indices:
+        try:
+            with partly_read() as reasons:
+                of_sample, note = load(index)
+        except (OSError, ValueError) as error:
+            bad.append(BadSample(index, describe(index), reason_of(error)))
+        else:
+            pieces.append(of_sample)
+            notes.append((len(of_sample), {**note, PARTIAL: reasons[0]} if reasons else note))
+    return torch.cat(pieces[1:] or pieces), notes, bad
+
+
+def _encode_shard(loaded: Iterable[Any], encode: Callable[[Tensor], Tensor], batch_size: int) -> Encoded:
+    counts: list[int] = []
+    encoded = Encoded([], [], [])
+
+    def pieces() -> Iterator[Tensor]:
+        for some, notes, bad in loaded:
+            counts.extend(count for count, _ in notes)
+            encoded.notes.extend(note for _, note in notes)
+            encoded.bad.extend(bad)
+            yield from some
+
+    rows = in_batches(pieces(), encode, batch_size)
+    return encoded._replace(parts=rows.split(counts) if counts else [])
+
+
+def in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tensor], batch_size: int) -> Tensor:
+    """What `encode` makes of pieces, (n, ...), on the host: in batches of one size, of which the last is padded
+    with 0."""
+    pending = iter(pieces)
+
+    def encoded() -> Iterator[tuple[int, Tensor]]:
+        while some := list(itertools.islice(pending, batch_size)):
+            batch = some[0].new_zeros(batch_size, *some[0].shape)
+            torch.stack(some, out=batch[: len(some)])
+            yield len(some), encode(batch)
+
+    rows = [of_batch[:count] for count, of_batch in on_host(encoded())]
+    return torch.cat(rows) if rows else torch.zeros(0)
+
+
+def encode_streams(
+    frames_of: Frames,
+    describe: Describe,
+    shards: Sequence[range],
+    open_stream: Callable[[], Callable[[Tensor], Tensor]],
+    *,
+    dtype: np.dtype,
+    frames_per_code: int,
+    num_threads: int,
+    in_shape: bool = False,
+) -> Iterator[Encoded]:
+    """Codes of the videos with the indices of each shard, in the order of the shards. Memory does not depend on the
+    length of a video.
+
+    Args:
+        frames_of: index -> the frames of a video, uint8 (3, h, w), in order, each with the frames per second up to
+            there (None: an image). Raises OSError, and ValueError, in one line, if they cannot be read.
+        open_stream: Begins a video. It returns a function that is called, in the main thread, with the next frames,
+            uint8 (3, f, h, w), and returns the codes (f', h', w') that they complete, on any device; no other stream
+            may change them.
+        dtype: Of the codes, as they are kept.
+        frames_per_code: 1 + n times as many frames have 1 + n frames of codes. The last frame of other videos is held
+            until they do.
+        num_threads: As many videos are decoded at once, each by a thread that is at most one piece ahead.
+        in_shape: Whether each video has its own (h', w'), which its note then holds as GRID, and rows are single codes.
+    """
+    for indices in shards:
+        parts, grids = defaultdict[int, list[Any]](list), dict[int, Note]()
+        notes, bad = dict[int, Note](), list[BadSample]()
+        pieces = _in_turn(lambda index: _pieces(frames_of, index, frames_per_code), indices, num_threads)
+        for index, codes in on_host(_encode_pieces(pieces, describe, open_stream, notes, bad)):
+            parts[index].append((codes.ravel() if in_shape else codes).numpy().astype(dtype))
+            grids[index] = {GRID: [*codes.shape[1:]]} if in_shape else {}
+        done = sorted(notes)
+        bad.sort(key=lambda sample: sample.index)
+        rows = [part for index in done for part in parts[index]]
+        yield Encoded(rows, [{**notes[index], **grids[index]} for index in done], bad)
+
+
+def _encode_pieces(
+    pieces: Iterable[tuple[int, Tensor | Note | Exception]],
+    describe: Describe,
+    open_stream: Callable[[], Callable[[Tensor], Tensor]],
+    notes: dict[int, Note],
+    bad: list[BadSample],
+) -> Iterator[tuple[int, Tensor]]:
+    """The codes of each piece, with the index of its video. Adds to `notes`, by index, what pieces end with, and to
+    `bad` the videos that cannot be read."""
+    encoders = defaultdict[int, Any](open_stream)
+    for index, found in pieces:
+        if isinstance(found, Tensor):
+            yield index, encoders[index](found)
+            continue
+        encoders.pop(index, None)  # and with it what a model keeps of a video
+        if isinstance(found, Exception):
+            bad.append(BadSample(index, describe(index), reason_of(found)))
+        else:
+            notes[index] = found
+
+
+def _pieces(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | Note]:
+    """All frames of a video, in order, a few at a time (3, f, h, w), with the held ones at the end; then its note."""
+    frames, count = frames_of(index), 0
+    while some := list(itertools.islice(frames, PIECE_FRAMES)):
+        yield torch.stack([frame for frame, _ in some], dim=1)
+        count += len(some)
+        last, fps = some[-1]
+    if not count:
+        raise ValueError("it holds no frames")
+    if held := (1 - count) % frames_per_code:
+        yield last[:, None].repeat(1, held, 1, 1)
+    code_frames = 1 + (count - 1 + held) // frames_per_code
+    yield {COUNT: code_frames, "frames": count, "fps": None if fps is None else round(fps, 6)}
+
+
+def _in_turn(
+    start: Callable[[int], Iterator[Tensor | Note]], indices: Iterable[int], num_threads: int
+) -> Iterator[tuple[int, Tensor | Note | Exception]]:
+    """What several videos yield, one after the other as in a round; or what one has raised, which ends it."""
+    waiting = ((index, start(index)) for index in indices)
+    with ThreadPoolExecutor(num_threads) as pool:
+        turns = deque((*each, pool.submit(next, each[1])) for each in itertools.islice(waiting, num_threads))
+        while turns:
+            index, video, future = turns.popleft()
+            found: Any
+            try:
+                found = future.result()
+            except (OSError, ValueError) as error:
+                found = error
+            # The thread goes on while the model encodes, after the end of a video with the next one.
+            following = (index, video) if isinstance(found, Tensor) else next(waiting, None)
+            if following is not None:
+                turns.append((*following, pool.submit(next, following[1])))
+            yield index, found

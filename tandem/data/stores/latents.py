@@ -1,0 +1,195 @@
+"""The continuous latents of a folder of images on the disk, as trainers of diffusion transformers read them.
+
+    latents/latents-00000.safetensors    "latents" (n, d, h, w), fp16, bf16 or fp32; "latents_flip", those of the images
+                                         mirrored left to right; "labels" int64 (n,): LightningDiT's names
+    latents/index.jsonl                  {"path": "cats/1.jpg", "shard": 0, "row": 0, "label": 0}, a line per image
+    latents/index.json                   settings, shards and unreadable files; see shards.py
+    latents/features/00000-00000.npy     with --format npy, of shard and row, fp32 (1, d, h, w): fast-DiT's layout; of a
+    latents/labels/00000-00000.npy       mirrored image 00000-00000-flip.npy. Labels are int64 (1,)
+
+Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), means and then standard deviations. They
+are as the encoder gives them, or, if index.json says that they are "scaled", (latent - shift_factor) * scaling_factor,
+of which both numbers stand there in "config". Its "dtype" is that of the latents, and its "grid" the shape of one of
+them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tandem.data.decoding.texts import read_sentence, sentence
+from tandem.data.fields import Field, ImageField, Samples
+from tandem.data.sets import has, open_records
+from tandem.data.sources.record import Entry, Record, Wanted
+from tandem.data.sources.rows import Rows
+
+from .codes import StoredCodes
+from .shards import Array, ShardWriter, explained, read_columns
+
+if TYPE_CHECKING:
+    from tandem.training.noise import Noise
+
+LATENTS, FLIPPED, LABELS = "latents", "latents_flip", "labels"
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_DTYPES = (*DTYPES.values(), "int64")
+_CLASS = re.compile("[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class LabelField(Field):
+    """ "label": the class of an image, 0, 1, ...
+
+    Args:
+        is_said: Whether the number, or the name of one in a table, stands in a .cls beside the image, or in a column
+            cls or label of its row. Else it follows from the first folder of its name.
+        numbers: Of the classes by name. An image in no folder has the number after the last, which trainers of
+            diffusion transformers take for no class.
+        name_of: index -> the name of the image, as of a `Source`.
+        is_needed: Whether an image whose class is neither a number nor such a name is a bad one; if not, it has no
+            label.
+    """
+
+    is_said: bool
+    numbers: Mapping[str, int]
+    name_of: Callable[[int], str]
+    is_needed: bool = True
+
+    wanted: ClassVar[Wanted] = Wanted("class", "class", (".cls",), ("cls", "label"), as_cells=True)
+
+    def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
+        if not self.is_said:
+            return {"label": self.numbers.get(_folder(self.name_of(index)), len(self.numbers))}
+        found = record.get(self.wanted.name)
+        text = (
+            read_sentence(found) if isinstance(found, Entry) else sentence(str(next(iter((found or {}).values()), "")))
+        )
+        number = self.numbers.get(text, text)
+        if not _CLASS.fullmatch(str(number)):
+            if not self.is_needed:
+                return {}
+            raise ValueError(f"its class is {text[:40]!r}: its .cls, or cls in its row, has to be a number from 0 on")
+        return {"label": int(number)}
+
+
+def _folder(name: str) -> str:
+    """The first folder of a name; "" if there is none."""
+    return "".join(PurePosixPath(name).parts[:-1][:1])
+
+
+def open_labelled(spec: str, *, is_needed: bool = True, **how: Any) -> Samples:
+    """A set of images with their "label", which may be missing unless it `is_needed` (see `LabelField`). Names of
+    classes have their numbers in a table. If no class stands beside an image, the folders, or those of the members of
+    tars, are numbered in sorted order, as torchvision's ImageFolder does it. See `open_records` for `spec` and what is
+    raised, and `ImageField` for the arguments."""
+    image, names = ImageField(**how), list[str]()
+    source = open_records(spec, [image.wanted, LabelField.wanted], "shapes", image.seed)
+    is_said = has(source, LabelField.wanted.name)
+    if is_said:
+        names = [*next(iter(source.classes.values()), [])] if isinstance(source, Rows) else []
+    else:
+        names = sorted({_folder(source.name(index)) for index in range(len(source))} - {""})
+    numbers = {name: number for number, name in enumerate(names)}
+    return Samples(source, [image, LabelField(is_said, numbers, source.name, is_needed)])
+
+
+def labels_line(labels: Collection[int | None]) -> str:
+    """What is said of the different labels of a set; None: of an image without one."""
+    numbers = {label for label in labels if label is not None}
+    if numbers - {0}:
+        text = f"{len(numbers)} different ones, {min(numbers)} to {max(numbers)}"
+    elif numbers:
+        text = "all 0; a class is a column cls or label, KEY.cls, or the first folder of a relative path"
+    else:
+        return "labels: none, because no class is a number"
+    return f"labels: {text}{'; some images have none, because their class is no number' * (None in labels)}"
+
+
+class LatentWriter(ShardWriter):
+    """Shards of latents, of rows that are moments fp32 (v, 2 d, h, w): those of an image, and, if v is 2, those of the
+    mirrored one. A sample depends on the noise and on the number of the image alone."""
+
+    def __init__(self, noise: Noise, *what: Any, npy: bool) -> None:
+        super().__init__(*what, npy=npy)
+        self._noise = noise
+
+    def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
+        how, (kept, deviation) = self.output.settings, rows.chunk(2, dim=2)
+        if how["latent"] == "sample":
+            drawn = [self._noise.normal(view, items, kept.shape[2:]) for view in range(kept.shape[1])]
+            kept = kept + deviation * torch.stack(drawn, 1)
+        scale, shift = _scale(how)
+        kept, deviation = (kept - shift) * scale, deviation * scale
+        kept = torch.cat([kept, deviation], 2) if how["latent"] == "moments" else kept
+        kept = kept.to(getattr(torch, how["dtype"]))
+        if not kept.isfinite().all():
+            raise ValueError(f"latents are not finite in {how['dtype']}: give --latent_dtype bf16 or fp32")
+        labels = torch.tensor([note["label"] for note in notes], dtype=torch.int64)
+        return {**dict(zip((LATENTS, FLIPPED), kept.unbind(1), strict=False)), LABELS: labels}
+
+    def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
+        for name, ending in ((LATENTS, ""), (FLIPPED, "-flip")):
+            for row, latent in enumerate(columns.get(name, ())):
+                file = f"{shard:05d}-{row:05d}{ending}.npy"
+                yield f"features/{file}", latent[None].float().numpy()
+                yield f"labels/{file}", columns[LABELS][row, None].numpy()
+
+
+class StoredLatents(StoredCodes):
+    """A complete folder of latents. Raises what `StoredCodes` raises."""
+
+    name = LATENTS
+
+    def rows(self, shard: int) -> Tensor:
+        """What the decoder takes, fp32 (n, d, h, w): the latents, or of moments the means, as the encoder gave them."""
+        with explained(self.folder / self.index["shards"][shard]["file"]):
+            scale, shift = _scale(self.index)
+            return self._written(shard) / scale + shift
+
+    def channels(self, shards: Sequence[int]) -> dict[int, list[list[float]]]:
+        """Of the latents in these shards as they are written, or of moments the means: for each channel how many
+        numbers there are, their sum, that of their squares, the lowest and the highest."""
+        found: dict[int, list[list[float]]] = {}
+        for shard in shards:
+            with explained(self.folder / self.index["shards"][shard]["file"]):
+                numbers = self._written(shard).double().transpose(0, 1).flatten(1)
+            found[shard] = [[len(each), float(each.sum()), float(each.square().sum()), float(each.min()),
+                             float(each.max())] for each in numbers if len(each)]  # fmt: skip
+        return found
+
+    def _written(self, shard: int) -> Tensor:
+        """Latents, or of moments the means, as they are in the file, but fp32."""
+        index, entry = self.index, self.index["shards"][shard]
+        grid = index["grid"]
+        if "latent_dtype" in index:  # an earlier version's: it says (v, 2 d, h, w), the shape of moments
+            grid = [grid[1] if index["latent"] == "moments" else grid[1] // 2, *grid[2:]]
+        shape = (entry["rows"], *grid)
+        shapes = {LATENTS: shape, **({FLIPPED: shape} if index["with_flip"] else {}), LABELS: shape[:1]}
+        latents = read_columns(self.folder / entry["file"], shapes, _DTYPES, entry["sha256"])[LATENTS].float()
+        return latents.chunk(2, dim=1)[0] if index["latent"] == "moments" else latents
+
+
+def channel_lines(shards: Mapping[int, Sequence[Sequence[float]]]) -> Iterator[str]:
+    """Mean, standard deviation and range of each channel, of what `StoredLatents.channels` found, a line each. The
+    same text however shards are spread over processes."""
+    of_channels = zip(*(shards[shard] for shard in sorted(shards) if shards[shard]), strict=True)
+    for channel, parts in enumerate(of_channels):
+        counts, sums, squares, lowest, highest = zip(*parts, strict=True)
+        mean, square = (math.fsum(each) / math.fsum(counts) for each in (sums, squares))
+        deviation = math.sqrt(max(square - mean**2, 0.0))
+        yield (
+            f"channel {channel}: mean {mean:.4g}, deviation {deviation:.4g}, {min(lowest):.4g} to {max(highest):.4g}"
+        )
+
+
+def _scale(how: Mapping[str, Any]) -> tuple[float, float]:
+    """What latents are multiplied by, after the other was taken off, as the settings of a folder say it."""
+    config = how["config"]
+    return (config["scaling_factor"], config["shift_factor"] or 0.0) if how["scaled"] else (1.0, 0.0)

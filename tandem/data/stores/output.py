@@ -1,0 +1,152 @@
+"""An output folder that the same command continues to fill after an interruption, and that no other command changes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.data.bad_samples import reason_of
+from tandem.io import writing
+from tandem.io.exits import AskedToStop
+from tandem.io.reading import counted, open_regular, read_json
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+SETTINGS_FILE = "settings.json"
+_LONGEST_VALUE = 40
+
+
+class OutputFolder:
+    """A folder that rank 0 makes, locks and claims for one command. All processes must construct this object together.
+
+    settings.json holds the settings with which the folder was begun; a command with other settings is refused. The lock
+    is held as long as the object exists.
+
+    Args:
+        settings: Everything that the content depends on, as JSON values, the same on every process.
+        fresh: Move a folder that an earlier command filled to `<path>.old-<n>`, and start over.
+        say: Prints a line, on one process only.
+
+    Raises:
+        UserMistake: one line, if the folder cannot be written, is in use, or holds something else. The line names
+            each setting that differs.
+    """
+
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any], processes: Backend, *, fresh: bool, say: Callable[[str], None]
+    ) -> None:
+        self.path, self.settings, self.processes, self.say = path, settings, processes, say
+        on_all = processes.gather_objects(settings)
+        with processes.agreement():
+            if any(theirs != on_all[0] for theirs in on_all):
+                raise ValueError("the processes do not see the same files, or compute on different devices")
+            if processes.rank == 0:
+                try:
+                    self._open(fresh)
+                except OSError as error:
+                    reason = f"cannot write the folder {path}: {reason_of(error)}"
+                    raise ValueError(f"{reason}; give another --output") from None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file of the folder, or of one inside it, whole or not at all, even if the process is killed. Raises
+        ValueError, in one line, if the file cannot be written."""
+        with explained_write(self.path / name):
+            (self.path / name).parent.mkdir(exist_ok=True)
+            writing.write_atomically(self.path / name, content)
+
+    def rounds(self, shards: Sequence[int], done: str) -> Iterator[int | None]:
+        """Spread shards over the processes: yields this process's shard of each round, or None if no shard is left for
+        it, so that every process has the same number of rounds. After each round, it says how many shards are `done`
+        (a word such as "encoded"). Raises AskedToStop after a signal, before the next round."""
+        world = self.processes.world_size
+        for first in range(0, len(shards), world):
+            if self.processes.stop_requested(now=True):
+                left = len(shards) - first
+                self.say(f"asked to stop: the same command goes on with the last {counted(left, 'shard')}")
+                raise AskedToStop
+            mine = first + self.processes.rank
+            yield shards[mine] if mine < len(shards) else None
+            self.say(f"{done} {min(first + world, len(shards))} of {counted(len(shards), 'shard')}")
+
+    def _open(self, fresh: bool) -> None:
+        """Make, lock and claim the folder. Raises OSError and ValueError."""
+        lock = self.path / ".lock"
+        if fresh and self.path.is_dir():
+            with writing.hold(lock, self.processes.mark):
+                moved = writing.move_aside(self.path) if (self.path / SETTINGS_FILE).exists() else None
+            began = f"starting over; what was in {self.path} is in {moved}"
+            self.say(began if moved else f"{self.path} held nothing yet")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = writing.hold(lock, self.processes.mark)
+        self._claim()
+
+    def _claim(self) -> None:
+        """Begin in an empty folder, or continue in one that was begun with the same settings."""
+        path = self.path / SETTINGS_FILE
+        if path.exists():
+            self._require_same(path)
+        elif others := sorted(name for name in os.listdir(self.path) if not name.startswith(".")):
+            raise ValueError(
+                f"{self.path} holds {others[0]!r} and no {SETTINGS_FILE}, so it is not a folder that can be continued; "
+                "give an --output that is new or empty"
+            )
+        else:
+            writing.write_atomically(path, json_bytes(self.settings))
+
+    def _require_same(self, path: Path) -> None:
+        try:
+            before = read_json(path)
+        except (OSError, ValueError) as error:
+            hint = "give another --output, or start over with --fresh"
+            raise ValueError(f"cannot read {path}: {reason_of(error)}; {hint}") from None
+        now = json.loads(json.dumps(self.settings))  # tuples become lists, as they did in the file
+        differences = [
+            f"{name} was {_shortened(before.get(name))} and is now {_shortened(now.get(name))}"
+            for name in dict.fromkeys([*before, *now])
+            if before.get(name) != now.get(name)
+        ]
+        if differences:
+            raise ValueError(
+                f"cannot go on in {self.path}, which was begun with other settings: {', '.join(differences)}; use the "
+                "old ones, give another --output, or start over with --fresh"
+            )
+
+
+@contextlib.contextmanager
+def explained_write(path: Path) -> Iterator[None]:
+    """Turn an OSError of writing `path` into a ValueError of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {reason_of(error)}; mend that, and the same command goes on") from None
+
+
+def json_bytes(value: Any) -> bytes:
+    """The content of a JSON file for people to read."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def sha256_of(paths: Iterable[Path]) -> str:
+    """Hexadecimal SHA-256 of the concatenated files; for one file, the same as `sha256sum` prints."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open_regular(path) as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def names_sha256(names: Sequence[str]) -> str:
+    """Hexadecimal SHA-256 of a list of paths: each in the bytes of the file system, followed by a zero byte."""
+    return hashlib.sha256(b"".join(os.fsencode(name) + b"\0" for name in names)).hexdigest()
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:12]}..."

@@ -1,0 +1,291 @@
+"""Arrays on the disk: shards of a fixed number of items, and an index that is written last.
+
+codes-00000.safetensors   the rows of the items that could be read, in order. It is renamed to this name once it is
+                          whole, so what exists is done. The metadata hold its checksum and what is known of the items
+index.jsonl               {"path": "cats/1.jpg", "shard": 0, "row": 0}, a line per item, in order; row: its first
+index.json                settings, checksums and unreadable items; if it exists, all other files are complete
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from tandem.data.bad_samples import BadSample, BadSampleLog, reason_of
+from tandem.io.reading import DAMAGES, LONGEST_JSON_BYTES, check_regular, parse_json, read_bytes, read_lines
+
+from .output import OutputFolder, json_bytes
+
+INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
+COUNT = "code_frames"  # key of the number of rows of an item that has several
+PARTIAL = "partial"  # key of why only a part of an item's file is read, if it is so
+GRID = "grid"  # key of their shape, if it is the item's own: then a row is a single number
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
+_MOST_NUMBERS = 1 << 29  # of a shard
+
+Array = npt.NDArray[Any]
+
+
+class Encoded(NamedTuple):
+    """The items of a shard.
+
+    Args:
+        parts: Arrays (n, ...), together the rows of the items that could be read, in order.
+        notes: What the index says of each item that could be read; COUNT and GRID among it, see `row_count`.
+        bad: The items that could not be read.
+    """
+
+    parts: Sequence[Any]
+    notes: list[dict[str, Any]]
+    bad: list[BadSample]
+
+
+Encode = Callable[[Sequence[range]], Iterator[Encoded]]  # the indices of the items of each shard -> what they become
+
+
+class ShardWriter:
+    """Fills an output folder with shards, in any order and by any number of processes.
+
+    Args:
+        name: Name of the array in each file, and the beginning of the file's name.
+        empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
+        names: Relative paths of all items, in order.
+        per_shard: Items of a shard, readable or not; the last may have fewer.
+        npy: Whether `arrays` are written, too, for those who cannot read safetensors.
+    """
+
+    def __init__(
+        self, output: OutputFolder, name: str, empty: Any, names: Sequence[str], per_shard: int, *, npy: bool = False
+    ) -> None:
+        self.output, self._name, self._names, self._with_npy = output, name, names, npy
+        self._empty = torch.as_tensor(empty)
+        numbers = range(len(names))
+        self._items = [numbers[first : first + per_shard] for first in range(0, len(names), per_shard)]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def fill(self, compute: Encode, counted: str, done: str, *, stop_at_bad: bool = False) -> tuple[int, int, float]:
+        """Compute and write all shards that are missing or damaged, then the index: the number of items of this run and
+        of unreadable items of all runs, over all processes; and the time in seconds. Collective.
+
+        `compute` gets the items of each shard of this process; index.json holds the number of readable
+        items as `counted`; `done` says in messages what has been done to a shard, such as "encoded". Raises
+        UserMistake, in one line, if the disk is full, or too many items cannot be read (with `stop_at_bad`: if any
+        item cannot be read); AskedToStop after a signal.
+        """
+        started, processes = time.perf_counter(), self.output.processes
+        before: dict[int, list[BadSample]] = {}
+        with processes.agreement():
+            if processes.rank == 0:  # this reads all existing shards
+                for k in range(len(self)):
+                    processes.working("checking the shards")
+                    with contextlib.suppress(*_DAMAGES):
+                        before[k] = self._check(k)
+        todo = processes.broadcast_object([k for k in range(len(self)) if k not in before])
+        if not todo:
+            self.output.say(f"all shards ({len(self)}) were {done} before, nothing is left to do: {self.output.path}")
+        log = BadSampleLog(len(self._names))
+        self._report(log, itertools.chain(*before.values()), stop_at_bad)
+        results = compute([self._items[k] for k in todo[processes.rank :: processes.world_size]])
+        for shard in self.output.rounds(todo, done):
+            bad: list[BadSample] = []
+            with processes.agreement():
+                if shard is not None:
+                    encoded = next(results)
+                    self._write(shard, encoded)
+                    bad = encoded.bad
+            self._report(log, bad, stop_at_bad)
+        seconds = time.perf_counter() - started
+        with processes.agreement():
+            if processes.rank == 0:
+                self._write_index(counted)
+        return sum(len(self._items[k]) for k in todo), log.count, seconds
+
+    def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
+        """The tensors of a file, each (n, ...), by name, of the rows of the items with these numbers."""
+        return {self._name: rows}
+
+    def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
+        """The .npy files of a shard, by name."""
+        yield f"{self._name}-{shard:05d}.npy", columns[self._name].numpy()
+
+    def _file(self, shard: int) -> str:
+        return f"{self._name}-{shard:05d}.safetensors"
+
+    def _write(self, shard: int, encoded: Encoded) -> None:
+        rows = torch.cat([torch.as_tensor(part).to(self._empty.dtype) for part in (self._empty, *encoded.parts)])
+        notes, bad = encoded.notes, [[sample.index, sample.reason] for sample in encoded.bad]
+        assert (len(notes) + len(bad), _rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
+        columns = self.columns(rows, notes, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
+        for name, array in self.arrays(shard, columns) if self._with_npy else ():
+            content = io.BytesIO()  # before the shard, which says that all is whole
+            np.save(content, array, allow_pickle=False)
+            self.output.write(name, content.getvalue())
+        self.output.write(self._file(shard), shard_bytes(columns, notes=notes, bad=bad))
+
+    def _about(self, shard: int) -> Any:
+        """What the metadata of an existing shard say."""
+        with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
+            return parse_json(file.metadata()["about"].encode())
+
+    def _check(self, shard: int) -> list[BadSample]:
+        """The items of a shard that could not be read, by relative path. Raises one of `_DAMAGES` if there is no such
+        shard, or not all of what it says of itself is true."""
+        about = self._about(shard)
+        count, empty = _rows(about["notes"]), self.columns(self._empty, [], [])
+        shapes = {name: (count, *column.shape[1:]) for name, column in empty.items()}
+        dtypes = [_dtype(column) for column in empty.values()]
+        read_columns(self.output.path / self._file(shard), shapes, dtypes, about["sha256"])
+        if len(about["notes"]) + len(about["bad"]) != len(self._items[shard]):
+            raise ValueError("it holds other items")
+        return [BadSample(index, self._names[index], reason) for index, reason in about["bad"]]
+
+    def _write_index(self, counted: str) -> None:
+        """Write index.jsonl, then index.json. All shards must exist."""
+        lines: list[dict[str, Any]] = []
+        shards, bad = [], []
+        for shard, items in enumerate(self._items):
+            about, row = self._about(shard), 0
+            reasons, notes = dict(about["bad"]), iter(about["notes"])
+            for index in items:
+                path = self._names[index]
+                if index in reasons:
+                    bad.append({"path": path, "reason": reasons[index]})
+                else:
+                    lines.append({"path": path, "shard": shard, "row": row, **next(notes)})
+                    row += row_count(lines[-1])
+            shards.append({"file": self._file(shard), "rows": row, "sha256": about["sha256"]})
+        text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        self.output.write(LINES_FILE, text)
+        sums = {counted: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
+        self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **sums, "shards": shards, "bad": bad}))
+
+    def _report(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
+        """Say which items any process could not read, each once. Collective."""
+        new = log.share(bad, self.output.processes.gather_objects)
+        with self.output.processes.agreement():
+            if new and stop:
+                raise ValueError(f"cannot read {new[0]}; --on_bad_sample skip goes on without it")
+            for sample in new:  # whose name may hold bytes that are not UTF-8
+                self.output.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
+            log.check()
+
+
+class Stored:
+    """A complete folder of shards, of which `index` is index.json, and `sha256` its checksum. Raises ValueError, in one
+    line, as all methods do, if there is none, or not all of it yet, or a file is not what the index says."""
+
+    def __init__(self, folder: str | Path, name: str) -> None:
+        self.folder, self._name = Path(folder), name
+        path = self.folder / INDEX_FILE
+        if not path.exists():
+            what = f"it holds no index of {name}"
+            if not self.folder.is_dir():
+                what = "there is no such folder"
+            elif any(self.folder.glob(f"{name}-*")):
+                what = "the command that fills it did not finish: start it again; or another program made it"
+            raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {what}")
+        with explained(path):
+            content = read_bytes(path, LONGEST_JSON_BYTES)
+            self.index: Mapping[str, Any] = parse_json(content)
+            self.sha256 = hashlib.sha256(content).hexdigest()
+            for entry in self.index["shards"]:
+                if not stays_inside(entry["file"], parts=1):
+                    raise ValueError(f"it names {str(entry['file'])!r}, which is no file in the folder")
+
+    @contextlib.contextmanager
+    def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
+        """The rows of a shard, checked against the index; what the body raises is explained, too."""
+        entry = self.index["shards"][shard]
+        with explained(path := self.folder / entry["file"]):
+            shapes = {self._name: (entry["rows"], *shape)}
+            yield read_columns(path, shapes, dtypes, entry["sha256"])[self._name].numpy()
+
+    def lines(self) -> Iterator[Mapping[str, Any]]:
+        """The lines of index.jsonl, one at a time. Their checksum is compared at the end."""
+        digest = hashlib.sha256()
+        for text in read_lines(self.folder / LINES_FILE):
+            digest.update(text)
+            yield parse_json(text)
+        if digest.hexdigest() != self.index["lines_sha256"]:
+            raise ValueError("its checksum is not that of the index")
+
+
+def shard_bytes(columns: Mapping[str, Tensor], **about: Any) -> bytes:
+    """The content of a shard. One entry of metadata holds everything: several would be in no fixed order."""
+    text = json.dumps({"sha256": _sha256(columns), **about})
+    return save({name: column.contiguous() for name, column in columns.items()}, {"about": text})
+
+
+def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], sha256: str) -> dict[str, Tensor]:
+    """The tensors of a shard, of these shapes and some of these types. Raises one of many errors if it is damaged: see
+    `explained`."""
+    columns = {}
+    with safe_open(check_regular(path), "pt") as file:
+        for name, shape in shapes.items():
+            if not all(type(side) is int and side >= 0 for side in shape) or math.prod(shape) > _MOST_NUMBERS:
+                claimed = f"the index claims a shape of {tuple(shape)} for it"
+                raise ValueError(f"{claimed}, and it can have {_MOST_NUMBERS} numbers at most")
+            if (found := file.get_slice(name).get_shape()) != list(shape):  # a header may claim any size
+                raise ValueError(f"it holds a shape of {tuple(found)}, not {tuple(shape)}")
+            columns[name] = file.get_tensor(name)
+            if (kind := _dtype(columns[name])) not in dtypes:
+                raise ValueError(f"it holds {kind}, not {' or '.join(dtypes)}")
+    if _sha256(columns) != sha256:
+        raise ValueError("its checksum is not that of the index")
+    return columns
+
+
+def _sha256(columns: Mapping[str, Tensor]) -> str:
+    """Of the numbers of all columns, in the order of their names."""
+    numbers = (columns[name].flatten().view(torch.uint8).numpy().data for name in sorted(columns))
+    return hashlib.sha256(b"".join(numbers)).hexdigest()
+
+
+def _dtype(column: Tensor) -> str:
+    """As NumPy calls it."""
+    return str(column.dtype).removeprefix("torch.")
+
+
+def row_count(note: Mapping[str, Any]) -> int:
+    """The number of rows of an item, of which the index says this."""
+    return int(note.get(COUNT, 1) * math.prod(note.get(GRID, ())))
+
+
+def _rows(notes: Iterable[Mapping[str, Any]]) -> int:
+    return sum(row_count(note) for note in notes)
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged file of a store raises into a ValueError of one line that names `path`."""
+    try:
+        yield
+    except _DAMAGES as error:
+        reason = " ".join(reason_of(error).split())[:200] or type(error).__name__
+        raise ValueError(f"cannot read {path}: {reason}; make it again") from None
+
+
+def stays_inside(path: Any, parts: int | None = None) -> bool:
+    """Whether a path, appended to any folder, stays below that folder; and has this number of parts, if it is given."""
+    if not isinstance(path, str) or not path or "\0" in path:
+        return False
+    pure = PurePosixPath(path)
+    fits = parts is None or len(pure.parts) == parts
+    return fits and not pure.is_absolute() and bool(pure.name) and ".." not in pure.parts

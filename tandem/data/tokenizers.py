@@ -1,0 +1,169 @@
+"""From sentences to token numbers: the vocabulary of CLIP, or a tokenizer of Hugging Face from a file."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import hashlib
+import importlib.util
+import os
+import runpy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.io.installed import missing_package
+from tandem.io.reading import LONGEST_BEGINNING, LONGEST_JSON_BYTES, other_kind, read_bytes
+from tandem.io.writing import write_atomically
+
+_NAME_OF_CLIP = "clip"
+FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """Sentences -> tokens (b, max_text_tokens) and how many of them count; see `open_tokenizer`.
+
+    A pickle holds only the tokenizer's name and size, so another process reads the file again. `vocab_size` is one more
+    than the largest token. `to_ids` turns a sentence into at most max_text_tokens tokens, including those that mark its
+    start and end. `content` is that of the tokenizer's file; empty for the tokenizer of CLIP, which is in a package.
+    `marks` is the argument of `open_tokenizer`.
+    """
+
+    def __init__(
+        self, name: str, vocab_size: int, max_text_tokens: int, to_ids: Callable[[str], list[int]],
+        content: bytes = b"", marks: bool = True,
+    ) -> None:  # fmt: skip
+        self.name, self.vocab_size, self.max_text_tokens = name, vocab_size, max_text_tokens
+        self._to_ids, self._content, self._marks = to_ids, content, marks
+
+    def encode(self, texts: Sequence[str]) -> tuple[Tensor, list[int]]:
+        """b sentences -> (int64 (b, max_text_tokens), padded with 0; the number of tokens that count, 1 or more each).
+
+        A longer sentence is cut to max_text_tokens; if the tokenizer has an end mark, it takes the last place. Raises
+        ValueError if a sentence holds nothing that the tokenizer knows.
+        """
+        tokens = torch.zeros(len(texts), self.max_text_tokens, dtype=torch.int64)
+        lengths = []
+        for row, text in zip(tokens, texts, strict=True):
+            ids = self._to_ids(text)
+            if not ids:
+                raise ValueError(f"the tokenizer {self.name!r} makes no token of the text {text[:60]!r}")
+            row[: len(ids)] = torch.tensor(ids)
+            lengths.append(len(ids))
+        return tokens, lengths
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the tokenizer's file into the folder of a model or a run, as tokenizer.json; the tokenizer of CLIP has
+        none. Raises OSError."""
+        if self._content:
+            write_atomically(Path(folder, FILE), self._content)
+
+    def require_same(self, model: str, path: Path | None) -> None:
+        """Raise ValueError, in one line, if the model that the user calls ``model`` has another tokenizer: it has that
+        of the file at ``path``, or that of CLIP."""
+        if (b"" if path is None else read_bytes(path, LONGEST_JSON_BYTES)) != self._content:
+            raise ValueError(
+                f"the model in {model} was trained with another tokenizer than {self.name}: give --tokenizer "
+                f"{path or _NAME_OF_CLIP}"
+            )
+
+    def state_dict(self) -> dict[str, str]:
+        """What a checkpoint keeps: the digest of the file, and where it was."""
+        return {"sha256": sha256_of_tokenizer(self.name, self._content), "name": self.name}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError, in one line, if a checkpoint was trained with another tokenizer."""
+        if state["sha256"] != self.state_dict()["sha256"]:
+            raise ValueError(
+                f"the checkpoint was trained with another tokenizer than --tokenizer {self.name}: its words would mean "
+                "something else; give the old one, another --output_dir, or --fresh to start over"
+            )
+
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, int, bool]]:
+        return open_tokenizer, (self.name, self.max_text_tokens, self._marks)
+
+
+def sha256_of_tokenizer(name: str, content: bytes) -> str:
+    """The digest of a tokenizer by the content of its file, or by its name if it has none."""
+    return hashlib.sha256(content or name.encode()).hexdigest()
+
+
+def open_tokenizer(spec: str, max_text_tokens: int, marks: bool = True) -> Tokenizer:
+    """Open "clip" (49408 tokens; Radford et al. 2021, from the package open_clip) or a Hugging Face tokenizer.json.
+
+    Args:
+        marks: "clip" puts marks of start and end around a text; without them it is the tokenizer of x-clip, which
+            musiclm-pytorch has. A tokenizer.json says itself whether it does.
+
+    Raises ValueError, in one line, if a package or the file is missing, or max_text_tokens leaves no room for a token
+    beside the marks of start and end.
+    """
+    if spec == _NAME_OF_CLIP:
+        return _clip(max_text_tokens, marks)
+    return _hugging_face(os.path.expanduser(spec), max_text_tokens)
+
+
+def _clip(max_text_tokens: int, marks: bool) -> Tokenizer:
+    if marks and max_text_tokens < 3:
+        room = f"--max_text_tokens {max_text_tokens} leaves no room for the marks of start and end"
+        raise ValueError(f"{room}: use 3 or more")
+    simple = _simple_tokenizer()
+    before, after = ([simple.sot_token_id], [simple.eot_token_id]) if marks else ([], [])
+
+    def to_ids(text: str) -> list[int]:
+        return [*before, *simple.encode(text)[: max_text_tokens - 2 * marks], *after]
+
+    return Tokenizer(_NAME_OF_CLIP, simple.vocab_size, max_text_tokens, to_ids, marks=marks)
+
+
+@functools.lru_cache(maxsize=1)
+def _simple_tokenizer() -> Any:
+    """open_clip's tokenizer, imported from its file alone: importing the package takes seconds and needs torchvision
+    and timm, which the tokenizer does not use."""
+    package = importlib.util.find_spec("open_clip")
+    folders = package.submodule_search_locations if package else None
+    path = os.path.join(folders[0], "tokenizer.py") if folders else ""
+    if not os.path.isfile(path):
+        raise missing_package("the tokenizer clip", "open_clip_torch")
+    try:
+        return runpy.run_path(path)["SimpleTokenizer"]()
+    except ImportError as error:
+        raise missing_package("the tokenizer clip", error.name or "open_clip_torch") from None
+
+
+def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no tokenizer {path!r}: give clip, or the path of a Hugging Face tokenizer.json")
+    try:
+        from tokenizers import Tokenizer as Fast
+    except ImportError:
+        raise missing_package("a tokenizer.json", "tokenizers") from None
+    try:
+        content = read_bytes(path, LONGEST_JSON_BYTES).removeprefix(codecs.BOM_UTF8)
+        if reason := other_kind(content[:LONGEST_BEGINNING]):
+            raise ValueError(reason)
+        fast = Fast.from_str(content.decode())
+        fast.no_padding()
+        fast.enable_truncation(max_text_tokens)  # this keeps the marks of start and end
+        n_marks = fast.num_special_tokens_to_add(is_pair=False)
+    except BaseException as error:  # the package raises plain Exception, and panics of its Rust code
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        reason = f"cannot read the tokenizer {path!r}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{reason}; it has to be a Hugging Face tokenizer.json") from None
+    if n_marks >= max_text_tokens:
+        raise ValueError(f"--max_text_tokens {max_text_tokens} leaves no room beside {n_marks} marks of start and end")
+    vocab_size = max(fast.get_vocab().values(), default=-1) + 1
+
+    def to_ids(text: str) -> list[int]:
+        try:
+            ids: list[int] = fast.encode(text).ids  # not as a batch, which starts threads that a fork would lose
+        except Exception as error:  # the package has no class of its own for errors
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the tokenizer {path!r} cannot read the text {text[:60]!r}: {reason}") from None
+        return ids
+
+    return Tokenizer(path, vocab_size, max_text_tokens, to_ids, content)

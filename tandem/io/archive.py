@@ -1,0 +1,203 @@
+"""Checks of a .pt file before PyTorch reads it.
+
+``torch.load(weights_only=True)`` runs no code from a file. But a file may still make it allocate any amount of
+memory: by members that unpack to more than the file, or by calls such as bytearray(10**12), which it allows.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import re
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .reading import check_regular
+
+# The only calls that plain tensors in dicts need. bytearray, sparse and meta tensors are not among them.
+_KINDS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+_CALLS = {
+    "collections OrderedDict", "torch._utils _rebuild_parameter", "torch._utils _rebuild_tensor_v2",
+    *(f"torch {kind}Storage" for kind in _KINDS),
+}  # fmt: skip
+# The oldest files, such as torchvision's VGG, need one call more.
+_OLD_CALL = "torch._utils _rebuild_tensor"
+_LIGHTNING = ("pytorch_lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric")
+#: Classes, as "module name", of which a trainer's checkpoint holds objects beside its weights: hyperparameters,
+#: callbacks, paths, versions. None of them is imported: `stand_in` gives what is put in their place.
+IGNORED = frozenset((
+    *(f"{package}.{name}" for package in _LIGHTNING for name in (
+        "callbacks ModelCheckpoint", "callbacks.model_checkpoint ModelCheckpoint", "utilities.parsing AttributeDict",
+        "utilities.data AttributeDict")),
+    *(f"omegaconf.{name}" for name in (
+        "dictconfig DictConfig", "listconfig ListConfig", "base ContainerMetadata", "base Metadata", "nodes AnyNode",
+        "nodes StringNode", "nodes IntegerNode", "nodes FloatNode", "nodes BooleanNode")),
+    *(f"__builtin__ {kind}" for kind in ("dict", "list", "int", "long", "float", "str", "unicode", "bool", "tuple")),
+    *(f"pathlib{part} {kind}Path" for part in ("", "._local") for kind in ("Posix", "Windows", "")),
+    *(f"datetime {kind}" for kind in ("datetime", "timedelta", "date")), "typing Any", "collections defaultdict",
+    "argparse Namespace", "types SimpleNamespace", "torch Size", "torch device",
+    *(f"torch {kind}" for kind in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")),
+    "numpy.core.multiarray scalar", "numpy._core.multiarray scalar", "numpy dtype", "_codecs encode",
+    # What older files pickle as their version: its make-up has changed over the years.
+    "packaging.version Version", "packaging.version _Version", "packaging._structures InfinityType",
+    "packaging._structures NegativeInfinityType",
+))  # fmt: skip
+
+# The records that end a zip file: zip64's end of the table of contents (signature, ..., place of the table), its
+# locator (signature, ..., place of that end, ...), and the plain end (signature, ..., place of the table, length of a
+# comment).
+_ENDS = struct.Struct("<4s44xQ 4s4xQ4x 4s12xIH")
+
+# Far more than the names and shapes of a state dict need; in an old file the values of the tensors come after them.
+_LONGEST_PICKLES_BYTES = 1 << 22
+
+_STATE_DICT = 3  # place among the pickles of an old file
+
+#: What torch.compile, FSDP and checkpointing put before the names of the layers that they wrap, in a file.
+WRAPPERS_INSIDE = re.compile(rb"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+# Of a file, to learn what it is.
+_LONGEST_BEGINNING = 1 << 20
+
+# Values in a tuple, also in the tuples in it, each as often as it is named: PyTorch needs seven and the sizes.
+_LARGEST_TUPLE = 1 << 10
+
+_MEMOS, _RECALLS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
+
+
+#: What to do with the file of a whole model or program.
+AS_STATE_DICT = "save the weights alone where it was made: torch.save(model.state_dict(), 'weights.pt')"
+
+
+class Ignored:
+    """Stands for an object of a class that is of no interest: nothing that a file says about it has any effect."""
+
+    def __new__(cls, *args: Any) -> Ignored:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def stand_in(name: str) -> tuple[Any, str]:
+    """Of one of `IGNORED`: what is made in its place, and its name as PyTorch calls it."""
+    place = name.replace("__builtin__ long", "builtins int").replace("__builtin__ unicode", "builtins str")
+    place = place.replace("__builtin__", "builtins").replace(" ", ".")
+    return (_empty_dict if name.endswith("defaultdict") else Ignored), place
+
+
+def _empty_dict(*_: Any) -> dict[Any, Any]:
+    """A mapping, because PyTorch fills nothing else that a file fills so."""
+    return {}
+
+
+def mentions(path: Path, name: bytes) -> bool:
+    """Whether ``name`` stands among the names of the weights in a .pt, .pth or .safetensors file, all of which begin
+    with the names. Runs no code of it. Raises ValueError, in one line, if it is no regular file."""
+    with check_regular(path).open("rb") as file:
+        return name in WRAPPERS_INSIDE.sub(b"", file.read(_LONGEST_BEGINNING))
+
+
+def check_archive(path: Path) -> None:
+    """Check that nothing in a .pt file is compressed or hidden, and that it calls for plain tensors and `IGNORED` only.
+
+    Raises:
+        OSError, ValueError, zipfile.BadZipFile: the check fails, or the file is no .pt file of PyTorch 1.6 or later.
+    """
+    with zipfile.ZipFile(path) as archive:
+        if not _has_one_table_of_contents(path, archive.start_dir):
+            raise ValueError("it can be read in more than one way")
+        members = archive.infolist()
+        pickles = [member for member in members if member.filename.lower().endswith("/data.pkl")]
+        if len(pickles) != 1:  # PyTorch's reader ignores the case of names
+            raise ValueError(f"it holds data.pkl {len(pickles)} times")
+        if pickles[0].file_size > _LONGEST_PICKLES_BYTES:
+            raise ValueError(f"its data.pkl is longer than {_LONGEST_PICKLES_BYTES} bytes")
+        unpacked = sum(max(member.file_size, member.compress_size) for member in members)
+        if any(member.compress_type for member in members) or unpacked > path.stat().st_size:
+            raise ValueError("it would unpack to more than the file; PyTorch writes no such files")
+        instructions = archive.read(pickles[0])
+    for opcode, argument in _operations(instructions):
+        _check_call(opcode, argument, _CALLS)
+
+
+def check_old_file(path: Path) -> None:
+    """Check that a file of the format before PyTorch 1.6 calls for no more than plain tensors that it holds.
+
+    It consists of five pickles (magic number, version, machine, state dict, names of storages), then the storages.
+
+    Raises:
+        OSError, ValueError: the check fails, or the file is of another format.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        pickles = io.BytesIO(file.read(_LONGEST_PICKLES_BYTES))
+    for number in range(5):
+        for opcode, argument in _operations(pickles):
+            _check_call(opcode, argument, {*_CALLS, _OLD_CALL})
+            # PyTorch allocates storages before it looks for their data; none has more numbers than the file bytes.
+            if number == _STATE_DICT and isinstance(argument, int) and argument > size:
+                raise ValueError("its tensors are larger than the file")
+
+
+def check_sizes(path: Path, tensors: Iterable[Tensor]) -> None:
+    """Raise a ValueError if tensors read from ``path`` are larger than the file: strides of 0 and storages that
+    several tensors share let a tiny file claim huge tensors."""
+    if sum(tensor.nbytes for tensor in tensors) > path.stat().st_size:
+        raise ValueError(f"{path}: its weights are larger than the file that holds them")
+
+
+def _operations(pickled: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
+    """The operations of a pickle and their arguments.
+
+    Raises ValueError at a tuple of more than `_LARGEST_TUPLE` values. A tuple in a tuple in a tuple, a million times,
+    ends the process when it becomes the key of a dict; one that holds the one before it twice, forty times, keeps the
+    process busy for days.
+    """
+    stack: list[Any] = []  # of each value how many values it holds; marks as they are
+    memo: dict[Any, int] = {}
+    for opcode, argument, _ in pickletools.genops(pickled):
+        yield opcode.name, argument
+        try:
+            if opcode.name in _MEMOS:
+                memo[argument] = stack[-1]
+                continue
+            held: int = memo[argument] if opcode.name in _RECALLS else 1
+            for kind in reversed(opcode.stack_before):
+                if kind is pickletools.stackslice:
+                    while (size := stack.pop()) is not pickletools.markobject:
+                        held += size
+                elif kind is not pickletools.markobject:
+                    held += stack.pop()
+        except (IndexError, KeyError, TypeError):
+            raise ValueError("its pickle is damaged") from None
+        is_tuple = opcode.name.startswith("TUPLE")
+        if is_tuple and held > _LARGEST_TUPLE:
+            raise ValueError(f"it holds a tuple of more than {_LARGEST_TUPLE} values")
+        size = held if is_tuple or opcode.name in _RECALLS else 1
+        stack += [kind if kind is pickletools.markobject else size for kind in opcode.stack_after]
+
+
+def _check_call(opcode: str, argument: Any, calls: set[str]) -> None:
+    if opcode == "GLOBAL" and argument not in calls and argument not in IGNORED:
+        called = ".".join(str(argument).split())
+        raise ValueError(f"it calls for {called}, and no plain tensor needs that; {AS_STATE_DICT}")
+
+
+def _has_one_table_of_contents(path: Path, start: int) -> bool:
+    """Whether every zip reader must find the table of contents at ``start``, where Python's zipfile found it."""
+    end_of_file = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, end_of_file - _ENDS.size))
+        tail = file.read().rjust(_ENDS.size)
+    zip64, zip64_start, locator, zip64_at, end, end_start, comment = _ENDS.unpack(tail)
+    if end != b"PK\5\6" or comment:  # which could hold another end
+        return False
+    if locator != b"PK\6\7":
+        return bool(start == end_start)
+    return bool(zip64 == b"PK\6\6" and zip64_at == end_of_file - _ENDS.size and start == zip64_start)

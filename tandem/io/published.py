@@ -1,0 +1,86 @@
+"""Weights of public networks, as their authors publish them: one file that maps names to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from .archive import AS_STATE_DICT, Ignored, check_sizes
+from .fetching import Published, fetched
+from .weights import first_names, read_content
+
+VGG16 = Published(
+    "torchvision's VGG16", ("vgg16-397923af.pth",), "https://download.pytorch.org/models/vgg16-397923af.pth",
+    553_433_881, "397923af8e79cdbb6a7127f12361acd7a2f83e06b05044ddf496e83de57a5bf0",
+)  # fmt: skip
+LPIPS_HEADS = Published(
+    "the heads of LPIPS 0.1", ("vgg_lpips.pth", "vgg.pth"),
+    "https://github.com/richzhang/PerceptualSimilarity/raw/master/lpips/weights/v0.1/vgg.pth",
+    7_289, "a78928a0af1e5f0fcb1f3b9e8f8c3a2a5a3de244d830ad5c1feddc79b8432868",
+)  # fmt: skip
+INCEPTION = Published(
+    "FID's Inception", ("pt_inception-2015-12-05-6726825d.pth", "weights-inception-2015-12-05-6726825d.pth"),
+    "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
+    95_628_359, "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
+)  # fmt: skip
+
+# Keys under which trainers keep the weights of their model; of DeepSpeed, "module".
+_USUAL_PARTS = ("state_dict", "model_state_dict", "model", "module", "weights")
+
+#: What a flag takes in the place of a file: the published file, which is fetched if the cache does not hold it.
+PUBLISHED = "published"
+
+
+def weights_of(file: Published, given: str, mark: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+    """Tensors by name of a file that the user gives, or of the published one. Raises ValueError, in one line."""
+    return read_state_dict(fetched(file, mark) if given == PUBLISHED else Path(given), published=str(file))
+
+
+def read_state_dict(
+    path: Path, names: Container[str] | None = None, part: str = "", *, published: str = ""
+) -> dict[str, Tensor]:
+    """Tensors by name, on the CPU, from a file that `read_content` reads.
+
+    Args:
+        names: Read only these tensors.
+        part: Key under which the tensors stand, if the file has such a key; of several, with spaces between them, the
+            first that it has. `_USUAL_PARTS` come after it.
+        published: What and where such a file is, for the message about a missing one.
+
+    Raises:
+        ValueError: one line, if the file is missing, damaged, hostile or something else.
+    """
+    try:
+        content = read_content(path, names)
+    except ValueError as error:
+        source = f"; give {published}" if published and not path.exists() else ""
+        raise ValueError(f"{error}{source}") from None
+    if isinstance(content, dict):
+        parts = (content.get(key) for key in (*part.split(), *_USUAL_PARTS))
+        content = next((each for each in parts if each is not None and not isinstance(each, Tensor)), content)
+    if not isinstance(content, dict):
+        kind = "an object of another class" if isinstance(content, Ignored) else f"a {type(content).__name__}"
+        raise ValueError(f"{path} holds no weights: it holds {kind}, not a dict of names and tensors; {AS_STATE_DICT}")
+    state = {name: value for name, value in content.items() if names is None or name in names}
+    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()):
+        raise ValueError(
+            f"{path} holds something beside names and tensors: {first_names(content)}; give a file of plain weights"
+        )
+    check_sizes(path, state.values())
+    return state
+
+
+def shape_of(state: Mapping[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
+    """The shape of a tensor, from which arguments of its model follow. Raises ValueError, in one line, if there is none
+    of so many dimensions."""
+    if name not in state or state[name].ndim != dimensions:
+        raise ValueError(f"it lacks {name} of {dimensions} dimensions")
+    return tuple(state[name].shape)
+
+
+def check_has_one_set(path: Path, which: str) -> None:
+    """Raise a ValueError of one line if --weights chooses one of several sets of weights, where a file has one."""
+    if which != "best":
+        raise ValueError(f"--weights {which} is for checkpoints; {path} holds one set of weights: leave it out")

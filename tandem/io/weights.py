@@ -1,0 +1,167 @@
+"""What a file of weights holds, whatever its name ends with; and what a file is that holds none, and what to do then.
+Every format that is read here is read by `read_content`."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .archive import AS_STATE_DICT, IGNORED, WRAPPERS_INSIDE, check_archive, check_old_file, stand_in
+from .reading import LONGEST_BEGINNING, check_regular, one_line, other_kind
+
+# What DataParallel and DDP, torch.compile, FSDP and modules of Lightning put before every name, and some of them before
+# the names of layers inside.
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "net.", "network.")
+_INSIDE = re.compile(WRAPPERS_INSIDE.pattern.decode())
+
+_AGAIN = "copy or download it again"
+# How a file begins that is taken for weights, what it is, and what to do; beside what stands in the place of any file.
+_OTHER_KINDS = (
+    (rb"GGUF", "in the GGUF format", "give the file of PyTorch or safetensors that it was made from"),
+    (rb"\x08[\x01-\x0f]\x12", "in the ONNX format", "give the file of PyTorch that it was made from"),
+    (rb"\x89HDF", "in the HDF5 format of Keras", "give the file of PyTorch or safetensors"),
+    (rb"\x93NUMPY", "a NumPy array", "give the file of PyTorch or safetensors"),
+    (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF", "a picture or a sound", "give the file of a model"),
+    (rb"\s*[\[{]", "JSON text", "give the file of the weights beside it"),
+)  # fmt: skip
+_PICKLE = b"\x80"
+_LONGEST_HEADER = 100_000_000  # bytes, of safetensors
+# Files by which a folder of another tool is known, what it is, and what makes a file of it.
+_OTHER_FOLDERS = (
+    ("zero_to_fp32.py", "a checkpoint of DeepSpeed, whose weights are in pieces",
+     "run `python zero_to_fp32.py . weights/` in it, and give weights/pytorch_model.bin"),
+    ("*_optim_states.pt", "a part of a checkpoint of DeepSpeed, whose weights are in pieces",
+     "run `python zero_to_fp32.py . weights/` in the folder above it, and give weights/pytorch_model.bin"),
+    (".metadata", "a checkpoint of torch.distributed.checkpoint, whose weights are in pieces",
+     "run `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt`"),
+)  # fmt: skip
+_WEIGHTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+
+
+def read_content(path: Path, wanted: Container[str] | None = None) -> Any:
+    """What a .safetensors file, or a .pt, .pth or .ckpt file of any version of PyTorch holds, with tensors on the CPU;
+    names of weights are without what wrappers of a model put before them. Runs no code of it.
+
+    Args:
+        wanted: Names, of which alone the weights of a .safetensors file are read.
+
+    Raises:
+        ValueError: one line that names the file, if it is missing, damaged, hostile or something else.
+    """
+    try:
+        if reason := why_no_weights(check_regular(path)):
+            raise _NoWeightsError(reason)
+        if is_safetensors(path):
+            with safe_open(path, framework="pt") as file:
+                keys = file.keys()
+                names = zip(keys, _bare(keys), strict=True)
+                return {name: file.get_tensor(key) for key, name in names if wanted is None or name in wanted}
+        in_archive = zipfile.is_zipfile(path)
+        check_archive(path) if in_archive else check_old_file(path)
+        with torch.serialization.safe_globals([stand_in(name) for name in IGNORED]):
+            if path.suffix == ".safetensors":  # by which torch.load would take it for one
+                with path.open("rb") as file:
+                    return _unwrapped(torch.load(file, map_location="cpu", weights_only=True))
+            return _unwrapped(torch.load(path, map_location="cpu", weights_only=True, mmap=in_archive))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except _NoWeightsError as error:
+        raise ValueError(f"{path} holds no weights: {error}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path} is cut off or damaged ({one_line(error)}); {_AGAIN}") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(f"{path} holds no weights that can be read without running code: {one_line(error)}") from None
+
+
+class _NoWeightsError(ValueError):
+    """Says what a file is that is none of weights."""
+
+
+def checked(path: Path) -> Path:
+    """The path, for a library that opens it by itself. Raises OSError, and ValueError, in one line, if it is no regular
+    file or no file of weights."""
+    if reason := why_no_weights(check_regular(path)):
+        raise ValueError(f"{path.name} holds no weights: {reason}")
+    return path
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file is one of safetensors, by what it holds: names are often changed."""
+    with path.open("rb") as file:
+        beginning = file.read(9)
+    return beginning[8:] == b"{" and struct.unpack("<Q", beginning[:8])[0] <= _LONGEST_HEADER
+
+
+def why_no_weights(path: Path) -> str:
+    """What a file is that cannot hold weights, and what to do, as the end of a line; "" for one that may.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        beginning = file.read(LONGEST_BEGINNING)
+    if not beginning:
+        return f"it is empty; {_AGAIN}"
+    if is_safetensors(path):
+        length, size = 8 + struct.unpack("<Q", beginning[:8])[0], path.stat().st_size
+        return f"it is cut off: its names alone take {length} bytes of {size}; {_AGAIN}" if length > size else ""
+    if beginning.startswith(b"PK\3\4"):
+        if not zipfile.is_zipfile(path):
+            return f"it is cut off, for its end is missing; {_AGAIN}"
+        with zipfile.ZipFile(path) as archive:
+            members = archive.namelist()
+        if any(member.endswith("/constants.pkl") for member in members):
+            return f"it is a program of TorchScript; {AS_STATE_DICT}"
+        if not any(member.lower().endswith("data.pkl") for member in members):
+            return f"it is a zip of {len(members)} files, none of them PyTorch's; unpack it"
+        return ""
+    if reason := other_kind(beginning):
+        return reason
+    for pattern, kind, remedy in _OTHER_KINDS:
+        if re.match(pattern, beginning):
+            return f"it is {kind}; {remedy}"
+    return "" if beginning.startswith(_PICKLE) else f"it begins as no file of PyTorch or safetensors does; {_AGAIN}"
+
+
+def why_no_model(folder: Path) -> str:
+    """What a folder is that holds no model which is read here, and what to do, as the beginning of a sentence; "" if
+    that is not known."""
+    for pattern, kind, remedy in _OTHER_FOLDERS:
+        if next(folder.glob(pattern), None):
+            return f"it is {kind}; {remedy}; "
+    files = sorted(path for path in folder.glob("*") if path.suffix in _WEIGHTS and path.is_file())
+    return f"its files of weights have to be named themselves, such as {files[0]}; " if files else ""
+
+
+def _unwrapped(content: Any) -> Any:
+    """The content of a file, with bare names in the mapping that it is, and in those that are its values."""
+
+    def bare(value: Any) -> Any:
+        is_mapping = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+        return dict(zip(_bare(value), value.values(), strict=True)) if is_mapping else value
+
+    if not isinstance(content, dict):
+        return content
+    inner = {id(value): bare(value) for value in content.values()}  # by id: a hostile file names one a million times
+    return bare({key: inner[id(value)] for key, value in content.items()})
+
+
+def _bare(names: Iterable[str]) -> list[str]:
+    """Names of the weights of a model without what its wrappers have put before all of them; as they are, if two would
+    become the same."""
+    bare = [_INSIDE.sub("", name) for name in names]
+    while wrapper := next((wrapper for wrapper in _WRAPPERS if bare and all(n.startswith(wrapper) for n in bare)), ""):
+        bare = [name.removeprefix(wrapper) for name in bare]
+    return bare if len(set(bare)) == len(bare) else list(names)
+
+
+def first_names(content: Mapping[Any, Any]) -> str:
+    """The first names in a file, for a line about it."""
+    return ", ".join(repr(str(name)[:40]) for name in list(content)[:3]) or "nothing"

@@ -1,0 +1,32 @@
+"""Writing weights: a file appears whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from . import writing
+from .reading import words_of
+
+
+def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous weights on the CPU, as both formats want them."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, moved onto ``path`` once it is complete and on the disk.
+
+    Raises:
+        OSError: one line, if it could not be written; ``path`` is then as it was.
+    """
+    try:
+        with writing.replacing(path) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error for any error of the disk
+        raise OSError(f"cannot write {path}: {words_of(error)}") from None

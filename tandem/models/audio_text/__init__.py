@@ -1,0 +1,1 @@
+"""MuLan: sounds and texts in one space."""

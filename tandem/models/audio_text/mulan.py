@@ -1,0 +1,228 @@
+"""MuLan: embeddings of music and of sentences about it in one space (Huang et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tandem.config.models.mulan import MAX_SCALE, MuLaNConfig
+from tandem.models.base import Pretrained
+from tandem.models.layers.attention import at_least_fp32, l2_normalize
+from tandem.models.layers.dropout import derived
+
+from .audio_transformer import AudioTransformer
+from .log_mel import MASK_NOISE, Spectrogram, spec_augment
+from .pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower, patches_of
+from .text_transformer import TextTransformer
+
+# Of one clip; in fp32, 1 GiB.
+_MOST_NUMBERS = 1 << 28
+
+# Numbers for each weight of attention with dropout: logits, weights, those that are left, and words of 64 bits.
+_NUMBERS_OF_DROPOUT = 8
+
+
+class MulanOutput(NamedTuple):
+    """Results of a forward pass; h = 1 + hierarchical_layers. Index 0 of h is the final output, i is i layers below."""
+
+    audio: Tensor
+    """(b, h, dim_latent), unit vectors in fp32 or fp64."""
+    text: Tensor
+    """(b, h, dim_latent), unit vectors in fp32 or fp64."""
+    scale: Tensor
+    """(h,): exp(tau), tau clamped at ln 100; similarities are multiplied by it."""
+    bias: Tensor
+    """(h,): added to the scaled similarities in the sigmoid loss; other losses do not use it."""
+
+
+class _ClampedExp(torch.autograd.Function):
+    """exp(min(tau, ln 100)). The gradient is 0 only where gradient descent would raise a tau that is above ln 100."""
+
+    @staticmethod
+    def forward(ctx: Any, tau: Tensor) -> Tensor:
+        scale = tau.clamp(max=math.log(MAX_SCALE)).exp()
+        ctx.save_for_backward(tau, scale)
+        return scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        tau, scale = ctx.saved_tensors
+        grad = grad * scale
+        return grad.masked_fill((tau > math.log(MAX_SCALE)) & (grad < 0), 0.0)
+
+
+class Latents(nn.Module):
+    """Features of each output of a tower (b, h, dim) -> unit vectors (b, h, dim_latent) in fp32 or fp64.
+
+    Autocast is off here, because the similarities multiply rounding errors of the latents by the scale.
+    """
+
+    def __init__(self, outputs: int, dim: int, dim_latent: int) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(dim, dim_latent) for _ in range(outputs))
+
+    def forward(self, features: Tensor) -> Tensor:
+        with torch.autocast(features.device.type, enabled=False):
+            dtype: torch.dtype = self.projections[0].weight.dtype  # type: ignore[assignment]
+            pairs = zip(self.projections, features.to(dtype).unbind(dim=1), strict=True)
+            return l2_normalize(torch.stack([project(feature) for project, feature in pairs], dim=1))
+
+
+class MuLaN(Pretrained):
+    """Two towers: a transformer over log-mel patches and one over tokens, each with a linear map to unit vectors.
+
+    The length of the clips to train on sets only `noise_size`: any length can be encoded. Each of `hierarchical_layers`
+    below the final output has its own linear map, temperature and bias (Shukor et al. 2022, "ViCHA").
+
+    With the layout "musiclm" it computes what the MuLaN of musiclm-pytorch 0.2.8 does, on which its MusicLM can be
+    conditioned (`files.musiclm`): spectrograms are raw powers, and mirrored at the ends; the level of a patch is lost
+    when it is normalised; positions have other frequencies; displacements between patches are not compressed; the token
+    0 is padding wherever it stands; intermediate layers are spaced evenly from the first one on.
+
+    Raises:
+        ValueError: one line that names the field of the configuration.
+    """
+
+    Config = MuLaNConfig
+    not_in_the_weights = MuLaNConfig.not_in_the_weights()
+    cut_before = ("text",)  # see tandem.distributed.engines.replicated.cut_graph
+
+    def __init__(self, config: MuLaNConfig) -> None:
+        super().__init__()
+        config.check()
+        self.config = config.plain()
+        # Of texts, by CLIP's tokenizer, at start and end; the public package makes none.
+        self.marks_texts = config.layout == "tandem"
+        self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)
+        self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
+        self.clip_samples = round(min(config.clip_seconds * config.sample_rate, _MOST_NUMBERS))
+        if not config.audio_tower and self.frontend.bands < config.patch_size:
+            patch = f"patch_size {config.patch_size} is larger than"
+            raise ValueError(f"{patch} the {self.frontend.bands} bands of a spectrogram")
+        self._check_clip()
+        self._check_caption()
+        both = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
+        self.audio: AudioTransformer | PretrainedAudioTower
+        if config.audio_tower:
+            self.audio = PretrainedAudioTower(config.audio_tower, *both, config.freeze_audio_tower)
+        else:
+            self.audio = AudioTransformer(config)
+        text: TextTransformer | PretrainedTextTower
+        if config.text_tower:
+            text = PretrainedTextTower(config.text_tower, *both, config.freeze_text_tower)
+        else:
+            text = TextTransformer(config)
+        outputs = config.hierarchical_layers + 1
+        # Registered in the order of calls: gradients are sent in the reverse order of registration.
+        self.audio_latents = Latents(outputs, config.audio_dim, config.dim_latent)
+        self.text = text
+        self.text_latents = Latents(outputs, config.text_dim, config.dim_latent)
+        # t of Radford et al. 2021, log of the inverse temperature; other papers call the temperature itself tau.
+        self.tau = nn.Parameter(torch.full((outputs,), math.log(config.init_temperature)))
+        self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
+
+    def _check_clip(self) -> None:
+        """Set `clip_numbers`, how many numbers a clip of clip_seconds has at once: its samples, its spectrum and the
+        distances of its patches. Raise a ValueError if there are too many."""
+        config, frames = self.config, self.frontend.frames(self.clip_samples)
+        tower = config["audio_tower"]
+        if tower and frames > tower["max_length"]:
+            longest = f"the audio tower takes up to {tower['max_length']} frames, {tower['max_length'] / 100:g} seconds"
+            raise ValueError(f"clip_seconds {config['clip_seconds']:g}: {longest}; use shorter clips")
+        patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
+        weights = config["audio_heads"] * (patches_of(tower) if tower else patches) ** 2
+        self.clip_numbers = self.clip_samples + frames * (config["n_fft"] + 2) + weights
+        of_dropout = (_NUMBERS_OF_DROPOUT - 1) * weights if config["attn_dropout"] and not tower else 0
+        if self.clip_numbers + of_dropout >= _MOST_NUMBERS:
+            clip = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
+            raise ValueError(
+                f"{clip} takes more than {4 * _MOST_NUMBERS / 1e9:.2g} GB, because attention compares each patch with "
+                "each: use shorter clips, a longer hop_length or a larger patch_size"
+            )
+
+    def _check_caption(self) -> None:
+        """Raise a ValueError if the dropout of attention would take too much memory for the longest caption."""
+        config = self.config
+        weights = config["text_heads"] * (config["max_text_tokens"] + 1) ** 2
+        if config["attn_dropout"] and not config["text_tower"] and _NUMBERS_OF_DROPOUT * weights >= _MOST_NUMBERS:
+            caption = f"a caption of max_text_tokens {config['max_text_tokens']} takes more than"
+            raise ValueError(f"{caption} {4 * _MOST_NUMBERS / 1e9:.2g} GB with attn_dropout: use fewer tokens, or 0")
+
+    @property
+    def drops(self) -> bool:
+        """Whether training needs the `keys` of `forward`."""
+        config = self.config
+        has_own = not (config["audio_tower"] and config["text_tower"])
+        return has_own and max(config["attn_dropout"], config["ff_dropout"]) > 0
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place, as `nn.Module.compile` does."""
+        # Constants created inside the graph would cause a recompilation.
+        self.frontend.prepare(next(self.parameters()).device)
+        super().compile(*args, **kwargs)
+
+    @property
+    def noise_size(self) -> int:
+        """Uniform numbers that a clip of clip_seconds needs in training: 4 for the masks, and one per patch."""
+        return self._noise_size(self.clip_samples)
+
+    def forward(
+        self, waveforms: Tensor, tokens: Tensor, lengths: Tensor, noise: Tensor | None = None,
+        keys: Tensor | None = None,
+    ) -> MulanOutput:  # fmt: skip
+        """Clips and their captions to unit vectors.
+
+        Args:
+            waveforms: (b, n) in [-1, 1] at sample_rate.
+            tokens: int64 (b, t), t <= max_text_tokens. Tokens beyond ``lengths`` are ignored.
+            lengths: int64 (b,), tokens of each caption.
+            noise: (b, noise_size) uniform in [0, 1) for masks and patch dropout; None for no masks and no patch
+                dropout.
+            keys: int64 (b, 2) in [0, 2^32), one key for the dropout of each pair; None for no dropout of attention and
+                feed-forwards.
+
+        Raises:
+            ValueError: a shape that does not match these.
+        """
+        if keys is not None and keys.shape != (len(waveforms), 2):
+            raise ValueError(f"keys of shape {tuple(keys.shape)}: {len(waveforms)} pairs take ({len(waveforms)}, 2)")
+        of_audio, of_text = (None, None) if keys is None else (derived(keys, 0), derived(keys, 1))
+        audio, text = self._audio_latents(waveforms, noise, of_audio), self._text_latents(tokens, lengths, of_text)
+        # Return a copy: some backends free the memory of a weight after the forward pass.
+        bias = at_least_fp32(self.bias).clone()
+        return MulanOutput(audio, text, _ClampedExp.apply(at_least_fp32(self.tau)), bias)
+
+    def encode_audio(self, waveforms: Tensor) -> Tensor:
+        """Waveforms (b, n) in [-1, 1] at sample_rate, of any length -> unit vectors (b, dim_latent)."""
+        return self._audio_latents(waveforms, None)[:, 0]
+
+    def encode_text(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Tokens int64 (b, t), of which the first ``lengths`` (b,) of a row count -> unit vectors (b, dim_latent)."""
+        return self._text_latents(tokens, lengths)[:, 0]
+
+    def spectrogram(self, waveforms: Tensor) -> Tensor:
+        """Waveforms (b, n) -> input of the audio tower (b, bands, frames) in fp32 or fp64: log-mel, about in [-2, 2],
+        or powers, at least 0."""
+        return self.frontend(waveforms)
+
+    def _audio_latents(self, waveforms: Tensor, noise: Tensor | None, keys: Tensor | None = None) -> Tensor:
+        spectrograms = self.audio.crop(self.frontend(waveforms))
+        if noise is not None:
+            expected = (len(waveforms), self._noise_size(waveforms.shape[1]))
+            if noise.shape != expected:
+                clips = f"{expected[0]} clips of {waveforms.shape[1]} samples take {expected}"
+                use = "train on clips of clip_seconds and use noise_size"
+                raise ValueError(f"noise of shape {tuple(noise.shape)}: {clips}; {use}")
+            mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
+            spectrograms = spec_augment(spectrograms, mask_noise, *self.mask_fractions)
+        return self.audio_latents(self.audio(spectrograms, noise, keys))
+
+    def _text_latents(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
+        return self.text_latents(self.text(tokens, lengths, keys))
+
+    def _noise_size(self, samples: int) -> int:
+        rows, columns = self.audio.grid(self.frontend.bands, self.frontend.frames(samples))
+        return MASK_NOISE + rows * columns

@@ -1,0 +1,282 @@
+"""Towers of MuLan that are published encoders: of texts, CLIP (Radford et al. 2021), BERT (Devlin et al. 2019) and
+RoBERTa (Liu et al. 2019); of sounds, AST (Gong et al. 2021). The networks are those of the package transformers.
+
+They have no dropout: they train, or stay frozen, as they compute in eval mode. `files.towers` reads the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
+
+from tandem.io.installed import missing_package
+from tandem.models.layers.attention import SDPA_KERNELS, at_least_fp32, layers_read
+from tandem.models.layers.recompute import recomputed
+
+from .log_mel import check_waveforms
+from .text_transformer import checked_tokens
+
+TEXT_KINDS = {
+    "clip_text_model": "CLIPTextModel", "bert": "BertModel", "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+}  # fmt: skip
+AUDIO_KINDS = {"audio-spectrogram-transformer": "ASTModel"}
+_CLASSES = TEXT_KINDS | AUDIO_KINDS
+
+# What the configuration of a tower says, by transformers' names, beside its model_type. The numbers are at least 1.
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_OF_TEXTS = (*_SIZES, "vocab_size", "max_position_embeddings")
+_OF_SOUNDS = (*_SIZES, "num_mel_bins", "max_length", "patch_size", "frequency_stride", "time_stride")
+FIELDS = (
+    *_OF_TEXTS, *_OF_SOUNDS, "hidden_act", "layer_norm_eps", "type_vocab_size", "pad_token_id", "qkv_bias",
+)  # fmt: skip
+
+SAMPLE_RATE = 16000
+_FRAME, _HOP, _N_FFT = 400, 160, 512  # samples: 25 ms, 10 ms, and the next power of two
+_LOWEST_HZ, _PREEMPHASIS = 20.0, 0.97
+_FLOOR = 2.0**-23  # energies are raised to this, fp32's epsilon
+
+
+def transformers() -> Any:
+    """The package, which also knows "tandem", attention by the kernels that give the same bits with and without a
+    graph. Raises ValueError, in one line, if it is not installed."""
+    try:
+        import transformers
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise missing_package("a pretrained tower", error.name or "transformers", "towers") from None
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPA_KERNELS):
+            return sdpa_attention_forward(*args, **kwargs)
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    transformers.AttentionInterface.register("tandem", attention)
+    transformers.AttentionMaskInterface.register("tandem", sdpa_mask)
+    return transformers
+
+
+def network_of(config: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """For the configuration of a tower, the class of transformers' model, and what its constructor takes: a
+    configuration, and arguments by name."""
+    with torch.device("cpu"):  # where modules that are imported make their constants
+        kind = getattr(transformers(), _CLASSES[config["model_type"]])
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0)
+    said = {name: config[name] for name in FIELDS if name in config}
+    options = {"add_pooling_layer": False} if "type_vocab_size" in config else {}
+    return kind, kind.config_class(**said, **dropout, attn_implementation="tandem"), options
+
+
+class _Tower(nn.Module):
+    """What both kinds of towers have in common. The weights of a file are those of `encoder`; those of `norms`, which
+    are of the layers below the last, are trained even if the tower is frozen."""
+
+    def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
+        super().__init__()
+        self.frozen = frozen
+        kind, of_kind, options = network_of(config)
+        self.encoder = kind(of_kind, **options).requires_grad_(not frozen)
+        if recompute and not frozen:
+            self.encoder.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            for module in self.encoder.modules():
+                if hasattr(module, "_gradient_checkpointing_func"):
+                    module._gradient_checkpointing_func = partial(recomputed, when=True)
+        for module in self.encoder.modules():
+            module.register_forward_pre_hook(_used_once)
+        self.read = layers_read(config["num_hidden_layers"], below, spacing)
+        self.norms = nn.ModuleList(nn.LayerNorm(config["hidden_size"], bias=False) for _ in self.read[1:])
+
+    def _features(self, feature: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
+        """The ``feature`` (b, dim) of the outputs (b, n, dim) of the layers that are read, the last one first, after
+        the encoder's own norm -> (b, 1 + layers below, dim)."""
+        with torch.no_grad() if self.frozen else nullcontext():
+            out = self.encoder(**inputs, output_hidden_states=len(self.read) > 1)
+            last, *below = map(
+                feature, [out.last_hidden_state, *(out.hidden_states[1 + layer] for layer in self.read[1:])]
+            )
+        return torch.stack([last, *(norm(part) for norm, part in zip(self.norms, below, strict=True))], dim=1)
+
+
+def _used_once(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One use of a module's input from outside: where ZeRO 3, FSDP or recomputation wraps a module, the gradients of
+    its own uses are added before that of another use. With this they are so everywhere, which gives the same bits."""
+    return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in inputs)
+
+
+class PretrainedTextTower(_Tower):
+    """Tokens to the features of the token that stands for the text: the last one of CLIP, which marks the end, and the
+    first of BERT and RoBERTa. Of the same interface as `TextTransformer`.
+
+    Args:
+        config: One that `check_tower` knows: "model_type" of TEXT_KINDS, and what else transformers' configuration of
+            that type says of FIELDS.
+        frozen: Give the weights no gradient.
+    """
+
+    def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
+        super().__init__(config, below, recompute, spacing, frozen)
+        self.is_clip, self.vocab_size = config["model_type"] == "clip_text_model", config["vocab_size"]
+        self.max_tokens, self.first_position = max_tokens(config), _first_position(config)
+
+    def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
+        """As that of `TextTransformer`; the keys are not used."""
+        tokens, counts = checked_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        rows = torch.arange(len(tokens), device=tokens.device)
+        inputs = {"input_ids": tokens, "position_ids": (self.first_position + place)[None]}
+        if self.is_clip:  # no token sees a later one
+            chosen = (lengths - 1).clamp(min=0)
+        else:
+            chosen = torch.zeros_like(lengths)
+            # The first token is never hidden, so that no row is empty.
+            inputs |= {"attention_mask": (counts | (place == 0))[:, None, None, :],
+                       "token_type_ids": torch.zeros_like(tokens)}  # fmt: skip
+        return self._features(lambda output: output[rows, chosen], **inputs)
+
+
+class PretrainedAudioTower(_Tower):
+    """Log-mel spectrograms to the mean of the features of AST's two class tokens. Of the same interface as
+    `AudioTransformer`, but without patch dropout.
+
+    Args:
+        config: One that `check_tower` knows: "model_type" of AUDIO_KINDS, what else transformers' configuration of that
+            type says of FIELDS (shorter clips than "max_length" frames are padded with silence), and "mean" and "std"
+            of `Fbank`.
+        frozen: Give the weights no gradient.
+    """
+
+    def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
+        super().__init__(config, below, recompute, spacing, frozen)
+        self.frames = config["max_length"]
+        self.silence = -config["mean"] / (2 * config["std"])  # 0 before it is normalised
+
+    def grid(self, bands: int, frames: int) -> tuple[int, int]:
+        """(0, 0): no patch is dropped, so none needs noise."""
+        return 0, 0
+
+    def crop(self, spectrograms: Tensor) -> Tensor:
+        """The part of spectrograms (b, bands, frames) that the tower takes: up to config["max_length"] frames."""
+        return spectrograms[..., : self.frames]
+
+    def forward(self, spectrograms: Tensor, noise: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Spectrograms (b, bands, frames) of `Fbank` -> (b, 1 + layers below, dim), [:, 0] that of the final output.
+        Noise and keys are not used."""
+        x = self.crop(spectrograms)
+        x = F.pad(x, (0, self.frames - x.shape[-1]), value=self.silence).mT
+        x = x.to(self.encoder.embeddings.position_embeddings.dtype)
+        return self._features(lambda output: output[:, :2].mean(dim=1), input_values=x)
+
+
+class Fbank:
+    """Waveforms (b, n) at 16 kHz to the log-mel spectrograms of Kaldi, as transformers' ASTFeatureExtractor makes them
+    one by one on the CPU: frames inside the clip, each without its mean, with a pre-emphasis and a symmetric Hann
+    window; natural logarithms of the energies in bands; minus a mean and over twice a standard deviation.
+
+    Computed for all clips at once, on their device, where the extractor takes 50 ms of the CPU for a clip of 10 s; in
+    fp32 (in fp64 for fp64 waveforms), whatever the precision of the model around it. Not a module: see
+    `log_mel.Spectrogram`, of which this has the interface.
+
+    Args:
+        config: That of a `PretrainedAudioTower`; "num_mel_bins", "mean" and "std" are used.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.sample_rate, self.bands = SAMPLE_RATE, int(config["num_mel_bins"])
+        self.mean, self.std = config["mean"], config["std"]
+        self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def frames(self, samples: int) -> int:
+        """Number of frames of a clip with this number of samples; a clip shorter than a frame is padded to one."""
+        return 1 + (max(samples, _FRAME) - _FRAME) // _HOP
+
+    def __call__(self, waveforms: Tensor) -> Tensor:
+        """Waveforms (b, n) in [-1, 1] -> (b, bands, frames), in fp32 or fp64.
+
+        Raises:
+            ValueError: waveforms that are not of two dimensions.
+        """
+        check_waveforms(waveforms)
+        with torch.autocast(waveforms.device.type, enabled=False):
+            waveforms = at_least_fp32(waveforms)
+            waveforms = F.pad(waveforms, (0, max(0, _FRAME - waveforms.shape[1])))
+            window, filters = self.prepare(waveforms.device, waveforms.dtype)
+            frames = waveforms.unfold(1, _FRAME, _HOP)
+            frames = frames - frames.mean(dim=-1, keepdim=True)
+            before = F.pad(frames[..., :-1], (1, 0))  # what is before the first sample does not matter: its weight is 0
+            spectrum = torch.fft.rfft((frames - _PREEMPHASIS * before) * window, _N_FFT)
+            power = spectrum.real.square() + spectrum.imag.square()
+            bands = (power @ filters).clamp(min=_FLOOR).log().mT
+            return (bands - self.mean) / (2 * self.std)
+
+    def prepare(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """The window (400,) and the filters (257, bands), made once for each device and dtype."""
+        key = device, dtype
+        if key not in self._constants:
+            transformers()
+            from transformers.audio_utils import mel_filter_bank
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of bands narrower than a bin, as AST's lowest ones
+                filters = mel_filter_bank(
+                    num_frequency_bins=_N_FFT // 2 + 1, num_mel_filters=self.bands, min_frequency=_LOWEST_HZ,
+                    max_frequency=SAMPLE_RATE / 2, sampling_rate=SAMPLE_RATE, mel_scale="kaldi",
+                    triangularize_in_mel_space=True,
+                )  # fmt: skip
+            with torch.inference_mode(False):  # training, too, uses these cached tensors
+                window = torch.hann_window(_FRAME, periodic=False, dtype=torch.float64, device="cpu")
+                self._constants[key] = window.to(*key), torch.from_numpy(filters).to(*key)
+        return self._constants[key]
+
+
+def patches_of(config: Mapping[str, Any]) -> int:
+    """Number of patches, which may overlap, of a clip of an audio tower."""
+    patch = config["patch_size"]
+    rows = (config["num_mel_bins"] - patch) // config["frequency_stride"] + 1
+    return rows * ((config["max_length"] - patch) // config["time_stride"] + 1)
+
+
+def max_tokens(config: Mapping[str, Any]) -> int:
+    """Number of tokens that a text tower takes."""
+    return config["max_position_embeddings"] - _first_position(config)
+
+
+def _first_position(config: Mapping[str, Any]) -> int:
+    """RoBERTa's positions begin after that of the padding."""
+    return 1 + config["pad_token_id"] if "roberta" in config["model_type"] else 0
+
+
+def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
+    """Raise ValueError, in one line, unless this is the configuration of a tower of these kinds."""
+    if not isinstance(config, Mapping) or config.get("model_type") not in kinds:
+        raise ValueError(f"this is no configuration of a tower of the kind {' or '.join(kinds)}: {str(config)[:80]}")
+    for name in _OF_SOUNDS if kinds is AUDIO_KINDS else _OF_TEXTS:
+        if type(config.get(name)) is not int or config[name] < 1:
+            raise ValueError(f"{name} {config.get(name)!r} of a tower is not a whole number of at least 1")
+    if config["hidden_size"] % config["num_attention_heads"]:
+        raise ValueError(
+            f"a tower of {config['hidden_size']} channels cannot have {config['num_attention_heads']} heads"
+        )
+    eps = config.get("layer_norm_eps")
+    if not isinstance(eps, int | float) or not 0 < eps < 1:
+        raise ValueError(f"layer_norm_eps {eps!r} of a tower is not in (0, 1)")
+    if "roberta" in config["model_type"]:
+        padding, most = config.get("pad_token_id"), config["max_position_embeddings"] - 2
+        if type(padding) is not int or not 0 <= padding <= most:
+            raise ValueError(f"pad_token_id {padding!r} of a RoBERTa of {most + 2} positions is not in 0 ... {most}")
+    if kinds is AUDIO_KINDS:
+        if config["patch_size"] > min(config["num_mel_bins"], config["max_length"]):
+            raise ValueError(f"a patch of {config['patch_size']} is larger than a spectrogram of this tower")
+        mean, std = config.get("mean"), config.get("std")
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, std)) or not std:
+            raise ValueError(f"mean {mean!r} and std {std!r} of an audio tower cannot normalise")

@@ -1,0 +1,77 @@
+"""A bidirectional transformer over a caption, read out at a class token (Devlin et al. 2019, "BERT")."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from tandem.models.layers.attention import Transformer, layers_read
+
+if TYPE_CHECKING:
+    from tandem.config.models.mulan import MuLaNConfig
+
+_INIT_STD = 0.02
+
+
+class TextTransformer(nn.Module):
+    """Tokens (b, t) in [0, vocab_size), t <= max_text_tokens, to the features at the class token, of the final output
+    and of hierarchical_layers layers below it. In the layout "musiclm" the token 0 is hidden from the others, wherever
+    it stands."""
+
+    def __init__(self, config: MuLaNConfig) -> None:
+        super().__init__()
+        dim = config.text_dim
+        self.vocab_size, self.max_tokens = config.vocab_size, config.max_text_tokens
+        self.pad = 0 if config.layout == "musiclm" else None
+        self.tokens = nn.Embedding(self.vocab_size, dim)
+        self.positions = nn.Embedding(self.max_tokens, dim)
+        self.cls = nn.Parameter(torch.empty(dim))
+        self.transformer = Transformer(**config.transformer("text"))
+        self.layers = layers_read(config.text_depth, config.hierarchical_layers, config.hierarchical_spacing)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in self.layers)
+        for weight in (self.tokens.weight, self.positions.weight, self.cls):
+            nn.init.normal_(weight, std=_INIT_STD)
+
+    def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Tokens int64 (b, t) -> (b, 1 + hierarchical_layers, dim); [:, 0] is that of the final output.
+
+        Args:
+            lengths: int64 (b,), number of tokens of each caption. Tokens beyond it are ignored.
+            keys: int64 (b, 2), the keys of the dropout in the transformer; None drops nothing.
+
+        Raises:
+            ValueError: tokens or lengths of another shape, more than max_tokens columns or, on the CPU, a token outside
+                the vocabulary. On a GPU this check would have to wait for the device, so it is left out; there the
+                embedding look-up stops the process.
+        """
+        tokens, counts = checked_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        if self.pad is not None:
+            counts = counts & (tokens != self.pad)
+        x = self.tokens(tokens) + self.positions(place)
+        x = torch.cat([self.cls.expand(len(x), 1, -1).to(x.dtype), x], dim=1)
+        hidden = torch.zeros(counts.shape, dtype=x.dtype, device=x.device).masked_fill(~counts, float("-inf"))
+        bias = nn.functional.pad(hidden, (1, 0))[:, None, None]  # the class token is never hidden, so no row is empty
+        outputs = self.transformer(x, bias, keys)
+        read = zip(self.layers, self.norms, strict=True)
+        return torch.stack([norm(outputs[layer][:, 0]) for layer, norm in read], dim=1)
+
+
+def checked_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Tokens (b, t) with 0 in place of those beyond lengths (b,), and which ones count, bool (b, t). Raises ValueError
+    as `TextTransformer.forward` says."""
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        shapes = f"tokens of shape {tuple(tokens.shape)} and lengths of shape {tuple(lengths.shape)}"
+        raise ValueError(f"{shapes}: give (b, t), (b,)")
+    if tokens.shape[1] > max_tokens:
+        raise ValueError(f"{tokens.shape[1]} columns of tokens; this model takes up to {max_tokens}: cut them")
+    counts = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    tokens = tokens.where(counts, 0)
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+        low, high = (int(extreme) for extreme in tokens.aminmax())
+        if low < 0 or high >= vocab_size:
+            wrong = f"token {low if low < 0 else high} is not in the vocabulary of {vocab_size}"
+            raise ValueError(f"{wrong}; this tokenizer does not belong to this model")
+    return tokens, counts

@@ -1,0 +1,1 @@
+"""Models that turn images and videos into codes or latents and back, and their discriminators."""

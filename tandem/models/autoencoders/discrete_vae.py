@@ -1,0 +1,238 @@
+"""The discrete VAE of DALL-E (Ramesh et al. 2021, section 2.1), with the weight names of DALLE-pytorch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tandem.config.models.autoencoders import DiscreteVAEConfig
+from tandem.models.base import Pretrained
+from tandem.models.layers.convolutional import ResBlock, as_square, channels_last, check_codes, check_images
+from tandem.weights.formats.dalle import load_dalle_file, save_dalle_file
+
+
+class VAEOutput(NamedTuple):
+    """Results of a forward pass."""
+
+    reconstruction: Tensor
+    """(b, c, h, w), about [0, 1] and not clamped."""
+    recon_loss: Tensor
+    """0-d: mean squared error or smooth L1, in normalised space."""
+    kl: Tensor
+    """0-d: KL(q || uniform) in nats, a mean over batch and positions; in [0, ln num_tokens]."""
+    codes: Tensor | None
+    """int64 (b, s, s): the most likely codes, if asked for."""
+
+
+class Codebook(nn.Embedding):
+    """Codebook entries (D,), looked up by code or mixed by weight.
+
+    The look-up and the mixing are both calls of this module, because DeepSpeed's ZeRO 3 gathers the weights of a module
+    when the module is called.
+    """
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """int64 codes (...) in [0, K) or floating weights (..., K) over the codes -> embeddings (..., D)."""
+        if codes.is_floating_point():
+            return codes.to(self.weight.dtype) @ self.weight
+        return super().forward(codes)
+
+
+class DiscreteVAE(Pretrained):
+    """Images to a grid of codes and back; the choice of a code is relaxed by Gumbel-softmax noise while training.
+
+    Inside, colours are in [-1, 1]: they are normalised by a mean and a standard deviation of 0.5. Alpha stays as it is.
+
+    Raises:
+        ValueError: an image size that is no power of two or too small, or reinmax without straight_through.
+    """
+
+    Config = DiscreteVAEConfig
+    not_in_the_weights = DiscreteVAEConfig.not_in_the_weights()
+    _mean: Tensor
+    _std: Tensor
+
+    cut_before = ("decoder",)  # see tandem.distributed.engines.replicated.cut_graph
+
+    def __init__(self, config: DiscreteVAEConfig) -> None:
+        super().__init__()
+        self.config = config.plain()
+        image_size, num_tokens, num_layers = config.image_size, config.num_tokens, config.num_layers
+        num_resnet_blocks, hidden_dim, codebook_dim = config.num_resnet_blocks, config.hidden_dim, config.codebook_dim
+        if num_layers < 1 or num_resnet_blocks < 0:
+            numbers = f"num_layers {num_layers} and num_resnet_blocks {num_resnet_blocks}"
+            raise ValueError(f"{numbers}: at least 1 layer and 0 blocks")
+        _check_image_size(image_size, num_layers)
+        if config.reinmax and not config.straight_through:
+            raise ValueError("reinmax refines the straight-through gradient: set straight_through too")
+        self.image_size, self.num_tokens = image_size, num_tokens
+        self.channels = channels = 4 if config.transparent else 3
+        self.straight_through, self.reinmax = config.straight_through, config.reinmax
+        self.smooth_l1_loss, self.is_kl_trained = config.smooth_l1_loss, config.kl_loss_weight > 0
+        self.grid_size = image_size // 2**num_layers
+
+        widths = [channels] + [hidden_dim] * num_layers
+        encoder: list[nn.Module] = [
+            nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
+            for fan_in, fan_out in itertools.pairwise(widths)
+        ]
+        encoder += [ResBlock(hidden_dim, _half) for _ in range(num_resnet_blocks)]
+        encoder += [nn.Conv2d(hidden_dim, num_tokens, 1)]
+
+        decoder: list[nn.Module] = [nn.Conv2d(codebook_dim, hidden_dim, 1)] if num_resnet_blocks else []
+        decoder += [ResBlock(hidden_dim, _half) for _ in range(num_resnet_blocks)]
+        widths = [hidden_dim if num_resnet_blocks else codebook_dim] + [hidden_dim] * num_layers
+        decoder += [
+            nn.Sequential(nn.ConvTranspose2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
+            for fan_in, fan_out in itertools.pairwise(widths)
+        ]
+        decoder += [nn.Conv2d(hidden_dim, channels, 1)]
+
+        self.codebook = Codebook(num_tokens, codebook_dim)
+        self.encoder, self.decoder = nn.Sequential(*encoder), nn.Sequential(*decoder)
+        for name, of_alpha in (("mean", 0.0), ("std", 1.0)):
+            values = torch.tensor([0.5, 0.5, 0.5, of_alpha][:channels])
+            self.register_buffer(f"_{name}", values[:, None, None], persistent=False)
+
+    @property
+    def num_codes(self) -> int:
+        """Number of codes: num_tokens."""
+        return self.num_tokens
+
+    @property
+    def codebook_summary(self) -> str:
+        """What the codebook is, in a few words."""
+        return f"{self.num_codes} codes"
+
+    @property
+    def noise_shape(self) -> tuple[int, int, int]:
+        """Shape of one sample's Gumbel noise: (num_tokens, grid side, grid side)."""
+        return self.num_tokens, self.grid_size, self.grid_size
+
+    def forward(
+        self, images: Tensor, *, noise: Tensor | None = None, temperature: float = 1.0, with_codes: bool = False
+    ) -> VAEOutput:
+        """Images (b, c, h, w) in [0, 1] through soft codes and back.
+
+        Args:
+            noise: Standard Gumbel (b, num_tokens, s, s); None for no noise, which makes the pass deterministic.
+            temperature: Temperature of the softmax over codes.
+            with_codes: Give the codes too, which costs a pass over the logits.
+        """
+        target = self._normalize(images)
+        logits = self._logits(target).float()  # softmax and losses stay in fp32 under autocast
+        codes = self._relax(logits, noise, temperature)
+        out = self.decoder(rearrange(self.codebook(codes), "b h w d -> b d h w")).float()
+        recon_loss = F.smooth_l1_loss(out, target) if self.smooth_l1_loss else F.mse_loss(out, target)
+        kl = self._kl_from_uniform(logits)
+        return VAEOutput(self._denormalize(out), recon_loss, kl, logits.argmax(dim=-1) if with_codes else None)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Images (b, c, image_size, image_size) in [0, 1] -> the most likely codes, int64 (b, s, s).
+
+        Raises:
+            ValueError: images of another size or type, or far from [0, 1].
+        """
+        check_images(images, self.channels)
+        if images.shape[-2:] != (self.image_size, self.image_size):
+            given, side = "{} x {}".format(*images.shape[-2:]), self.image_size
+            raise ValueError(f"images of {given} pixels: this model was made for {side} x {side}")
+        return self._logits(self._normalize(images)).argmax(dim=-1)
+
+    def get_codebook_indices(self, images: Tensor) -> Tensor:
+        """As `encode`, row by row: int64 (b, s x s). The name and the shape are those of DALLE-pytorch."""
+        return rearrange(self.encode(images), "b h w -> b (h w)")
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes (b, s, s), or (b, s x s) row by row, in [0, num_tokens) -> images (b, c, h, w), about [0, 1] and not
+        clamped.
+
+        Raises:
+            ValueError: codes (b, n) whose n is not a square, or codes beyond the codebook.
+        """
+        check_codes(codes, self.num_codes)
+        embedded = rearrange(self.codebook(as_square(codes) if codes.dim() == 2 else codes), "b h w d -> b d h w")
+        return self._denormalize(self.decoder(embedded).float())
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Normalised images (b, c, h, w) -> logits over the codes (b, s, s, K)."""
+        *layers, to_logits = self.encoder
+        x = channels_last(x.to(self._mean.dtype))  # the weights may have been cast to half precision
+        for layer in layers:
+            x = layer(x)
+        # With K = 8192 softmax and codebook are bound by memory traffic. If the last axis of the logits is contiguous,
+        # both take a quarter less time, forward and backward.
+        return rearrange(to_logits(channels_last(x)), "b k h w -> b h w k")
+
+    def _relax(self, logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
+        """Weights (b, s, s, K) over the codes: Gumbel-softmax (Jang et al. 2017), straight-through or ReinMax."""
+        noisy = logits if noise is None else logits + rearrange(noise, "b k h w -> b h w k")
+        soft = (noisy / temperature).softmax(dim=-1)
+        if not self.straight_through:
+            return soft
+        hard = torch.zeros_like(soft).scatter_(-1, soft.argmax(dim=-1, keepdim=True), 1.0)
+        if not self.reinmax:
+            return hard + (soft - soft.detach())
+        # Liu et al. 2023, "Bridging discrete and backpropagation", algorithm 2.
+        pi0 = logits.softmax(dim=-1)
+        pi1 = (hard + (logits / temperature).softmax(dim=-1)) / 2
+        pi1 = ((pi1.log() - logits).detach() + logits).softmax(dim=-1)
+        pi2 = 2 * pi1 - pi0 / 2
+        return hard + (pi2 - pi2.detach())
+
+    def _kl_from_uniform(self, logits: Tensor) -> Tensor:
+        """Logits (b, s, s, K) -> mean over batch and positions of sum_k q log(q K), q = softmax(logits): the
+        KL term of Ramesh et al. 2021, equation 1, with the uniform prior of their first stage."""
+        if not self.is_kl_trained:
+            logits = logits.detach()  # the KL is only reported, so its gradient needs no memory
+        log_q = logits.log_softmax(dim=-1)
+        return (log_q.exp() * log_q).sum(dim=-1).mean() + math.log(self.num_tokens)
+
+    def _normalize(self, images: Tensor) -> Tensor:
+        return (images - self._mean) / self._std
+
+    def _denormalize(self, images: Tensor) -> Tensor:
+        return images * self._std + self._mean
+
+    def save_dalle(self, path: str | Path) -> None:
+        """Write DALLE-pytorch's vae-final.pt: {"hparams": ..., "weights": ...}."""
+        save_dalle_file(Path(path), self.config, self.state_dict())
+
+    @classmethod
+    def from_dalle(cls, path: str | Path) -> DiscreteVAE:
+        """The model in a vae-final.pt, in eval mode. Runs no code from the file.
+
+        Raises:
+            ValueError: one line, if the file is missing, hostile or of another model.
+        """
+        return cls.with_weights(Path(path), *load_dalle_file(Path(path)))
+
+    def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
+        """Take the weights of a vae-final.pt, or as `Pretrained` says."""
+        if not isinstance(source, Pretrained) and not Path(source).is_dir():
+            source, name = self.from_dalle(source), str(source)
+        super().load_weights_from(source, name)
+
+
+def _half(channels: int) -> list[nn.Module]:
+    """Half of a residual block: a 3 x 3 convolution and a ReLU."""
+    return [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()]
+
+
+def _check_image_size(image_size: int, num_layers: int) -> None:
+    if num_layers > 40:
+        raise ValueError(f"num_layers {num_layers}: no image can be halved so often; use a small number such as 3")
+    smallest = 2**num_layers
+    if image_size < smallest or image_size & (image_size - 1):
+        below = 1 << max(image_size, 1).bit_length() - 1
+        use = f"use {below} or {2 * below}" if below >= smallest else f"use {smallest}"
+        rule = f"must be a power of two and at least 2^num_layers = {smallest}"
+        raise ValueError(f"image_size {image_size} {rule}; {use}")

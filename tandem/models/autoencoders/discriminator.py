@@ -1,0 +1,159 @@
+"""The patch discriminator (PatchGAN: Isola et al. 2017) of Muse's VQGAN (Chang et al. 2023; Esser et al. 2021, section
+3.1), and one of videos with several heads: one judges single frames, the others how frames follow one another, as in
+MoCoGAN (Tulyakov et al. 2018)."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+from tandem.config.models.autoencoders import DiscriminatorConfig, VideoDiscriminatorConfig
+from tandem.models.base import Pretrained
+from tandem.models.layers.convolutional import channels_last, group_norm, leaky_relu
+
+_LAST_KERNEL = 4  # side in space of the unpadded convolution that gives the logits
+_MOST_LAYERS = 40
+_TIME_STRIDES = (1, 2)  # distances in frames of the frames that each clip head sees
+_TIME_HALVINGS = 2
+
+
+class Discriminator(Pretrained):
+    """Images to a grid of logits, positive where a patch looks real.
+
+    A 5 x 5 convolution, then ``layers`` halvings (4 x 4 convolution of stride 2, GroupNorm, LeakyReLU) to dim, 2 dim,
+    4 dim, ... channels, then a 1 x 1 convolution, LeakyReLU and an unpadded 4 x 4 convolution. Weights start as PyTorch
+    initialises convolutions. All operations can be differentiated twice, as a gradient penalty needs.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    Config = DiscriminatorConfig
+    num_heads = 1
+
+    def __init__(self, config: DiscriminatorConfig) -> None:
+        super().__init__()
+        self.config = config.plain()
+        dim, channels, layers = config.dim, config.channels, config.layers
+        if min(dim, channels, layers) < 1:
+            sizes = f"dim {dim}, {channels} channels and {layers} layers"
+            raise ValueError(f"a discriminator of {sizes}: give numbers of at least 1 (--discr_dim, --discr_layers)")
+        if layers > _MOST_LAYERS:
+            most = f"lower --discr_layers to at most {_MOST_LAYERS}"
+            raise ValueError(f"a discriminator of {layers} layers halves images as often: {most}")
+        widths = [dim] + [dim * 2**level for level in range(layers)]
+        self.smallest_side = _LAST_KERNEL * 2**layers
+        self.layers = nn.Sequential(
+            nn.Sequential(nn.Conv2d(channels, dim, 5, padding=2), leaky_relu()),
+            *(
+                nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), group_norm(fan_out), leaky_relu())
+                for fan_in, fan_out in itertools.pairwise(widths)
+            ),
+        )
+        self.to_logits = nn.Sequential(
+            nn.Conv2d(widths[-1], widths[-1], 1), leaky_relu(), nn.Conv2d(widths[-1], 1, _LAST_KERNEL)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) in [0, 1] -> fp32 logits (b, 1, h', w'), h' = floor(h / 2^layers) - 3: 5 for 128 pixels.
+
+        Raises:
+            ValueError: images too small for one logit.
+        """
+        self.check_side(min(images.shape[-2:]))
+        x = images.to(next(self.parameters()).dtype)  # the weights may have been cast to half precision
+        return self.to_logits(self.layers(channels_last(x))).float()
+
+    def check_side(self, pixels: int) -> None:
+        """Raise a ValueError if images of this height or width are too small for one logit."""
+        if pixels < self.smallest_side:
+            fitting = (pixels // _LAST_KERNEL).bit_length() - 1
+            fewer = f", or lower --discr_layers to {fitting}" if fitting > 0 else ""
+            raise ValueError(
+                f"images of {pixels} pixels are too small for a discriminator of {len(self.layers) - 1} layers "
+                f"(--discr_layers), which needs {self.smallest_side}: use larger images (--image_size){fewer}"
+            )
+
+
+class VideoDiscriminator(Pretrained):
+    """Videos to one tensor of logits for each head, positive where a patch looks real.
+
+    The first head is a `Discriminator`, which sees one frame of each clip. The others are patch discriminators with 3-D
+    convolutions, which see every frame, every second frame and so on, because one of them alone would either be blind
+    to slow motion or to fast motion. No sample influences another's logits, and all operations can be differentiated
+    twice, as a gradient penalty needs.
+
+    A clip head with time stride s judges clips of more than s frames and gives no logits for shorter ones. So one-frame
+    videos, which are images, are judged by the frame head alone; the momentum of an optimizer still moves the others.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    Config = VideoDiscriminatorConfig
+
+    def __init__(self, config: VideoDiscriminatorConfig) -> None:
+        super().__init__()
+        self.config = config.plain()
+        self.frame_head = Discriminator(DiscriminatorConfig(config.dim, config.layers))
+        self.clip_heads = nn.ModuleList(_ClipHead(config.dim, config.layers) for _ in _TIME_STRIDES)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads in all, and logits that clips with enough frames get."""
+        return 1 + len(self.clip_heads)
+
+    def forward(self, videos: Tensor, frames: Tensor) -> list[Tensor]:
+        """Videos (b, c, f, h, w) in [0, 1] and the frame of each that the frame head sees, int64 (b,) -> fp32 logits of
+        each head: (b, 1, h', w') of the frame head, then (b, 1, f', h', w') of each clip head for which the clips are
+        long enough; h' = floor(h / 2^layers) - 3 and f' = ceil(f'' / 4), if a head sees f'' frames and layers > 2.
+
+        Raises:
+            ValueError: videos too small for one logit.
+        """
+        self.check_side(min(videos.shape[-2:]))
+        shown = videos[torch.arange(len(videos), device=videos.device), :, frames]
+        x = videos.to(next(self.parameters()).dtype)  # the weights may have been cast to half precision
+        heads = zip(_TIME_STRIDES, self.clip_heads, strict=True)
+        of_frame = self.frame_head(shown)  # in the order of registration, in reverse of which gradients are sent
+        return [of_frame, *(head(x[:, :, ::stride]).float() for stride, head in heads if videos.shape[2] > stride)]
+
+    def check_side(self, pixels: int) -> None:
+        """Raise a ValueError if videos of this height or width are too small for one logit."""
+        self.frame_head.check_side(pixels)
+
+
+class _ClipHead(nn.Module):
+    """Videos (b, c, f, h, w) -> logits (b, 1, f', h', w').
+
+    ``layers`` halvings of the side to dim, 2 dim, 4 dim, ... channels, of which the second and the third also halve the
+    time. Unlike the frame head it has no convolution at full resolution: for many frames that would cost most of all.
+    """
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        widths = [3] + [dim * 2**level for level in range(layers)]
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Conv3d(fan_in, fan_out, (3, 4, 4), _stride(level), padding=1),
+                    group_norm(fan_out) if level else nn.Identity(),
+                    leaky_relu(),
+                )
+                for level, (fan_in, fan_out) in enumerate(itertools.pairwise(widths))
+            )
+        )
+        self.to_logits = nn.Sequential(
+            nn.Conv3d(widths[-1], widths[-1], 1),
+            leaky_relu(),
+            nn.Conv3d(widths[-1], 1, (1, _LAST_KERNEL, _LAST_KERNEL)),
+        )
+
+    def forward(self, videos: Tensor) -> Tensor:
+        return self.to_logits(self.layers(videos))
+
+
+def _stride(level: int) -> tuple[int, int, int]:
+    return (2 if 0 < level <= _TIME_HALVINGS else 1, 2, 2)

@@ -1,0 +1,161 @@
+"""The body of taming-transformers (Esser et al. 2021), which latent diffusion (Rombach et al. 2022), LlamaGen and
+others share: residual blocks with GroupNorm and swish, attention at some levels and in the middle.
+
+Layers have taming's names, with underscores for its points: ``down_0_block_1`` is its ``down.0.block.1``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tandem.models.quantizers import make_quantizer
+
+if TYPE_CHECKING:
+    from tandem.config.models.autoencoders import VQGANConfig
+
+_MOST_LEVELS = 12
+
+
+class NormSwish(nn.GroupNorm):
+    """GroupNorm and then, with `swish`, x sigmoid(x)."""
+
+    def __init__(self, groups: int, channels: int, *, swish: bool = True) -> None:
+        super().__init__(groups, channels, eps=1e-6)
+        self.swish = swish
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return F.silu(x) if self.swish else x
+
+
+Norm = Callable[..., NormSwish]
+
+
+class ResnetBlock(nn.Module):
+    """GroupNorm, swish and a 3 x 3 convolution, twice, added to the input, (b, c, h, w) -> (b, width, h, w)."""
+
+    def __init__(self, channels: int, width: int, norm: Norm) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = norm(channels), nn.Conv2d(channels, width, 3, padding=1)
+        self.norm2, self.conv2 = norm(width), nn.Conv2d(width, width, 3, padding=1)
+        self.nin_shortcut = nn.Conv2d(channels, width, 1) if channels != width else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.nin_shortcut(x) + self.conv2(self.norm2(self.conv1(self.norm1(x))))
+
+
+class AttentionBlock(nn.Module):
+    """Attention with one head among all places of a picture, added to the input: (b, c, h, w) -> its shape."""
+
+    def __init__(self, channels: int, norm: Norm) -> None:
+        super().__init__()
+        self.norm = norm(channels, swish=False)
+        self.q, self.k, self.v, self.proj_out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        q, k, v = (part(normed).flatten(2).transpose(1, 2)[:, None] for part in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2)
+        return x + self.proj_out(mixed.reshape(x.shape))
+
+
+class Downsample(nn.Module):
+    """(b, c, h, w) -> (b, c, h / 2, w / 2): a 3 x 3 convolution of stride 2, padded below and on the right alone."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
+
+
+class Upsample(nn.Module):
+    """(b, c, h, w) -> (b, c, 2 h, 2 w): every pixel twice in both directions, then a 3 x 3 convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+def halvings(ch_mult: Sequence[int]) -> int:
+    """Of the side of an image, by a body with these levels. Raises ValueError, in one line, if they make no body."""
+    if not 2 <= len(ch_mult) <= _MOST_LEVELS or min(ch_mult) < 1:
+        raise ValueError(f"ch_mult {list(ch_mult)}: give 2 to {_MOST_LEVELS} numbers of at least 1")
+    return len(ch_mult) - 1
+
+
+def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
+    """Encoder, quantizer and decoder of a `VQGAN`; images are in [-1, 1].
+
+    Raises:
+        ValueError: one line, if the numbers fit no such body.
+    """
+    levels, groups = len(config.ch_mult), config.norm_groups
+    attended = set(config.attention_levels or ())
+    if not attended <= set(range(levels)):
+        raise ValueError(f"attention_levels {sorted(attended)}: ch_mult has the levels 0 to {levels - 1}")
+    if groups < 1 or config.dim % groups:
+        raise ValueError(f"norm_groups {groups} do not divide dim {config.dim}; use a smaller norm_groups")
+    blocks, *others = config.num_resnet_blocks
+    if others or blocks < 1:
+        raise ValueError(f"num_resnet_blocks {list(config.num_resnet_blocks)}: body taming has one number, 1 or more")
+    if not config.centred:
+        raise ValueError("body taming sees images in [-1, 1]: leave --no-centred out")
+
+    def norm(channels: int, swish: bool = True) -> NormSwish:
+        return NormSwish(groups, channels, swish=swish)
+
+    widths = [config.dim * times for times in config.ch_mult]
+    quantizer = make_quantizer(config)
+    z_channels = config.z_channels or quantizer.dim
+    if not config.quant_conv and z_channels != quantizer.dim:
+        raise ValueError(f"z_channels {z_channels} without quant_conv: give {quantizer.dim}, those of a code")
+    encoder: OrderedDict[str, nn.Module] = OrderedDict(conv_in=nn.Conv2d(config.channels, config.dim, 3, padding=1))
+    channels = config.dim
+    for level, width in enumerate(widths):
+        for number in range(blocks):
+            encoder[f"down_{level}_block_{number}"] = ResnetBlock(channels, width, norm)
+            channels = width
+            if level in attended:
+                encoder[f"down_{level}_attn_{number}"] = AttentionBlock(width, norm)
+        if level < levels - 1:
+            encoder[f"down_{level}_downsample"] = Downsample(width)
+    encoder |= _middle(channels, norm)
+    moments = quantizer.in_dim // quantizer.dim  # 2 of a Gaussian, its mean and its log variance
+    encoder["norm_out"] = norm(channels)
+    encoder["conv_out"] = nn.Conv2d(channels, moments * z_channels, 3, padding=1)
+
+    decoder: OrderedDict[str, nn.Module] = OrderedDict()
+    if config.quant_conv:
+        encoder["quant_conv"] = nn.Conv2d(moments * z_channels, quantizer.in_dim, 1)
+        decoder["post_quant_conv"] = nn.Conv2d(quantizer.dim, z_channels, 1)
+    decoder["conv_in"] = nn.Conv2d(z_channels, channels, 3, padding=1)
+    decoder |= _middle(channels, norm)
+    for level, width in reversed([*enumerate(widths)]):
+        for number in range(blocks + 1):
+            decoder[f"up_{level}_block_{number}"] = ResnetBlock(channels, width, norm)
+            channels = width
+            if level in attended:
+                decoder[f"up_{level}_attn_{number}"] = AttentionBlock(width, norm)
+        if level:
+            decoder[f"up_{level}_upsample"] = Upsample(width)
+    decoder["norm_out"] = norm(channels)
+    decoder["conv_out"] = nn.Conv2d(channels, config.channels, 3, padding=1)
+    return nn.Sequential(encoder), quantizer, nn.Sequential(decoder)
+
+
+def _middle(channels: int, norm: Norm) -> OrderedDict[str, nn.Module]:
+    return OrderedDict(
+        mid_block_1=ResnetBlock(channels, channels, norm),
+        mid_attn_1=AttentionBlock(channels, norm),
+        mid_block_2=ResnetBlock(channels, channels, norm),
+    )

@@ -1,0 +1,396 @@
+"""Causal video and image tokenizer after MAGVIT-v2 (Yu et al. 2024) with a choice of layers and quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tandem.config.models.autoencoders import VideoTokenizerConfig
+from tandem.models.layers.convolutional import Autoencoder, check_codes, check_range
+from tandem.models.layers.recompute import recomputed
+from tandem.models.layers.video.blocks import (
+    check_frames,
+    check_options,
+    check_side,
+    check_videos,
+    frames_per_code,
+    make_layers,
+    pixels_per_code,
+)
+from tandem.models.layers.video.causal import CausalConv3d, Context, RMSNorm, StreamState, TimeUp
+from tandem.models.quantizers import make_quantizer
+
+Self = TypeVar("Self", bound="VideoTokenizer")
+
+
+class VideoTokenizerOutput(NamedTuple):
+    """Results of a forward pass. For images (b, c, h, w), reconstruction and codes have no frames either."""
+
+    reconstruction: Tensor
+    """fp32 (b, c, f, h, w), about [0, 1] and not clamped."""
+    codes: Tensor
+    """int64 (b, f', h', w') in [0, num_codes)."""
+    losses: dict[str, Tensor]
+    """Losses of the quantizer by name, 0-d and unweighted."""
+    features: Tensor
+    """(b, init_dim, f, h / patch_size, w / patch_size): input of the decoder's last convolution, detached; for
+    `VideoTokenizer.last_layer_gradient`."""
+
+
+class VideoTokenizer(Autoencoder):
+    """Videos (b, c, f, h, w) to codes (b, f', h', w') and back; an image is a video of one frame.
+
+    A code depends on no later frame: with S_t = `frames_per_code` and S_s = `pixels_per_code`, f = 1 + S_t n frames
+    become f' = 1 + n frames of codes, the first from the first frame alone, and h' = h / S_s, w' = w / S_s. Any n and
+    any height and width that S_s divides are taken.
+
+    In train mode a clip is computed at once. In eval mode every method computes it in the same chunks, the first frame
+    and then S_t frames (or one frame of codes) at a time. Hence a stream, a whole clip and its beginning have codes and
+    frames of the same bits, for the same batch size, device and weights.
+
+    Gradient checkpointing computes each layer again in the backward pass of training instead of keeping what is inside
+    of it: less memory, the same bits, a third more time.
+
+    Raises:
+        ValueError: one line, if arguments do not fit one another.
+    """
+
+    Config = VideoTokenizerConfig
+    not_in_the_weights = VideoTokenizerConfig.not_in_the_weights()
+    channels = 3  # RGB
+    cut_before = ("decoder",)  # see tandem.distributed.engines.replicated.cut_graph
+
+    def __init__(self, config: VideoTokenizerConfig) -> None:
+        super().__init__()
+        self.config = config.plain()
+        check_options(config)
+        self.frames_per_code = frames_per_code(config.layers)
+        self.pixels_per_code = pixels_per_code(config.layers, config.patch_size)
+        check_side("image_size", config.image_size, self.pixels_per_code)
+        self.image_size = config.image_size
+        self.soft_clamp = config.soft_clamp if config.quantizer == "lfq" else 0.0
+
+        self.quantizer = make_quantizer(config)
+        encoder, decoder, dim = make_layers(config, self.quantizer.dim)
+        of_patch, edge = self.channels * config.patch_size**2, (config.pad_mode, config.separate_first_frame)
+        conv_in = EdgeConv(of_patch, config.init_dim, config.input_kernel, *edge)
+        conv_out = EdgeConv(config.init_dim, of_patch, config.output_kernel, *edge)
+        layers_in, layers_out = (Stack(each, config.gradient_checkpointing) for each in (encoder, decoder))
+        norm_out = RMSNorm(config.init_dim) if config.norm == "rms" else None
+        patches = (config.patch_size, config.patch)
+        self.encoder = _VideoEncoder(conv_in, layers_in, dim, self.quantizer.dim, patches)
+        self.decoder = _VideoDecoder(self.quantizer.dim, dim, layers_out, norm_out, conv_out, patches)
+        for name, module in self.named_modules():
+            if hasattr(module, "stream_name"):
+                module.stream_name = name
+
+    @property
+    def num_codes(self) -> int:
+        """Number of codes; with FSQ it may differ a little from codebook_size."""
+        return int(self.quantizer.num_codes)
+
+    @property
+    def codebook_summary(self) -> str:
+        """What the codebook is, in a few words, such as "fsq: 1000 codes, levels 8,5,5,5"."""
+        return f"{self.config['quantizer']}: {self.quantizer.summary()}"
+
+    def forward(self, videos: Tensor, *, observe: bool = False) -> VideoTokenizerOutput | None:
+        """Videos (b, c, f, h, w) or images (b, c, h, w) in [0, 1] through their codes and back.
+
+        Args:
+            observe: Only add the videos to the quantizer's statistics over several micro-batches
+                (``quantizer.observe``), and return None.
+
+        Raises:
+            ValueError: one line that names the nearest sizes that fit.
+        """
+        parts = list(self._latents(videos))
+        z = torch.cat(parts, dim=2)
+        if observe:
+            self.quantizer.observe(z)
+            return None
+        quantized, codes, losses = self.quantizer(z)
+        if len(parts) > 1:  # how many vectors are compared with a codebook at once may change the bits
+            codes = torch.cat([self.quantizer.codes(part) for part in parts], dim=1)
+            quantized = self.quantizer.decode_codes(codes).detach() + (quantized - quantized.detach())
+        reconstruction, features = self._decode(quantized)
+        if videos.dim() == 4:
+            reconstruction, codes = reconstruction.squeeze(2), codes.squeeze(1)
+        return VideoTokenizerOutput(reconstruction, codes, losses, features.detach())
+
+    @torch.no_grad()
+    def encode(self, videos: Tensor) -> Tensor:
+        """Videos (b, c, f, h, w) in [0, 1] -> codes, int64 (b, f', h', w'); images (b, c, h, w) -> (b, h', w').
+
+        Raises:
+            ValueError: as forward; or videos far from [0, 1].
+        """
+        check_videos(videos, self.channels, self.pixels_per_code)
+        check_range(videos)
+        codes = torch.cat([self.quantizer.codes(z) for z in self._latents(videos)], dim=1)
+        return codes.squeeze(1) if videos.dim() == 4 else codes
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes -> fp32 videos (b, c, f, h, w), about [0, 1] and not clamped.
+
+        Codes are (b, f', h', w'), or (b, f' x h' x w') of videos of the trained size, frame by frame and row by row; or
+        (b, h', w') of images, which become (b, c, h, w).
+
+        Raises:
+            ValueError: codes (b, n) that fill no frames, or beyond the codebook.
+        """
+        check_codes(codes, self.num_codes)
+        if codes.dim() == 2:
+            codes = self._as_grid(codes)
+        quantized = self.quantizer.decode_codes(codes.unsqueeze(1) if codes.dim() == 3 else codes)
+        videos, _ = self._decode(quantized)
+        return videos.squeeze(2) if codes.dim() == 3 else videos
+
+    @torch.no_grad()
+    def encode_next(self, frames: Tensor, state: StreamState) -> Tensor:
+        """The next frames of a stream, any number of them, (b, c, f, h, w) in [0, 1] -> the frames of codes that they
+        complete, int64 (b, f', h', w'), f' possibly 0; the state, at first `StreamState()`, keeps the other frames.
+        Changes the state.
+
+        In eval mode, all calls together give exactly the codes of the whole clip.
+
+        Raises:
+            ValueError: a height or width that does not fit, or not that of the stream; or frames far from [0, 1].
+        """
+        check_videos(frames, self.channels, self.pixels_per_code)
+        check_range(frames)
+        codes = [self.quantizer.codes(z) for z in self._encode_chunks(frames, state)]
+        height, width = (side // self.pixels_per_code for side in frames.shape[-2:])
+        return torch.cat([frames.new_zeros(len(frames), 0, height, width, dtype=torch.int64), *codes], dim=1)
+
+    @torch.no_grad()
+    def decode_next(self, codes: Tensor, state: StreamState) -> Tensor:
+        """The next codes of a stream, (b, f', h', w') -> their frames, fp32 (b, c, f, h, w). Changes the state.
+
+        In eval mode, all calls together give exactly the frames of the whole clip. Raises ValueError, in one line, for
+        codes beyond the codebook.
+        """
+        check_codes(codes, self.num_codes)
+        frames = [video for video, _ in self._decode_chunks(self.quantizer.decode_codes(codes), state)]
+        height, width = (side * self.pixels_per_code for side in codes.shape[-2:])
+        none = torch.zeros(len(codes), self.channels, 0, height, width, device=codes.device)
+        return torch.cat([none, *frames], dim=2)
+
+    def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
+        """Gradient of a loss with respect to the weights of the decoder's last convolution, without a backward pass
+        through the network. Uses shapes alone, no weights: they may be spread over processes.
+
+        Args:
+            features: Those of `VideoTokenizerOutput`, of whole clips.
+            image_gradient: The loss's gradient with respect to the reconstruction, of its shape.
+
+        Returns:
+            (n,) fp32, detached, a sum over the clips like autograd's: the weight of ``decoder.conv_out.conv``,
+            flattened, and that of ``decoder.conv_out.first``, if there is one.
+        """
+        gradient = image_gradient if image_gradient.dim() == 5 else image_gradient.unsqueeze(2)
+        return self.decoder.last_layer_gradient(features, gradient)
+
+    @torch.no_grad()
+    def inflate_from(self, source: str | Path | Autoencoder, name: str = "the other model") -> None:
+        """Take the weights of a tokenizer of the same arguments that was trained on images alone, to train on videos.
+
+        Images train only the last time slice of each kernel; the others, still random, become 0 here, and so do the
+        gains of what ``attend_time`` and ``gateloop_time`` see of earlier frames. Where a frame becomes two, images
+        train the second alone; the first gets its weights. So each frame is coded and decoded like an image at the
+        start, and the first frame stays so; a group of frames that share a code starts as its last frame.
+
+        Raises:
+            ValueError: one line, naming the arguments in which the two models differ.
+        """
+        self.load_weights_from(source, name)
+        for module in self.modules():
+            if isinstance(module, CausalConv3d):
+                module.weight[:, :, :-1] = 0
+            elif isinstance(module, TimeUp):
+                module.repeat_frames()
+            elif isinstance(gain := getattr(module, "past_gain", None), nn.Parameter):
+                gain.zero_()
+        for edge in (self.encoder.conv_in, self.decoder.conv_out):
+            if edge.first is not None:  # images did not train the other one at all
+                edge.conv.weight[:, :, -1:] = edge.first.weight
+                edge.conv.bias.copy_(edge.first.bias)  # type: ignore[union-attr, arg-type]
+
+    def _latents(self, videos: Tensor) -> Iterable[Tensor]:
+        """Latents (b, d, f', h', w') before quantization, in chunks of frames; in train mode, in one."""
+        check_videos(videos, self.channels, self.pixels_per_code)
+        clip = videos if videos.dim() == 5 else videos.unsqueeze(2)
+        check_frames(clip.shape[2], self.frames_per_code)
+        if not self.training:
+            return self._encode_chunks(clip, StreamState())
+        return [self._clamped(self.encoder(clip, Context()))]
+
+    def _encode_chunks(self, frames: Tensor, state: StreamState) -> Iterable[Tensor]:
+        return (self._clamped(self.encoder(*chunk)) for chunk in state.chunks(frames, self.frames_per_code))
+
+    def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantized (b, d, f', h', w') -> fp32 videos, and the input of the last convolution."""
+        if self.training:
+            return self.decoder(quantized, Context())
+        videos, features = zip(*self._decode_chunks(quantized, StreamState()), strict=True)
+        return torch.cat(videos, dim=2), torch.cat(features, dim=2)
+
+    def _decode_chunks(self, quantized: Tensor, state: StreamState) -> Iterable[tuple[Tensor, Tensor]]:
+        return (self.decoder(*chunk) for chunk in state.chunks(quantized, 1))
+
+    def _clamped(self, z: Tensor) -> Tensor:
+        return self.soft_clamp * torch.tanh(z / self.soft_clamp) if self.soft_clamp else z
+
+    def _as_grid(self, codes: Tensor) -> Tensor:
+        """Codes (b, f' h' w') of videos of the trained size -> (b, f', h', w')."""
+        side = self.image_size // self.pixels_per_code
+        if codes.shape[1] % side**2:
+            raise ValueError(f"{codes.shape[1]} codes fill no frames of {side} x {side}; give (b, f', h', w') codes")
+        return rearrange(codes, "b (f h w) -> b f h w", h=side, w=side)
+
+
+class EdgeConv(nn.Module):
+    """The encoder's first or the decoder's last convolution, k x k x k and causal.
+
+    Args:
+        separate_first_frame: The first frame has a convolution of its own, 1 x k x k. What the other frames become may
+            depend on the first one nevertheless.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int, kernel: int, pad_mode: str, separate_first_frame: bool) -> None:
+        super().__init__()
+        self.conv = CausalConv3d(fan_in, fan_out, (kernel, kernel, kernel), pad_mode=pad_mode)
+        self.first = (
+            CausalConv3d(fan_in, fan_out, (1, kernel, kernel), pad_mode=pad_mode) if separate_first_frame else None
+        )
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        out = self.conv(x, context)
+        if self.first is None or not context.is_start:
+            return out
+        # For an image this leaves nothing of `out`, so the convolution of the other frames has a gradient of zeros. It
+        # is not left out: then it would have none, and not every backend treats the two alike.
+        return torch.cat([self.first(x[:, :, :1], context), out[:, :, 1:]], dim=2)
+
+    def weight_gradient(self, x: Tensor, output_gradient: Tensor) -> Tensor:
+        """A loss's gradient (n,) with respect to the weights of both, from whole clips; see `CausalConv3d`."""
+        if self.first is None:
+            return self.conv.weight_gradient(x, output_gradient).flatten()
+        of_others = F.pad(output_gradient[:, :, 1:], (0, 0, 0, 0, 1, 0))
+        gradients = (
+            self.conv.weight_gradient(x, of_others),
+            self.first.weight_gradient(x[:, :, :1], output_gradient[:, :, :1]),
+        )
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+class Stack(nn.ModuleList):
+    """Layers one after the other.
+
+    Args:
+        recompute: In training, compute each layer again in the backward pass instead of keeping what is inside of it.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], recompute: bool) -> None:
+        super().__init__(layers)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        for layer in self:
+            x = recomputed(layer, x, context, when=self.recompute and self.training)
+        return x
+
+
+class _VideoEncoder(nn.Module):
+    """Frames (b, c, f, h, w) -> latents (b, dim_latent, f', h', w').
+
+    Args:
+        conv_in: From the channels of a patch.
+        layers: As `make_layers` gives them.
+        dim: Channels after the layers.
+        patch: Side and kind of the patches.
+    """
+
+    def __init__(
+        self, conv_in: EdgeConv, layers: Stack, dim: int, dim_latent: int, patch: tuple[int, str]
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.patch, self.conv_in, self.layers = patch, conv_in, layers
+        self.norm = RMSNorm(dim)
+        self.to_latents = nn.Conv3d(dim, dim_latent, 1)
+
+    def forward(self, frames: Tensor, context: Context) -> Tensor:
+        # Inside, values are in [-1, 1]: from a mean of 0 it learns several times faster than from one of 1/2.
+        patches = to_patches(2 * frames.to(self.to_latents.weight.dtype) - 1, *self.patch)
+        x = self.layers(self.conv_in(patches, context), context)
+        return self.to_latents(self.norm(x))
+
+
+class _VideoDecoder(nn.Module):
+    """Quantized latents (b, dim_latent, f', h', w') -> frames (b, c, f, h, w) in fp32, and the input of the last
+    convolution (b, d, f, h / patch, w / patch).
+
+    Args:
+        layers: As `make_layers` gives them.
+        dim: Channels before the layers.
+        norm: An RMSNorm and a SiLU precede the last convolution; None: nothing does.
+        conv_out: To the channels of a patch.
+        patch: Side and kind of the patches.
+    """
+
+    def __init__(
+        self, dim_latent: int, dim: int, layers: Stack, norm: RMSNorm | None, conv_out: EdgeConv,
+        patch: tuple[int, str],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.from_latents = nn.Conv3d(dim_latent, dim, 1)
+        self.layers, self.norm, self.conv_out, self.patch = layers, norm, conv_out, patch
+
+    def forward(self, quantized: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        latents = quantized.to(self.from_latents.weight.dtype)
+        context = context._replace(latents=latents)
+        x = self.layers(self.from_latents(latents), context)
+        features = x if self.norm is None else F.silu(self.norm(x))
+        return (from_patches(self.conv_out(features, context).float(), *self.patch) + 1) / 2, features
+
+    def last_layer_gradient(self, features: Tensor, frames_gradient: Tensor) -> Tensor:
+        """A loss's gradient (n,) with respect to the weights of ``conv_out``, from whole clips; uses no weights."""
+        return self.conv_out.weight_gradient(features, to_patches(frames_gradient.float() / 2, *self.patch))
+
+
+def to_patches(x: Tensor, size: int, kind: str) -> Tensor:
+    """(b, c, f, h, w) -> (b, c x size^2, f, h / size, w / size), orthonormal.
+
+    ``pixels`` moves pixels. ``haar`` is log2(size) levels of the 2 x 2 Haar transform of all channels: of the pixels
+    a b / c d, (a + b + c + d) / 2, (a - b + c - d) / 2, (a + b - c - d) / 2 and (a - b - c + d) / 2, in blocks of
+    channels in this order.
+    """
+    if kind == "pixels":
+        return rearrange(x, "b c f (h p) (w q) -> b (p q c) f h w", p=size, q=size)
+    while size > 1:
+        x, size = _hadamard(rearrange(x, "b c f (h p) (w q) -> (p q) b c f h w", p=2, q=2), dim=1), size // 2
+    return x
+
+
+def from_patches(x: Tensor, size: int, kind: str) -> Tensor:
+    """The inverse of `to_patches`, which is also its transpose."""
+    if kind == "pixels":
+        return rearrange(x, "b (p q c) f h w -> b c f (h p) (w q)", p=size, q=size)
+    while size > 1:
+        corners = _hadamard(rearrange(x, "b (k c) f h w -> k b c f h w", k=4), dim=0)
+        x, size = rearrange(corners, "(p q b) c f h w -> b c f (h p) (w q)", p=2, q=2), size // 2
+    return x
+
+
+def _hadamard(corners: Tensor, dim: int) -> Tensor:
+    """Four tensors (4, b, ...) -> their 2 x 2 Haar transform, which is its own inverse, concatenated along ``dim``."""
+    a, b, c, d = corners
+    top, top_slope, bottom, bottom_slope = a + b, a - b, c + d, c - d
+    parts = (top + bottom, top_slope + bottom_slope, top - bottom, top_slope - bottom_slope)
+    return torch.cat(parts, dim=dim) / 2

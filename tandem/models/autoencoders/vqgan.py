@@ -1,0 +1,277 @@
+"""VQGAN (Esser et al. 2021) with the convolutional body of Muse's public trainer or that of taming-transformers, and a
+choice of quantizers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
+
+from tandem.config.models.autoencoders import VQGANConfig, check_choices
+from tandem.config.models.taming import MEASURED, TAMING, check_scale, unmeasured
+from tandem.models.layers.convolutional import (
+    Autoencoder,
+    ResBlock,
+    as_square,
+    channels_last,
+    check_codes,
+    check_images,
+    group_norm,
+    leaky_relu,
+)
+from tandem.models.layers.recompute import recomputed
+from tandem.models.quantizers import make_quantizer
+from tandem.models.quantizers.gaussian import scale_of
+
+from .taming import body as taming_body
+from .taming import halvings
+
+Self = TypeVar("Self", bound="VQGAN")
+
+
+class VQGANOutput(NamedTuple):
+    """Results of a forward pass."""
+
+    reconstruction: Tensor
+    """fp32 (b, c, h, w), about [0, 1] and not clamped."""
+    codes: Tensor
+    """int64 (b, h / 2^n, w / 2^n) in [0, num_codes); empty if latents are continuous."""
+    losses: dict[str, Tensor]
+    """Losses of the quantizer by name, 0-d and unweighted."""
+    features: Tensor
+    """(b, dim, h, w): input of the decoder's last layer, detached; for `VQGAN.last_layer_gradient`."""
+
+
+class VQGAN(Autoencoder):
+    """Images to a grid of codes and back. Fully convolutional: any height and width that 2^num_layers divides.
+
+    Gradient checkpointing computes each layer of encoder and decoder again in the backward pass of training instead of
+    keeping what is inside of it: less memory, the same bits, a third more time.
+
+    If it is `centred`, the layers see and make images in [-1, 1], so that zeros at the start, and where a convolution
+    pads, mean grey and not black. If not, the first and the last layer start from weights that do the same, but for the
+    padding. Outside of the model images are in [0, 1] in either case.
+
+    Raises:
+        ValueError: image_size is no multiple of 2^num_layers, or the quantizer cannot have the codebook size.
+    """
+
+    Config = VQGANConfig
+    not_in_the_weights = VQGANConfig.not_in_the_weights()
+    cut_before = ("quantizer",)  # see tandem.distributed.engines.replicated.cut_graph
+
+    def __init__(self, config: VQGANConfig) -> None:
+        super().__init__()
+        self._arguments = config.plain()
+        check_choices(config)
+        check_scale(config)
+        dim, channels = config.dim, config.channels
+        num_layers = halvings(config.ch_mult) if config.body == TAMING else config.num_layers
+        if not 1 <= num_layers <= 40:
+            raise ValueError(f"num_layers {num_layers}: give 1 to 40 halvings of the image")
+        _check_side("image_size", config.image_size, num_layers)
+        self._arguments["num_layers"] = num_layers
+        self.image_size, self.channels, self.num_layers = config.image_size, channels, num_layers
+        self.recompute, self.centred = config.gradient_checkpointing, config.centred
+        if config.body == TAMING:
+            self.encoder, self.quantizer, self.decoder = taming_body(config)
+            return
+        self._arguments["num_resnet_blocks"] = blocks = _blocks_per_level(config.num_resnet_blocks, num_layers)
+        widths = [dim] + [dim * 2**level for level in range(num_layers)]
+
+        encoder: list[nn.Module] = [nn.Conv2d(channels, dim, 5, padding=2)]
+        decoder: list[nn.Module] = [nn.Conv2d(dim, channels, 1)]  # in reverse order
+        for (fan_in, fan_out), count in zip(itertools.pairwise(widths), blocks, strict=True):
+            down = nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1)
+            encoder += [nn.Sequential(down, leaky_relu())]
+            encoder += [ResBlock(fan_out, _leaky_half) for _ in range(count)]
+            up = nn.ConvTranspose2d(fan_out, fan_in, 4, stride=2, padding=1)
+            decoder += [nn.Sequential(up, leaky_relu())]
+            decoder += [ResBlock(fan_out, _gated_half) for _ in range(count)]
+        self.quantizer = make_quantizer(config)
+        self.encoder = nn.Sequential(*encoder, nn.Conv2d(widths[-1], self.quantizer.in_dim, 1))
+        self.decoder = nn.Sequential(nn.Conv2d(self.quantizer.dim, widths[-1], 1), *reversed(decoder))
+        if not self.centred:
+            self._start_centred()
+
+    @property
+    def config(self) -> dict[str, Any]:  # type: ignore[override]
+        """The fields of the configuration by name, with the scale of continuous latents as it was measured, where no
+        one was given."""
+        scale = self._measured_scale()
+        return {**self._arguments, **dict(zip(("scaling_factor", "shift_factor"), scale, strict=True) if scale else ())}
+
+    @property
+    def scaling_factor(self) -> float | None:
+        """What a generator's latents are multiplied by, after `shift_factor` was taken off, as given or measured; None
+        if it is not known, or there are codes."""
+        factor: float | None = self.config["scaling_factor"]
+        return factor
+
+    @property
+    def shift_factor(self) -> float | None:
+        """What is taken off a generator's latents; 0 beside a scaling_factor alone, None where that is not known."""
+        return None if self.scaling_factor is None else self.config["shift_factor"] or 0.0
+
+    @property
+    def num_codes(self) -> int:
+        """Number of codes; with FSQ it may differ a little from codebook_size. 0: latents are continuous."""
+        return int(self.quantizer.num_codes)
+
+    @property
+    def codebook_summary(self) -> str:
+        """What the codebook is, in a few words, such as "fsq: 1000 codes, levels 8,5,5,5"."""
+        return f"{self._arguments['quantizer']}: {self.quantizer.summary()}"
+
+    @property
+    def last_layer(self) -> nn.Conv2d:
+        """The decoder's last convolution, 1 x 1, or 3 x 3 of taming's body."""
+        layer = self.decoder[-1]
+        assert isinstance(layer, nn.Conv2d)
+        return layer
+
+    def forward(self, images: Tensor, noise: Tensor | None = None, *, observe: bool = False) -> VQGANOutput | None:
+        """Images (b, c, h, w) in [0, 1] through their codes, or latents, and back.
+
+        Args:
+            noise: Standard normal (b, *latent_shape), with which latents are sampled; without it they are means.
+            observe: Only add the images to the quantizer's statistics over several micro-batches
+                (``quantizer.observe``), and return None.
+        """
+        z = self._encode(images)
+        if observe:
+            self.quantizer.observe(z)
+            return None
+        quantized, codes, losses = self.quantizer(z) if noise is None else self.quantizer(z, noise)
+        reconstruction, features = self._decode(quantized)
+        return VQGANOutput(reconstruction, codes, losses, features.detach())
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) in [0, 1] -> codes, int64 (b, h / 2^n, w / 2^n), or the means of continuous latents, fp32
+        (b, d, h / 2^n, w / 2^n), neither shifted nor scaled.
+
+        Raises:
+            ValueError: a height or width that 2^num_layers does not divide; whole numbers, or far from [0, 1].
+        """
+        check_images(images, self.channels)
+        return self.quantizer.codes(self._encode(images))
+
+    @torch.no_grad()
+    def moments(self, images: Tensor) -> Tensor:
+        """Means and, behind them, standard deviations of continuous latents of images as for `encode`: fp32
+        (b, 2 d, h / 2^n, w / 2^n), neither shifted nor scaled. Raises what `encode` raises."""
+        check_images(images, self.channels)
+        mean, log_variance = self.quantizer.gaussian(self._encode(images))
+        return torch.cat([mean, (0.5 * log_variance).exp()], dim=1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes (b, h', w'), or codes (b, n) of a square grid, row by row, or latents (b, d, h', w') -> images fp32
+        (b, c, h, w), about [0, 1] and not clamped.
+
+        Raises:
+            ValueError: codes (b, n) whose n is not a square, codes beyond the codebook, or latents of another shape.
+        """
+        if self.num_codes:
+            check_codes(codes, self.num_codes)
+            codes = as_square(codes) if codes.dim() == 2 else codes
+        elif codes.dim() != 4 or codes.shape[1] != self.quantizer.dim:
+            raise ValueError(f"latents of shape {tuple(codes.shape)}: give (b, {self.quantizer.dim}, h', w')")
+        return self._decode(self.quantizer.decode_codes(codes))[0]
+
+    def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
+        """Gradient of a loss with respect to the weight of the decoder's last layer, without a backward pass through
+        the network. Uses shapes alone, no weights: they may be spread over processes.
+
+        Args:
+            features: Those of `VQGANOutput`.
+            image_gradient: The loss's gradient with respect to the reconstruction, of its shape.
+
+        Returns:
+            The gradient, (c, dim, 1, 1) or (c, dim, 3, 3) fp32, detached, a sum over the images like autograd's.
+        """
+        with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+            gradient = image_gradient.float() / (2 if self.centred else 1)
+            side = self.last_layer.kernel_size[0]
+            shape = (self.channels, features.shape[1], side, side)
+            return conv2d_weight(features.float(), shape, gradient, padding=side // 2)
+
+    @torch.no_grad()
+    def _start_centred(self) -> None:
+        """Give the first and the last layer weights with which images in [0, 1] are what those in [-1, 1] were."""
+        first, last = self.encoder[0], self.last_layer
+        assert isinstance(first, nn.Conv2d) and first.bias is not None and last.bias is not None
+        first.bias -= first.weight.sum(dim=(1, 2, 3))
+        first.weight *= 2
+        last.bias.add_(1).div_(2)
+        last.weight /= 2
+
+    @classmethod
+    def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
+        # A folder without this argument is of a version that centred no images.
+        return super().with_weights(source, {"centred": False, **unmeasured(config)}, weights)
+
+    def latent_shape(self, side: int) -> tuple[int, int, int]:
+        """[d, h', w'] of the continuous latents of images of this side."""
+        return (int(self.quantizer.dim), side >> self.num_layers, side >> self.num_layers)
+
+    def saved_config(self) -> dict[str, Any]:
+        """With a mark if the scale was measured: a run that starts from the model measures on."""
+        return {**self.config, MEASURED: True} if self._measured_scale() else self.config
+
+    def _measured_scale(self) -> tuple[float, float] | None:
+        is_asked = not (self.num_codes or self._arguments["scaling_factor"])
+        return scale_of(self.quantizer.moments) if is_asked else None
+
+    def _encode(self, images: Tensor) -> Tensor:
+        for name, side in zip(("height", "width"), images.shape[-2:], strict=True):
+            _check_side(name, side, self.num_layers)
+        inputs = 2 * images - 1 if self.centred else images
+        return self._through(self.encoder, channels_last(inputs.to(self.last_layer.weight.dtype)))
+
+    def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantized (b, d, h', w') -> images fp32, and the input of the last layer."""
+        *layers, last = self.decoder
+        features = self._through(layers, channels_last(quantized.to(self.last_layer.weight.dtype)))
+        outputs = last(features).float()
+        return (outputs + 1) / 2 if self.centred else outputs, features
+
+    def _through(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+        for layer in layers:
+            is_single = isinstance(layer, nn.Conv2d)  # keeps nothing but its input
+            x = recomputed(layer, x, when=self.recompute and self.training and not is_single)
+        return x
+
+
+def _leaky_half(channels: int) -> list[nn.Module]:
+    """Half a block of the encoder: 3 x 3 convolution, GroupNorm, LeakyReLU."""
+    return [nn.Conv2d(channels, channels, 3, padding=1), group_norm(channels), leaky_relu()]
+
+
+def _gated_half(channels: int) -> list[nn.Module]:
+    """Half a block of the decoder: 3 x 3 convolution to twice the width, GLU (Dauphin et al. 2017), GroupNorm."""
+    return [nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.GLU(dim=1), group_norm(channels)]
+
+
+def _blocks_per_level(num_resnet_blocks: Sequence[int], num_layers: int) -> list[int]:
+    """Numbers of residual blocks for every level, finest first; one number is that of the coarsest level."""
+    blocks = list(num_resnet_blocks)
+    if len(blocks) == 1:
+        blocks = [0] * (num_layers - 1) + blocks
+    if len(blocks) != num_layers or min(blocks) < 0:
+        rule = f"must be one number, 0 or more, or {num_layers} of them: one per level, finest first"
+        raise ValueError(f"num_resnet_blocks {list(num_resnet_blocks)} {rule}")
+    return blocks
+
+
+def _check_side(name: str, pixels: int, num_layers: int) -> None:
+    multiple = 2**num_layers
+    if pixels < multiple or pixels % multiple:
+        below = max(pixels // multiple, 1) * multiple
+        use = f"use {below} or {below + multiple}"
+        raise ValueError(f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; {use}")

@@ -1,0 +1,243 @@
+"""Model folders: weights in safetensors, constructor arguments in config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeVar
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save, save_file
+from torch import Tensor, nn
+
+from tandem.config.fields import ModelConfig
+from tandem.io.installed import command_of
+from tandem.io.reading import DAMAGES, check_inside, one_line, read_json
+from tandem.io.weights import checked
+from tandem.io.weights_writing import on_cpu, replacing
+
+from .building import build_with_weights, check_arguments
+
+CONFIG_FILE = "config.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)
+
+# What config.json says besides constructor arguments, for its readers; older files do not have it.
+_FACTS = ("num_codes",)
+
+# Dtype in safetensors' notation (F32, BF16, I64, ...) and shape of tensors by name.
+Headers = dict[str, tuple[str, tuple[int, ...]]]
+
+Self = TypeVar("Self", bound="Pretrained")
+
+
+class Pretrained(nn.Module):
+    """A model that can be saved to a folder and built from one."""
+
+    Config: ClassVar[type[ModelConfig]]
+    """The dataclass that the constructor takes."""
+    config: dict[str, Any]
+    """The fields of the configuration by name, of JSON's types; set by the constructor."""
+    not_in_the_weights: ClassVar[frozenset[str]] = frozenset()
+    """Arguments that have no effect on the weights, so `load_weights_from` accepts a model that differs in them."""
+
+    @classmethod
+    def made(cls: type[Self], arguments: Mapping[str, Any]) -> Self:
+        """The model of this `config`. Raises TypeError for a name that there is not; others as the constructor."""
+        return cls(cls.Config(**arguments))
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write model.safetensors, then the config.json that makes the folder loadable; each file atomically."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / _WEIGHTS) as path:
+            save_file(on_cpu(self.state_dict()), path)
+        with replacing(folder / CONFIG_FILE) as path:
+            facts = {name: getattr(self, name) for name in _FACTS if name not in self.config and hasattr(self, name)}
+            path.write_text(json.dumps({"model": type(self).__name__, **facts, **self.saved_config()}, indent=2) + "\n")
+
+    def saved_config(self) -> dict[str, Any]:
+        """Constructor arguments of this model as it is now: `config`, and what it has measured since."""
+        return self.config
+
+    def description(self) -> dict[str, Any]:
+        """Its class, as "model", and its constructor arguments, as they are read back from config.json."""
+        return {"model": type(self).__name__, **json.loads(json.dumps(self.saved_config()))}
+
+    def sha256(self) -> str:
+        """The checksum of the file of weights that `save_pretrained` would write."""
+        return hashlib.sha256(save(on_cpu(self.state_dict()))).hexdigest()
+
+    @classmethod
+    def from_pretrained(cls: type[Self], folder: str | Path) -> Self:
+        """The model that ``save_pretrained`` wrote, in eval mode. The weights may be in several files with an index.
+
+        Raises:
+            ValueError: one line, if a file is missing, damaged, hostile or of another model.
+        """
+        folder = Path(folder)
+        found, config = read_config(folder)
+        if found != cls.__name__:
+            raise ValueError(f"{folder} holds a {found}, not a {cls.__name__}")
+        return cls.with_weights(folder, config, read_weights(folder))
+
+    def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
+        """Take the weights of a ``save_pretrained`` folder, or of another model of this class, which errors call
+        ``name``.
+
+        Raises:
+            ValueError: one line, naming the arguments in which the two models differ.
+        """
+        if not isinstance(source, Pretrained):
+            source, name = self.from_pretrained(source), str(source)
+        assert isinstance(source, type(self)), type(source)
+        ours, theirs = self._compared(), source._compared()
+        if differing := [f"{key} {theirs[key]}" for key in ours if key in theirs and theirs[key] != ours[key]]:
+            raise ValueError(f"the weights in {name} are of another model; they need {', '.join(differing)}")
+        self.load_state_dict(source.state_dict())
+
+    def _compared(self) -> dict[str, Any]:
+        """What the weights depend on."""
+        without = self.not_in_the_weights | self.Config.idle(SimpleNamespace(**self.config))
+        return {name: value for name, value in self.config.items() if name not in without}
+
+    @classmethod
+    def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
+        """The model of these constructor arguments and weights, in eval mode. Both may be a stranger's.
+
+        Raises:
+            ValueError: one line that names ``source``, if they do not fit, or a weight is not finite.
+        """
+        known = {field.name for field in dataclasses.fields(cls.Config)}
+        if other := sorted(config.keys() - known):
+            names = ", ".join(repr(name[:40]) for name in other[:3])
+            raise ValueError(f"{source} was written by another version, whose {cls.__name__} has {names}")
+        try:
+            check_arguments(config, weights)
+            if broken := next((name for name in weights if not weights[name].isfinite().all()), None):
+                raise ValueError(f"{broken} is not finite")
+            return build_with_weights(lambda: cls.made(config), weights).eval()
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
+
+
+def class_of(name: str, source: Path) -> type[Pretrained]:
+    """A class of models by its name. Raises ValueError, in one line that names ``source``, if there is none."""
+    found = getattr(importlib.import_module(__package__), name, None)
+    if not (isinstance(found, type) and issubclass(found, Pretrained)):
+        raise ValueError(f"{source} holds a {name[:80]}, which is no model of this version")
+    return found
+
+
+def build(description: Mapping[str, Any], weights: Mapping[str, Tensor], source: Path) -> Any:
+    """The model of a `Pretrained.description`, with these weights. Raises ValueError, in one line that names
+    ``source``, if they do not fit."""
+    arguments = {name: value for name, value in description.items() if name != "model"}
+    return class_of(description["model"], source).with_weights(source, arguments, weights)
+
+
+def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Name of the model's class and its constructor arguments, unchecked.
+
+    Raises:
+        ValueError: one line, if there is no such config.json.
+    """
+    with _errors_of(folder):
+        config = read_json(check_inside(folder / CONFIG_FILE, folder))
+        model = config.pop("model", None)
+        if not (isinstance(model, str) and model.isidentifier()):
+            other = config.get("architectures") or config.get("model_type")
+            of = f", but one of transformers, {str(other)[:80]}" if other else ""
+            raise ValueError(f"its {CONFIG_FILE} names no model of this package{of}")
+        return model, {name: value for name, value in config.items() if name not in _FACTS}
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder holds all files of its weights, unread."""
+    try:
+        with _errors_of(folder):
+            return all(path.is_file() for path in _weight_files(folder))
+    except ValueError:
+        return False
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's safetensors by name, on the CPU.
+
+    Raises:
+        ValueError: one line, if a file is missing, damaged or hostile.
+    """
+    weights: dict[str, Tensor] = {}
+    with _errors_of(folder):
+        for path, names in _weight_files(folder).items():
+            with safe_open(checked(path), framework="pt") as file:
+                weights |= {name: file.get_tensor(name) for name in names or file.keys()}
+    return weights
+
+
+def read_headers(folder: Path) -> dict[str, Headers]:
+    """The tensors of a folder's weights by file name, without reading them.
+
+    Raises:
+        ValueError: one line, if a file is missing, damaged or hostile.
+    """
+    headers: dict[str, Headers] = {}
+    with _errors_of(folder):
+        for path, names in _weight_files(folder).items():
+            # The framework "pt" would reserve memory for the whole file.
+            with safe_open(checked(path), framework="numpy") as file:
+                parts = {name: file.get_slice(name) for name in names or file.keys()}
+                headers[path.name] = {name: (w.get_dtype(), tuple(w.get_shape())) for name, w in parts.items()}
+    return headers
+
+
+def _weight_files(folder: Path) -> dict[Path, list[str]]:
+    """The files of a folder's weights, each with the names of the tensors to read from it; an empty list means all."""
+    if (folder / _WEIGHTS).exists() or not (folder / _INDEX).exists():
+        return {check_inside(folder / _WEIGHTS, folder): []}
+    return files_of_index(folder / _INDEX)
+
+
+def files_of_index(index: Path) -> dict[Path, list[str]]:
+    """The files beside an index of weights that it names, each with the names of its tensors.
+
+    Raises:
+        OSError, ValueError: one line, if there is no index, it is damaged, or it names something outside of its folder.
+    """
+    folder = index.parent
+    weight_map = read_json(check_inside(index, folder)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"its {index.name} has no weight_map")
+    files: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or any(sign in file for sign in "/\\:\0"):
+            raise ValueError(f"its {index.name} names {str(file)[:80]!r}, which is no file in the folder")
+        files.setdefault(folder / file, []).append(name)
+    for path in files:
+        check_inside(path, folder)
+    return files
+
+
+@contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    """Turn every error of reading a model folder into a ValueError of one line."""
+    try:
+        yield
+    except OSError as error:
+        if (folder / "model" / CONFIG_FILE).is_file():
+            raise ValueError(f"{folder} is a run folder; its model is in {folder / 'model'}") from None
+        of_run = folder if (folder / "checkpoints").is_dir() else folder.parent
+        if (of_run / "checkpoints").is_dir() and not (folder / CONFIG_FILE).exists():
+            export = shlex.join([*command_of("convert.py"), "export", str(of_run), "DIR", "--to", "model"])
+            raise ValueError(f"{folder} holds no model before the run has ended; of its checkpoint: {export}") from None
+        raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
+    except _DAMAGES as error:
+        raise ValueError(f"{folder} is not a model folder: {one_line(error)}") from None

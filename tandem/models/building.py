@@ -1,0 +1,163 @@
+"""Building models of a size that is known beforehand: from a file's arguments and weights, of which the arguments
+cannot allocate much more memory than the weights; and from a user's arguments, within the memory of the machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from tandem.io.reading import one_line
+
+if TYPE_CHECKING:
+    from .base import Pretrained
+
+# Whole numbers up to this are cheap for a constructor, whatever it does with them (2**n, [0] * n, a loop).
+_HARMLESS_NUMBER = 1 << 22
+
+# More values than any model has arguments; a pickle of a hundred bytes can hold 2^60 of them, in lists of one list.
+_MOST_VALUES = 1 << 20
+_DEEPEST = 100  # lists in lists
+
+# A model may have this many tensors more than its file, so that the first one that is missing can be named.
+_SPARE_TENSORS = 1000
+
+# Far more than any model of this package has; each takes about a kilobyte before it has a single number.
+_MOST_TENSORS = 1 << 14
+
+Model = TypeVar("Model", bound=nn.Module)
+Saved = TypeVar("Saved", bound="Pretrained")
+
+
+def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+    """Check that constructor arguments have JSON's types, at any depth of lists and mappings, and that no integer is
+    larger than both 2^22 and the largest dimension of the weights.
+
+    Raises:
+        ValueError: one line, naming the argument.
+    """
+    # Ignore empty tensors: beside a dimension of 0, a file can state any other dimension without holding any data.
+    sizes = [size for tensor in weights.values() if tensor.numel() for size in tensor.shape]
+    largest = max(_HARMLESS_NUMBER, *sizes, 0)
+    for name, value in arguments.items():
+        for number in plain_values(name, value):
+            if isinstance(number, int) and abs(number) > largest:
+                raise ValueError(f"{name} {str(number)[:24]} is too large: {largest} is the most")
+
+
+def plain_values(name: str, value: Any) -> Iterator[Any]:
+    """The numbers, strings and so on in a value, which may be a list or a mapping with string keys, of such values.
+
+    Raises:
+        ValueError: one line that names the value, if it holds anything else, too many values or too deep nests.
+    """
+    pending, found = [(value, 0)], 1
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, (dict, list, tuple)):
+            found += len(value)
+            if found > _MOST_VALUES:
+                raise ValueError(f"{name} holds more than {_MOST_VALUES} values")
+            if depth == _DEEPEST:
+                raise ValueError(f"{name} is nested too deeply")
+            if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+                raise ValueError(f"{name} holds a dict whose keys are not all strings")
+            items = value.values() if isinstance(value, dict) else value
+            pending += [(item, depth + 1) for item in reversed(items)]
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            yield value
+        else:
+            raise ValueError(f"{name} holds a {type(value).__name__}")
+
+
+def build_in_memory(kind: type[Saved], /, **arguments: Any) -> Saved:
+    """``kind.made(arguments)``, after a look at its size: the weights have to fit into the memory of this machine.
+
+    Raises:
+        ValueError: one line that names the argument that is too large, or says how large the model would be. Others:
+            as ``kind``.
+    """
+    check_arguments(arguments)
+    build_on_meta(lambda: kind.made(arguments))
+    return kind.made(arguments)
+
+
+def build_on_meta(build: Callable[[], Model]) -> Model:
+    """The model that ``build`` makes, without memory. Raises ValueError, in one line, if its weights would not fit into
+    the memory of this machine."""
+    room = _memory_bytes()
+    limits = f"more than {_MOST_TENSORS} tensors, or more than the {room / 1e9:.3g} GB of memory that this machine has"
+    words = f"the model would have {limits}: choose a smaller one"
+    try:
+        with torch.device("meta"), _at_most(_MOST_TENSORS, room, words):
+            return build()
+    except (RuntimeError, OverflowError) as error:  # more numbers than PyTorch can count
+        raise ValueError(f"there is no model of such a size: {one_line(error)}") from None
+
+
+def require_room(what: str, *shape: int) -> None:
+    """Raise a ValueError of one line, which says ``what`` would not fit, if an fp32 tensor of this shape is larger than
+    the memory of this machine."""
+    needed, room = 4 * math.prod(shape), _memory_bytes()
+    if needed > room:
+        raise ValueError(f"{what}: {needed / 1e9:.3g} GB are more than the {room / 1e9:.3g} GB that this machine has")
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]) -> Model:
+    """The model that ``build`` makes, holding ``weights``. Its memory is allocated after comparing names and shapes.
+
+    Raises:
+        ValueError: one line that names the first weight that is missing, superfluous, or of another shape or kind.
+    """
+    try:
+        with (
+            torch.device("meta"),
+            _at_most(len(weights) + _SPARE_TENSORS, math.inf, "the model would have many more weights than the file"),
+        ):
+            expected = dict(build().state_dict())
+    except Exception as error:  # a constructor can raise anything for a file's values
+        raise ValueError(one_line(error)) from None
+    for name in [*expected, *weights]:
+        ours, theirs = (tuple(of[name].shape) if name in of else "none" for of in (expected, weights))
+        if ours != theirs:
+            hint = ": it may be of an earlier version" if theirs == "none" else ""
+            raise ValueError(f"{name} should have shape {ours}, not {theirs}{hint}")
+        if expected[name].is_floating_point() != weights[name].is_floating_point():
+            raise ValueError(f"{name} should be of the kind {expected[name].dtype}, not {weights[name].dtype}")
+    model = build()
+    model.load_state_dict(weights)
+    return model
+
+
+@contextmanager
+def _at_most(tensors: int, room: float, words: str) -> Iterator[None]:
+    """Stop a constructor that makes more parameters and buffers than this, or more bytes of them than ``room``, before
+    it fills the memory; ``words`` is what the error says then."""
+    found, size = 0, 0
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal found, size
+        found, size = found + 1, size + (0 if tensor is None else tensor.nbytes)
+        if found > tensors or size > room:
+            raise ValueError(words)
+
+    hooks = [
+        torch_module.register_module_parameter_registration_hook(count),
+        torch_module.register_module_buffer_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

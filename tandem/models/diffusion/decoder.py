@@ -1,0 +1,310 @@
+"""A cascade of diffusion Unets: from noise and a condition to pictures (Ramesh et al. 2022, section 2.1; Ho et al.
+2022, "Cascaded diffusion models")."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tandem.config.models.decoder import LOWRES_CONDITIONS, DecoderConfig, Sampling
+from tandem.models.base import Pretrained
+from tandem.models.layers.convolutional import check_images
+from tandem.models.layers.resizing import cropped, resized
+
+from .losses import x_start_of
+from .sampling import Denoise, Denoised, Inpaint, dynamic_threshold, guided, sample
+from .schedule import Schedule
+from .unet import CHANNELS, Unet, coordinates_of
+from .variance import fraction_of
+
+# Schedule and levels of the noise on low-resolution conditions, whatever those of the Unets, as in DALLE2-pytorch.
+LOWRES_SCHEDULE, LOWRES_TIMESTEPS = "linear", 1000
+CONDITIONS = {"image_embed": "image_embed_dim", "text_encodings": "text_embed_dim"}
+"""Of each condition the field of `UnetConfig` that says how wide it is; None: the Unet does not take it."""
+
+NoiseSource = Callable[[str, int, Sequence[int]], Tensor]
+"""(name of the noise, number of the step, shape of one picture) -> standard normal noise (b, *shape)."""
+
+
+class Decoder(Pretrained):
+    """Unets of ascending sizes: the first makes small pictures of noise and a condition, each further one makes them
+    larger, conditioned on the smaller ones.
+
+    Raises:
+        ValueError: one line, if values do not fit one another.
+    """
+
+    Config = DecoderConfig
+    not_in_the_weights = DecoderConfig.not_in_the_weights() | {"clip"}
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config.plain()
+        if config.lowres_condition not in LOWRES_CONDITIONS:
+            raise ValueError(f"lowres_condition {config.lowres_condition!r} is none of {', '.join(LOWRES_CONDITIONS)}")
+        level, timesteps = config.lowres_noise_level, config.timesteps
+        if not 0 <= level <= 1:
+            raise ValueError(f"lowres_noise_level {level} is no share of the noise levels: give 0 to 1")
+        self.unets = nn.ModuleList(Unet(each) for each in config.unets())
+        self.image_sizes, self.objectives = list(config.image_sizes), list(config.objective)
+        self._check_sizes()
+        with torch.device("cpu"):  # also where the weights are to be on no device at all
+            self.schedules = [
+                Schedule.named(name, timesteps, zero_terminal_snr=config.zero_terminal_snr)
+                for name in config.noise_schedule
+            ]
+            has_noise = config.lowres_condition == "noise"
+            # A list, which `with_unets` shares: tables that were moved to a device stay there.
+            self._lowres_schedules = [Schedule.named(LOWRES_SCHEDULE, LOWRES_TIMESTEPS)] if has_noise else []
+        self._lowres_level = min(int(level * LOWRES_TIMESTEPS), LOWRES_TIMESTEPS - 1)
+
+    def _compared(self) -> dict[str, Any]:
+        return {**super()._compared(), "lowres_noise_cond": self.config["lowres_condition"] == "noise"}
+
+    def _check_sizes(self) -> None:
+        for size, larger in itertools.pairwise(self.image_sizes):
+            if larger <= size:
+                raise ValueError(f"image_sizes {size} and {larger}: each Unet makes larger pictures than the last")
+        for number, size in enumerate(self.image_sizes, start=1):
+            multiple = self.unet(number - 1).smallest_multiple
+            if size % multiple:
+                near = f"{size // multiple * multiple or multiple} or {(size // multiple + 1) * multiple}"
+                raise ValueError(f"image_sizes: {size} of Unet {number} must be a multiple of {multiple}; use {near}")
+
+    def unet(self, index: int) -> Unet:
+        """A Unet, from 0."""
+        return cast(Unet, self.unets[index])
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def with_unets(self, unets: Sequence[nn.Module]) -> Decoder:
+        """This decoder with other Unets of the same arguments in the place of its own."""
+        other = copy.copy(self)
+        other._modules = {**self._modules, "unets": nn.ModuleList(unets)}
+        return other
+
+    def schedule(self, index: int) -> Schedule:
+        """The schedule of a Unet, from 0, on the device of the weights."""
+        return self._on_device(self.schedules, index)
+
+    def lowres_schedule(self) -> Schedule | None:
+        """The schedule of the noise on low-resolution pictures, on the device of the weights; None if they get none."""
+        return self._on_device(self._lowres_schedules, 0) if self._lowres_schedules else None
+
+    def _on_device(self, schedules: list[Schedule], index: int) -> Schedule:
+        if schedules[index].log_snr.device != self.device:
+            schedules[index] = schedules[index].to(self.device)
+        return schedules[index]
+
+    def picture_shape(self, index: int, crop: int = 0) -> tuple[int, int, int]:
+        """(c, s, s) of the pictures that a Unet, from 0, is trained on: crops of side ``crop``; 0: whole ones.
+
+        Raises:
+            ValueError: one line, if there are no such crops, or the Unet does not take them.
+        """
+        size, multiple = self.image_sizes[index], self.unet(index).smallest_multiple
+        if crop > size or crop % multiple:
+            known = f"a multiple of {multiple}, {size} at most"
+            raise ValueError(f"random_crop_sizes: {crop} pixels for Unet {index + 1}: give 0 or {known}")
+        return CHANNELS, crop or size, crop or size
+
+    def training_pictures(
+        self, batch: Mapping[str, Any], index: int, blur_sigma: Tensor | None = None, *, places: Tensor | None = None,
+        crop: int = 0,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """What Unet number ``index`` (from 0) is trained on: pictures x0 (b, c, s, s) in [-1, 1], and what it is given
+        beside them, by the names of the arguments of `Unet.forward`.
+
+        Args:
+            batch: "images" uint8 (b, c, S, S), and the conditions "image_embed" and "text_encodings", if there are any.
+            blur_sigma: (b,), in pixels of the low-resolution pictures, which are blurred before they are enlarged.
+            places, crop: Where to cut crops of this side out of both pictures: see `cropped`. A Unet with coordinates
+                is given those of its crop in the whole picture.
+        """
+        images = batch["images"].float() / 127.5 - 1
+        spec = self.unet(index).spec
+        given = {name: batch[name] for name, width in CONDITIONS.items() if getattr(spec, width)}
+        size = self.image_sizes[index]
+        if index:
+            small = resized(images, self.image_sizes[index - 1])
+            small = small if blur_sigma is None else blur(small, blur_sigma)
+            given["lowres_image"] = cropped(resized(small, size), places, crop)
+        whole = resized(images, size)
+        if spec.coordinates and places is not None:
+            given["coordinates"] = cropped(coordinates_of(whole), places, crop)
+        return cropped(whole, places, crop), given
+
+    @torch.no_grad()
+    def sample(
+        self,
+        conditions: Mapping[str, Tensor],
+        draw: Callable[[int], NoiseSource],
+        sampling: Sampling | None = None,
+        *,
+        batch: int,
+        start_at: int = 1,
+        stop_at: int | None = None,
+        images: Tensor | None = None,
+        inpaint_image: Tensor | None = None,
+        inpaint_mask: Tensor | None = None,
+        resample_times: int = 5,
+        guide: Decoder | None = None,
+        on_step: Callable[[int, int], None] | None = None,
+        on_pictures: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Pictures (b, c, s, s) in [0, 1] of the last size that is asked for.
+
+        Args:
+            conditions: "image_embed" (b, d) and "text_encodings" (b, L, d'), those that the Unets take.
+            draw: Number of a Unet from 0 -> source of noise on the device. That of a picture should depend on its own
+                key alone, so that no picture depends on the others.
+            batch: Number of pictures b.
+            start_at, stop_at: First and last Unet, from 1. `images` (b, c, s', s') in [0, 1] are the pictures of the
+                one before the first.
+            inpaint_image, inpaint_mask: Images (b, c, s, s) in [0, 1], and bool (b, s, s), True where they stay; any s.
+            resample_times: See `Inpaint`.
+            guide: A weaker decoder to guide away from (autoguidance), with as many Unets, of the same sizes and noise
+                levels, that take no other conditions. It has no effect where `sampling.cond_scale` is 1.
+            on_step: Called with the steps that a Unet has made and those it will make.
+            on_pictures: Called with the pictures (b, c, s', s') in [0, 1] of each Unet, the last one's too.
+
+        Raises:
+            ValueError: one line, if arguments do not fit the decoder.
+        """
+        sampling = sampling or Sampling()
+        stop_at = stop_at or len(self.unets)
+        if not 1 <= start_at <= stop_at <= len(self.unets):
+            raise ValueError(f"Unets {start_at} to {stop_at} do not exist: the decoder has 1 to {len(self.unets)}")
+        if start_at > 1 and images is None:
+            raise ValueError(f"to start at Unet {start_at}, give the images of Unet {start_at - 1}")
+        if guide is not None:
+            check_guide(self, guide)
+        for value in (*conditions.values(), images, inpaint_image):
+            if value is not None and len(value) != batch:
+                raise ValueError(f"{len(value)} conditions or images for {batch} pictures: give one for each")
+        for value in (images, inpaint_image):
+            if value is not None:
+                check_images(value, CHANNELS)
+        pictures = None if images is None else images * 2 - 1
+        for index in range(start_at - 1, stop_at):
+            side, schedule, source = self.image_sizes[index], self.schedule(index), draw(index)
+            shape, scale = (CHANNELS, side, side), _of_unet(sampling.cond_scale, index)
+            lowres = self._lowres(pictures, side, source) if index else {}
+            inpaint = None
+            if inpaint_image is not None and inpaint_mask is not None:
+                known = resized(inpaint_image, side) * 2 - 1
+                kept = F.interpolate(inpaint_mask[:, None].float(), size=(side, side), mode="nearest") > 0.5
+                inpaint = Inpaint(known, kept, resample_times)
+            denoise = self._denoise(index, conditions, lowres)
+            if scale != 1 and (guide or is_conditional(self.unet(index))):
+                reference = guide._denoise(index, conditions, lowres) if guide else self._denoise(index, {}, lowres)
+                denoise = guided(denoise, reference, schedule, scale, sampling.guidance_interval)
+            pictures = sample(
+                denoise,
+                schedule,
+                source("first", 0, shape),
+                draw=lambda name, step, source=source, shape=shape: source(name, step, shape),  # type: ignore[misc]
+                sampler=sampling.sampler,
+                steps=min(_of_unet(sampling.sample_timesteps, index), schedule.timesteps),
+                eta=sampling.ddim_eta,
+                threshold=partial(dynamic_threshold, percentile=sampling.dynamic_thresholding),
+                inpaint=inpaint,
+                on_step=on_step,
+            ).clamp(-1, 1)
+            if on_pictures is not None:
+                on_pictures((pictures + 1) / 2)
+        assert pictures is not None
+        return (pictures + 1) / 2
+
+    def _lowres(self, pictures: Tensor | None, side: int, source: NoiseSource) -> dict[str, Tensor]:
+        assert pictures is not None
+        image, schedule = resized(pictures, side), self.lowres_schedule()
+        if schedule is None:
+            return {"lowres_image": image}
+        times = torch.full((len(image),), self._lowres_level, device=image.device)
+        noise = source("lowres", 0, image.shape[1:])
+        return {"lowres_image": schedule.add_noise(image, noise, times), "lowres_time": times}
+
+    def _denoise(self, index: int, conditions: Mapping[str, Tensor], lowres: Mapping[str, Tensor]) -> Denoise:
+        """Estimates of a Unet, from 0, with those of the conditions that it takes."""
+        unet, schedule, objective = self.unet(index), self.schedule(index), self.objectives[index]
+        given = {name: value for name, value in conditions.items() if getattr(unet.spec, CONDITIONS[name])}
+        given |= {name: value for name, value in lowres.items() if name != "lowres_time" or unet.spec.lowres_noise_cond}
+
+        def denoise(x: Tensor, t: int) -> Denoised:
+            levels = torch.full((len(x),), t, device=x.device)
+            output = unet(x, levels, **given)
+            prediction, variance = output[:, :CHANNELS], output[:, CHANNELS:]
+            x_start = x_start_of(objective, prediction, x, *schedule.at(levels, x))
+            return Denoised(x_start, fraction_of(variance) if variance.shape[1] else None)
+
+        return denoise
+
+
+def is_conditional(unet: Unet) -> bool:
+    """Whether a Unet takes an image embedding or a text."""
+    return any(getattr(unet.spec, width) for width in CONDITIONS.values())
+
+
+def check_guide(decoder: Decoder, guide: Decoder) -> None:
+    """Raise ValueError, in one line, unless the estimates of a guide can stand beside those of a decoder: as many
+    Unets, the same sizes and noise levels, and no condition that the decoder does not take. Objectives may differ."""
+    if (n := len(guide.unets)) != len(decoder.unets):
+        raise ValueError(f"the guide has {n} Unets and the decoder {len(decoder.unets)}: give one with as many")
+    for index, (size, other) in enumerate(zip(decoder.image_sizes, guide.image_sizes, strict=True)):
+        mine, theirs = decoder.unet(index).spec, guide.unet(index).spec
+        ours, of_guide = decoder.schedules[index], guide.schedules[index]
+        wrong = None
+        if other != size:
+            wrong = f"makes pictures of {other} pixels a side and that of the decoder of {size}"
+        elif of_guide.timesteps != ours.timesteps:
+            wrong = f"has {of_guide.timesteps} noise levels and that of the decoder {ours.timesteps}"
+        elif of_guide.is_flow != ours.is_flow or not torch.equal(of_guide.log_snr.cpu(), ours.log_snr.cpu()):
+            wrong = "has another noise schedule than that of the decoder"
+        elif theirs.lowres_noise_cond and decoder.lowres_schedule() is None:
+            wrong = "takes the noise level of the smaller picture and the decoder adds no noise to it"
+        for name, width in CONDITIONS.items():
+            taken, needed = getattr(mine, width), getattr(theirs, width)
+            if needed not in (None, taken):
+                takes = f"of width {taken}" if taken else "none"
+                wrong = wrong or f"takes {name} of width {needed} and that of the decoder {takes}"
+        if wrong:
+            raise ValueError(f"Unet {index + 1} of the guide {wrong}: give a guide that fits")
+
+
+def blur(images: Tensor, sigma: Tensor) -> Tensor:
+    """Gaussian blur of each image by a kernel of 3 x 3 pixels, as in DALLE2-pytorch; edges are reflected. It makes the
+    smaller pictures on which a Unet is trained as bad as those that the Unet before draws (Ho et al. 2022, section 4).
+
+    Args:
+        images: (b, c, h, w).
+        sigma: (b,), in pixels; 0 leaves an image bitwise as it is.
+    """
+    offsets = torch.arange(-1, 2, device=images.device)
+    # The smallest normal number in place of 0: every tap but the middle one becomes exactly 0.
+    taps = torch.exp(-(offsets / sigma.clamp_min(1e-18)[:, None]).square() / 2)
+    taps = (taps / taps.sum(1, keepdim=True)).to(images.dtype)
+    for axis in (2, 3):
+        side = images.shape[axis]
+        if side == 1:  # all its neighbours are itself
+            continue
+        padded = F.pad(images, (0, 0, 1, 1) if axis == 2 else (1, 1, 0, 0), mode="reflect")
+        images = sum(
+            (tap.view(-1, 1, 1, 1) * padded.narrow(axis, first, side) for first, tap in enumerate(taps.unbind(1))),
+            start=torch.zeros_like(images),
+        )
+    return images
+
+
+def _of_unet(values: Sequence[Any], index: int) -> Any:
+    """The value of a Unet: a single value is that of all."""
+    return values[index if len(values) > 1 else 0]

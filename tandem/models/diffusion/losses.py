@@ -1,0 +1,162 @@
+"""What a network that denoises predicts, how much each noise level counts, and the loss of each picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.config.models.decoder import OBJECTIVES
+
+from .schedule import Schedule
+from .variance import LearnedVariance, fraction_of
+
+LOSS_WEIGHTS = ("none", "min_snr", "p2")
+
+
+def target_of(objective: str, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    """What the network should predict for x = alpha x0 + sigma noise; shapes broadcast. v = alpha noise - sigma x0
+    (Salimans and Ho 2022, section 4); the flow's velocity dx / dsigma = noise - x0 (Lipman et al. 2023)."""
+    if objective == "noise":
+        return noise
+    if objective == "x_start":
+        return x0
+    return alpha * noise - sigma * x0 if objective == "v" else noise - x0
+
+
+def coefficients(objective: str, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b of x0 = a x + b p: every prediction p of a noisy picture x is a linear form of the clean picture
+    (Salimans and Ho 2022, appendix D, for noise, x0 and v; Lipman et al. 2023 for flow).
+
+    The preconditioning of Karras et al. 2022, for data of deviation 1, is "v" without a weight, but for the sign: its
+    sigma is our sigma / alpha, its noisy picture our x / alpha, its network sees x and predicts -v, and the factor of
+    its loss cancels that of its output.
+    """
+    if objective == "noise":
+        return 1 / alpha, -sigma / alpha
+    if objective == "x_start":
+        return torch.zeros_like(alpha), torch.ones_like(alpha)
+    return (alpha, -sigma) if objective == "v" else (torch.ones_like(alpha), -sigma)
+
+
+def x_start_of(objective: str, prediction: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+    """The clean picture that a prediction means, at the noisy picture x."""
+    a, b = coefficients(objective, alpha, sigma)
+    return a * x + b * prediction
+
+
+def loss_weights(
+    name: str, schedule: Schedule, objective: str, *, min_snr_gamma: float = 5.0, p2_gamma: float = 1.0,
+    p2_k: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Weight of each level's squared error of the prediction, fp64 (T,).
+
+    Except for "none", weights are of the error of x0, so that the loss of a given estimate of x0 is the same whatever
+    is predicted: an error of the prediction is an error of x0 times b, so a weight of the squared error of x0 becomes,
+    times b^2, that of the prediction.
+
+    - none: 1 for the prediction.
+    - min_snr: min(SNR, gamma) (Hang et al. 2023, eq. 8).
+    - p2: SNR / (k + SNR)^gamma (Choi et al. 2022, eq. 8, which divides the loss of the noise by (k + SNR)^gamma).
+
+    The last two are 0 at SNR 0, and fall towards it as the SNR does. What a network predicts there it knows from its
+    neighbours. Measured: the error of its estimate at the last level equals that at the level before it, whether the
+    last level was trained with weight 0 or with a small one.
+    """
+    if name == "none":
+        return torch.ones_like(schedule.log_snr)
+    snr = schedule.log_snr.exp()
+    of_x0 = snr.clamp_max(min_snr_gamma) if name == "min_snr" else snr / (p2_k + snr) ** p2_gamma
+    return of_x0 * coefficients(objective, schedule.alpha, schedule.sigma)[1] ** 2
+
+
+def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
+    """Refuse what cannot be trained or sampled.
+
+    Raises:
+        ValueError: an unknown name; noise predicted where no picture is left; or "flow" without a flow schedule or the
+            reverse.
+    """
+    for name, value, known in (("objective", objective, OBJECTIVES), ("loss weight", weight, LOSS_WEIGHTS)):
+        if value not in known:
+            raise ValueError(f"{name} {value!r} does not exist: choose one of {', '.join(known)}")
+    if schedule.is_flow and objective in ("noise", "v"):
+        raise ValueError(f"objective {objective} does not fit the flow schedule: choose objective flow or x_start")
+    if objective == "flow" and not schedule.is_flow:
+        raise ValueError("objective flow needs the schedule flow, where x = (1 - t) x0 + t noise")
+    if objective == "noise" and schedule.ends_at_zero_snr:
+        raise ValueError(
+            "objective noise says nothing about the picture at the last noise level, whose SNR is 0: "
+            "choose objective v or x_start, or a schedule that does not end at SNR 0"
+        )
+
+
+class Losses(NamedTuple):
+    """Of each picture, (b,): the weighted error to train on; the error of the prediction without any weight; and the
+    bits of the drawn level in the variational bound of a learned variance, 0 without one."""
+
+    weighted: Tensor
+    error: Tensor
+    bits: Tensor
+
+
+class DiffusionLoss:
+    """Squared error of the predictions at random noise levels. All random numbers are arguments of the call.
+
+    Args:
+        schedule: On the device of the pictures.
+        objective: One of OBJECTIVES.
+        weight: One of LOSS_WEIGHTS.
+        learned_variance: The network has twice the channels, the second half for the variance (`LearnedVariance`).
+        lowres_schedule: Of the noise on the low-resolution pictures.
+        weights: Options of `loss_weights`.
+
+    Raises:
+        ValueError: what `check_combination` refuses.
+    """
+
+    def __init__(
+        self, schedule: Schedule, objective: str = "v", *, weight: str = "none", learned_variance: bool = False,
+        lowres_schedule: Schedule | None = None, **weights: float,
+    ) -> None:  # fmt: skip
+        check_combination(schedule, objective, weight)
+        self.schedule, self.objective = schedule, objective
+        self._weights = loss_weights(weight, schedule, objective, **weights)
+        self._variance = LearnedVariance(schedule) if learned_variance else None
+        self._lowres_schedule = lowres_schedule
+
+    def __call__(
+        self, network: Callable[..., Tensor], x0: Tensor, conditions: Mapping[str, Tensor], *, times: Tensor,
+        noise: Tensor, lowres_time: Tensor | None = None, lowres_noise: Tensor | None = None, **keep: Tensor,
+    ) -> Losses:  # fmt: skip
+        """Losses of pictures x0 (b, c, h, w) in [-1, 1].
+
+        Args:
+            network: Called as network(x, times, **conditions) with x in at least fp32 and int64 times, as numbers of
+                low precision cannot tell neighbouring levels apart.
+            conditions: Of each picture, as the network takes them.
+            times: int64 levels (b,).
+            noise: Standard normal, like x0.
+            lowres_time, lowres_noise: int64 levels (b,) of the noise, like the image, that is added to "lowres_image".
+                DALLE2-pytorch and `Decoder`: of "linear" with 1000 levels, of which sampling uses number 200.
+            keep: "keep_image" and "keep_text", bool (b,); False drops the condition.
+        """
+        x = self.schedule.add_noise(x0, noise, times)
+        alpha, sigma = self.schedule.at(times, x)
+        given = {**conditions, **keep}
+        if lowres_time is not None:
+            assert self._lowres_schedule is not None and lowres_noise is not None
+            given["lowres_image"] = self._lowres_schedule.add_noise(given["lowres_image"], lowres_noise, lowres_time)
+            given["lowres_time"] = lowres_time
+        output, channels = network(x, times, **given).to(x), x.shape[1]
+        assert output.shape[1] == channels * (1 if self._variance is None else 2), "channels of the network"
+        prediction = output[:, :channels]
+        target = target_of(self.objective, x0, noise, alpha, sigma).to(x)
+        error = (prediction - target).square().flatten(1).mean(1)
+        bits = torch.zeros_like(error)
+        if self._variance is not None:
+            x_start = x_start_of(self.objective, prediction, x, alpha, sigma)
+            bits = self._variance.bits(x0.to(x), x_start, fraction_of(output[:, channels:]), times)
+        return Losses(error * self._weights[times].to(error.dtype), error, bits)

@@ -1,0 +1,504 @@
+"""The conditional Unet of DALL-E 2's decoder (Ramesh et al. 2022, section 2.1), with the parts that the decoders of
+DALLE2-pytorch 1.15.6 have by default and in LAION's published configurations."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tandem.config.models.decoder import UnetConfig
+from tandem.models.base import Pretrained
+from tandem.models.layers.attention import at_least_fp32
+from tandem.models.layers.recompute import recomputed
+
+CHANNELS = 3  # of pictures
+TIME_TOKENS, IMAGE_TOKENS = 2, 4  # that a noise level and an image embedding become
+_KERNELS = (3, 7, 15)  # of the first convolution; 7 alone if it is plain
+_LONGEST_WAVE = 10_000  # noise levels per radian of the slowest sinusoid
+_FEW_KEYS = 64
+_SHORTEST = 1e-6  # shorter vectors are not brought to length 1: their gradient would have no bound
+
+
+class Unet(Pretrained):
+    """Noisy images, their noise levels and conditions -> a prediction of the shape of the images.
+
+    Only parameters that are used exist. The output is 0 at the start.
+    """
+
+    Config = UnetConfig
+    not_in_the_weights = frozenset(("gradient_checkpointing",))
+
+    def __init__(self, config: UnetConfig) -> None:
+        super().__init__()
+        self.config, self.spec = config.plain(), config  # the same, for config.json and with a name for each field
+        dim, cond_dim, hidden, widest = config.dim, config.cond_dim, 4 * config.dim, config.dim * config.dim_mults[-1]
+
+        dim_in = CHANNELS * (1 + config.lowres_cond) + 2 * config.coordinates
+        self.init_conv = nn.Conv2d(dim_in, dim, 7, padding=3) if config.plain_init_conv else CrossEmbed(dim_in, dim)
+        self.to_time_hiddens = nn.Sequential(nn.Identity(), nn.Linear(dim, hidden), nn.GELU())
+        self.to_time_tokens = _tokens_from(hidden, TIME_TOKENS, cond_dim)
+        self.to_time_cond = nn.Sequential(nn.Linear(hidden, hidden))
+        if config.lowres_noise_cond:
+            last = nn.Linear(hidden, hidden)
+            self.to_lowres_noise_cond = nn.Sequential(nn.Identity(), nn.Linear(dim, hidden), nn.GELU(), last)
+        if config.image_embed_dim:
+            self.image_to_tokens = _tokens_from(config.image_embed_dim, IMAGE_TOKENS, cond_dim)
+            self.null_image_embed = nn.Parameter(torch.randn(1, IMAGE_TOKENS, cond_dim))
+            self.to_image_hiddens = nn.Sequential(nn.Linear(config.image_embed_dim, hidden), nn.GELU())
+            self.null_image_hiddens = nn.Parameter(torch.randn(1, hidden))
+        if config.text_embed_dim:
+            self.text_to_cond = nn.Linear(config.text_embed_dim, cond_dim)
+            self.null_text_embed = nn.Parameter(torch.randn(1, config.max_text_len, cond_dim))
+        levels = range(len(config.dim_mults))
+        self.norm_cond = nn.LayerNorm(cond_dim) if len(levels) > 1 else None  # the finest level does not attend
+        self.norm_mid_cond = nn.LayerNorm(cond_dim)
+
+        self.init_resnet_block = ResnetBlock(dim, dim, config) if config.memory_efficient else None
+        both = [(Down(config, level), Up(config, level)) for level in levels]
+        self.downs = nn.ModuleList(down for down, _ in both)
+        self.mid_block1 = ResnetBlock(widest, widest, config, attends=True)
+        self.mid_attn = MultiQueryAttention(widest, config)
+        self.mid_block2 = ResnetBlock(widest, widest, config, attends=True)
+        # Registered where they are called: gradients are sent in the reverse order of registration.
+        self.ups = nn.ModuleList(up for _, up in reversed(both))
+        width = dim if config.memory_efficient else dim * config.dim_mults[0]
+        self.final_resnet_block = ResnetBlock(width + dim, dim, config)
+        channels_out = CHANNELS * (1 + config.learned_variance)
+        self.to_out = nn.Conv2d(dim + CHANNELS * config.lowres_cond, channels_out, 1)
+        for weight in self.to_out.parameters():
+            nn.init.zeros_(weight)
+
+    @property
+    def smallest_multiple(self) -> int:
+        """The height and the width of the images must be multiples of this."""
+        return int(2 ** (len(self.spec.dim_mults) - 1 + self.spec.memory_efficient))
+
+    def forward(
+        self, x: Tensor, time: Tensor, *, image_embed: Tensor | None = None, text_encodings: Tensor | None = None,
+        lowres_image: Tensor | None = None, lowres_time: Tensor | None = None, keep_image: Tensor | None = None,
+        keep_text: Tensor | None = None, coordinates: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Prediction for noisy images, fp32 (b, 3, h, w), or (b, 6, h, w) with a learned variance.
+
+        Args:
+            x: (b, 3, h, w), about [-1, 1].
+            time: (b,), int or float: index of the noise level. It is embedded in fp32 whatever the precision.
+            image_embed: (b, image_embed_dim); None gives all samples the learned null condition.
+            text_encodings: (b, L, text_embed_dim); rows of zeros, anywhere, are no tokens. None: as image_embed.
+            lowres_image: (b, 3, h', w'); other sizes than h x w are brought to it by repeating pixels.
+            lowres_time: (b,), int or float: index of the noise level of ``lowres_image``.
+            keep_image, keep_text: bool (b,); False gives this sample the learned null condition.
+            coordinates: (b, 2, h, w), the places of the pixels if these are parts of pictures: the same parts of
+                `coordinates_of` the whole pictures. None: the images are whole.
+
+        Raises:
+            ValueError: one line, if an input is missing, superfluous or of another shape.
+        """
+        self._check(
+            x, time=time, image_embed=image_embed, text_encodings=text_encodings, lowres_image=lowres_image,
+            lowres_time=lowres_time, keep_image=keep_image, keep_text=keep_text, coordinates=coordinates,
+        )  # fmt: skip
+        dtype, dim = self.to_out.weight.dtype, self.spec.dim
+        maps = [x.to(dtype)]
+        if self.spec.coordinates:
+            maps.append(coordinates_of(maps[0]) if coordinates is None else coordinates.to(dtype))
+        lowres = [] if lowres_image is None else [_of_size(lowres_image.to(dtype), x)]
+        hiddens = self.to_time_hiddens(sinusoids(time, dim).to(dtype))
+        tokens, t = self.to_time_tokens(hiddens), self.to_time_cond(hiddens)
+        if lowres_time is not None:
+            t = t + self.to_lowres_noise_cond(sinusoids(lowres_time, dim).to(dtype))
+        if self.spec.image_embed_dim:
+            image_tokens, image_hiddens = self._image_condition(len(x), image_embed, keep_image)
+            tokens, t = torch.cat([tokens, image_tokens], dim=1), t + image_hiddens
+        inner = tokens
+        if self.spec.text_embed_dim:
+            inner = torch.cat([tokens, self._text_condition(len(x), text_encodings, keep_text)], dim=1)
+        inner = self.norm_mid_cond(inner)
+        outer = inner if self.norm_cond is None else self.norm_cond(tokens)
+        out = self._through_levels(self.init_conv(torch.cat([*maps, *lowres], dim=1)), F.silu(t), outer, inner)
+        return at_least_fp32(self.to_out(torch.cat([out, *lowres], dim=1)))
+
+    def _image_condition(self, batch: int, embed: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Tokens (b, IMAGE_TOKENS, cond_dim), and what is added to the embedding of the noise level (b, 4 dim)."""
+        nulls = self.null_image_embed.expand(batch, -1, -1), self.null_image_hiddens.expand(batch, -1)
+        if embed is None:
+            return nulls
+        embed = embed.to(self.to_out.weight.dtype) * self.spec.image_embed_scale
+        keep = embed.new_ones(batch, dtype=torch.bool) if keep is None else keep
+        tokens = torch.where(keep[:, None, None], self.image_to_tokens(embed), self.null_image_embed)
+        return tokens, torch.where(keep[:, None], self.to_image_hiddens(embed), self.null_image_hiddens)
+
+    def _text_condition(self, batch: int, encodings: Tensor | None, keep: Tensor | None) -> Tensor:
+        """Tokens (b, max_text_len, cond_dim); learned ones in the places of those that are missing."""
+        if encodings is None:
+            return self.null_text_embed.expand(batch, -1, -1)
+        encodings = encodings[:, : self.spec.max_text_len]
+        missing = self.spec.max_text_len - encodings.shape[1]
+        keep = encodings.new_ones(batch, dtype=torch.bool) if keep is None else keep
+        keep = F.pad((encodings != 0).any(dim=-1) & keep[:, None], (0, missing))
+        tokens = F.pad(self.text_to_cond(encodings.to(self.to_out.weight.dtype)), (0, 0, 0, missing))
+        return torch.where(keep[..., None], tokens, self.null_text_embed)
+
+    def _through_levels(self, x: Tensor, t: Tensor, outer: Tensor, inner: Tensor) -> Tensor:
+        """(b, dim, h, w) -> (b, dim, h, w).
+
+        Args:
+            t: SiLU of the embedding of the noise level, (b, 4 dim).
+            outer, inner: Tokens to which the blocks of the levels attend, and those in the middle, (b, n, cond_dim).
+        """
+        recompute = self.spec.gradient_checkpointing and self.training
+        first, skips = x, []
+        if self.init_resnet_block is not None:
+            x = recomputed(self.init_resnet_block, x, t, when=recompute)
+        for down in self.downs:
+            x, maps = down(x, t, outer, recompute)
+            skips.append(maps)
+        x = recomputed(self.mid_block1, x, t, inner, when=recompute)
+        x = recomputed(self.mid_attn, x, when=recompute)
+        x = recomputed(self.mid_block2, x, t, inner, when=recompute)
+        for up in self.ups:
+            x = up(x, skips.pop(), t, outer, recompute)
+        return recomputed(_joined, self.final_resnet_block, x, first, t, None, when=recompute)
+
+    def _check(self, x: Tensor, **given: Tensor | None) -> None:
+        if x.dim() != 4 or x.shape[1] != CHANNELS or not x.is_floating_point():
+            found = f"x has the shape {tuple(x.shape)} and the type {x.dtype}"
+            raise ValueError(f"{found}: give floating-point numbers (b, {CHANNELS}, height, width)")
+        (batch, _, *size), multiple, spec = x.shape, self.smallest_multiple, self.spec
+        for side in size:
+            if side < multiple or side % multiple:
+                below = max(side // multiple, 1) * multiple
+                use = f"use {below} or {below + multiple}"
+                raise ValueError(f"side {side} must be a multiple of {multiple}, as the levels halve the sides; {use}")
+        shapes = {  # -1: any; None: of what this Unet does not take
+            "time": (batch,), "keep_image": (batch,), "keep_text": (batch,),
+            "image_embed": (batch, spec.image_embed_dim) if spec.image_embed_dim else None,
+            "text_encodings": (batch, -1, spec.text_embed_dim) if spec.text_embed_dim else None,
+            "lowres_image": (batch, CHANNELS, -1, -1) if spec.lowres_cond else None,
+            "lowres_time": (batch,) if spec.lowres_noise_cond else None,
+            "coordinates": (batch, 2, *size) if spec.coordinates else None,
+        }  # fmt: skip
+        for name, value in given.items():
+            shape = shapes[name]
+            if value is None:
+                if shape and name.startswith("lowres"):
+                    raise ValueError(f"this Unet is conditioned on a low-resolution image: give {name}")
+            elif shape is None:
+                raise ValueError(f"{name} was given, but this Unet does not take it: leave {name} out")
+            elif value.dim() != len(shape) or any(want not in (-1, n) for n, want in zip(value.shape, shape)):  # noqa: B905
+                raise ValueError(f"{name} has the shape {tuple(value.shape)}: give {shape}, -1 for any number")
+
+
+class Down(nn.Module):
+    """A level on the way down: what comes before the blocks, a block, blocks that may attend to the condition,
+    self-attention, and what comes after them. The sides are halved after the blocks, with memory_efficient before."""
+
+    def __init__(self, config: UnetConfig, level: int) -> None:
+        super().__init__()
+        early, is_last = config.memory_efficient, level == len(config.dim_mults) - 1
+        narrow, wide = _widths(config, level)
+        dim = wide if early else narrow
+        self.before = _halving(narrow, wide) if early else nn.Identity()
+        self.first = ResnetBlock(dim, dim, config)
+        blocks = (ResnetBlock(dim, dim, config, attends=level > 0) for _ in range(config.num_resnet_blocks[level]))
+        self.blocks = nn.ModuleList(blocks)
+        self.attention = _attention_of(config, level, dim)
+        self.after = nn.Conv2d(dim, wide, 1) if early or is_last else _halving(dim, wide)
+
+    def forward(self, x: Tensor, t: Tensor, tokens: Tensor, recompute: bool) -> tuple[Tensor, list[Tensor]]:
+        """The level's output, and the maps after each block and after the attention, for the way up."""
+        t, tokens = t.view_as(t), tokens.view_as(tokens)  # see `ResnetBlock`
+        x = recomputed(self.first, self.before(x), t, when=recompute)
+        skips = []
+        for block in self.blocks:
+            x = recomputed(block, x, t, tokens, when=recompute)
+            skips.append(x)
+        if self.attention is not None:
+            x = recomputed(self.attention, x, when=recompute)
+        return self.after(x), [*skips, x]
+
+
+class Up(nn.Module):
+    """A level on the way up: a block, more blocks, self-attention, and what doubles the sides; each block also gets a
+    map of the way down."""
+
+    def __init__(self, config: UnetConfig, level: int) -> None:
+        super().__init__()
+        narrow, wide = _widths(config, level)
+        dim_in, attends = wide + (wide if config.memory_efficient else narrow), level > 0
+        self.first = ResnetBlock(dim_in, wide, config, attends)
+        blocks = (ResnetBlock(dim_in, wide, config, attends) for _ in range(config.num_resnet_blocks[level]))
+        self.blocks = nn.ModuleList(blocks)
+        self.attention = _attention_of(config, level, wide)
+        doubles = config.memory_efficient or level > 0
+        self.after = PixelShuffleUpsample(wide, narrow) if doubles else nn.Identity()
+
+    def forward(self, x: Tensor, skips: list[Tensor], t: Tensor, tokens: Tensor, recompute: bool) -> Tensor:
+        """The level's output. ``skips`` are the maps of the level on the way down."""
+        t, tokens = t.view_as(t), tokens.view_as(tokens)
+        for block, skip in zip((self.first, *self.blocks), reversed(skips), strict=True):
+            x = recomputed(_joined, block, x, skip, t, tokens, when=recompute)
+        if self.attention is not None:
+            x = recomputed(self.attention, x, when=recompute)
+        return self.after(x)
+
+
+class Block(nn.Module):
+    """3 x 3 convolution, GroupNorm, FiLM (Perez et al. 2018) if there is one, SiLU."""
+
+    def __init__(self, dim: int, dim_out: int, groups: int) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(dim, dim_out, 3, padding=1)
+        self.norm = nn.GroupNorm(groups, dim_out)
+
+    def forward(self, x: Tensor, film: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """(b, dim, h, w) -> (b, dim_out, h, w). ``film`` are the scale, minus 1, and the shift, (b, dim_out, 1, 1)."""
+        x = self.norm(self.project(x))
+        if film is not None:
+            scale, shift = film
+            x = x * (scale + 1) + shift
+        return F.silu(x)
+
+
+class ResnetBlock(nn.Module):
+    """A block with FiLM by the noise level, cross-attention if it ``attends``, a second block; and the input, added.
+
+    The views of what a module of the Unet uses more than once add up the gradients of these uses before what else uses
+    it adds its own. Sums in another order have other bits, and otherwise the order would depend on whether hooks at the
+    borders of modules (ZeRO 3) part the uses.
+    """
+
+    def __init__(self, dim: int, dim_out: int, config: UnetConfig, attends: bool = False) -> None:
+        super().__init__()
+        # The Unet has applied the SiLU of which each block would have one in the place of the Identity.
+        self.time_mlp = nn.Sequential(nn.Identity(), nn.Linear(4 * config.dim, 2 * dim_out))
+        self.cross_attn = CrossAttention(dim_out, config) if attends else None
+        self.block1 = Block(dim, dim_out, config.resnet_groups)
+        self.block2 = Block(dim_out, dim_out, config.resnet_groups)
+        self.res_conv = nn.Conv2d(dim, dim_out, 1) if dim != dim_out else nn.Identity()
+
+    def forward(self, x: Tensor, t: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """(b, dim, h, w) -> (b, dim_out, h, w).
+
+        Args:
+            t: SiLU of the embedding of the noise level, (b, 4 dim).
+            tokens: (b, n, cond_dim), for blocks that attend.
+        """
+        x = x.view_as(x)
+        scale, shift = self.time_mlp(t)[:, :, None, None].chunk(2, dim=1)
+        h = self.block1(x, (scale, shift))
+        if self.cross_attn is not None:
+            h = h + self.cross_attn(h, tokens)
+        return self.block2(h) + self.res_conv(x)
+
+
+class MultiQueryAttention(nn.Module):
+    """x + multi-query self-attention (Shazeer 2019) over the positions of maps (b, dim, h, w): all heads share one key
+    and one value per position, and a learned pair that every query sees.
+
+    As all heads have the same keys, they are computed as one head with so many times as many queries.
+    """
+
+    def __init__(self, dim: int, config: UnetConfig) -> None:
+        super().__init__()
+        self.dim_head, inner = config.attn_dim_head, config.attn_heads * config.attn_dim_head
+        self.norm = LayerNorm(dim)
+        self.null_kv = nn.Parameter(torch.randn(2, self.dim_head))
+        self.to_q = nn.Linear(dim, inner, bias=False)
+        self.to_kv = nn.Linear(dim, 2 * self.dim_head, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(inner, dim, bias=False), LayerNorm(dim))
+
+    def forward(self, maps: Tensor) -> Tensor:
+        tokens = _as_tokens(maps)
+        tokens = tokens.view_as(tokens)
+        x = self.norm(tokens)
+        q = rearrange(self.to_q(x), "b n (h d) -> b 1 (n h) d", d=self.dim_head)
+        kv = self.to_kv(x)
+        kv = torch.cat([self.null_kv.to(kv.dtype).flatten().expand(len(kv), 1, -1), kv], dim=1)
+        k, v = kv.unsqueeze(1).chunk(2, dim=-1)
+        out = rearrange(_attend(q, k, v), "b 1 (n h) d -> b n (h d)", n=x.shape[1])
+        return _as_map(tokens + self.to_out(out), maps)
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of the positions of maps (b, dim, h, w) to tokens and to a learned token."""
+
+    def __init__(self, dim: int, config: UnetConfig) -> None:
+        super().__init__()
+        self.heads, inner = config.cross_attn_heads, config.cross_attn_heads * config.cross_attn_dim_head
+        self.norm = LayerNorm(dim)
+        self.null_kv = nn.Parameter(torch.randn(2, config.cross_attn_dim_head))
+        self.to_q = nn.Linear(dim, inner, bias=False)
+        self.to_kv = nn.Linear(config.cond_dim, 2 * inner, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(inner, dim, bias=False), LayerNorm(dim))
+
+    def forward(self, maps: Tensor, tokens: Tensor) -> Tensor:
+        """Maps of the same shape, without the residual. ``tokens`` are (b, n, cond_dim)."""
+        q = rearrange(self.to_q(self.norm(_as_tokens(maps))), "b n (h d) -> b h n d", h=self.heads)
+        kv = rearrange(self.to_kv(tokens), "b m (part h d) -> part b h m d", part=2, h=self.heads)
+        null = self.null_kv.to(kv.dtype)[:, None, None, None].expand(-1, *kv.shape[1:3], -1, -1)
+        k, v = torch.cat([null, kv], dim=3)
+        return _as_map(self.to_out(rearrange(_attend(q, k, v), "b h n d -> b n (h d)")), maps)
+
+
+class LinearAttention(nn.Module):
+    """x + linear attention (Shen et al. 2021, "Efficient attention") with values of length 1, over maps (b, dim, h, w).
+
+    With a softmax of each query over its features and of the keys over the n positions, both in fp32 or fp64,
+    out = q (k^T v) / (n sqrt(dim_head)).
+    """
+
+    def __init__(self, dim: int, config: UnetConfig) -> None:
+        super().__init__()
+        self.heads, inner = config.attn_heads, config.attn_heads * config.attn_dim_head
+        self.scale = config.attn_dim_head**-0.5
+        self.norm = ChannelNorm(dim)
+        self.to_qkv = nn.Conv2d(dim, 3 * inner, 1, bias=False)
+        self.to_out = nn.Sequential(nn.Conv2d(inner, dim, 1, bias=False), ChannelNorm(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view_as(x)
+        tokens = rearrange(self.to_qkv(self.norm(x)), "b (part h d) y x -> part b h (y x) d", part=3, h=self.heads)
+        q, k, v = at_least_fp32(tokens).unbind()
+        q, k, v = q.softmax(-1), k.softmax(-2), F.normalize(v, dim=-1, eps=_SHORTEST)
+        out = q @ (k.transpose(-1, -2) @ v) * (self.scale / q.shape[-2])
+        out = rearrange(out, "b h (y x) d -> b (h d) y x", y=x.shape[-2])
+        return x + self.to_out(F.gelu(out).to(x.dtype))
+
+
+class LayerNorm(nn.Module):
+    """Layer norm of tokens (..., dim) with a gain and no bias."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.g)
+
+
+class ChannelNorm(nn.Module):
+    """Layer norm over the channels of each position of maps (b, dim, h, w), with a gain and no bias."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1, dim, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.movedim(1, -1), x.shape[1:2], self.g.flatten()).movedim(-1, 1)
+
+
+class CrossEmbed(nn.Module):
+    """Convolutions with kernels of several sizes, their outputs concatenated (Wang et al. 2021, "CrossFormer"). The
+    smallest kernel has half of the channels, the next a quarter, the largest the rest."""
+
+    def __init__(self, dim: int, dim_out: int) -> None:
+        super().__init__()
+        widths = dim_out // 2, dim_out // 4, dim_out - dim_out // 2 - dim_out // 4
+        self.convs = nn.ModuleList(
+            nn.Conv2d(dim, width, kernel, padding=kernel // 2) for kernel, width in zip(_KERNELS, widths, strict=True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, dim, h, w) -> (b, dim_out, h, w)."""
+        return torch.cat([conv(x) for conv in self.convs], dim=1)
+
+
+class UnshuffledConv2d(nn.Conv2d):
+    """A 1 x 1 convolution of pixel-unshuffled maps: (b, c, h, w) -> (b, dim_out, h / 2, w / 2), with a weight
+    (dim_out, 4 c, 1, 1). Computed as the equal 2 x 2 convolution of stride 2, without the unshuffled copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight.reshape(self.out_channels, -1, 2, 2), self.bias, stride=2)
+
+
+class PixelShuffleUpsample(nn.Module):
+    """1 x 1 convolution, SiLU, pixel shuffle: (b, dim, h, w) -> (b, dim_out, 2 h, 2 w). The four pixels start equal
+    (Aitken et al. 2017, "Checkerboard artifact free sub-pixel convolution")."""
+
+    def __init__(self, dim: int, dim_out: int) -> None:
+        super().__init__()
+        conv = nn.Conv2d(dim, 4 * dim_out, 1)
+        one_of_four = torch.empty(dim_out, dim, 1, 1)
+        nn.init.kaiming_uniform_(one_of_four)
+        with torch.no_grad():
+            conv.weight.copy_(one_of_four.repeat_interleave(4, dim=0))
+            conv.bias.zero_()  # type: ignore[union-attr]
+        self.net = nn.Sequential(conv, nn.SiLU(), nn.PixelShuffle(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def sinusoids(x: Tensor, dim: int) -> Tensor:
+    """Numbers (b,) -> fp32 (b, dim): sines, then cosines of dim / 2 frequencies from 1 to 1 / 10000 (Vaswani et al.
+    2017, section 3.5). Never in a lower precision: bf16 cannot tell apart the integers above 256."""
+    steps = torch.arange(dim // 2, device=x.device, dtype=torch.float32)
+    angles = x.float()[:, None] * torch.exp(steps * -(math.log(_LONGEST_WAVE) / (dim // 2 - 1)))
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def coordinates_of(like: Tensor) -> Tensor:
+    """Places of the pixels of whole pictures (b, c, h, w): (b, 2, h, w), across and down, from -1 to 1."""
+    height, width = like.shape[-2:]
+    down, across = (torch.linspace(-1, 1, side, device=like.device, dtype=like.dtype) for side in (height, width))
+    grid = torch.stack([across.expand(height, width), down[:, None].expand(height, width)])
+    return grid.expand(len(like), -1, -1, -1)
+
+
+def _of_size(images: Tensor, like: Tensor) -> Tensor:
+    """Images (b, c, h', w') brought to the height and width of ``like`` by the nearest pixel, as the public weights are
+    used to it."""
+    size = like.shape[-2:]
+    return images if images.shape[-2:] == size else F.interpolate(images, size=size, mode="nearest")
+
+
+def _widths(config: UnetConfig, level: int) -> tuple[int, int]:
+    """Channels of a level's finer neighbour, and its own."""
+    widths = [config.dim, *(config.dim * mult for mult in config.dim_mults)]
+    return widths[level], widths[level + 1]
+
+
+def _attention_of(config: UnetConfig, level: int, dim: int) -> nn.Module | None:
+    if config.self_attn[level]:
+        return MultiQueryAttention(dim, config)
+    return LinearAttention(dim, config) if config.sparse_attn else None
+
+
+def _halving(dim: int, dim_out: int) -> nn.Sequential:
+    """(b, dim, h, w) -> (b, dim_out, h / 2, w / 2): pixel unshuffle and a 1 x 1 convolution."""
+    return nn.Sequential(nn.Identity(), UnshuffledConv2d(4 * dim, dim_out, 1))
+
+
+def _tokens_from(dim_in: int, count: int, dim: int) -> nn.Sequential:
+    """Vectors (b, dim_in) -> tokens (b, count, dim)."""
+    return nn.Sequential(nn.Linear(dim_in, count * dim), nn.Unflatten(1, (count, dim)))
+
+
+def _joined(block: ResnetBlock, x: Tensor, skip: Tensor, t: Tensor, tokens: Tensor | None) -> Tensor:
+    """A block of two maps. To be computed again, it needs the two alone to be kept, and not the copy of both."""
+    return block(torch.cat([x, skip], dim=1), t, tokens)
+
+
+def _as_tokens(x: Tensor) -> Tensor:
+    """Maps (b, c, h, w) -> tokens (b, h w, c), row by row."""
+    return x.movedim(1, -1).flatten(1, 2)
+
+
+def _as_map(tokens: Tensor, like: Tensor) -> Tensor:
+    """Tokens (b, h w, c) -> maps (b, c, h, w) of the height and width of ``like``."""
+    return tokens.unflatten(1, like.shape[-2:]).movedim(-1, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Logits are q.k / sqrt(dim_head)."""
+    # On CPUs the fused kernel takes 2 to 4 times as long as the formula for few keys in bf16, most of it backwards.
+    is_slow = q.device.type == "cpu" and v.dtype == torch.bfloat16 and k.shape[-2] < _FEW_KEYS
+    with sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v)

@@ -1,0 +1,1 @@
+"""Frozen networks of other people whose features losses and metrics compare."""

@@ -1,0 +1,272 @@
+"""CLIP (Radford et al. 2021), frozen: embeddings of images and encodings of texts, for models conditioned on them.
+
+The network is open_clip's. Its weights come from the user's file, or are fetched as open_clip knows them.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import hashlib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tandem.io.fetching import fetched_from_hub
+from tandem.io.installed import how_to_install
+from tandem.io.published import read_state_dict
+from tandem.io.reading import DAMAGES, one_line, read_json
+from tandem.models.building import build_with_weights, check_arguments
+
+# Of OpenAI's training images, in [0, 1]; other weights state theirs in their open_clip_config.json.
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+class Clip(nn.Module):
+    """Both towers of a CLIP. They stay in eval mode, have no gradients, and compute in fp32 unless under autocast;
+    results are fp32. Made by `from_file`.
+
+    Attributes:
+        embed_dim: Width d of embeddings of images and of texts.
+        text_shape: (L, text_dim): tokens of a text, and the width of the encoding of a token.
+        tokenize: b texts -> int64 (b, L), by the tokenizer that this model was trained with; longer texts are cut off.
+        cosines: Names of what `compared` gives.
+        file: The path of its weights.
+        origin: {"name", "weights", "sha256"}: which CLIP it is, as the config of a model says that was trained with it.
+            Of files the names alone, because such a model may be published, and the SHA-256 of its weights.
+    """
+
+    cosines: Sequence[str] = ("clip_score", "clip_image_score")
+    file: str
+    origin: dict[str, str]
+
+    _mean: Tensor
+    _std: Tensor
+
+    def __init__(
+        self, network: Any, tokenize: Any, embed_dim: int, mean: Sequence[float] = _MEAN, std: Sequence[float] = _STD
+    ) -> None:
+        super().__init__()
+        self.network, self.tokenize, self.embed_dim = network, tokenize, embed_dim
+        for name, values in (("_mean", mean), ("_std", std)):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
+        size = network.visual.image_size
+        self._side: int = size if isinstance(size, int) else size[0]
+        self.text_shape = (int(network.context_length), int(self._last_norm.normalized_shape[0]))
+        self.requires_grad_(False)
+        self.eval()
+
+    @classmethod
+    def from_file(
+        cls, name: str, weights: str | Path | None, device: torch.device | str = "cpu",
+        mark: Callable[[], None] = lambda: None,
+    ) -> Clip:  # fmt: skip
+        """The model with its weights.
+
+        Args:
+            name: A model of open_clip, such as "ViT-L-14-quickgelu" (OpenAI's weights need "quickgelu"), whose images
+                are normalised as OpenAI's; or the path of an open_clip_config.json, which may say it differently.
+            weights: A .safetensors file or a plain state dict (.pt, .pth, .bin). Or the name of published weights of
+                open_clip, such as "laion2b_s32b_b82k", None: "openai", which are fetched from the Hugging Face Hub
+                unless its cache holds them.
+            mark: Called while they are waited for.
+
+        Raises:
+            ValueError: one line, if open_clip is missing or cannot be imported, the model is unknown or has no tokens,
+                or the weights are missing, damaged, hostile or of another model.
+        """
+        open_clip = _open_clip()
+        config, preprocessing = _configuration(name)
+        text = config.get("text_cfg") or {}
+        _check_text(name, config, text)
+        tag = str(weights or "openai")
+        kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
+        if not name.lower().endswith(".json") and (published := _published(name, tag, config)):
+            preprocessing = published
+            weights = fetched_from_hub(f"the weights of --clip {name}", *_address(published["hf_hub"]), mark)
+        elif weights is None:
+            raise ValueError(f"--clip {name} needs the file of its weights: give --clip_weights")
+        try:
+            state = read_state_dict(Path(weights))
+            check_arguments(config, state)
+            with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
+                network = build_with_weights(lambda: kind(**copy.deepcopy(config)), state)
+        except ValueError as error:
+            raise ValueError(f"{weights} holds no weights of --clip {name}: {error}") from None
+        try:
+            tokenizer = _tokenizer(text)
+        except DAMAGES as error:
+            raise ValueError(f"--clip {name} has no tokenizer of such options: {one_line(error)}") from None
+        if (vocabulary := text.get("vocab_size", tokenizer.vocab_size)) < tokenizer.vocab_size:
+            raise ValueError(f"--clip {name} knows {vocabulary} tokens, but its tokenizer {tokenizer.vocab_size}")
+        mean, std = (preprocessing.get(key) or default for key, default in (("mean", _MEAN), ("std", _STD)))
+        model = cls(network, tokenizer, config["embed_dim"], mean, std).to(device)
+        model.file = str(weights)
+        names = {"name": Path(name).name if name.lower().endswith(".json") else name, "weights": Path(tag).name}
+        model.origin = {**names, "sha256": _sha256(model.file, mark)}
+        return model
+
+    @property
+    def _last_norm(self) -> nn.LayerNorm:
+        norm: nn.LayerNorm = getattr(self.network, "text", self.network).ln_final  # open_clip has two kinds of models
+        return norm
+
+    def train(self, mode: bool = True) -> Clip:
+        """Ignore ``mode`` and stay in eval mode."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def embed_images(self, images: Tensor) -> Tensor:
+        """Images (b, 3, h, w) of any size, uint8 or in [0, 1] -> unit vectors (b, d)."""
+        return F.normalize(self.network.encode_image(self.preprocess(images)).float(), dim=-1)
+
+    def preprocess(self, images: Tensor) -> Tensor:
+        """Images (b, 3, h, w), uint8 or in [0, 1] -> as the network takes them: resized to its own side, smaller ones
+        too, by antialiased bicubic interpolation, and normalised."""
+        x = images.float() / 255 if images.dtype == torch.uint8 else images.float()
+        if x.shape[-2:] != (self._side, self._side):
+            x = F.interpolate(x, size=(self._side, self._side), mode="bicubic", antialias=True).clamp(0, 1)
+        return (x - self._mean) / self._std
+
+    @torch.no_grad()
+    def embed_text(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (b, L) -> unit vectors (b, d), and the encodings of all tokens after the last LayerNorm,
+        (b, L, text_dim), zeros after the token that ends the text."""
+        outputs: list[Tensor] = []
+        hook = self._last_norm.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        try:
+            embeddings = self.network.encode_text(tokens)
+        finally:
+            hook.remove()
+        is_end = tokens == self.tokenize.eot_token_id
+        is_after = is_end.cumsum(1) - is_end.long() > 0
+        encodings = outputs[-1].float().masked_fill(is_after[..., None], 0)
+        return F.normalize(embeddings.float(), dim=-1), encodings
+
+    def compared(self, pictures: Tensor, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Two unit vectors each (n, d) of drawn pictures (b, 3, h, w) in [0, 1]: clip_score, those of the pictures that
+        have a caption and of their captions (Hessel et al. 2021); clip_image_score, those of the b pictures and of the
+        batch's images."""
+        drawn, tokens = self.embed_images(pictures), batch["tokens"]
+        rows = [row for row, caption in enumerate(batch["captions"]) if caption]
+        texts = self.embed_text(tokens[rows])[0] if rows else drawn[:0]
+        return {"clip_score": (drawn[rows], texts), "clip_image_score": (drawn, self.embed_images(batch["images"]))}
+
+
+def with_embeddings(batch: Mapping[str, Any], clip: Clip | None, condition_on: Collection[str]) -> dict[str, Any]:
+    """A batch with what CLIP, if there is one, makes of it. One call of each tower for all Unets, and none of a tower
+    whose results nobody takes.
+
+    Args:
+        batch: "images" uint8 (b, 3, h, w), and "tokens" int64 (b, L) of the captions.
+        condition_on: "image" adds image_embed (b, d) of the images, "text" text_encodings (b, L, text_dim) of the
+            tokens.
+    """
+    whole = dict(batch)
+    if clip is not None and "image" in condition_on:
+        whole["image_embed"] = clip.embed_images(batch["images"])
+    if clip is not None and "text" in condition_on:
+        whole["text_encodings"] = clip.embed_text(batch["tokens"])[1]
+    return whole
+
+
+def is_published(origin: Mapping[str, str]) -> bool:
+    """Whether `Clip.from_file` can have the CLIP of this `Clip.origin` by its names alone, without files of a user."""
+    is_file = origin["name"].lower().endswith(".json") or Path(origin["weights"]).suffix or "/" in origin["weights"]
+    return not is_file
+
+
+def _sha256(path: str, mark: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            mark()
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _open_clip() -> Any:
+    """The package. Raises ValueError, in one line, if it is missing or cannot be imported."""
+    try:
+        import open_clip
+    except ImportError as error:
+        package = "open_clip_torch" if error.name == "open_clip" else error.name
+        raise ValueError(f"--clip needs the package {package}: {how_to_install('clip')}") from None
+    except RuntimeError as error:  # torchvision raises it where it was built for another PyTorch
+        raise ValueError(
+            f"--clip: open_clip cannot be imported ({one_line(error)}); torchvision and PyTorch {torch.__version__} "
+            "may not belong together: install both anew, pip install --upgrade torch torchvision"
+        ) from None
+    return open_clip
+
+
+def _configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of open_clip's model, and how its images are normalised. Raises ValueError, in one line."""
+    if name.lower().endswith(".json"):
+        try:
+            content = read_json(name)
+            config, preprocessing = content.get("model_cfg", content), content.get("preprocess_cfg", {})
+            if not {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys():
+                raise ValueError("it has not all of embed_dim, vision_cfg and text_cfg")
+            parts = preprocessing, config["vision_cfg"], config["text_cfg"], config["text_cfg"].get("tokenizer_kwargs")
+            if not all(isinstance(part, dict) for part in parts if part is not None):
+                raise ValueError("its parts are no objects")
+            if config["vision_cfg"].get("timm_model_pretrained"):
+                raise ValueError("it would download weights: set timm_model_pretrained to false")
+        except OSError as error:
+            raise ValueError(f"cannot read --clip {name}: {error.strerror}") from None
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"--clip {name} is no configuration of open_clip: {one_line(error)}") from None
+        return config, preprocessing
+    import open_clip
+
+    known = open_clip.list_models()
+    if (cleaned := name.replace("/", "-")) not in known:
+        near = difflib.get_close_matches(cleaned, known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "give one of its names, or an open_clip_config.json"
+        raise ValueError(f"open_clip has no model {name!r}: {hint}")
+    return open_clip.get_model_config(cleaned), {}
+
+
+def _published(name: str, weights: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """What open_clip knows of published weights of a model; None if a file has their name, or the form of a file's.
+    Raises ValueError, in one line, if there are none, or they are of a model of another name."""
+    import open_clip
+
+    if os.path.lexists(weights) or Path(weights).suffix or "/" in weights:
+        return None
+    known = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
+    found: dict[str, Any] = open_clip.get_pretrained_cfg(name.replace("/", "-"), weights)
+    if not found.get("hf_hub"):
+        choices = f"give --clip_weights, a file or one of {', '.join(known)}" if known else "give a file"
+        raise ValueError(f"open_clip has no published weights {weights!r} of --clip {name}: {choices}")
+    if found.get("quick_gelu") and not config.get("quick_gelu"):
+        raise ValueError(f"the weights {weights} need the model of another name: give --clip {name}-quickgelu")
+    return found
+
+
+def _address(place: str) -> tuple[str, str]:
+    """The model on the Hub and its file, of what open_clip has for them: USER/NAME/FILE, or USER/NAME/."""
+    model, _, name = place.rpartition("/")
+    return model, name or "open_clip_model.safetensors"
+
+
+def _tokenizer(text: dict[str, Any]) -> Any:
+    """CLIP's tokenizer with the options of a text tower."""
+    import open_clip
+
+    options = text.get("tokenizer_kwargs") or {}
+    return open_clip.SimpleTokenizer(context_length=text.get("context_length", 77), **options)
+
+
+def _check_text(name: str, config: dict[str, Any], text: dict[str, Any]) -> None:
+    """Raise ValueError, in one line, unless the text tower is one with CLIP's tokens and an encoding for each."""
+    if "hf_model_name" in text or "hf_tokenizer_name" in text or "siglip" in name.lower():
+        raise ValueError(f"the tokenizer of --clip {name} is not in open_clip: use a model with CLIP's own tokenizer")
+    if "multimodal_cfg" in config or text.get("embed_cls"):
+        raise ValueError(f"--clip {name} is no plain CLIP: use a model without embed_cls and multimodal_cfg")

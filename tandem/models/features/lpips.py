@@ -1,0 +1,184 @@
+"""Perceptual distances: images compared by the activations of a VGG16 that was trained on ImageNet.
+
+The weights of the VGG16 and the heads of LPIPS are never trained and never saved with a model. They come from the
+user's files, or are fetched as published.
+
+The package lpips is not used, because it imports torchvision and SciPy, 1.6 s and 176 MiB of each process beside
+PyTorch, and compares in bf16 under autocast. The tests compare with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tandem.io.fetching import fetched
+from tandem.io.published import LPIPS_HEADS, PUBLISHED, VGG16, read_state_dict
+from tandem.models.building import build_with_weights
+
+# Simonyan & Zisserman 2015, configuration D: channels of the five blocks, and convolutions in each.
+WIDTHS = (64, 128, 256, 512, 512)
+_DEPTHS = (2, 2, 3, 3, 3)
+
+# For images in [0, 1]. LPIPS gives equivalent constants for images in [-1, 1].
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class PerceptualLoss(nn.Module):
+    """Distance of images in the activations of VGG16; under autocast these are computed in its precision, and compared
+    and summed in fp32.
+
+    "vgg": mean squared difference of the last convolution's output after its ReLU (Ledig et al. 2017, section 2.2.1).
+    "lpips": LPIPS 0.1 (Zhang et al. 2018): squared differences of the unit-length activations of all five blocks,
+    weighted by learned heads, averaged over places and summed over blocks.
+
+    It stays in eval mode and no parameter requires a gradient; gradients flow to the reconstructions only.
+
+    Args:
+        kind: "vgg" or "lpips".
+        widths: Channels of the five blocks; tests use smaller ones than VGG16.
+    """
+
+    _mean: Tensor
+    _std: Tensor
+
+    def __init__(self, kind: str, widths: Sequence[int] = WIDTHS) -> None:
+        super().__init__()
+        self.features = _vgg16_features(widths)
+        self.heads = nn.ModuleList(nn.Conv2d(width, 1, 1, bias=False) for width in widths if kind == "lpips")
+        for name, values in (("_mean", _IMAGENET_MEAN), ("_std", _IMAGENET_STD)):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
+        self.requires_grad_(False)
+        self.eval()
+
+    def train(self, mode: bool = True) -> PerceptualLoss:
+        """Ignore ``mode`` and stay in eval mode."""
+        return super().train(False)
+
+    def forward(self, reconstructions: Tensor, images: Tensor) -> Tensor:
+        """Mean over the images of `distances`, 0-d."""
+        return self.distances(reconstructions, images).mean()
+
+    def distances(self, reconstructions: Tensor, images: Tensor) -> Tensor:
+        """Two batches of images (b, 3 or 1, h, w) in [0, 1] -> distance of each pair, fp32 (b,); 0 for equal images.
+
+        Raises:
+            ValueError: images with a side of less than 16 pixels, or with another number of channels.
+        """
+        with torch.no_grad():
+            wanted = self._activations(images)
+        found = self._activations(reconstructions)
+        with torch.autocast(images.device.type, enabled=False):
+            if not self.heads:
+                return (found[-1] - wanted[-1]).square().flatten(1).mean(1)
+            blocks = zip(self.heads, found, wanted, strict=True)
+            per_block = [head((_unit(x) - _unit(y)).square()).flatten(1).mean(1) for head, x, y in blocks]
+            return torch.stack(per_block).sum(0)
+
+    def _activations(self, images: Tensor) -> list[Tensor]:
+        """Output of each block's last ReLU, fp32 (b, c_i, h / 2^i, w / 2^i) for i = 0 ... 4."""
+        _check_shape(*images.shape[1:])
+        x = (images.float().expand(-1, 3, -1, -1) - self._mean) / self._std
+        outputs = []
+        for layer in self.features:
+            if isinstance(layer, nn.MaxPool2d):
+                outputs.append(x)
+            x = layer(x)
+        return [output.float() for output in (*outputs, x)]
+
+
+def _check_shape(channels: int, height: int, width: int, or_else: str = "") -> None:
+    if channels not in (1, 3) or min(height, width) < 2 ** (len(_DEPTHS) - 1):
+        takes = "VGG16 compares images of 1 or 3 channels and at least 16 x 16 pixels"
+        raise ValueError(f"{takes}, not {channels} of {height} x {width}; use larger images{or_else}")
+
+
+def _vgg16_features(widths: Sequence[int]) -> nn.Sequential:
+    """The convolutions, numbered as torchvision numbers them, without the last pooling."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, depth in zip(widths, _DEPTHS, strict=True):
+        layers += [nn.MaxPool2d(2)] if layers else []
+        for _ in range(depth):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+    return nn.Sequential(*layers)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """(b, c, h, w), scaled to length 1 over c; 0 where all channels are 0."""
+    return x / (torch.linalg.vector_norm(x, dim=1, keepdim=True) + 1e-10)
+
+
+def load_perceptual(
+    kind: str, weights: str | Path | None = None, device: torch.device | str = "cpu", *, side: int | None = None,
+    widths: Sequence[int] = WIDTHS, flag: str = "--perceptual_weights", mark: Callable[[], None] = lambda: None,
+) -> PerceptualLoss | None:  # fmt: skip
+    """The perceptual loss with its weights.
+
+    Args:
+        kind: "vgg", "lpips", or "none".
+        weights: A file (.pth as published, or .safetensors) or a folder of them under their published names. What it
+            does not hold, or all with None or "published", comes from torch.hub's cache, into which it is fetched.
+        side: Side of the images in pixels, to check that it is large enough; None if it is not known yet.
+        widths: Channels of the five blocks; see `PerceptualLoss`.
+        flag: What the user names the weights with, for messages.
+        mark: Called during the fetching, to show that this process is alive.
+
+    Returns:
+        None for "none".
+
+    Raises:
+        ValueError: one line, if the kind is unknown, images of that side are too small, or weights are missing,
+            damaged, hostile or of another network.
+    """
+    if kind == "none":
+        return None
+    if kind not in ("vgg", "lpips"):
+        raise ValueError(f"perceptual loss {kind!r} is none of none, vgg, lpips")
+    or_else = f", or do without ({'--perceptual none' if flag == '--perceptual_weights' else f'no {flag}'})"
+    if side is not None:
+        _check_shape(3, side, side, or_else)
+    with torch.device("meta"):
+        ours = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
+    files = {"features": VGG16, **({"lin": LPIPS_HEADS} if kind == "lpips" else {})}
+    published = " and ".join(map(str, files.values()))
+    given = None if weights in (None, PUBLISHED) else Path(weights)
+    paths = [given] if given and not given.is_dir() else [file.inside(given) for file in files.values() if given]
+    found: dict[str, Tensor] = {}
+    try:
+        for path in filter(None, paths):
+            found |= read_state_dict(path, ours.keys() - found.keys(), published=published)
+        if given and not found:
+            raise ValueError(f"{given} holds no weights of {kind}; give {published}")
+        for part, file in files.items():
+            if not any(name.startswith(part) for name in found):
+                found |= read_state_dict(fetched(file, mark), {name for name in ours if name.startswith(part)})
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}{or_else}") from None
+    found = {ours[name]: tensor for name, tensor in found.items()}
+    try:
+        with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
+            model = build_with_weights(lambda: PerceptualLoss(kind, widths), found)
+    except ValueError as error:
+        raise ValueError(f"{flag}: the weights of {kind} are of another network: {error}") from None
+    return model.to(device)
+
+
+def load_lpips(
+    weights: str | None, side: int, device: torch.device | str = "cpu", mark: Callable[[], None] = lambda: None
+) -> PerceptualLoss | None:
+    """The LPIPS that a validation reports of images with this side in pixels, with the weights of --lpips_weights; None
+    without any. Raises ValueError as `load_perceptual`."""
+    return load_perceptual(
+        "lpips" if weights else "none", weights, device, side=side, flag="--lpips_weights", mark=mark
+    )
+
+
+def _published_name(name: str) -> str:
+    """heads.2.weight -> lin2.model.1.weight, LPIPS's name of it; a name of the trunk, which is torchvision's, stays."""
+    part, index, kind = name.split(".")
+    return f"lin{index}.model.1.{kind}" if part == "heads" else name

@@ -1,0 +1,166 @@
+"""The layers of a video tokenizer as text: their names, the sizes of videos that fit, and their modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+
+from tandem.config.models.autoencoders import check_choices
+
+from .attention import AdaptiveNorm, Attend, GateLoop, MemoryAttention, TaylorAttention
+from .causal import CausalConv3d, ResidualUnit, SpaceUp, TimeUp
+
+if TYPE_CHECKING:
+    from tandem.config.models.autoencoders import VideoTokenizerConfig
+
+LAYERS: dict[str, str | None] = {
+    "residual": None,
+    "residual_space": None,
+    "consecutive_residual": "how many",
+    "compress_space": "channels",
+    "compress_time": "channels",
+    "attend_space": None,
+    "attend_time": None,
+    "linear_attend_space": None,
+    "gateloop_time": None,
+    "adaptive": None,
+}
+"""Names of layers, and what the number after their colon says; None if they take none.
+
+``residual`` is a residual unit with a causal convolution, ``residual_space`` one whose convolution sees a frame alone,
+``consecutive_residual:n`` n of the first. ``compress_space[:channels]`` halves height and width, ``compress_time``
+turns 1 + 2 n frames into 1 + n. ``attend_space``, ``attend_time`` and ``linear_attend_space`` are attention with a
+feed-forward, ``gateloop_time`` is a gated recurrence. ``adaptive``, which the decoder alone has, is a norm
+that is modulated by the quantized latents.
+"""
+
+_HEADS, _DIM_HEAD = 8, 32
+_LINEAR_HEADS, _LINEAR_DIM_HEAD = 16, 8
+_MOST_LAYERS, _MOST_HALVINGS = 1000, 40
+
+
+class Layer(NamedTuple):
+    name: str
+    number: int | None = None
+
+
+def parse_layers(text: str) -> list[Layer]:
+    """``residual,compress_space:64,consecutive_residual:2`` -> the layers, from the pixels to the codes.
+
+    Raises:
+        ValueError: one line, if a name is unknown or a number missing, superfluous or not positive.
+    """
+    layers = []
+    for part in text.split(","):
+        name, colon, number = (piece.strip() for piece in part.strip().partition(":"))
+        if name not in LAYERS:
+            raise ValueError(f"layers: {name!r} is unknown; use some of {', '.join(LAYERS)}")
+        meaning = LAYERS[name]
+        if colon and meaning is None:
+            raise ValueError(f"layers: {part.strip()!r}: {name} takes no number")
+        if (colon or name == "consecutive_residual") and not (number.isascii() and number.isdigit() and int(number)):
+            raise ValueError(f"layers: {part.strip()!r}: give {name}:N with a whole number N of at least 1 ({meaning})")
+        layers.append(Layer(name, int(number) if colon else None))
+    if len(layers) > _MOST_LAYERS or sum(layer.name.startswith("compress") for layer in layers) > _MOST_HALVINGS:
+        raise ValueError(
+            f"layers: these are {len(layers)}; give at most {_MOST_LAYERS}, and {_MOST_HALVINGS} that compress"
+        )
+    return layers
+
+
+def frames_per_code(layers: str) -> int:
+    """S_t: 1 + S_t x n frames become 1 + n frames of codes."""
+    return int(2 ** sum(layer.name == "compress_time" for layer in parse_layers(layers)))
+
+
+def pixels_per_code(layers: str, patch_size: int = 1) -> int:
+    """S_s: height and width in pixels that a code stands for."""
+    return int(patch_size * 2 ** sum(layer.name == "compress_space" for layer in parse_layers(layers)))
+
+
+def check_frames(frames: int, per_code: int) -> None:
+    """Raise a ValueError of one line unless ``frames`` is 1 + ``per_code`` x n."""
+    if frames < 1 or (frames - 1) % per_code:
+        below = max(frames - 1, 0) // per_code * per_code + 1
+        use = f"use {below} or {below + per_code}"
+        raise ValueError(
+            f"num_frames: {frames} frames must be 1 + {per_code} n, as {per_code} frames share a code; {use}"
+        )
+
+
+def check_side(name: str, pixels: int, per_code: int) -> None:
+    """Raise a ValueError of one line unless ``pixels``, a height or width, is a multiple of ``per_code``."""
+    if pixels < per_code or pixels % per_code:
+        below = max(pixels // per_code, 1) * per_code
+        use = f"use {below} or {below + per_code}"
+        raise ValueError(f"{name} {pixels} must be a multiple of {per_code}, the side of a code in pixels; {use}")
+
+
+def check_options(config: VideoTokenizerConfig) -> None:
+    """Raise a ValueError of one line if an argument of `VideoTokenizer` is out of range by itself."""
+    check_choices(config)
+    for name in ("input_kernel", "output_kernel", "residual_kernel"):
+        if (kernel := getattr(config, name)) < 1 or kernel % 2 == 0:
+            raise ValueError(f"{name} {kernel} must be odd, so that a convolution keeps the size of a frame")
+    size = config.patch_size
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"patch_size {size} must be a power of two: 1, 2, 4, ...")
+    side = config.image_size // size
+    for name in ("input_kernel", "output_kernel"):
+        if config.pad_mode == "reflect" and (kernel := getattr(config, name)) // 2 >= side:
+            at = f"pad_mode reflect at {side} x {side}"
+            raise ValueError(f"{name} {kernel} is too large for {at}; lower it, or use pad_mode constant")
+    for name, value, least in (
+        ("init_dim", config.init_dim, 1), ("max_dim", config.max_dim, 1), ("time_window", config.time_window, 0),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            raise ValueError(f"{name} {value}: give a number of at least {least}")
+
+
+def check_videos(videos: Tensor, channels: int, multiple: int) -> None:
+    """Raise a ValueError of one line unless videos (b, c, f, h, w) or images (b, c, h, w) are floating-point numbers of
+    these channels, in sides that are multiples of this one."""
+    if videos.shape[1] != channels or not videos.is_floating_point():
+        found = f"{videos.dtype} videos of shape {tuple(videos.shape)}"
+        raise ValueError(f"{found}: give floating-point numbers (b, {channels}, frames, height, width)")
+    for name, side in zip(("height", "width"), videos.shape[-2:], strict=True):
+        check_side(name, side, multiple)
+
+
+def make_layers(config: VideoTokenizerConfig, dim_latent: int) -> tuple[list[nn.Module], list[nn.Module], int]:
+    """Modules of the encoder, modules of the decoder in its own order, and the channels between the two. A layer that
+    compresses doubles the channels if it is given none."""
+    encoder: list[nn.Module] = []
+    decoder: list[nn.Module] = []
+    layers, dim = parse_layers(config.layers), config.init_dim
+    names = [layer.name for layer in layers]
+    for index, (name, number) in enumerate(layers):
+        if name.startswith("compress_"):
+            wide = min(number or 2 * dim, config.max_dim or number or 2 * dim)
+            kernel, stride = ((1, 3, 3), (1, 2, 2)) if name == "compress_space" else ((3, 1, 1), (2, 1, 1))
+            encoder.append(CausalConv3d(dim, wide, kernel, stride=stride))
+            decoder.append(SpaceUp(wide, dim) if name == "compress_space" else TimeUp(wide, dim))
+            dim = wide
+        elif name == "adaptive":  # in the decoder alone
+            frames, pixels = (2 ** names[index:].count(f"compress_{way}") for way in ("time", "space"))
+            decoder.append(AdaptiveNorm(dim, dim_latent, frames, pixels))
+        else:
+            encoder += [_layer(name, dim, config) for _ in range(number or 1)]
+            decoder += [_layer(name, dim, config) for _ in range(number or 1)]
+    return encoder, decoder[::-1], dim
+
+
+def _layer(name: str, dim: int, config: VideoTokenizerConfig) -> nn.Module:
+    """A layer that keeps the size of its input."""
+    if "residual" in name:
+        side = config.residual_kernel
+        return ResidualUnit(dim, (1 if name == "residual_space" else side, side, side), config.norm)
+    if name == "attend_space":
+        return Attend(dim, MemoryAttention(dim, _HEADS, _DIM_HEAD), "space")
+    if name == "attend_time":
+        window = config.time_window or None
+        return Attend(dim, MemoryAttention(dim, _HEADS, _DIM_HEAD, is_causal=True, window=window), "time")
+    if name == "linear_attend_space":
+        return Attend(dim, TaylorAttention(dim, _LINEAR_HEADS, _LINEAR_DIM_HEAD), "space")
+    return GateLoop(dim)

@@ -1,0 +1,263 @@
+"""Causal convolutions, resampling and residual units of videos (b, c, f, h, w), for whole clips and for streams.
+
+What looks at other frames is called as ``layer(x, context)``. A clip is given at once, or as chunks in order; then the
+context carries what a layer has to remember of earlier chunks, and the results are those of the whole clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.grad import conv3d_weight
+
+from tandem.models.layers.attention import at_least_fp32
+
+_EPSILON = 1e-6  # added to a mean square
+
+
+class Context(NamedTuple):
+    """What a layer is given beside its input. A tuple, because DeepSpeed's hooks look for tensors only in tuples, lists
+    and dicts."""
+
+    latents: Tensor | None = None
+    """(b, d, f', h', w'), the quantized latents from which the decoder reconstructs this chunk."""
+    is_start: bool = True
+    """Whether the first frame of the input is the first one of the clip."""
+    kept: dict[str, Tensor] | None = None
+    """What layers keep for the next chunk, by name; None if there is none."""
+
+    def past(self, name: str) -> Tensor | None:
+        """What a layer kept of the chunk before, None at the start."""
+        if self.is_start:
+            return None
+        assert self.kept is not None
+        return self.kept[name]
+
+    def keep(self, name: str, x: Tensor) -> None:
+        """Keep x for the next chunk, if there is one: a copy, because a view holds the memory of the whole."""
+        if self.kept is not None:
+            self.kept[name] = x.clone()
+
+
+@dataclass
+class StreamState:
+    """What a stream of frames or codes carries from one call to the next, empty at its start: tensors and numbers,
+    so it can be pickled and continued elsewhere, and several streams can go through one model in turn.
+
+    Its size does not depend on how many frames went through, with one exception: layers that attend to all earlier
+    frames keep their keys and values.
+    """
+
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """What each layer keeps, by its name."""
+    pending: Tensor | None = None
+    """(b, c, f, h, w), given but not yet used: fewer frames than a chunk has."""
+    used: int = 0
+    """Number of frames used."""
+
+    def chunks(self, x: Tensor, frames: int) -> Iterator[tuple[Tensor, Context]]:
+        """(b, c, f, h, w) -> every chunk that is complete: the first has one frame, all others have ``frames``.
+
+        Raises:
+            ValueError: a batch, a height or a width other than those of the frames before.
+        """
+        if self.pending is not None:
+            if (old := _shape_of_a_frame(self.pending)) != (new := _shape_of_a_frame(x)):
+                raise ValueError(f"a stream of frames {old} (b, c, h, w) cannot go on with frames {new}")
+            x = torch.cat([self.pending, x], dim=2)
+        while x.shape[2] >= (length := frames if self.used else 1):
+            context = Context(is_start=self.used == 0, kept=self.kept)
+            self.used += length
+            chunk, x = x[:, :, :length].contiguous(), x[:, :, length:]
+            yield chunk, context
+        self.pending = x.clone()  # not a view, which would hold the memory of all frames
+
+
+def _shape_of_a_frame(x: Tensor) -> tuple[int, ...]:
+    return (*x.shape[:2], *x.shape[3:])
+
+
+class CausalConv3d(nn.Conv3d):
+    """A convolution whose output at frame stride x j depends on no frame after it: k - 1 frames of zeros come before
+    the clip, so that 1 + stride x n frames become 1 + n (Yu et al. 2024, section 3.2).
+
+    For one frame, an image, only the kernel's last time slice meets anything but zeros. It alone is used, and the other
+    slices have a gradient of exactly 0.
+
+    Args:
+        kernel: (frames, height, width), odd in space.
+        stride: In the same order.
+        pad_mode: Padding in space: ``constant`` (zeros), ``reflect`` or ``replicate``. Padding in time is always zeros:
+            a mirror would show frames of the future.
+    """
+
+    stream_name = ""
+
+    def __init__(
+        self, fan_in: int, fan_out: int, kernel: tuple[int, int, int], *,
+        stride: tuple[int, int, int] = (1, 1, 1), pad_mode: str = "constant", bias: bool = True,
+    ) -> None:  # fmt: skip
+        padding = (0, kernel[1] // 2, kernel[2] // 2)
+        mode: Any = "zeros" if pad_mode == "constant" else pad_mode
+        super().__init__(fan_in, fan_out, kernel, stride, padding, bias=bias, padding_mode=mode)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # type: ignore[override]
+        """(b, i, f, h, w) -> (b, o, f', h', w')."""
+        past = context.past(self.stream_name) if self._frames_kept else None
+        padded = self._pad_time(x) if past is None else torch.cat([past, x], dim=2)
+        if self._frames_kept:
+            context.keep(self.stream_name, padded[:, :, -self._frames_kept :])
+        if context.is_start and x.shape[2] == 1:
+            return self._conv_forward(x, self.weight[:, :, -1:], self.bias)
+        return self._conv_forward(padded, self.weight, self.bias)
+
+    def weight_gradient(self, x: Tensor, output_gradient: Tensor) -> Tensor:
+        """Gradient of a loss with respect to the weight, (o, i, *kernel) in fp32, from a whole clip (b, i, f, h, w) and
+        the loss's gradient (b, o, f, h, w) with respect to the output. For stride 1. Needs no weights."""
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            padded = self._pad_space(self._pad_time(x.float()))
+            shape = (self.out_channels, self.in_channels, *self.kernel_size)
+            return conv3d_weight(padded, shape, output_gradient.float())
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padding_mode == "zeros":  # by the convolution itself
+            return super()._conv_forward(input, weight, bias)
+        return F.conv3d(self._pad_space(input), weight, bias, self.stride)
+
+    @property
+    def _frames_kept(self) -> int:
+        return self.kernel_size[0] - self.stride[0]
+
+    def _pad_space(self, x: Tensor) -> Tensor:
+        _, height, width = self.kernel_size
+        return pad_space(x, height // 2, width // 2, self.padding_mode)
+
+    def _pad_time(self, x: Tensor) -> Tensor:
+        frames = self.kernel_size[0] - 1
+        return F.pad(x, (0, 0, 0, 0, frames, 0)) if frames else x
+
+
+def pad_space(x: Tensor, height: int, width: int, mode: str) -> Tensor:
+    """(b, c, f, h, w) -> (b, c, f, h + 2 height, w + 2 width), as `F.pad` with the mode "zeros" (its "constant"),
+    "reflect" or "replicate". `F.pad` has no deterministic backward pass for the last two on a GPU."""
+    if mode == "zeros":
+        return F.pad(x, (width, width, height, height))
+    for dim, count in ((3, height), (4, width)):
+        length = x.shape[dim]
+        if mode == "reflect":
+            before, after = x.narrow(dim, 1, count).flip(dim), x.narrow(dim, length - 1 - count, count).flip(dim)
+        else:
+            shape = [count if axis == dim else -1 for axis in range(x.ndim)]
+            before, after = (x.narrow(dim, at, 1).expand(shape) for at in (0, length - 1))
+        x = torch.cat([before, x, after], dim)
+    return x
+
+
+class SpaceUp(nn.Module):
+    """Doubles height and width: 1 x 1 convolution to four times the channels, SiLU, pixel shuffle. At the start all
+    four pixels are equal (Aitken et al. 2017, "Checkerboard artifact free sub-pixel convolution")."""
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__()
+        self.expand = _equal_parts(fan_in, fan_out, 4)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """(b, i, f, h, w) -> (b, o, f, 2 h, 2 w)."""
+        return rearrange(F.silu(self.expand(x)), "b (c p q) f h w -> b c f (h p) (w q)", p=2, q=2)
+
+
+class TimeUp(nn.Module):
+    """1 + n frames -> 1 + 2 n: 1 x 1 convolution to twice the channels, SiLU, shuffle, and the first of the 2 + 2 n
+    frames is dropped. At the start, frame f is made from frame ceil(f / 2) of the input."""
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__()
+        self.expand = _equal_parts(fan_in, fan_out, 2)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """(b, i, 1 + n, h, w) -> (b, o, 1 + 2 n, h, w); a chunk that is not the first: n frames -> 2 n."""
+        frames = rearrange(F.silu(self.expand(x)), "b (c p) f h w -> b c (f p) h w", p=2)
+        return frames[:, :, 1:] if context.is_start else frames
+
+    def repeat_frames(self) -> None:
+        """Make both frames that a frame becomes equal to the second, which alone is trained on images."""
+        for part in self.expand.parameters():
+            first, second = part.data.view(-1, 2, *part.shape[1:]).unbind(1)
+            first.copy_(second)
+
+
+def _equal_parts(fan_in: int, fan_out: int, parts: int) -> nn.Conv3d:
+    """A 1 x 1 convolution to ``parts`` times fan_out channels, in which the parts of a channel start equal."""
+    conv = nn.Conv3d(fan_in, parts * fan_out, 1)
+    first = torch.empty(fan_out, *conv.weight.shape[1:])
+    nn.init.kaiming_uniform_(first)
+    with torch.no_grad():
+        conv.weight.copy_(first.repeat_interleave(parts, dim=0))
+    nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+    return conv
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean of x^2 over the channels) x gain, for each position by itself (Zhang & Sennrich 2019). The gain is
+    learned."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c, ...) -> the same shape and dtype; the mean is computed in fp32 or fp64."""
+        gain = self.gain.view(-1, *[1] * (x.dim() - 2))
+        # The view adds the two gradients of y before x gets them. Otherwise a third one, of what else uses x, would be
+        # added before, between or after them, depending on whether hooks at this module's border (ZeRO 3) part them.
+        y = at_least_fp32(x).view_as(x)
+        return (y * (y.square().mean(dim=1, keepdim=True) + _EPSILON).rsqrt() * gain).to(x.dtype)
+
+
+class SqueezeExcite(nn.Module):
+    """Channels of each frame times a gate in (0, 2) (Hu et al. 2018, "Squeeze-and-excitation networks"), computed from
+    an attention-weighted mean over the frame (Cao et al. 2020, "Global context networks"). The gate starts as 1: at the
+    sigmoid's far end it would take far too long to open."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        hidden = max(16, dim // 2)
+        self.to_weights = nn.Conv3d(dim, 1, 1)
+        self.squeeze = nn.Linear(dim, hidden)
+        self.excite = nn.Linear(hidden, dim)
+        nn.init.zeros_(self.excite.weight)
+        nn.init.zeros_(self.excite.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.to_weights(x).flatten(3).softmax(dim=-1).to(x.dtype)
+        mean = torch.einsum("bcfn,bfn->bfc", x.flatten(3), weights.squeeze(1))
+        gate = 2 * torch.sigmoid(self.excite(F.leaky_relu(self.squeeze(mean), 0.1)))
+        return x * gate.transpose(1, 2)[..., None, None]
+
+
+class ResidualUnit(nn.Module):
+    """x + gate(1 x 1 convolution(causal convolution(x))).
+
+    Args:
+        kernel: Of the causal convolution: (frames, height, width).
+        norm: ``none``: an ELU follows each convolution. ``rms``: an RMSNorm and a SiLU precede each.
+    """
+
+    def __init__(self, dim: int, kernel: tuple[int, int, int], norm: str) -> None:
+        super().__init__()
+        conv, gate = CausalConv3d(dim, dim, kernel), SqueezeExcite(dim)
+        self.conv, self.mix, self.gate = conv, nn.Conv3d(dim, dim, 1), gate
+        self.norms = nn.ModuleList(RMSNorm(dim) for _ in range(2 if norm == "rms" else 0))
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if not self.norms:
+            return x + self.gate(F.elu(self.mix(F.elu(self.conv(x, context)))))
+        before, between = self.norms
+        y = self.conv(F.silu(before(x)), context)
+        return x + self.gate(self.mix(F.silu(between(y))))

@@ -1,0 +1,90 @@
+"""No quantizer, but a continuous latent with the quantizers' interface: a diagonal Gaussian (Kingma & Welling 2014; as
+the autoencoders of Rombach et al. 2022 have it)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from tandem.devices import widest
+
+from .base import Bottleneck, Quantized
+
+if TYPE_CHECKING:
+    from tandem.config.models.autoencoders import VQGANConfig
+
+_DECAY = 0.99  # per update, of the averages from which the scale of the latents follows
+_LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
+
+
+def scale_of(moments: Tensor) -> tuple[float, float] | None:
+    """(scaling_factor, shift_factor), 1 / standard deviation and mean of all numbers of the latents, from
+    `DiagonalGaussian.moments`; None if nothing was measured, or if the latents were not finite."""
+    weight, mean, square = moments.tolist()
+    if not weight or not math.isfinite(mean + square):
+        return None
+    deviation = math.sqrt(max(square / weight - (mean / weight) ** 2, 0.0))
+    return 1 / max(deviation, 1e-12), mean / weight
+
+
+class DiagonalGaussian(Bottleneck):
+    """Latents z ~ N(mean, variance), channel by channel; z (b, 2 dim, ...) holds means, then log variances.
+
+    Loss: ``kl`` is KL(N(mean, variance) || N(0, 1)) in nats per latent: summed over the channels, a mean over batch and
+    places. While it learns, it follows the mean and the mean square of the latents that the decoder gets, over the
+    whole batch of each update, with a moving average: `scale_of` them is that of a generator's latents.
+    """
+
+    loss_names: ClassVar[tuple[str, ...]] = ("kl",)
+    keeps_fp32 = True
+    moments: Tensor
+    """fp32 (3,): moving averages of 1, of the latents and of their squares, all from 0."""
+
+    def __init__(self, config: VQGANConfig) -> None:
+        super().__init__(0, config.latent_dim)
+        self.register_buffer("moments", torch.zeros(3))
+        self._sums: list[Tensor] = []
+
+    @property
+    def in_dim(self) -> int:
+        return 2 * self.dim
+
+    def summary(self) -> str:
+        return f"continuous latents of {self.dim} channels"
+
+    def gaussian(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """z (b, 2 dim, ...) -> mean and log variance, fp32 (b, dim, ...) each."""
+        mean, log_variance = z.float().chunk(2, dim=1)
+        return mean, log_variance.clamp(_LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE)
+
+    def forward(self, z: Tensor, noise: Tensor | None = None) -> Quantized:
+        """z (b, 2 dim, ...) -> latents fp32 (b, dim, ...), which are samples with standard normal noise of their shape,
+        and means without it. There are no codes: they are an empty tensor."""
+        with torch.autocast(z.device.type, enabled=False):
+            mean, log_variance = self.gaussian(z)
+            kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean()
+            latents = mean if noise is None else mean + (0.5 * log_variance).exp() * noise
+            if self.is_learning:
+                wide = latents.detach().to(widest(latents.device))
+                self._sums.append(torch.stack([wide.new_full((), wide.numel()), wide.sum(), wide.square().sum()]))
+            return Quantized(latents, torch.empty(0, dtype=torch.int64, device=z.device), {"kl": kl})
+
+    @torch.no_grad()
+    def codes(self, z: Tensor) -> Tensor:
+        """z (b, 2 dim, ...) -> the means, fp32 (b, dim, ...)."""
+        return self.gaussian(z)[0]
+
+    def decode_codes(self, codes: Tensor) -> Tensor:
+        return codes
+
+    @torch.no_grad()
+    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
+        if not self.training:
+            return
+        total = self.all_reduce(torch.stack(self._sums).sum(0))
+        self._sums = []
+        moved = self.moments.lerp((total / total[0]).float(), 1 - _DECAY)
+        self.moments.copy_(moved if skipped is None else torch.where(skipped, self.moments, moved))

@@ -1,0 +1,98 @@
+"""Lookup-free quantization (LFQ) and binary spherical quantization (BSQ)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .base import Quantizer, straight_through
+from .entropy import SignEntropy, code_signs
+
+if TYPE_CHECKING:
+    from tandem.config.models.autoencoders import QuantizerConfig
+
+
+class LookupFreeQuantizer(Quantizer):
+    """Maps each channel to its sign: the codebook is the 2^d corners of a cube (MAGVIT-v2: Yu et al. 2024, section
+    3.1).
+
+    Losses: ``commitment`` is mean (z - sg q)^2 (sg: stop-gradient); ``entropy`` is H_sample - diversity_gamma H_batch
+    in nats, with p(c | z) = softmax_c 2 inv_temperature <z, c>, a product over the bits of
+    sigmoid(4 inv_temperature z_b c_b).
+
+    H_batch is exact for up to 2^18 codes, and an upper bound for more; see `SignEntropy`.
+
+    Raises:
+        ValueError: a codebook size that is no power of two, or an inv_temperature that is not positive.
+    """
+
+    loss_names: ClassVar[tuple[str, ...]] = ("commitment", "entropy")
+
+    def __init__(self, config: QuantizerConfig) -> None:
+        bits = exact_log2(config.codebook_size)
+        size = self._channel_size(bits)
+        entropy = SignEntropy(bits, 4 * config.inv_temperature * size, config.diversity_gamma)
+        super().__init__(config.codebook_size, bits, entropy.mean)
+        self._size, self._entropy = size, entropy
+
+    @staticmethod
+    def _channel_size(bits: int) -> float:
+        """Absolute value of each channel of an entry."""
+        return 1.0
+
+    def _observe(self, rows: Tensor) -> None:
+        self._entropy.observe(rows)
+
+    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        codes = sign_codes(rows)
+        entries = self._look_up(codes)
+        # Keep this order: the gradients of rows are added in it, so another order would round differently.
+        commitment, entropy = F.mse_loss(rows, entries), self._entropy(rows, self._all_reduce_of_forward)
+        return straight_through(entries, rows), codes, {"commitment": commitment, "entropy": entropy}
+
+    def _choose(self, rows: Tensor) -> Tensor:
+        return sign_codes(rows)
+
+    def _look_up(self, codes: Tensor) -> Tensor:
+        return code_signs(codes, self.dim) * self._size
+
+
+class BinarySphericalQuantizer(LookupFreeQuantizer):
+    """LFQ of a vector's direction v = z / |z|, with corners on the unit sphere: q = sign(v) / sqrt(d).
+
+    Zhao et al. 2024, "Image and video tokenization with binary spherical quantization"; p(c | v) = softmax_c 2
+    inv_temperature <v, c>, which is a product over the bits of sigmoid(4 inv_temperature v_b c_b), c_b = +-1 / sqrt(d).
+    Losses: ``commitment`` is mean (v - sg q)^2; ``entropy`` is
+    H_sample - diversity_gamma H_batch, in nats. The gradient reaches z through v. The authors leave `commitment` out.
+    """
+
+    @staticmethod
+    def _channel_size(bits: int) -> float:
+        return 1 / math.sqrt(bits)
+
+    def _project(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=1)
+
+
+def sign_codes(rows: Tensor) -> Tensor:
+    """Vectors (..., bits) -> int64 codes (...) of their signs; only what is greater than 0 counts as positive. The
+    first channel is the most significant bit, as in the public implementations; in Yu et al. 2024 it is the least."""
+    shifts = torch.arange(rows.shape[-1] - 1, -1, -1, device=rows.device)
+    return ((rows > 0).long() << shifts).sum(-1)
+
+
+def exact_log2(codebook_size: int) -> int:
+    """The exponent d of a codebook of 2^d codes.
+
+    Raises:
+        ValueError: the size is no power of two, or less than 2.
+    """
+    if codebook_size < 2 or codebook_size & (codebook_size - 1):
+        use = 1 << max(codebook_size, 2).bit_length() - 1
+        problem = f"codebook_size {codebook_size} is no power of two, and d signs make 2^d codes"
+        raise ValueError(f"{problem}; use {use} or {2 * use}")
+    return codebook_size.bit_length() - 1

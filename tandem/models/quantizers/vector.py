@@ -1,0 +1,232 @@
+"""Vector quantization (VQ) with a codebook that follows moving averages: nearest entries, k-means, and draws that are
+a function of seed, step and index, computed on the device without a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tandem.devices import widest
+
+from .base import Quantizer, straight_through
+
+if TYPE_CHECKING:
+    from tandem.config.models.autoencoders import QuantizerConfig
+
+_SMOOTHING = 1e-5  # Laplace smoothing of the counts
+# Pairs of a vector and an entry that are compared at a time: 256 MiB of distances.
+_PAIRS_AT_ONCE = 2**26
+_LEAST_LENGTH = 1e-6  # of a vector: bounds what its gradient is multiplied by
+_MASK = 0xFFFFFFFF
+_MULTIPLIER = 0x45D9F3B  # odd and below 2^31: its product with 32 bits fits an int64
+
+
+class VectorQuantizer(Quantizer):
+    """Replaces each vector by the nearest entry of a codebook; entries follow the mean of the vectors that chose them.
+
+    van den Oord et al. 2017, appendix A.1, over the whole batch of each update: N_k <- decay N_k + (1 - decay) n_k,
+    m_k <- decay m_k + (1 - decay) (sum of the n_k vectors), and e_k = m_k / N_k with Laplace smoothing of N.
+    Loss: ``commitment`` is mean (z - sg e)^2 (sg: stop-gradient). Codebook and averages are buffers and stay fp32 when
+    the model is cast.
+
+    The codebook starts from k-means of the first batch, and a dead entry becomes a vector of the batch, drawn by
+    (seed, step, k): Zeghidour et al. 2021, "SoundStream", section III-C.
+    With `vq_gradient` "rotation" the gradient reaches the vectors as `rotated` says, instead of straight through.
+    With `vq_cosine` the nearest entry is that of the smallest angle: vectors and entries are scaled to length 1.
+
+    Raises:
+        ValueError: vq_decay is not in [0, 1).
+    """
+
+    loss_names: ClassVar[tuple[str, ...]] = ("commitment",)
+    keeps_fp32 = True
+    codebook: Tensor
+    code_counts: Tensor
+    code_sums: Tensor
+    initialized: Tensor
+    revive_below = 0.01
+    """An entry with a smaller N_k, in units of the mean N_k, is dead and becomes a vector of the batch."""
+
+    def __init__(self, config: QuantizerConfig) -> None:
+        if not 0 <= config.vq_decay < 1:
+            raise ValueError(f"vq_decay {config.vq_decay} is not in [0, 1)")
+        super().__init__(config.codebook_size, config.codebook_dim)
+        self.decay, self.cosine, self.rotates = config.vq_decay, config.vq_cosine, config.vq_gradient == "rotation"
+        codebook = self._project(torch.randn(self.num_codes, self.dim))
+        self.register_buffer("codebook", codebook)
+        self.register_buffer("code_counts", torch.ones(self.num_codes))
+        self.register_buffer("code_sums", codebook.clone())
+        self.register_buffer("initialized", torch.tensor(False))
+        self._known_initialized = False
+        self._observed: list[Tensor] = []
+        self._vectors: list[Tensor] = []
+        self._codes: list[Tensor] = []
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the codebook has its first entries. Until then, each call waits for the device."""
+        self._known_initialized = self._known_initialized or bool(self.initialized)
+        return self._known_initialized
+
+    @property
+    def needs_observation(self) -> bool:
+        return self.training and not self.is_initialized
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._known_initialized = False  # the loaded codebook may have no entries yet
+
+    @torch.no_grad()
+    def pool(self) -> None:
+        if self._observed:
+            self._initialize(torch.cat(self._observed))
+        self._observed = []
+
+    @torch.no_grad()
+    def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
+        if not self.training:
+            return
+        if not self._codes:
+            raise RuntimeError("after_update() without a forward in train mode, with gradients, before it")
+        vectors, codes = torch.cat(self._vectors), torch.cat(self._codes)
+        self._vectors, self._codes = [], []
+        counts, sums = sums_by_code(vectors, codes, self.num_codes)
+        candidates = self._candidates(vectors, step, seed)
+        packed = self.all_reduce(torch.cat([counts[:, None], sums, candidates], dim=1))
+        counts, sums, candidates = packed.float().split([1, self.dim, self.dim], dim=1)
+
+        counts = self.code_counts.lerp(counts[:, 0], 1 - self.decay)
+        sums = self.code_sums.lerp(sums, 1 - self.decay)
+        total = counts.sum()
+        smoothed = (counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
+        codebook = self._project(sums / smoothed[:, None])
+        usual = counts.mean()  # dead entries are replaced by candidates, with the mean count
+        is_dead = counts < self.revive_below * usual
+        codebook = torch.where(is_dead[:, None], candidates, codebook)
+        counts = torch.where(is_dead, usual, counts)
+        sums = torch.where(is_dead[:, None], candidates * usual, sums)
+        for old, new in ((self.codebook, codebook), (self.code_counts, counts), (self.code_sums, sums)):
+            old.copy_(new if skipped is None else torch.where(skipped, old, new))
+
+    def _candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
+        """For each entry a vector drawn from the whole batch, (K, d) fp64; zeros where another process holds it."""
+        drawn = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
+        local = drawn - self.rank * len(vectors)
+        is_here = (local >= 0) & (local < len(vectors))
+        return torch.where(is_here[:, None], vectors[local.clamp(0, len(vectors) - 1)].to(widest(vectors.device)), 0.0)
+
+    def _observe(self, rows: Tensor) -> None:
+        self._observed.append(rows)
+
+    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        if self.is_learning and not self.is_initialized:
+            self._initialize(rows.detach())
+        codes = self._choose(rows.detach())
+        if self.is_learning:
+            self._vectors.append(rows.detach())
+            self._codes.append(codes)
+        entries = self._look_up(codes)
+        carrier = rotated(rows, entries) if self.rotates else rows
+        return straight_through(entries, carrier), codes, {"commitment": F.mse_loss(rows, entries)}
+
+    def _choose(self, rows: Tensor) -> Tensor:
+        return nearest(rows, self.codebook)
+
+    def _look_up(self, codes: Tensor) -> Tensor:
+        return self.codebook[codes]
+
+    @torch.no_grad()
+    def _initialize(self, rows: Tensor) -> None:
+        """Entries from k-means of the vectors (n, d) of all processes, unless a centre is not finite. Collective."""
+        vectors = self.gather(rows)
+        centres, counts = kmeans(vectors, self.num_codes, normalize=self._project)
+        # Average the centres of all processes: entries must be equal even if their k-means rounded differently.
+        packed = torch.cat([centres, counts[:, None]], dim=1).to(widest(vectors.device))
+        packed = self.all_reduce(packed) / self.world_size
+        centres, counts = packed[:, :-1].float(), packed[:, -1].float()
+        is_finite = centres.isfinite().all()
+        sums = centres * counts[:, None]
+        for old, new in ((self.codebook, centres), (self.code_counts, counts), (self.code_sums, sums)):
+            old.copy_(torch.where(is_finite, new, old))
+        self.initialized |= is_finite
+
+    def _project(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=-1) if self.cosine else rows
+
+
+def rotated(rows: Tensor, entries: Tensor) -> Tensor:
+    """Vectors e (n, d) turned and scaled onto their entries q (n, d), with a gradient as if the turn were a constant:
+    Fifty et al. 2024, "Restructuring Vector Quantization with the Rotation Trick", section 4.2. The angle between a
+    gradient and an entry becomes the angle between the gradient that the vector gets and the vector.
+
+        |q| / |e| (I - 2 r r^T + 2 q1 e1^T) e    with e1 = e / |e|, q1 = q / |q|, r = (e1 + q1) / |e1 + q1|
+    """
+    with torch.no_grad():
+        lengths, of_entries = (each.norm(dim=1, keepdim=True) for each in (rows, entries))
+        e1, q1 = F.normalize(rows, dim=1), F.normalize(entries, dim=1)
+        r, scale = F.normalize(e1 + q1, dim=1), of_entries / lengths.clamp_min(_LEAST_LENGTH)
+    along_r, along_e1 = ((rows * axis).sum(1, keepdim=True) for axis in (r, e1))
+    return scale * (rows - 2 * along_r * r + 2 * along_e1 * q1)
+
+
+def nearest(vectors: Tensor, entries: Tensor) -> Tensor:
+    """Vectors (n, d) and entries (K, d) -> codes (n,) int64: the entry with the smallest Euclidean distance."""
+    half_squares = entries.square().sum(1) / 2
+    rows = max(_PAIRS_AT_ONCE // len(entries), 1)
+    # |v - e|^2 / 2 = |e|^2 / 2 - <v, e> + a term without e
+    return torch.cat([(half_squares - part @ entries.T).argmin(1) for part in vectors.split(rows)])
+
+
+def kmeans(
+    vectors: Tensor, num_clusters: int, normalize: Callable[[Tensor], Tensor], iterations: int = 10
+) -> tuple[Tensor, Tensor]:
+    """k-means: Lloyd's iterations from randomly chosen vectors. The seed of the choice is the same in every call.
+
+    Args:
+        vectors: (n, d) fp32. With fewer vectors than clusters, some centres start equal; vectors go to the first.
+        normalize: Applied to the means: scaling to length 1 for spherical k-means, else the identity.
+
+    Returns:
+        Centres (num_clusters, d) fp32, and how many vectors are nearest to each (num_clusters,) fp32. A centre without
+        vectors stays where it is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(len(vectors), generator=generator).to(vectors.device)
+    centres = vectors[chosen[torch.arange(num_clusters, device=vectors.device) % len(vectors)]]
+    for _ in range(iterations):
+        counts, sums = sums_by_code(vectors, nearest(vectors, centres), num_clusters)
+        means = normalize((sums / counts.clamp_min(1)[:, None]).float())
+        centres = torch.where(counts[:, None] > 0, means, centres)
+    counts, _ = sums_by_code(vectors, nearest(vectors, centres), num_clusters)
+    return centres, counts.float()
+
+
+def sums_by_code(vectors: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
+    """Vectors (n, d) and their codes (n,) -> the number of vectors with each code (K,) and their sums (K, d), fp64.
+
+    Vectors are sorted by code, then those of each code are added in order: `index_add_` on a GPU adds in any order.
+    The host does not wait for the device.
+    """
+    order = codes.argsort(stable=True)
+    counts = torch.zeros(num_codes, dtype=torch.int64, device=codes.device)
+    counts.scatter_add_(0, codes, torch.ones_like(codes))
+    starts = counts.cumsum(0) - counts
+    dtype = widest(vectors.device)
+    return counts.to(dtype), F.embedding_bag(order, vectors.to(dtype), starts, mode="sum")
+
+
+def _mix(x: Any) -> Any:
+    """A one-to-one scrambling of 32-bit integers, by xor-shifts and multiplications."""
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * _MULTIPLIER & _MASK
+    return (x >> 16) ^ x
+
+
+def random_indices(count: int, bound: int, seed: int, step: int, device: torch.device) -> Tensor:
+    """int64 (count,) in [0, bound), bound < 2^32; the k-th depends on (seed, step, k) only."""
+    key = _mix(_mix(seed & _MASK) ^ (step & _MASK))
+    return _mix(_mix(torch.arange(count, device=device)) ^ key) % bound

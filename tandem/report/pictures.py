@@ -1,0 +1,93 @@
+"""Some of the pictures in samples/, as text for an HTML page."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.io.reading import counted, read_bytes, words_of
+
+_NAME = re.compile(r"step_(\d{1,15})(?:_(.{1,100}))?\.png", re.DOTALL)
+_LARGE_BYTES, _LONGEST_SIDE = 200_000, 1600  # a larger file becomes WebP of such a side, if that is smaller
+_WEBP_QUALITY = 85
+_MOST_PIXELS = 1 << 26  # of a file: decoding one takes 4 bytes for each
+_MOST_BYTES = 1 << 26  # of a file
+
+
+def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The pictures in samples/ by update, each {"step", "model"} with what `encoded` gives or an "error"; and notes.
+
+    Args:
+        most: Updates whose pictures are shown: the first, the last, and others evenly between them.
+    """
+    try:
+        paths = [*folder.iterdir()] if folder.is_dir() else []
+    except OSError as error:
+        return [], [f"samples/ cannot be read: {words_of(error)}"]
+    matches = ((_NAME.fullmatch(path.name), path) for path in paths)
+    found = sorted((int(match[1]), match[2] or "", path) for match, path in matches if match)
+    steps = sorted({step for step, _, _ in found})
+    chosen = set(evenly(steps, most))
+    made = []
+    for step, model, path in found:
+        if step in chosen:
+            try:
+                status = path.stat()
+                shown = encoded(path, status.st_mtime_ns, status.st_size)
+            except (OSError, ValueError) as error:
+                shown = {"error": words_of(error)[:200]}
+            made.append({"step": step, "model": model, **shown})
+    some = f"pictures of {len(chosen)} of {counted(len(steps), 'update')}; --pictures shows more"
+    notes = [some] if len(chosen) < len(steps) else []
+    broken = [picture for picture in made if "error" in picture]
+    if broken:
+        notes.append(
+            f"{len(broken)} of {len(made)} pictures cannot be shown; the first is of update "
+            f"{broken[0]['step']}: {broken[0]['error']}"
+        )
+    return made, notes
+
+
+def evenly(items: Sequence[int], most: int) -> list[int]:
+    """At most this many of the items: the first, the last, and others evenly between them by position."""
+    last = len(items) - 1
+    if last < most:
+        return list(items)
+    return [items[round(last * n / (most - 1)) if most > 1 else last] for n in range(most)]
+
+
+@functools.lru_cache(maxsize=128)  # so that a page that is made again is made soon
+def encoded(path: Path, changed: int, size: int) -> dict[str, Any]:
+    """{"src", "key", "width", "height"} of a PNG: a data: URL, of the file's own bytes unless it is large, and a name
+    that no other content has. When the file was `changed`, and its `size`, tell its contents apart. Raises OSError, and
+    ValueError, in one line, if it is broken or too large."""
+    from PIL import Image
+
+    content, kind = read_bytes(path, _MOST_BYTES), "png"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
+                if image.width * image.height > _MOST_PIXELS:
+                    raise ValueError(f"it has {image.width} x {image.height} pixels")
+                image.load()
+                shape = image.size
+                if len(content) > _LARGE_BYTES:
+                    image.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+                    buffer = io.BytesIO()
+                    image.save(buffer, "webp", quality=_WEBP_QUALITY)
+                    if buffer.tell() < len(content):
+                        content, kind, shape = buffer.getvalue(), "webp", image.size
+    except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
+        is_unknown = type(error).__name__ == "UnidentifiedImageError"
+        raise ValueError("it is no PNG" if is_unknown else words_of(error)) from None
+    source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    key = hashlib.sha256(content).hexdigest()[:32]
+    return {"src": source, "key": key, "width": shape[0], "height": shape[1]}

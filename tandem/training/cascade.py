@@ -1,0 +1,97 @@
+"""The Unets of a cascade, some of which are trained: each has its own engine, and together they are one decoder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tandem.models import Decoder
+
+
+class Cascade:
+    """A decoder of which some Unets are trained by engines. The others keep their weights, without gradients.
+
+    It has the interface of an engine that `tandem.training.loop.Evaluation` needs, and its state is a part of the
+    checkpoint: the weights of the Unets that are not trained.
+
+    Args:
+        decoder: The decoder before its Unets are wrapped.
+        engines: Index of a Unet, from 0, -> its engine.
+    """
+
+    def __init__(self, decoder: Decoder, engines: Mapping[int, Any]) -> None:
+        self._decoder, self._engines = decoder, dict(engines)
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """The decoder with the full weights on every process, to read and evaluate, not to change. Collective."""
+        with ExitStack() as stack:
+            trained = {index: stack.enter_context(engine.gathered()) for index, engine in self._engines.items()}
+            yield self._with(trained)
+
+    # As an engine's; the names begin with that of the Unet, as "unets.1.to_out.weight".
+
+    @property
+    def parts(self) -> list[str]:
+        """Beginnings of the names of the weights that each engine updates, in their order."""
+        return [f"unets.{index}." for index in self._engines]
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(engine.is_sharded for engine in self._engines.values())
+
+    def blank_copy(self) -> Any:
+        trained = {index: engine.blank_copy() for index, engine in self._engines.items()}
+        return copy.deepcopy(self._with(trained)).float().requires_grad_(False)
+
+    def _with(self, trained: Mapping[int, Any]) -> Decoder:
+        """The decoder with these in the place of the Unets that are trained."""
+        return self._decoder.with_unets([trained.get(index, unet) for index, unet in enumerate(self._decoder.unets)])
+
+    def held_weights(self) -> dict[str, Tensor]:
+        held = {name: tensor.detach() for name, tensor in self._decoder.state_dict().items()}
+        for index, engine in self._engines.items():
+            held |= {f"unets.{index}.{name}": tensor for name, tensor in engine.held_weights().items()}
+        return held
+
+    def whole_weight(self, name: str, held: Tensor) -> Tensor:
+        engine, inside = self._owner(name)
+        return engine.whole_weight(inside, held) if engine else held
+
+    def held_part(self, name: str, whole: Tensor) -> Tensor:
+        engine, inside = self._owner(name)
+        return engine.held_part(inside, whole) if engine else whole
+
+    def _owner(self, name: str) -> tuple[Any, str]:
+        """The engine that trains a weight of the decoder, None if none does, and its name in the Unet."""
+        _, index, inside = name.split(".", 2)
+        return self._engines.get(int(index)), inside
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"weights"}: those of the Unets that are not trained, by name, such as "1.to_out.weight"."""
+        return {"weights": self._frozen()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the weights. Raises ValueError if they are those of other Unets."""
+        ours, theirs = self._frozen(), state["weights"]
+        if ours.keys() != theirs.keys():
+            numbers = sorted({int(name.partition(".")[0]) + 1 for name in theirs})
+            raise ValueError(
+                f"the run trains other Unets than --train_unets says: it keeps the Unets {numbers or 'none'} as they "
+                "are; give the same flag, or start another run with --init_from"
+            )
+        for name, tensor in ours.items():
+            tensor.copy_(theirs[name])
+
+    def _frozen(self) -> dict[str, Tensor]:
+        return {
+            f"{index}.{name}": tensor.detach()
+            for index, unet in enumerate(self._decoder.unets)
+            if index not in self._engines
+            for name, tensor in unet.state_dict().items()
+        }

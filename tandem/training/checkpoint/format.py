@@ -1,0 +1,166 @@
+"""The format of a checkpoint on the disk: a folder of safetensors and JSON files, with a checksum for each file."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tandem.io.reading import (
+    DAMAGES,
+    check_inside,
+    check_regular,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+    words_of,
+)
+from tandem.io.writing import NEW_FILE_MODE, sync
+
+STATE, SUMS = "state.json", "SHA256SUMS"
+_CHUNK_BYTES = 1 << 24
+# state.json has numbers and the names of a thousand bad samples; a public tool may have made a longer one.
+LONGEST_STATE_BYTES, _LONGEST_SUMS_BYTES = 1 << 28, 1 << 20
+_LONGEST_HEADER_BYTES = 100_000_000  # safetensors reads no longer one
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)
+_PART_NAME = re.compile(r"\w[\w.-]*")  # a file name that cannot lead out of the folder
+
+# Nested dicts with string keys, whose leaves are tensors and JSON values.
+Tree = dict[str, Any]
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    """Write and sync a new `folder`: one safetensors file per part, state.json, SHA256SUMS (as `sha256sum -c` reads).
+
+    Training goes on in other threads meanwhile: the library writes without holding Python's global interpreter lock
+    (since safetensors 0.8) and without a second copy of the tensors. The checksums are computed from the files as they
+    are read back from the disk.
+
+    Args:
+        folder: Must not exist.
+        tensors: Tensors by part and name: contiguous, on the CPU; no two may overlap in memory.
+    """
+    folder.mkdir()
+    for part, of_part in tensors.items():
+        path = folder / f"{part}.safetensors"
+        save_file(dict(of_part), path)
+        path.chmod(NEW_FILE_MODE)  # the library makes files that only their owner can read
+    (folder / STATE).write_bytes(json.dumps(state, indent=1).encode())
+    sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / SUMS).write_text("".join(sums))
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+
+
+def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tree], dict[str, Any]]:
+    """Parts and meta of a checkpoint, with tensors on the CPU. No code from the files is executed. Tuples come back as
+    lists.
+
+    The tensors are memory-mapped: all processes of a machine share one read of a file, and one copy in memory. `verify`
+    compares every file with its checksum first, which reads all of them.
+
+    Raises:
+        ValueError: one line naming the file that is missing or damaged.
+    """
+    if verify:
+        check_sums(folder)
+    try:
+        state = read_json(inside(folder, STATE), LONGEST_STATE_BYTES)
+        parts: dict[str, Tree] = state["parts"]
+        for name, part in parts.items():
+            if not _PART_NAME.fullmatch(name) or not isinstance(part, dict):
+                raise ValueError(f"{name!r} is not the name of a part, or its value is not a mapping")
+            for path, tensor in load_file(inside(folder, f"{name}.safetensors")).items():
+                *branches, leaf = path.split("/")
+                tree = part
+                for branch in branches:
+                    tree = tree[branch]
+                tree[leaf] = tensor
+        return parts, dict(state["meta"])
+    except OSError as error:
+        raise damaged(Path(error.filename or folder), words_of(error)) from None
+    except _DAMAGES as error:
+        raise damaged(folder, f"{type(error).__name__}: {error}") from None
+
+
+def check_sums(folder: Path, mark: Callable[[str], None] = lambda phase: None) -> None:
+    """Read every file of a checkpoint and compare it with SHA256SUMS. `mark` is called now and then, to show that the
+    process is alive.
+
+    Raises:
+        ValueError: one line naming the first file that is missing, damaged, or not listed.
+    """
+    sums = _read_sums(folder)
+    names = {STATE, *sums} | {file.name for file in folder.glob("*.safetensors")}
+    for name in sorted(names):
+        mark(f"checking {name}")
+        try:
+            path = inside(folder, name)
+            found = _sha256(path, mark) if _is_whole(path) else ""
+        except (OSError, ValueError) as error:
+            raise damaged(folder / name, words_of(error)) from None
+        if sums.get(name) != found:
+            raise damaged(folder / name, f"its content is not what was written: its checksum differs from {SUMS}")
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    path = folder / SUMS
+    try:
+        lines = read_bytes(inside(folder, SUMS), _LONGEST_SUMS_BYTES).decode(errors="replace").splitlines()
+    except (OSError, ValueError) as error:
+        raise damaged(path, words_of(error)) from None
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if strange := [name for name in sums if Path(name).name != name or name in ("", ".", "..")]:
+        raise damaged(path, f"{strange[0]!r} is no file of this folder")
+    return sums
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file of a checkpoint. Raises OSError and ValueError if it is no regular file in the folder."""
+    return check_regular(check_inside(folder / name, folder))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a safetensors file is as long as its header says: one that claims to be endless could not be read to its
+    end. True for other files. Raises OSError and ValueError, in one line, if it is no regular file."""
+    if path.suffix != ".safetensors":
+        return True
+    with open_regular(path) as file:
+        size, length = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+        try:
+            header = parse_json(file.read(min(size, _LONGEST_HEADER_BYTES)))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return bool(8 + size + max(ends, default=0) == length)
+        except DAMAGES:
+            return False
+
+
+def _sha256(path: Path, mark: Callable[[str], None] = lambda phase: None) -> str:
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            mark(f"checking {path.name}")
+    return digest.hexdigest()
+
+
+@contextmanager
+def explained(folder: Path, part: str) -> Iterator[None]:
+    """Turn the errors of a part that restores itself from a state of another form into the ValueError of `damaged`."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise damaged(folder, f"its part {part} is not what was written: {type(error).__name__}: {error}") from None
+
+
+def damaged(path: Path, reason: str) -> ValueError:
+    """The error for a checkpoint that cannot be used, in one line."""
+    return ValueError(f"cannot load the checkpoint: {path}: {' '.join(reason.split())}")

@@ -1,0 +1,354 @@
+"""Checkpoints that are either complete or absent: written by a thread during training, committed by a rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from tandem.io.reading import words_of
+from tandem.io.writing import WRITER, delete, free_name, processor_time, sync, write_atomically
+
+from .format import Tree, check_sums, damaged, explained, read_checkpoint, write_folder
+from .models import MODELS, models_in
+from .snapshot import Memory, Snapshot, pinned_by
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+    from tandem.training.run_folder.folder import RunFolder
+
+_UNFINISHED, _UNWANTED, _DAMAGED = ".unfinished-", ".unwanted-", "damaged-"
+_NAME = re.compile(r"step_[0-9]{8,}")
+
+# Writes something beside a checkpoint: (step, tensors by part and name, JSON values by part).
+Beside = Callable[[int, Mapping[str, Mapping[str, Tensor]], Mapping[str, Tree]], None]
+
+
+class Stateful(Protocol):
+    """A part of a checkpoint. Both methods are called on every process, `load_state_dict` inside an agreement.
+
+    A part may also have `live_state()`, which is then called instead of `state_dict()`. It need not copy: its tensors
+    may be those that the next update changes, and functions in their places may fetch tensors one by one.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Checkpoints:
+    """The checkpoints of a run: folders `step_00000100/` and so on, and a file `latest` with the name of the newest.
+
+    Args:
+        folder: Holds the checkpoints; the first save creates it, in a folder that exists.
+        keep: Number of newest checkpoints that are not deleted, at least 1.
+        processes: The processes of the run; all of them call `save` and `wait`.
+        synced_first: A file whose content must reach the disk before a checkpoint does; it need not exist.
+        check: Raises OSError if nothing may be written to `folder` now.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        processes: Backend,
+        *,
+        synced_first: Path | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert keep >= 1, keep
+        self.folder = folder
+        #: Why the newest checkpoint is not on the disk, in one line; None if it is. Set on the root alone.
+        self.failure: str | None = None
+        #: What could not be deleted, in one line each, until `news` tells it. Set on the root alone.
+        self.left: list[str] = []
+        #: Step of the last call of `save`.
+        self.requested_step: int | None = None
+        #: Seconds of the longest write so far, from the copy to the rename.
+        self.longest_seconds = 0.0
+        self._keep, self._processes, self._synced_first, self._check = keep, processes, synced_first, check
+        self._has_told = False  # whether `news` has told of failures that go on
+        self._was_left: set[str] = set()  # names that `left` has told
+        self._is_protected: set[str] = set()  # names of checkpoints that no save tries to delete again
+        self._memory = Memory()
+        self._snapshot: Snapshot | None = None
+        self._thread: threading.Thread | None = None
+
+    def prepare(self, parts: Mapping[str, Tree]) -> None:
+        """Allocate the pinned memory to which saves of a state like this one are copied. For some gigabytes that takes
+        seconds, in which the first save would hold up training. Collective.
+
+        Raises:
+            UserMistake: one line, if the root's machine has too little memory.
+        """
+        tensors = pinned_by(parts)
+        with self._processes.agreement():
+            if self._processes.is_root:
+                self._memory.pin(tensors)
+
+    def save(self, step: int, parts: Mapping[str, Tree], meta: Mapping[str, Any], beside: Beside | None = None) -> None:
+        """Start to write a checkpoint of this step, unless it exists already; then delete the oldest. Collective.
+
+        Waits for the previous write, but not for this one: if this one fails, `failure` says so later, and the older
+        checkpoints stay as they are.
+
+        Args:
+            parts: Nested dicts of tensors, JSON values, and functions that return a tensor. Only the root's values are
+                written, but every process calls the functions, because they are collective.
+            beside: Called on the root with the copy of the parts, by the thread that writes, before the checkpoint is
+                there. If it fails, the checkpoint does too.
+        """
+        self.join()
+        self.requested_step = step
+        wanted = self._processes.is_root and not self._path(step).exists()
+        snapshot = Snapshot(parts, memory=self._memory, keep=wanted)
+        if not wanted:
+            return
+        self._snapshot, self.failure = snapshot, None
+        state = {"step": step, "meta": json.loads(json.dumps(meta)), "parts": snapshot.values}
+        # Not a daemon thread: the interpreter then waits for the write, however the main thread ends.
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot, state, beside), name=WRITER)
+        self._thread.start()
+        self._processes.before_update(self._wait_for_copy)
+
+    def wait(self) -> None:
+        """Return when the last save is on the disk, or `failure` says why it is not. Collective."""
+        self.join()
+        self._processes.barrier()
+
+    def why_not_saved(self) -> str | None:
+        """`failure` on every process, when the last save has ended. Collective."""
+        self.wait()
+        failure: str | None = self._processes.broadcast_object(self.failure)
+        return failure
+
+    def news(self, *, at_end: bool = False) -> Iterator[str]:
+        """That writes fail, which is said once until one succeeds, and at the end by the caller; that one has succeeded
+        again; or that something could not be deleted: a line each, on the root."""
+        while self.left:
+            yield f"{self.left.pop(0)}; it stays"
+        newest = None if self.requested_step is None else self._path(self.requested_step)
+        if self.failure and not self._has_told and not at_end:
+            self._has_told = True
+            yield f"{self.failure}; training goes on, and each save tries again"
+        elif self._has_told and not self.failure and newest and newest.exists():
+            self._has_told = False
+            yield f"checkpoints are written again: {newest}"
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint, or None."""
+        return latest_checkpoint(self.folder)
+
+    def load_newest(
+        self, folder: RunFolder, expected: Collection[str], say: Callable[[str], None]
+    ) -> tuple[Path | None, dict[str, Tree], dict[str, Any]]:
+        """Load the newest checkpoint that is whole. Collective. Damaged ones, and a run folder that a process does not
+        see, are reported to `say`.
+
+        Returns:
+            Its path, None if none was ever saved; its parts and meta, see `load`.
+
+        Raises:
+            UserMistake: one line, if all checkpoints are damaged or gone, or a process does not see the folder.
+        """
+        here, found = self._processes, None
+        with here.agreement():
+            if here.is_root:
+                found = self.newest_good(say)
+                if found is None and folder.finished_step is not None:
+                    raise ValueError(
+                        f"{folder.path} holds a model of update {folder.finished_step} and no checkpoint; "
+                        "restore one to go on, give another --output_dir, or start over with --fresh"
+                    )
+        # All processes use the root's answer: one on a machine that does not see the folder must not start afresh.
+        latest = here.broadcast_object(str(found) if found else None)
+        blind = [rank for rank, sees in enumerate(here.gather_objects(folder.is_seen)) if not sees]
+        with here.agreement():
+            if blind:
+                if latest:
+                    raise ValueError(f"cannot resume: {unseen(blind[0], folder.path)}")
+                say(unseen(blind[0], folder.path))
+            if latest:
+                return Path(latest), *self.load(Path(latest), expected)
+        return None, {}, {}
+
+    def restore(self, path: Path, states: Mapping[str, Any], parts: Mapping[str, Stateful]) -> None:
+        """Set the parts to the states that were loaded from a checkpoint. Collective.
+
+        Raises:
+            ValueError: one line, if a state is not what its part wrote; on all processes.
+        """
+        for name, state in states.items():
+            # Each in its own agreement, which a part that has collectives begins with them.
+            with self._processes.agreement(), explained(path, name):
+                parts[name].load_state_dict(state)
+
+    def newest_good(self, say: Callable[[str], None]) -> Path | None:
+        """The newest checkpoint whose files match their checksums, or None if none was ever saved. Called on the root
+        only.
+
+        Newer checkpoints that are damaged are renamed, so that their steps can be saved again, and reported to `say`.
+
+        Raises:
+            ValueError: one line, if all checkpoints are damaged or gone.
+        """
+        errors: list[tuple[Path, ValueError]] = []
+        for path in reversed(_found(self.folder)):
+            try:
+                check_sums(path, self._processes.mark)
+            except ValueError as error:
+                errors.append((path, error))
+                continue
+            for bad, reason in errors:
+                say(f"{reason}; moved to {_set_aside(bad)}, going on from the one before")
+            return path
+        if errors:
+            raise ValueError(
+                f"{errors[0][1]}, and {_others(len(errors) - 1)}: restore one of them, or start over with --fresh"
+            )
+        if links := [path for path in self.folder.glob("step_*") if path.is_symlink()]:
+            raise ValueError(f"{links[0]} is a link; put the checkpoint itself there, with `cp -rL`")
+        if (self.folder / "latest").exists() or any(self.folder.glob(f"{_DAMAGED}*")):
+            raise ValueError(f"{self.folder} held checkpoints that are gone; restore one, or start over with --fresh")
+        return None
+
+    def load(self, path: Path, expected: Collection[str] = ()) -> tuple[dict[str, Tree], dict[str, Any]]:
+        """Parts and meta of a checkpoint that `newest_good` has checked, on the CPU. Every process may call it.
+
+        It must hold exactly the parts named in `expected`, if any.
+
+        Raises:
+            ValueError: one line, if the checkpoint cannot be read or holds other parts.
+        """
+        parts, meta = read_checkpoint(path, verify=False)
+        if MODELS in expected:
+            models_in(parts, path)
+        if expected and set(parts) != set(expected):
+            raise damaged(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
+        return parts, meta
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def _wait_for_copy(self) -> None:
+        if self._snapshot is not None:
+            self._processes.mark("copying the state for a checkpoint")
+            self._snapshot.wait()
+
+    def join(self) -> None:
+        """Wait for this process's write; afterwards `failure` is up to date."""
+        used = None
+        while self._thread is not None and self._thread.is_alive():
+            now = processor_time(self._thread)
+            if now is None or now != used:  # a write may take as long as it likes, but a disk that hangs ends the run
+                self._processes.mark("writing a checkpoint")
+            used = now
+            self._thread.join(timeout=1.0)
+        self._thread = None
+
+    # Everything below runs in the thread that writes.
+
+    def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], beside: Beside | None) -> None:
+        began = time.monotonic()
+        path, unfinished = self._path(step), None
+        try:
+            snapshot.finish()
+            self._check()
+            self._make_room()
+            if beside is not None:
+                beside(step, snapshot.tensors, snapshot.values)
+            unfinished = free_name(self.folder / f"{_UNFINISHED}{path.name}")
+            write_folder(unfinished, snapshot.tensors, state)
+            self._commit(unfinished, path)
+        except Exception as error:  # training goes on after any error, because the next save may succeed
+            if not path.exists():  # if it exists, only what follows the rename failed: the next save repeats it
+                self.failure = f"cannot write the checkpoint {path}: {words_of(error)}"
+            if unfinished is not None:
+                delete(unfinished)  # make room: the disk may be full
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+
+    def _commit(self, unfinished: Path, path: Path) -> None:
+        if self._synced_first is not None and self._synced_first.exists():
+            sync(self._synced_first)
+        self._check()  # again, because writing took a while
+        os.rename(unfinished, path)
+        sync(self.folder)
+        try:
+            write_atomically(self.folder / "latest", f"{path.name}\n".encode())
+        finally:
+            for old in _found(self.folder)[: -self._keep]:
+                if old.name not in self._is_protected:  # else each save would rename it, and a kill take its name
+                    self._delete_checkpoint(old)
+
+    def _make_room(self) -> None:
+        """Create the folder, and delete what killed saves left in it."""
+        if not self.folder.exists():
+            self.folder.mkdir()  # without its parents: a run folder that was renamed meanwhile must not reappear
+            sync(self.folder.parent)
+        for prefix in (_UNFINISHED, _UNWANTED):
+            for leftover in self.folder.glob(f"{prefix}*"):
+                if reason := delete(leftover):
+                    self._leave(leftover, reason)
+
+    def _delete_checkpoint(self, path: Path) -> None:
+        # Rename first: a kill between two deletions must not leave a checkpoint without some of its files.
+        unwanted = free_name(self.folder / f"{_UNWANTED}{path.name}")
+        try:
+            os.rename(path, unwanted)
+        except OSError as error:
+            self._leave(path, words_of(error))
+            return
+        files = sorted(os.listdir(unwanted))
+        if reason := delete(unwanted):
+            is_whole = sorted(os.listdir(unwanted)) == files  # protected, perhaps in order to keep it
+            if is_whole:
+                self._is_protected.add(path.name)
+                os.rename(unwanted, path)
+            self._leave(path if is_whole else unwanted, reason)
+
+    def _leave(self, path: Path, reason: str) -> None:
+        """Note that something cannot be deleted, once for each name: it prevents no save."""
+        if path.name not in self._was_left:
+            self._was_left.add(path.name)
+            self.left.append(f"cannot delete {path}: {reason}")
+
+
+def _others(n: int) -> str:
+    return "there is no other one" if n == 0 else f"so are the {n} before it" if n > 1 else "so is the one before it"
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder, or None. Incomplete ones that a killed save left, and links, are ignored."""
+    return next(reversed(_found(folder)), None)
+
+
+def unseen(rank: int, folder: Path) -> str:
+    """What is said if a process does not see the run folder of the root."""
+    return (
+        f"rank {rank} does not see {folder}; put --output_dir on a disk that all machines see, because every process "
+        "reads the checkpoint there to resume"
+    )
+
+
+def step_of(path: Path) -> int:
+    """The number of updates after which a checkpoint was made, by its name."""
+    return int(path.name.removeprefix("step_"))
+
+
+def _found(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first. A link is none: it would have a run go on from any folder."""
+    named = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint; it is not deleted, because somebody might repair it."""
+    target = free_name(path.with_name(f"{_DAMAGED}{path.name}"))
+    os.rename(path, target)
+    return target

@@ -1,0 +1,156 @@
+"""`--dry_run`: a few updates, a validation, a picture and a checkpoint, and what the whole run would cost."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from tandem.io.exits import AskedToStop, Failed
+from tandem.io.reading import counted
+from tandem.io.writing import hold, is_left_behind
+from tandem.training.logging.clock import peak_memory
+from tandem.training.logging.operations import matrix_product, name_of
+from tandem.training.logging.progress import duration
+from tandem.training.run_folder.starts import starts
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+    from .loop import Action
+    from .run import Run
+
+_PREFIX = ".dry-run-"
+_LOCK = ".dry_run"  # in the folder of a dry run, and of no other run
+_UPDATES = 3  # of which the first one may compile, choose kernels and start loaders
+
+
+def folder_beside(output_dir: str, processes: Backend) -> str:
+    """A new folder beside a run folder. The root deletes it when its process ends, if not before, with the folders
+    above that it made for it; and what dry runs that were killed on its machine left there.
+
+    Raises:
+        UserMistake: one line, if it cannot be made.
+    """
+    made = None
+    with processes.agreement():
+        if processes.is_root:
+            parent = Path(os.path.abspath(output_dir)).parent
+            missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+            parent.mkdir(parents=True, exist_ok=True)
+            for left in filter(_is_left_behind, parent.glob(f"{_PREFIX}*")):
+                shutil.rmtree(left, ignore_errors=True)
+            made = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            atexit.register(_delete, Path(made), missing, hold(Path(made, _LOCK)))
+    folder: str = processes.broadcast_object(made)
+    return folder
+
+
+def _is_left_behind(folder: Path) -> bool:
+    """Whether a folder is that of a dry run that was killed on this machine, in which no other run began since."""
+    is_left = not folder.is_symlink() and is_left_behind(folder / _LOCK)
+    return is_left and all("--dry_run" in start.get("command", ()) for start in starts(folder))
+
+
+def _delete(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
+    """Delete a folder, and those of the folders above it that are empty then; `lock` is held until now."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for parent in parents:
+            parent.rmdir()
+    lock.close()
+
+
+def rehearse(
+    run: Run, actions: Sequence[Action], batch: Any, kind: Callable[[int, Any], Hashable]
+) -> Iterator[tuple[int, Any]]:
+    """Yields updates as `tandem.training.loop.updates`, then does each of `actions` once, those first that measure, and
+    prints what each takes and what the run would take with these flags."""
+    seconds: list[float] = []
+    kinds: list[Hashable] = []
+    total, device = run.progress.total_steps, run.processes.device
+    for _ in range(min(_UPDATES, total)):
+        kinds.append(kind(run.progress.step, batch))
+        with _timed(seconds, device), run.operations.update(kinds[-1]):
+            yield run.progress.step, batch
+            batch = run.feed.next()
+        run.advance()
+        if run.stop_requested(now=True):
+            raise AskedToStop
+    per_update, whole = min(seconds), total * min(seconds)
+    taken: dict[str, float] = {}
+    for action in sorted(actions, key=lambda action: not action.measures):
+        once: list[float] = []
+        with _timed(once, device):
+            action.do()
+            failure = run.checkpoints.why_not_saved()
+        if failure:
+            run.say(failure)
+            raise Failed
+        taken[action.name] = once[0]
+        whole += once[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
+    feed = run.feed
+    feed.report_bad_samples(run.say)
+    if part := len(feed.validated):
+        whole += taken["validation"] * (len(feed.valid_set) / part if part < len(feed.valid_set) else 0)
+    first = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
+    run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{first}")
+    run.warn(_utilization(run, kinds[seconds.index(per_update)], per_update))
+    run.say("; ".join(f"{name} {once:.3g} s" for name, once in taken.items()))
+    peaks = run.processes.gather_objects(peak_memory(device))
+    most = ", ".join(f"{name[5:-3].replace('_', ' ')} {max(each[name] for each in peaks):.3g} GB" for name in peaks[0])
+    newest = run.checkpoints.latest() if run.is_root else None
+    n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
+    run.say(f"memory, the most of a process: {most}; a checkpoint has {n_bytes / 1e6:.3g} MB")
+    takes = f"the whole run, {counted(total, 'update')} with all that, would take {duration(whole)}"
+    if whole > run.clock.run_seconds:
+        reached = counted(max(1, int(total * run.clock.run_seconds / whole)), "update")
+        takes += f"; --max_minutes {run.args.max_minutes:g} ends it after about {reached}"
+    run.say(f"{takes}; dry run: nothing of it was kept")
+    run.close()
+    if run.is_root:
+        shutil.rmtree(run.folder.path, ignore_errors=True)
+
+
+def _utilization(run: Run, kind: Hashable, seconds: float) -> str | None:
+    """What an update computes, and which share that is of what the devices could; None if it was not counted.
+    Collective."""
+    processes = run.processes
+    device, precision = processes.device, processes.options.precision
+    flops = processes.sum({"flops": run.operations.of(kind)})["flops"]
+    if math.isnan(flops):
+        return None
+    if run.peak:
+        most, what = run.peak, f"the peak of {processes.world_size} x {name_of(device)}"
+    else:  # all processes at once, as they train
+        most = processes.sum({"flops": matrix_product(device, precision)})["flops"]
+        what = f"the rate of a matrix product on {'this CPU' if device.type == 'cpu' else 'this device'}"
+    rate = flops / seconds
+    return (
+        f"an update computes {_flop(flops)}, forward and backward: {_flop(rate)}/s, {rate / most:.2g} of {what} "
+        f"({_flop(most)}/s in {precision})"
+    )
+
+
+def _flop(number: float) -> str:
+    unit = max(min(int(math.log10(max(number, 1)) // 3), 5), 2)
+    return f"{number / 1000**unit:.3g} {' kMGTP'[unit]}FLOP"
+
+
+@contextlib.contextmanager
+def _timed(seconds: list[float], device: torch.device) -> Iterator[None]:
+    """Context that appends its seconds, those of the device included, to a list."""
+    began = time.monotonic()
+    yield
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    seconds.append(time.monotonic() - began)

@@ -1,0 +1,221 @@
+"""Moving averages of a model's weights: exponential, or with a power of time as their profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tandem.devices import fp64_device
+
+from .power_function import exponent_of
+
+if TYPE_CHECKING:
+    from tandem.distributed.engines.base import Engine
+
+    from .cascade import Cascade
+
+Gathered = Callable[[], AbstractContextManager[Any]]
+
+_OF_LENGTH = "ema_"  # before the length, in the name of an average
+_TENSORS_AT_ONCE = 32  # moved by the same launches on a GPU; their differences are the memory that an update takes
+
+
+class AveragedModel:
+    """An average of the weights in fp32, of which each process holds as much as of the weights themselves: where these
+    are sharded a part of each, so that an update of the average sends nothing and takes no memory for whole weights.
+
+    Args:
+        weights: Those to average, of an engine or a cascade of engines. The average starts from a copy of them.
+    """
+
+    def __init__(self, weights: Engine | Cascade) -> None:
+        self._weights = weights
+        self.module = weights.blank_copy().eval()
+        self._parameters = dict(self.module.named_parameters())
+        held = weights.held_weights()
+        self._held = {name: held[name].detach().to(torch.float32, copy=True) for name in self._parameters}
+        self.device = next(iter(self._held.values())).device
+        self._let_go()
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """The averaged model, whole on every process, to read and evaluate, not to change. Collective."""
+        for name, parameter in self._parameters.items():
+            parameter.data = self._weights.whole_weight(name, self._held[name])
+        try:
+            yield self.module
+        finally:
+            self._let_go()
+
+    @torch.no_grad()
+    def move_towards(self, held: Mapping[str, Tensor], share: Tensor, part: str = "") -> None:
+        """Move a share of the way, 0-d, to the weights whose names begin with `part`, of which `held` is what this
+        process holds; copy the buffers."""
+        share, names = share.float().to(self.device), [name for name in self._held if name.startswith(part)]
+        for start in range(0, len(names), _TENSORS_AT_ONCE):
+            averages = [self._held[name] for name in names[start : start + _TENSORS_AT_ONCE]]
+            targets = [held[name].to(self._held[name]) for name in names[start : start + _TENSORS_AT_ONCE]]
+            if self.device.type == "cpu":  # one pass over the memory
+                torch._foreach_lerp_(averages, targets, [share] * len(averages))
+            else:  # three kernels; lerp with a share that is on the device has one for each weight
+                steps = torch._foreach_sub(targets, averages)
+                torch._foreach_mul_(steps, share)
+                torch._foreach_add_(averages, steps)
+        for name, buffer in self.module.named_buffers():
+            if name in held and name.startswith(part):
+                buffer.copy_(held[name])
+
+    def state(self) -> dict[str, Any]:
+        """Averages and buffers by name. A weight that is spread over the processes is a function that returns it whole;
+        all processes call these functions in the same order."""
+        whole, is_sharded = self._weights.whole_weight, self._weights.is_sharded
+        held = {name: partial(whole, name, part) if is_sharded else part for name, part in self._held.items()}
+        return {name: held.get(name, tensor) for name, tensor in self.module.state_dict().items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take whole weights and buffers from `state`. Raises ValueError if its names or shapes are not the model's."""
+        mine = {**self.module.state_dict(), **self._held}
+        if odd := sorted(mine.keys() ^ state.keys()):
+            lack = "missing" if odd[0] in mine else "not a weight of the model"
+            raise ValueError(f"the averaged weights do not fit the model: {odd[0]} is {lack} ({len(odd)} in all)")
+        for name, tensor in mine.items():
+            try:
+                part = self._weights.held_part(name, state[name]) if name in self._held else state[name]
+                if part.shape != tensor.shape:
+                    raise ValueError(f"the shape {tuple(part.shape)} is not the model's {tuple(tensor.shape)}")
+            except ValueError as error:
+                raise ValueError(f"the averaged weights do not fit the model: {name}: {error}") from None
+            tensor.copy_(part)
+
+    def _let_go(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+
+
+class Average:
+    """Averages of the same weights by name, each of which starts from a copy of them; the run keeps the first. Without
+    any, the run keeps the trained model itself. Buffers are copied, not averaged.
+
+    Args:
+        weights: Those to average, of an engine or a cascade of engines.
+        shares: Of each average, how far update n = 1, 2, ... (float64, 0-d) moves it towards the weights.
+        parts: Beginnings of the names of weights that are updated together, each with a count of its own.
+    """
+
+    def __init__(
+        self, weights: Engine | Cascade, shares: Mapping[str, Callable[[Tensor], Tensor]], parts: Sequence[str] = ("",)
+    ) -> None:
+        self._weights, self._shares = weights, shares
+        self._averages = {name: AveragedModel(weights) for name in shares}
+        device = next((fp64_device(average.device) for average in self._averages.values()), None)
+        # Updates that the averages hold: on the device, if it has fp64, where it is known which ones are skipped, so
+        # that the host does not wait.
+        self._updates = {part: torch.zeros((), dtype=torch.float64, device=device) for part in parts}
+
+    def update(self, *skipped: Tensor) -> None:
+        """Add the weights after one update, but not those of a part whose flag (0-d bool, as that of an engine's
+        `Update`) says that it was skipped: they have not changed, and it does not count. Without flags none was.
+        Collective."""
+        if not self._averages:
+            return
+        held = self._weights.held_weights()
+        flags = skipped or [torch.tensor(False)] * len(self._updates)
+        for (part, updates), flag in zip(self._updates.items(), flags, strict=True):
+            is_made = ~flag.to(updates.device)
+            updates += is_made
+            for name, average in self._averages.items():
+                average.move_towards(held, torch.where(is_made, self._shares[name](updates), 0.0), part)
+
+    def averages(self) -> dict[str, Gathered]:
+        """Models to evaluate beside the trained one, by name ("ema", or "ema_0.05" for each length): in the context of
+        averages()[name]() the averaged model is whole on every process. Collective."""
+        return {name: average.gathered for name, average in self._averages.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """`live_state` with the tensors themselves. Collective."""
+        return _fetched(self.live_state())
+
+    def live_state(self) -> dict[str, Any]:
+        """The count of updates, by part if there are parts, and the averaged weights, by length if there are lengths;
+        those that are sharded as functions that return them whole. Empty without an average."""
+        if not self._averages:
+            return {}
+        states = {name: {"weights": average.state()} for name, average in self._averages.items()}
+        of_lengths = {"powers": {name.removeprefix(_OF_LENGTH): state for name, state in states.items()}}
+        counts = {part: int(updates) for part, updates in self._updates.items()}
+        return {"updates": counts.get("", counts), **states.get("ema", of_lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore count and weights; other averages, and missing or unexpected names, are a ValueError."""
+        weights = {f"{_OF_LENGTH}{length}": of["weights"] for length, of in state.get("powers", {}).items()}
+        if "weights" in state:
+            weights["ema"] = state["weights"]
+        if weights.keys() != self._averages.keys():
+            flag = f"--ema_power {' '.join(state['powers'])}" if "powers" in state else "--ema_decay"
+            what, flag = ("other averages", flag) if state else ("no average", "--ema_decay 0 and without --ema_power")
+            raise ValueError(f"the checkpoint holds {what} of the weights: continue with {flag}")
+        for name, average in self._averages.items():
+            average.restore(weights[name])
+        counts = state.get("updates", 0)
+        for part, updates in self._updates.items():  # one count for all parts: of an earlier version
+            updates.fill_(counts[part] if isinstance(counts, Mapping) else counts)
+
+
+def make_ema(
+    weights: Engine | Cascade, decay: float, lengths: Sequence[float] | None = None, parts: Sequence[str] = ("",)
+) -> Average:
+    """The averages of an engine's `weights` with these `lengths` (--ema_power), or the one with this `decay`
+    (--ema_decay), or none for no length and 0; for `parts` see `Average`. Raises ValueError if a length is given
+    twice."""
+    names = [f"{length:g}" for length in lengths or ()]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--ema_power {' '.join(names)}: give each length once")
+    if names:
+        return Average(weights, {f"{_OF_LENGTH}{name}": power_of_time(float(name)) for name in names}, parts)
+    return Average(weights, {"ema": exponential(decay)} if decay > 0 else {}, parts)
+
+
+def exponential(decay: float) -> Callable[[Tensor], Tensor]:
+    """The shares of the average a <- d a + (1 - d) w, with d = min(decay, (1 + n) / (10 + n)) at update n = 1, 2, ...
+
+    The smaller d of the first updates removes the random initial weights from the average sooner; it is the rule of
+    TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`. The decay lies in (0, 1).
+    """
+    return lambda n: (9 / (10 + n)).clamp_min(1 - decay)
+
+
+def power_of_time(length: float) -> Callable[[Tensor], Tensor]:
+    """The shares of an average whose profile is a power of time: the weights of update k of n count in proportion to
+    k^(g+1) - (k-1)^(g+1), about k^g. So the average grows with the run, and forgets the initial weights at once.
+
+    a <- b a + (1 - b) w after update n = 1, 2, ..., with b = (1 - 1 / n)^(g + 1); Karras et al. 2024, section 3.1. The
+    exponent g follows from the length, the standard deviation of the profile as a fraction of the run
+    (`tandem.training.power_function.exponent_of`).
+    """
+    exponent = exponent_of(length)
+    return lambda n: 1 - (1 - 1 / n) ** (exponent + 1)
+
+
+def kept_weights(engine: Engine | Cascade, average: Average) -> AbstractContextManager[Any]:
+    """Context of the model that the run keeps, whole on every process, to read and evaluate, not to change: the first
+    average of the engine's weights, or these where there is none. Collective."""
+    return next(iter(average.averages().values()), engine.gathered)()
+
+
+def kept_metric(average: Average, name: str) -> str:
+    """What a metric of a validation of that model is called: "valid/ema/psnr", or "valid/psnr" without an average."""
+    return "/".join(["valid", *list(average.averages())[:1], name])
+
+
+def _fetched(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with tensors in the places of the functions that return them."""
+    return {
+        key: _fetched(value) if isinstance(value, Mapping) else value() if callable(value) else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,153 @@
+"""Pictures that a decoder draws from noise: spread over the processes, and the same on any number of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from tandem.training.metrics.generation import GenerationQuality
+from tandem.training.visuals.images import caption_of, grid
+
+from .noise import Noise
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+    from tandem.models import Decoder
+    from tandem.models.features.clip import Clip
+
+# Pictures that are drawn at once. Kernels may round differently for another number, so it never depends on that of the
+# processes. Few pictures are shown, and no process should draw all of them.
+CHUNK, CHUNK_SHOWN = 16, 4
+
+Batch = Mapping[str, Any]
+
+
+class _Abandoned(Exception):
+    """This process was asked to stop while it draws; all of them learn it after the chunk."""
+
+
+def noise_of(seed: int, numbers: Sequence[int], device: torch.device) -> Callable[[int], Callable[..., Tensor]]:
+    """The source of noise for `models.Decoder.sample`: that of a picture depends on its number and the seed alone."""
+
+    def of_unet(index: int) -> Callable[..., Tensor]:
+        def draw(name: str, step: int, shape: Sequence[int]) -> Tensor:
+            return Noise(seed, f"sample/unet{index + 1}/{name}").normal(step, numbers, shape, device)
+
+        return draw
+
+    return of_unet
+
+
+class Generation:
+    """Draws pictures for the conditions of a feed.
+
+    Args:
+        conditions: Batch -> the conditions of its pictures, (b, ...) each.
+        sampling: How noise becomes pictures, as the decoder takes it.
+    """
+
+    def __init__(
+        self,
+        feed: Any,
+        conditions: Callable[[Batch], Mapping[str, Tensor]],
+        sampling: Any,
+        processes: Backend,
+        seed: int,
+    ) -> None:
+        self._feed, self._conditions, self._sampling = feed, conditions, sampling
+        self._processes, self._seed = processes, seed
+
+    @torch.no_grad()
+    def judge(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
+        """Draw one picture for each of `count` samples of the validation split, which is begun again if it holds fewer;
+        return their quality beside the real ones, which takes what clip compares too. Collective."""
+
+        def add(numbers: range) -> None:
+            batch = self._feed.validation_samples(numbers)
+            pictures = self.pictures(decoder, self._conditions(batch), numbers)
+            wanted = slice(0, min(len(numbers), count - numbers[0]))
+            batch, pictures = {name: value[wanted] for name, value in batch.items()}, pictures[wanted]
+            real = F.interpolate(
+                batch["images"].float() / 255, size=pictures.shape[-2:], mode="bilinear", antialias=True
+            )
+            quality.add(real, pictures, numbers[wanted], **(clip.compared(pictures, batch) if clip else {}))
+
+        self._in_rounds(count, CHUNK, add)
+        return quality.result(self._processes.sum, self._processes.gather)
+
+    def draw(self, decoder: Decoder, shown: Batch) -> Image.Image:
+        """A row for each sample: its image, then what each Unet draws for its condition; labelled by its caption.
+        Collective; the picture is whole on every process."""
+        conditions, images = self._conditions(shown), shown["images"].float() / 255
+        count, places = len(images), []
+        drawn: list[list[Tensor]] = [[images.new_zeros(0, images.shape[1], s, s)] for s in decoder.image_sizes]
+
+        def add(numbers: range) -> None:
+            rows = torch.tensor([place % count for place in numbers], device=images.device)
+            of_rows = {name: value[rows] for name, value in conditions.items()}
+            n_wanted = min(len(numbers), count - numbers[0])
+            places.extend(list(numbers)[:n_wanted])
+            of_unets: list[Tensor] = []
+            self.pictures(decoder, of_rows, numbers, on_pictures=of_unets.append)
+            for column, pictures in zip(drawn, of_unets, strict=True):
+                column.append(pictures[:n_wanted])
+
+        self._in_rounds(count, CHUNK_SHOWN, add)
+        order = [place for of_rank in self._processes.gather_objects(places) for place in of_rank]
+        by_place = torch.tensor(order).argsort().to(images.device)
+        columns = [images, *(self._processes.gather(torch.cat(column))[by_place] for column in drawn)]
+        largest = max(column.shape[-1] for column in columns)
+        same = [F.interpolate(column, size=(largest, largest), mode="nearest") for column in columns]
+        rows_of = torch.stack(same, dim=1)
+        captions = [caption_of(shown["captions"][place]) for place in range(count)]
+        return grid(
+            {f"{place} {caption}": row for place, (caption, row) in enumerate(zip(captions, rows_of, strict=True), 1)}
+        )
+
+    def pictures(
+        self, decoder: Decoder, conditions: Mapping[str, Tensor], numbers: Sequence[int], **how: Any
+    ) -> Tensor:
+        """Pictures (n, c, s, s) in [0, 1] with these numbers. Not collective."""
+        noise = noise_of(self._seed, numbers, self._processes.device)
+
+        def mark(done: int, total: int) -> None:
+            self._processes.mark("drawing pictures")
+            if self._processes.stop.is_asked_here:
+                raise _Abandoned
+
+        mark(0, 0)
+        with self._processes.autocast():
+            return decoder.sample(conditions, noise, self._sampling, batch=len(numbers), on_step=mark, **how)
+
+    def _in_rounds(self, count: int, chunk: int, draw: Callable[[range], None]) -> None:
+        """Call `draw` with the numbers of the pictures that this process draws, in chunks of one size; those from
+        `count` on only fill the last chunk. After each chunk all processes ask whether to stop, as the feed does
+        between batches; one that was asked itself does not wait for the end of its chunk. Collective."""
+        size = min(chunk, count)
+        for first in range(0, count, self._processes.world_size * size):
+            mine = first + self._processes.rank * size
+            with self._processes.agreement(), suppress(_Abandoned):  # some processes may have none left, and wait
+                if mine < count:
+                    draw(range(mine, mine + size))
+            self._feed.ask()
+
+
+def sampling_example(args: argparse.Namespace) -> list[str]:
+    """Flags of sample.py with which the model that is being trained can draw, but for --model."""
+    if not args.condition_on:
+        flags = ["--count", "4"]
+    elif args.clip:
+        weights = ["--clip_weights", args.clip_weights] if args.clip_weights else []
+        flags = ["--prompts", "a text", "--clip", args.clip, *weights]
+    elif args.image_folder.startswith("demo:") and not args.dataset:
+        flags = ["--prompts", "a red circle on the left"]
+    else:
+        flags = ["--image_embeddings" if "image" in args.condition_on else "--text_embeddings", "rows.npy"]
+    return [*flags, "--output", f"{args.output_dir}/pictures"]

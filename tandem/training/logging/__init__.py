@@ -1,0 +1,1 @@
+"""Lines of metrics, and where they are shown and written."""

@@ -1,0 +1,162 @@
+"""Where the time and the memory of a run go, and when it is time to save, to stop or to finish."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tandem.training.metrics.directions import TIMES
+from tandem.training.run_folder.starts import now
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+_IMPORTED = time.monotonic()
+_MOST_UPDATES = 1000  # between two looks at the clock
+_UNKNOWN_SAVE_SECONDS = 10.0  # assumed before the first save
+
+
+def process_seconds() -> float:
+    """Seconds since this process was started; since this module was imported, if /proc does not say."""
+    since_import = time.monotonic() - _IMPORTED
+    try:
+        # Field 22 of /proc/self/stat: start in clock ticks since boot. The fields are counted after the name in ().
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        booted = time.CLOCK_BOOTTIME if hasattr(time, "CLOCK_BOOTTIME") else time.CLOCK_MONOTONIC
+        return max(since_import, time.clock_gettime(booted) - started)
+    except (OSError, ValueError, IndexError):
+        return since_import
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The most memory in GB that this process had since it started: of the host, and of its GPU, where
+    PyTorch reserves more than it has in use."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peaks = {"peak_host_memory_gb": host}
+    if device.type != "cpu":
+        with suppress(RuntimeError):  # PyTorch keeps no statistics of the memory of some devices, MPS among them
+            peaks["peak_device_memory_gb"] = torch.accelerator.max_memory_allocated(device)
+            peaks["peak_device_memory_reserved_gb"] = torch.accelerator.max_memory_reserved(device)
+    return {name: round(number / 1e9, 3) for name, number in peaks.items()}
+
+
+class Clock:
+    """Wall-clock seconds of all starts of a run, and of those of this start what is training and what was waited for.
+
+    Args:
+        minutes: Of the process, in which a last save is to be done; None for no limit.
+        save_minutes: Age of a checkpoint at which the next one is due; 0 for never.
+        run_minutes: Of all starts, after which the run finishes; None for no limit.
+    """
+
+    def __init__(
+        self,
+        processes: Backend,
+        minutes: float | None = None,
+        save_minutes: float = 0.0,
+        run_minutes: float | None = None,
+    ) -> None:
+        self._processes, self._limit_seconds = processes, 60 * (minutes or math.inf)
+        self._save_seconds, self.run_seconds = 60 * (save_minutes or math.inf), 60 * (run_minutes or math.inf)
+        self._asked_at: float | None = None
+        self._longest_step = 0.0
+        self._paused_since: float | None = None
+        self._saving_seconds = 0.0
+        self._validated_at: float | None = None
+        self.begin(0.0, 0)
+
+    def begin(self, seconds: float, samples: int) -> None:
+        """Count from now on, after the `seconds` and `samples` of earlier starts."""
+        self._lap, self._lap_samples = time.monotonic(), samples
+        self._began = self._saved_at = self._lap
+        self._start = self._lap - seconds
+        self._before = dict(self._processes.waited)
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds of this start, validation, pictures and saves included, and of the earlier ones."""
+        return time.monotonic() - self._start
+
+    def times(self, samples: int) -> dict[str, Any]:
+        """Of a line of metrics, after `samples` of all starts: samples per second of training since the last call,
+        seconds of all starts, and the time of day."""
+        until = time.monotonic() if self._paused_since is None else self._paused_since
+        rate = (samples - self._lap_samples) / max(until - self._lap, 1e-9)
+        self._lap, self._lap_samples = until, samples
+        return dict(zip(TIMES, (round(rate, 3), round(self.seconds, 3), now()), strict=True))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context for what is not training, such as validation, pictures and checkpoints: rate and waits leave it
+        out."""
+        waited, began = self._waited(), time.monotonic()
+        self._paused_since = began
+        yield
+        self._paused_since = None
+        self._lap += time.monotonic() - began
+        self._before = {name: seconds - waited[name] for name, seconds in self._processes.waited.items()}
+
+    @contextmanager
+    def validating(self) -> Iterator[Callable[[], float]]:
+        """Context for a validation. Afterwards the function that it gives returns the share of it in the time since the
+        validation before it ended; 0 for the first one of a start, in which loaders begin and kernels are chosen."""
+        began, before, share = time.monotonic(), self._validated_at, 0.0
+        yield lambda: share
+        self._validated_at = time.monotonic()
+        if before is not None:
+            share = (self._validated_at - began) / max(self._validated_at - before, 1e-9)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context for a save, which training waits for."""
+        began = time.monotonic()
+        yield
+        self._saved_at = time.monotonic()
+        self._saving_seconds += self._saved_at - began
+
+    def waits(self) -> dict[str, float]:
+        """Seconds that this process waited since the last call, by metric."""
+        waits = {**self._waited(), "save": self._saving_seconds}
+        if self._processes.device.type != "cpu":
+            del waits["communication"]  # the host waits for all kernels, and those wait for other processes
+        self._before, self._saving_seconds = dict(self._processes.waited), 0.0
+        return {f"{name}_seconds": seconds for name, seconds in waits.items()}
+
+    def is_late(self, save_seconds: float) -> bool:
+        """Whether it is time to save. Called when the processes ask whether to stop: after each update, and between the
+        steps of an evaluation. Three of these and the save get twice the time of the longest so far.
+
+        Args:
+            save_seconds: Of the longest save so far, 0 if none.
+        """
+        asked_at = time.monotonic()
+        if self._asked_at is not None:
+            self._longest_step = max(self._longest_step, asked_at - self._asked_at)
+        self._asked_at = asked_at
+        # Three steps: a stop request takes effect up to two updates late (`Backend.stop_requested`).
+        room = 2 * (3 * self._longest_step + (save_seconds or _UNKNOWN_SAVE_SECONDS))
+        return self._limit_seconds < math.inf and process_seconds() + room >= self._limit_seconds
+
+    def look(self, updates: int) -> tuple[bool, bool, int]:
+        """Whether a checkpoint is due by its age, whether the time of the run is over, and in how many updates to look
+        again: so many as take half of what is left, if they are as slow as the slowest so far, or as the mean of all
+        `updates` of this start, of which the first may have compiled the model."""
+        now = time.monotonic()
+        save_seconds, run_seconds = self._save_seconds - (now - self._saved_at), self.run_seconds - self.seconds
+        per_update = max(self._longest_step, (now - self._began) / updates, 1e-3)
+        left = min(each if each > 0 else whole for each, whole in (
+            (save_seconds, self._save_seconds), (run_seconds, math.inf)
+        ))  # fmt: skip
+        return save_seconds <= 0, run_seconds <= 0, int(max(min(left / 2 / per_update, _MOST_UPDATES), 1))
+
+    def _waited(self) -> dict[str, float]:
+        return {name: seconds - self._before[name] for name, seconds in self._processes.waited.items()}

@@ -1,0 +1,105 @@
+"""What is recorded during an update for its line of metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+from torch import Tensor
+
+from tandem.devices import double
+from tandem.training.metrics.averages import code_statistics, counts_of_codes
+from tandem.training.metrics.directions import COSTS
+from tandem.training.visuals.images import code_histogram
+
+from .clock import Clock, peak_memory
+from .operations import Operations
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+    from tandem.distributed.engines.base import Update
+
+    from .progress import Progress
+
+
+class Metrics:
+    """Losses and other values of the update that is being made. Nothing is computed for an update without a line.
+
+    Args:
+        every_n_steps: Updates between two lines; the last update has one in any case.
+        draw_codes_every_n_steps: Updates between two histograms of the codes of a batch, for a run without a validation
+            split (0: only at the end); None: no histograms.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int,
+        progress: Progress,
+        processes: Backend,
+        clock: Clock,
+        operations: Operations,
+        draw_codes_every_n_steps: int | None = None,
+    ) -> None:
+        self._draw_codes_every = draw_codes_every_n_steps
+        self._histogram: Image.Image | None = None
+        self._every, self._progress, self._processes, self._clock = every_n_steps, progress, processes, clock
+        self._operations = operations
+        self._sums: dict[str, Tensor] = {}
+        self._values: dict[str, Any] = {}
+
+    @property
+    def due(self) -> bool:
+        """Whether a line follows the update that is being made."""
+        return self._progress.due(self._every, ahead=1)
+
+    @property
+    def codes_due(self) -> bool:
+        """Whether `log_codes` needs the codes of the update that is being made."""
+        return self.due or self._histogram_due
+
+    @property
+    def _histogram_due(self) -> bool:
+        return self._draw_codes_every is not None and self._progress.due(self._draw_codes_every, ahead=1)
+
+    def add(self, **losses: Tensor) -> None:
+        """Record losses (0-d) of a micro-batch: the line has their means over its micro-batches and all processes."""
+        if self.due:
+            for name, loss in losses.items():
+                # fp64: the same sum however the batch is spread over processes and micro-batches.
+                part = double(loss.detach()) / self._processes.grad_accum_steps
+                self._sums[name] = self._sums[name] + part if name in self._sums else part
+
+    def log(self, update: Update | None = None, /, **values: Any) -> None:
+        """Record the report on an engine's step and other values of this update: numbers or 0-d tensors, equal on all
+        processes. Tensors are read only if a line follows."""
+        if self.due:
+            of_step = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
+            self._values |= {**values, **of_step}
+
+    def log_codes(self, codes: Sequence[Tensor], num_codes: int) -> None:
+        """Record the codes of this update's micro-batches, integers of any shape below `num_codes`: the line has their
+        statistics, and `pictures` their histogram. Without effect unless `codes_due`, else collective."""
+        if self.codes_due:
+            counts = counts_of_codes(codes, num_codes, self._processes.sum)
+            self.log(**code_statistics(counts))
+            if self._histogram_due and self._processes.is_root:
+                self._histogram = code_histogram(counts)
+
+    def pictures(self) -> Iterator[tuple[str, Image.Image]]:
+        """Pictures of the newest update by name, on the root, once."""
+        if self._histogram is not None:
+            yield "codes", self._histogram
+        self._histogram = None
+
+    def line(self, skipped_updates: int) -> dict[str, Any]:
+        """What was recorded for the newest update, and what it cost. Collective."""
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
+        means = self._processes.mean({**self._sums, **self._clock.waits(), "flops": self._operations.of_line()})
+        flops = means.pop("flops") * self._processes.world_size / self._progress.batch_size
+        counted = {} if math.isnan(flops) else {"gflop_per_sample": float(f"{flops / 1e9:.6g}")}
+        waits = {name: round(means.pop(name), 3) for name in [*means] if name in COSTS}
+        self._sums, self._values = {}, {}
+        costs = {**counted, **waits, **peak_memory(self._processes.device)}
+        return {**means, **values, "skipped_updates": skipped_updates, **costs}

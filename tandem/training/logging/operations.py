@@ -1,0 +1,139 @@
+"""Floating point operations per second of a run, and what its device could do.
+
+A multiplication and an addition are two operations. Those of matrix products, convolutions and attention are counted,
+forward and backward, of frozen networks too, and each once: what is computed again to save memory is left out. So the
+share of the peak is the model FLOPs utilization of Chowdhery et al. 2022, "PaLM", appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.flops import FlopCounter
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+# By the whole name that PyTorch gives a device: 10^12 operations per second without sparsity in (bf16, fp16, tf32,
+# fp32); None: it has no units for that. A slice of a GPU (MIG) has another name. NVIDIA's datasheets state products on
+# tensor cores with sparsity since Hopper and Ada, which is twice as much.
+_PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]] = {
+    # "NVIDIA V100 Tensor Core GPU" and "NVIDIA T4", datasheets
+    r"Tesla V100-SXM2-\d+GB": (None, 125, None, 15.7),
+    r"Tesla V100-PCIE-\d+GB": (None, 112, None, 14),
+    r"Tesla T4": (None, 65, None, 8.1),
+    # "NVIDIA A100 Tensor Core GPU", datasheet
+    r"(NVIDIA )?A100-(SXM4|PCIE)-\d+GB|NVIDIA A100 80GB PCIe": (312, 312, 156, 19.5),
+    # "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200 Tensor Core GPU", datasheets
+    r"NVIDIA H100 80GB HBM3|NVIDIA H200": (989, 989, 494, 67),
+    r"NVIDIA H100 PCIe": (756, 756, 378, 51),
+    r"NVIDIA H100 NVL": (835, 835, 417, 60),
+    # "NVIDIA L4 Tensor Core GPU" and "NVIDIA L40S", datasheets
+    r"NVIDIA L4": (121, 121, 60, 30.3),
+    r"NVIDIA L40S": (362, 362, 183, 91.6),
+    # "NVIDIA Ampere GA102 GPU Architecture" and "NVIDIA Ada GPU Architecture", appendices A, with fp32 accumulation
+    r"NVIDIA GeForce RTX 3090": (71, 71, 35.6, 35.6),
+    r"NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6),
+    # "AMD Instinct MI250X" (of one of its two dies, which is a device) and "AMD Instinct MI300X", data sheets
+    r"AMD Instinct MI250X(/MI250| / MI250)?": (191.5, 191.5, None, 47.9),
+    r"AMD Instinct MI300X( OAM)?": (1307.4, 1307.4, 653.7, 163.4),
+}
+
+
+MOST_KINDS = 32
+_LATER_KINDS = object()
+
+
+def peak(name: str | None, precision: str) -> float | None:
+    """Operations per second of a device by the name that PyTorch gives it, in "bf16", "fp16", "tf32" or "fp32"; None if
+    that is not known."""
+    for pattern, of_precision in _PEAKS.items():
+        if re.fullmatch(pattern, name or ""):
+            tera = of_precision[("bf16", "fp16", "tf32", "fp32").index(precision)]
+            return tera and tera * 1e12
+    return None
+
+
+def name_of(device: torch.device) -> str | None:
+    """What PyTorch calls a device; None for a CPU, and where PyTorch does not tell it."""
+    if device.type == "cpu":
+        return None
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(get_name(device)) if get_name else None
+
+
+def peak_of_all(processes: Backend) -> float | None:
+    """Operations per second that the devices of all processes could make in the precision of the run; None if that of
+    any of them is not known. Collective."""
+    peaks = processes.gather_objects(peak(name_of(processes.device), processes.options.precision))
+    return None if None in peaks else sum(peaks)
+
+
+def matrix_product(device: torch.device, precision: str) -> float:
+    """Measures how many operations per second a product of two square matrices makes, with the threads of this process:
+    the fastest one in a second."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    most, size, until = 0.0, 256, time.monotonic() + 1.0
+    while most == 0.0 or time.monotonic() < until:
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        product = torch.empty_like(matrix)
+        began = time.monotonic()
+        torch.mm(matrix, matrix, out=product)
+        product[0, 0].item()  # waits for the device
+        seconds = time.monotonic() - began
+        most = max(most, 2 * size**3 / seconds)
+        size *= 2 if seconds < (0.1 if size < 1024 else 0.01) else 1  # begin and end of a short one would count
+    return most
+
+
+class Operations:
+    """Counts the operations of this process's updates. Updates of one kind have as many. The first two of each kind are
+    counted while they are made, because the first may begin a codebook; all others cost nothing.
+
+    Of the kinds that come after the first `MOST_KINDS`, such as texts of ever new lengths, nothing is known: counting
+    slows an update down.
+
+    Args:
+        is_compiled: Of each kind only the second is counted: the compiler may try kernels in the first.
+        is_unknown: Nothing is counted, because a compiled backward pass computes again what cannot be told apart.
+    """
+
+    def __init__(self, *, is_compiled: bool = False, is_unknown: bool = False) -> None:
+        self._is_compiled, self._is_unknown = is_compiled, is_unknown
+        self._updates: Counter[Hashable] = Counter()
+        self._counted: dict[Hashable, float] = {}
+        self._since_line: Counter[Hashable] = Counter()
+
+    @contextmanager
+    def update(self, kind: Hashable) -> Iterator[None]:
+        """Context for an update."""
+        if kind not in self._updates and len(self._updates) >= MOST_KINDS:
+            kind = _LATER_KINDS
+        number = self._updates[kind]
+        if kind is _LATER_KINDS or self._is_unknown or number > 1 or (self._is_compiled and number == 0):
+            yield
+        else:
+            with FlopCounter() as counter:
+                yield
+            self._counted[kind] = counter.flops
+        self._updates[kind] += 1
+        self._since_line[kind] += 1
+
+    def of(self, kind: Hashable) -> float:
+        """Operations of an update; NaN if that is not known."""
+        return self._counted.get(kind, math.nan)
+
+    def of_line(self) -> float:
+        """Operations per update since the last call, a mean; NaN if those of any of them are not known."""
+        total = sum(self.of(kind) * updates for kind, updates in self._since_line.items())
+        mean = total / self._since_line.total() if self._since_line else math.nan
+        self._since_line.clear()
+        return mean

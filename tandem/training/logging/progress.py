@@ -1,0 +1,262 @@
+"""The clock of a run, its display, and lines about a run and its processes."""
+
+import contextlib
+import math
+import shlex
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from tandem.config.shared import ENDLESS
+from tandem.io.installed import command_of
+from tandem.io.reading import counted, printable
+from tandem.training.run_folder.starts import place
+
+from .table import MetricsTable, time_left
+
+_WIDTH = 100  # characters of a line of metrics, where the terminal has as many
+
+
+def total_steps_from(epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
+    """Updates of the whole run: those of `epochs`, but at most `max_steps`, and at least 1."""
+    steps = _steps_of(epochs, samples_per_epoch, batch_size)
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+def _steps_of(epochs: float, samples_per_epoch: int, batch_size: int) -> int:
+    return max(1, math.ceil(round(epochs * samples_per_epoch) / batch_size))
+
+
+def length_of(
+    epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int, max_minutes: float | None = None
+) -> tuple[str, str]:
+    """The flag that sets the length of a run, `--epochs` or `--max_steps`; and the number of updates with the flags
+    that bound it, as people read them."""
+    by_epochs, flag = _steps_of(epochs, samples_per_epoch, batch_size), "--epochs"
+    why, steps = f"--epochs {epochs:g}", by_epochs
+    if max_steps is not None and max_steps < by_epochs:
+        flag, steps = "--max_steps", max_steps
+        longer = f"; --epochs {epochs:g} would make {by_epochs}" if epochs < ENDLESS else ""
+        why = f"--max_steps {max_steps}{longer}"
+    elif max_steps is not None and max_steps > by_epochs:
+        why += f", which ends the run before --max_steps {max_steps}"
+    minutes = f"; at most {counted(max_minutes, 'minute')} by --max_minutes" if max_minutes else ""
+    return flag, f"{counted(steps, 'update')} ({why}{minutes})"
+
+
+class Progress:
+    """Samples seen. Step, epoch, schedules, intervals and file names derive from it. `batch_size` is samples per update
+    over all processes, `samples_per_epoch` the size of the training split, `total_steps` the updates of the run, which
+    schedules follow too."""
+
+    def __init__(self, batch_size: int, samples_per_epoch: int, total_steps: int) -> None:
+        self.batch_size = batch_size
+        self.samples_per_epoch = samples_per_epoch
+        self.total_steps = total_steps
+        #: The update with which the run ends: fewer than `total_steps` where its time is over before.
+        self.last_step = total_steps
+        self.samples = 0
+        #: Wall-clock seconds in which they were seen, over all starts of the run; `Run.save` sets it.
+        self.seconds = 0.0
+        #: Metrics of the newest update that are not logged yet, because the run was stopped before its evaluation.
+        self.unfinished_line: dict[str, Any] | None = None
+
+    @property
+    def step(self) -> int:
+        """Completed updates."""
+        return self.samples // self.batch_size
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training split, as a fraction."""
+        return self.samples / self.samples_per_epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its length."""
+        return self.step >= self.last_step
+
+    def advance(self) -> None:
+        """Count one update."""
+        self.samples += self.batch_size
+
+    def due(self, every_n_steps: int, *, ahead: int = 0) -> bool:
+        """Whether something that happens every n updates (0: only at the end) happens after the update just counted, or
+        after one that is so many updates ahead."""
+        step = self.step + ahead
+        return step >= self.last_step or (every_n_steps > 0 and step > 0 and step % every_n_steps == 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clock, as JSON values."""
+        state = {name: getattr(self, name) for name in ("samples", "batch_size", "samples_per_epoch", "seconds")}
+        if self.unfinished_line is not None:
+            state["unfinished_line"] = list(self.unfinished_line.items())  # names of metrics may hold "/"
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the clock.
+
+        Raises:
+            ValueError: if the batch size differs, because the count of steps could not be continued, or if the size of
+                the training split differs, because the order of samples could not be continued; or if the samples seen
+                are no whole number of updates.
+        """
+        if state["batch_size"] != self.batch_size:
+            raise ValueError(
+                f"the checkpoint was trained with --batch_size {state['batch_size']}, now it is {self.batch_size}, so "
+                "its steps cannot be counted on: use the old value, or start over with --fresh"
+            )
+        if state["samples_per_epoch"] != self.samples_per_epoch:
+            raise ValueError(
+                f"the checkpoint was trained on {state['samples_per_epoch']} samples per epoch, now there are "
+                f"{self.samples_per_epoch}, so their order cannot be continued: restore the data, --valid_fraction and "
+                "--seed, or start over with --fresh"
+            )
+        samples = state["samples"]
+        if type(samples) is not int or samples < 0 or samples % self.batch_size:
+            raise ValueError(
+                f"the checkpoint says that {str(samples)[:40]} samples were seen, which is no whole number of updates "
+                f"of {self.batch_size}; restore an older one, or start over with --fresh"
+            )
+        self.samples = samples
+        seconds = state.get("seconds")
+        self.seconds = float(seconds) if isinstance(seconds, int | float) and 0 <= seconds < math.inf else 0.0
+        line = state.get("unfinished_line")
+        self.unfinished_line = None if line is None else dict(line)
+
+
+class ProgressDisplay:
+    """Shows metrics and short messages: on a terminal above a tqdm bar, elsewhere as plain lines. Only the root prints.
+    A terminal or pipe that is gone ends nothing: the run can still save.
+
+    Args:
+        columns: See `MetricsTable`.
+        most_left: Seconds after which the run ends in any case.
+    """
+
+    def __init__(
+        self, progress: Progress, is_root: bool, stream: TextIO | None = None, columns: Sequence[str] = (),
+        most_left: Callable[[], float] = lambda: math.inf,
+    ) -> None:  # fmt: skip
+        self._most_left = most_left
+        self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
+        self._first_step, self._start_seconds = progress.step, time.monotonic()
+        # tqdm draws no bar if the terminal does not report its width; get_terminal_size returns 80 then.
+        self._columns = shutil.get_terminal_size().columns
+        self._bar = tqdm(
+            total=progress.total_steps,
+            initial=progress.step,
+            bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed{postfix}",
+            leave=False,  # the last words of a run are its last lines
+            ncols=self._columns,
+            file=self._stream,
+            disable=None if is_root else True,  # None: where there is no terminal
+        )
+        width = _WIDTH if self._bar.disable else min(_WIDTH, self._columns)
+        self._table = MetricsTable(progress.total_steps, columns, width)
+        #: Take the values of a validation of an earlier start as those that the next one is compared with.
+        self.remember = self._table.remember
+
+    def update(self) -> None:
+        """Show that an update was counted."""
+        with contextlib.suppress(OSError):
+            if not self._bar.disable and (left := self._seconds_left()) is not None:
+                self._bar.set_postfix_str(f"{time_left(left)} left", refresh=False)
+            self._bar.update(self._progress.step - self._bar.n)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Print these metrics of the newest update, as far as people need them."""
+        if self._is_root:
+            for line in self._table.lines(self._progress.step, metrics, self._seconds_left()):
+                self._print(printable(line))
+
+    def _seconds_left(self) -> float | None:
+        """Until the end of the run, by the updates of this start; None before the first one."""
+        clock = self._progress
+        if (seen := clock.step - self._first_step) < 1:
+            return None
+        by_updates = (time.monotonic() - self._start_seconds) / seen * (clock.last_step - clock.step)
+        return max(0.0, min(by_updates, self._most_left()))
+
+    def say(self, text: str, *, whole: bool = False) -> None:
+        """Print a message, which may quote a file; on a terminal in lines that end between words, unless it is to be
+        copied `whole`."""
+        text = printable(text)
+        if not (self._bar.disable or whole):
+            text = textwrap.fill(
+                text, self._columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            if not self._bar.disable:
+                self._bar.write(text, file=self._stream)
+            elif self._is_root:
+                print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        with contextlib.suppress(OSError):
+            self._bar.close()
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `3 min 20 s`, `5 h 02 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def plain(value: Any) -> Any:
+    """A setting as people write it: 30 for the number 30.0."""
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def described(part: Any) -> str:
+    """An engine's number of parameters, and the codebook of its model if it has one; of other parts nothing."""
+    count = getattr(part, "num_parameters", None)
+    if count is None:
+        return ""
+    codebook = getattr(part.module, "codebook_summary", "")
+    return f"{part.name}: {count:,} parameters{f' ({codebook})' if codebook else ''}"
+
+
+def last_words(folder: Path, models: Sequence[str], picture: Path | None, use: Sequence[str]) -> Iterator[str]:
+    """What a finished run has written, and the commands that show it and use its model (`Evaluation.use`), a line
+    each."""
+    yield f"model: {', '.join(models)}"
+    if picture:
+        yield f"picture: {picture}"
+    yield f"report: {shlex.join([*command_of('report.py'), str(folder)])}"
+    if use:
+        script, *flags = use
+        yield f"next: {shlex.join([*command_of(script), '--model', models[0], *flags])}"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences from the processes that wrote a checkpoint, and what they mean for the run; one line for each."""
+    lines = []
+    writer, reader = place(before), place(now)
+    if writer != reader:
+        sums = "sums in another order, a difference that begins in the seventh digit and grows"
+        if now.get("batch_parts") and all(before.get(key) == now[key] for key in ("batch_parts", "device")):
+            sums = f"its --batch_parts {now['batch_parts']} are added in the same order too, which gives the same bits"
+        lines.append(
+            f"it was written by {writer} and goes on with {reader}: the same samples in the same order; {sums}"
+        )
+    if before.get("precision") != now.get("precision"):
+        lines.append(
+            f"it was trained in {before.get('precision')} and goes on in {now.get('precision')}: weights and moments "
+            "are fp32 in both, the losses will differ by the precision's rounding"
+        )
+    return lines

@@ -1,0 +1,284 @@
+"""Where metrics and pictures go: metrics.jsonl always, Weights & Biases and TensorBoard on request."""
+
+import importlib.util
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from PIL import Image
+
+from tandem.io.installed import missing_package
+from tandem.io.reading import parse_json, read_bytes, read_lines, words_of
+from tandem.io.writing import create, open_appending, replacing, say, write_atomically
+
+# wandb's own limits are 90 seconds at the start and none at the end, where the models are uploaded.
+_WANDB_START_SECONDS, _WANDB_FINISH_SECONDS = 20.0, 1800.0
+_LONGEST_ID_BYTES = 1000
+_MOST_BINS = 512  # wandb's own limit for a histogram
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Trackers:
+    """metrics.jsonl, which must be written, and trackers that are switched off at their first error, with a message.
+
+    metrics.jsonl has one object per line, `{"step": ..., ...}`, readable while the run goes on. NaN and infinities,
+    which JSON does not have, are written as null, and numbers with 12 digits, because further digits of a mean depend
+    on the number of processes whose parts of it were added. Lines that cannot be written are kept and written with the
+    next one.
+
+    Args:
+        report_to: "tensorboard", "wandb", or both, see `KINDS`; empty: metrics.jsonl alone.
+        config: The run's arguments, which wandb shows beside the curves.
+        wandb_names: "project", "name", "entity" and "tags" as wandb.init takes them, or some of them; the name is that
+            of the folder if it is not given.
+        check: Raises OSError if `folder` is no longer that of the run.
+        is_root: Whether this process reads and writes; the others have no lines and no trackers.
+
+    Raises:
+        ValueError: on every process, if a named tracker is not installed.
+    """
+
+    def __init__(
+        self, folder: Path, report_to: Collection[str] = (), config: Mapping[str, Any] = NOTHING,
+        wandb_names: Mapping[str, Any] = NOTHING, check: Callable[[], None] = lambda: None, *, is_root: bool = True,
+    ) -> None:  # fmt: skip
+        for name in report_to:
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.loader is None:  # a plain folder of this name is no package
+                raise missing_package(f"--report_to {name}", name, extra=name)
+        self.path, self._check, self._is_root = folder / "metrics.jsonl", check, is_root
+        #: Why lines are waiting, in one line; None if none are.
+        self.failure: str | None = None
+        #: The newest line with a validation that `cut_back` has found.
+        self.last_validation: Mapping[str, Any] = NOTHING
+        self._last_step: float = -1
+        self._size = self.path.stat().st_size if self.path.exists() else 0
+        self._waiting: list[bytes] = []
+        self._optional: dict[str, Any] = {}
+        for name in report_to if is_root else ():
+            try:
+                self._optional[name] = KINDS[name](folder, config, wandb_names)
+            except Exception as error:
+                self._switch_off(name, error)
+
+    def cut_back(self, step: int) -> None:
+        """Delete the lines after `step`, at which the run continues (0: a new run), and a last line that is incomplete.
+        Call it before the first `log`."""
+        if not self._is_root:
+            return
+        if self.path.is_symlink():
+            raise ValueError(f"{self.path} is a link; put the file itself there, or remove it")
+        self._size, self._last_step, is_changed, newest = 0, -1, False, b"{}"
+        for line in _lines_of(self.path):
+            if (found := _step_of(line)) <= step:
+                self._size, self._last_step = self._size + len(line), max(self._last_step, found)
+                newest = line if b'"valid/' in line else newest
+            else:
+                is_changed = True
+        self.last_validation = parse_json(newest)
+        if is_changed:
+            with replacing(self.path) as temporary, create(temporary) as file:
+                file.writelines(line for line in _lines_of(self.path) if _step_of(line) <= step)
+        self._each("cut_back", step)
+
+    def line(self, step: int) -> dict[str, Any] | None:
+        """The line of a step as it is on the disk; None if there is none."""
+        if not self._is_root:
+            return None
+        return next((parse_json(line) for line in _lines_of(self.path) if _step_of(line) == step), None)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write a line of numbers by name, at most one per step."""
+        if not self._is_root:
+            return
+        assert step > self._last_step, f"step {step} was logged after {self._last_step}: one line per step"
+        self._last_step = step
+        values = {name: _plain(value) for name, value in {"step": step, **metrics}.items()}
+        self._waiting.append(json.dumps(values, allow_nan=False).encode() + b"\n")
+        self.write_lines()
+        self._each("log", step, metrics)
+
+    def log_image(self, step: int, name: str, image: Image.Image) -> None:
+        """Log a picture; metrics.jsonl holds none."""
+        self._each("log_image", step, name, image)
+
+    def write_lines(self) -> None:
+        """Write the lines that are waiting."""
+        if not self._waiting:
+            return
+        content = b"".join(self._waiting)
+        try:
+            self._check()
+            with open_appending(self.path) as file:
+                size = file.seek(0, os.SEEK_END)
+                if size < self._size:
+                    # Truncating to the expected size would fill the file up with zero bytes.
+                    say(f"{self.path} lost lines while the run goes on: {size} of {self._size} bytes are left")
+                    self._size = size
+                    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                        content = b"\n" + content
+                file.truncate(self._size)  # remove what the last failed write left
+                file.write(content)
+        except OSError as error:
+            failure = f"cannot write {self.path}: {words_of(error)}"
+            if self.failure is None:
+                say(f"{failure}; its lines are kept for later")
+            self.failure = failure
+            return
+        self._size += len(content)
+        self._waiting, self.failure = [], None
+
+    def close(self, models: Mapping[str, Path] = NOTHING) -> None:
+        """Log trained models, folders or files by alias, such as "final", and finish writing. May wait for a server for
+        long; Ctrl-C ends that."""
+        self.write_lines()
+        try:
+            if "wandb" in self._optional:
+                say("wandb ends its run, which may take long; everything is in the run folder already")
+            self._each("close", {alias: path for alias, path in models.items() if path.exists()})
+        except KeyboardInterrupt:
+            say("wandb was interrupted: its part of the run may be incomplete, the run folder is not")
+
+    def _each(self, method: str, *args: Any) -> None:
+        for name, tracker in list(self._optional.items()):
+            try:
+                getattr(tracker, method)(*args)
+            except Exception as error:
+                self._switch_off(name, error)
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        self._optional.pop(name, None)
+        say(f"{name} is switched off, the run goes on: {type(error).__name__}: {words_of(error)}")
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file; none if there is no file. Raises OSError and ValueError if it is no file of lines."""
+    try:
+        yield from read_lines(path)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        raise ValueError(f"cannot go on in {path.parent}: {error}; remove it, or start over with --fresh") from None
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.12g}") if math.isfinite(value) else None
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinity if the line is incomplete or damaged."""
+    try:
+        step = parse_json(line)["step"] if line.endswith(b"\n") else math.inf
+    except (ValueError, LookupError, TypeError):
+        return math.inf
+    return step if type(step) is int else math.inf
+
+
+class TensorBoardTracker:
+    """Event files under `tensorboard/`, readable without internet."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], wandb_names: Mapping[str, Any]) -> None:
+        self._folder = folder / "tensorboard"
+        self._writer: Any = None
+
+    def cut_back(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in _numbers(metrics).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_image(self, step: int, name: str, image: Image.Image) -> None:
+        import numpy as np
+
+        self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+        if "counts" in image.info:
+            self._writer.add_histogram(f"{name}_histogram", _codes(image), step, max_bins=_MOST_BINS)
+
+    def close(self, models: Mapping[str, Path]) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run. Its id is kept in the run folder, so that a resumed run continues it.
+
+    Key, server and mode come from wandb's login and environment variables, and so do project and entity unless they are
+    given. Without a key, or if the server cannot be reached, the run is written to `wandb/`, from where `wandb sync`
+    uploads it.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], wandb_names: Mapping[str, Any]) -> None:
+        import wandb
+
+        id_file = folder / "wandb_id.txt"
+        if not id_file.exists():
+            write_atomically(id_file, uuid.uuid4().hex[:8].encode())
+        # Without a key wandb.init would ask for one at a prompt.
+        has_key = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+        options: dict[str, Any] = {
+            "id": read_bytes(id_file, _LONGEST_ID_BYTES).decode().strip(),
+            "resume": "allow",
+            "name": folder.name,
+            **{name: value for name, value in wandb_names.items() if value},
+            "dir": str(folder),
+            "config": dict(config),
+            "settings": wandb.Settings(init_timeout=_WANDB_START_SECONDS, finish_timeout=_WANDB_FINISH_SECONDS),
+        }
+        try:
+            self._run = wandb.init(**options, mode=None if has_key else "offline")
+        except wandb.errors.Error as error:
+            say(f"wandb writes offline: {words_of(error)}")
+            # End wandb's service process, which still holds the run that could not start.
+            wandb.teardown()
+            self._run = wandb.init(**options, mode="offline")
+        self._wandb, self._config = wandb, dict(config)
+        # wandb's own step may not go back, but a resumed run repeats steps that it logged before it was killed.
+        self._run.define_metric("*", step_metric="step")
+
+    def cut_back(self, step: int) -> None:
+        pass
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log({"step": step, **_numbers(metrics)})
+
+    def log_image(self, step: int, name: str, image: Image.Image) -> None:
+        values = {"step": step, name: self._wandb.Image(image)}
+        if "counts" in image.info:
+            values[f"{name}_histogram"] = self._wandb.Histogram(_codes(image), num_bins=_MOST_BINS)
+        self._run.log(values)
+
+    def close(self, models: Mapping[str, Path]) -> None:
+        for alias, path in models.items():
+            about = {"config": self._config}  # as one entry: wandb takes a hundred, and a script may have more flags
+            artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata=about)
+            artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+            self._run.log_artifact(artifact, aliases=[alias])
+        self._run.finish()
+
+
+def _codes(histogram: Image.Image) -> Any:
+    """The codes that a `code_histogram` counts, each as often as it was used."""
+    import numpy as np
+
+    counts = histogram.info["counts"]
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics without the time of day, which is text and which these trackers record themselves."""
+    return {name: value for name, value in metrics.items() if not isinstance(value, str)}
+
+
+#: The trackers by the name that --report_to gives them: constructors that the root calls with the run folder, its
+#: configuration and wandb's names for it.
+KINDS: dict[str, Callable[..., Any]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}

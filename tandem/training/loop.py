@@ -1,0 +1,265 @@
+"""The order of everything that happens around an update, once for all scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+
+from tandem.io.exits import AskedToStop
+
+from .dry_run import rehearse
+from .ema import Average, kept_weights
+
+if TYPE_CHECKING:
+    from tandem.training.run_folder.best import BestModel
+    from tandem.training.visuals.images import Sample
+
+    from .run import Run
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something that happens after every n-th update and after the last one, on every process.
+
+    Args:
+        name: What a dry run calls it.
+        every: The number n of updates; 0: only at the end.
+        do: May return values for the line of metrics.
+        is_asked: Whether it happens after this update in any case.
+        measures: The line of metrics waits for it, which may take long: a checkpoint of the same update, which stands
+            before it in the list, says that it is still to be made.
+    """
+
+    name: str
+    every: int
+    do: Callable[[], Mapping[str, Any] | None]
+    measures: bool = False
+    is_asked: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How one model of a run is validated, drawn and written. A run has one Evaluation for each such model.
+
+    `validate` and `draw` run without gradients.
+
+    Args:
+        validate: (model, step) -> values by name, numbers for the log and pictures for the trackers. Called on every
+            process, for the trained weights ("valid/psnr") and for their averages ("valid/ema/psnr"). `step` is the
+            number of the newest update, from 0, as the loop yields it.
+        draw: ({"online": model, "ema": average}, samples of `Feed.preview`, step) -> the picture for samples/, alone or
+            with further files (`Sample`). The averages have the names that `average.averages` gives them; there may be
+            none. Called on the root alone, where it must not contain collectives; see `drawn_together`.
+        write: Path in the run folder -> function of (model, path) that writes the model there at the end of the run.
+            The first one also writes best/. The model is the average if there is one.
+        best: Keeps the model of the best validation, if the script wants it.
+        name: Distinguishes the metrics and pictures of several models; "" for one.
+        picture_name: What the trackers call the picture.
+        use: A command that uses the model in the first path of `write`, for the last line of the run: the script and
+            its flags besides --model; empty: none.
+        watch: (completed updates, line of metrics) -> warnings to print, each in one line. Called on every process for
+            every line, which holds the same reduced values everywhere, those of `validate` among them.
+        drawn_together: Call `draw` on every process, so that it may share its work between them and contain
+            collectives. Only the root's picture is written.
+    """
+
+    engine: Any
+    average: Average
+    validate: Callable[[Any, int], Mapping[str, Any]]
+    draw: Callable[[Mapping[str, Any], Any, int], Image.Image | Sample]
+    write: Mapping[str, Callable[[Any, Path], Any]] = field(default_factory=dict)
+    best: BestModel | None = None
+    name: str = ""
+    picture_name: str = "reconstructions"
+    use: Sequence[str] = ()
+    watch: Callable[[int, Mapping[str, Any]], Sequence[str]] = lambda step, line: ()
+    drawn_together: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.write or not self.best, "best/ is written by the first function of `write`"
+
+
+def kept_model(models: Mapping[str, Any]) -> Any:
+    """Choose from the models that `Evaluation.draw` gets the one that the run keeps: the first average if there is
+    any."""
+    return next((model for name, model in models.items() if name != "online"), models["online"])
+
+
+def updates(
+    run: Run,
+    evaluations: Sequence[Evaluation],
+    preview: int,
+    also: Sequence[Action],
+    kind: Callable[[int, Any], Hashable],
+) -> Iterator[tuple[int, Any]]:
+    """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
+    order: count the update, exit if the run is asked to stop, and do what is due of `actions`. The line of metrics is
+    written before them, or after those that measure; before a validation or a picture, and within one, a request to
+    stop is answered at once, and the next start makes it. What is `also` to be done needs the validation split, and is
+    left out without one. After the last update the models are written. Yields nothing if the run is complete.
+
+    `kind` says of (number of an update, its batch) what decides, beside the shapes of the batch, how many operations it
+    has: updates of one kind have as many.
+
+    Raises:
+        AskedToStop: after a stop request, for which the run is saved.
+        Failed: the last checkpoint or model cannot be written.
+    """
+    run.tell("start", evaluations)
+    for evaluation in evaluations:
+        if evaluation.best:
+            evaluation.best.catch_up(run.progress.step, run.evaluated_before)
+            run.warn(evaluation.best.failure)
+    if run.is_complete:
+        run.close()
+        return
+    feed = run.feed
+    run.say(f"{feed.summary()}; {run.length}")
+    run.warn(feed.skipped)
+    batch = feed.start(run.progress.samples)
+    shown = feed.preview(preview)
+
+    def ask() -> None:
+        run.tell("evaluation")
+        if run.stop_requested(now=True):
+            raise AskedToStop
+
+    def of_kind(step: int, batch: Any) -> Hashable:
+        shapes = ((name, tensor.shape) for name, tensor in batch.items() if isinstance(tensor, torch.Tensor))
+        return kind(step, batch), *shapes
+
+    feed.ask = ask
+    listed = actions(run, evaluations, shown, also)
+    try:
+        if run.args.dry_run:
+            yield from rehearse(run, listed, batch, of_kind)
+            return
+        if run.progress.unfinished_line is not None:  # the run ended between this update and its evaluation
+            with run.clock.paused():
+                _do(run, evaluations, [action for action in _due(run, listed) if action.measures])
+        while not run.progress.finished:
+            run.tell("update", batch)
+            run.processes.norms_are_logged = run.line_due
+            step = run.progress.step
+            with run.profiler.update(step + 1), run.operations.update(of_kind(step, batch)):
+                yield step, batch
+            run.advance()
+            run.tell("updated", batch)
+            run.look_at_clock()
+            due = _due(run, listed)
+            measuring = any(action.measures for action in due)
+            stop = run.stop_requested(now=measuring)
+            line = run.line()
+            with run.clock.paused():
+                if due or stop or line:
+                    feed.report_bad_samples(run.say)
+                if measuring:
+                    run.leave_evaluation(line)
+                else:
+                    _write_line(run, evaluations, line)
+                if stop:
+                    raise AskedToStop
+                _do(run, evaluations, due)
+            if not run.progress.finished:
+                batch = feed.next()
+    except AskedToStop:
+        run.save_and_stop()
+    run.finish(evaluations)
+
+
+def actions(run: Run, evaluations: Sequence[Evaluation], shown: Any, also: Sequence[Action]) -> list[Action]:
+    """What happens every n updates, in this order. The save comes first, because a validation may take longer than a
+    scheduler waits."""
+    args = run.args
+    validation = Action(
+        "validation", args.validate_every_n_steps, partial(_validate_all, run, evaluations), measures=True
+    )
+    return [
+        Action("checkpoint", args.save_every_n_steps, run.save, is_asked=lambda: run.is_save_due),
+        *([validation, *also] if len(run.feed.valid_set) else []),
+        Action("pictures", args.sample_every_n_steps, partial(_draw, run, evaluations, shown), measures=True),
+    ]
+
+
+def _due(run: Run, listed: Sequence[Action]) -> list[Action]:
+    return [action for action in listed if run.due(action.every) or action.is_asked()]
+
+
+def _do(run: Run, evaluations: Sequence[Evaluation], due: Sequence[Action]) -> None:
+    """Do what is due after the newest update, and write the line that waits for it: where there is the line, nothing is
+    left to do."""
+    line = dict(run.progress.unfinished_line or {})
+    for action in due:
+        line |= action.do() or {}
+    if run.progress.unfinished_line is not None:
+        run.feed.report_bad_samples(run.say)
+        _write_line(run, evaluations, line)
+        run.progress.unfinished_line = None
+
+
+def _write_line(run: Run, evaluations: Sequence[Evaluation], line: Mapping[str, Any]) -> None:
+    if line:
+        run.write_line({**line, "bad_samples": run.feed.bad_samples.count})
+        for evaluation in evaluations:
+            for warning in evaluation.watch(run.progress.step, line):
+                run.warn(warning)
+
+
+def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
+    for evaluation in evaluations:
+        run.feed.ask()
+        with ExitStack() as stack, torch.no_grad():
+            gathered = {"online": evaluation.engine.gathered, **evaluation.average.averages()}
+            models = {name: stack.enter_context(whole()) for name, whole in gathered.items()}
+            if run.is_root or evaluation.drawn_together:
+                picture = evaluation.draw(models, shown, run.progress.step - 1)
+                if run.is_root:
+                    run.log_sample(evaluation.picture_name, picture, evaluation.name)
+
+
+def _validate_all(run: Run, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    with run.clock.validating() as share:
+        values = {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
+    if not run.progress.finished:  # nobody can change the run any more, whose last validation may be of more samples
+        run.tell_of_validations(share())
+    return values
+
+
+def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
+    """Validate the trained weights and their averages, and keep the best model. Returns all values by name: "valid/..."
+    of the same samples each time, so that they can be compared, and at the end of the run "valid_whole/..." of the
+    whole validation split, if that has more."""
+    values = _values(run, evaluation, "valid")
+    if best := evaluation.best:
+        (write, *_) = evaluation.write.values()
+        with kept_weights(evaluation.engine, evaluation.average) as kept:
+            step, whole = run.progress.step, partial(run.writing, "the best model", partial(write, kept))
+            best.save_if_better(values, step, whole, run.folder.check_is_here)
+        run.warn(best.failure)
+    if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
+        run.feed.sees_whole_split = True
+        values |= _values(run, evaluation, "valid_whole")
+        run.feed.sees_whole_split = False
+    return values
+
+
+def _values(run: Run, evaluation: Evaluation, prefix: str) -> dict[str, float]:
+    """Validate the trained weights and their averages. Returns the numbers by name, and logs the pictures."""
+    values: dict[str, float] = {}
+    valid = "/".join(filter(None, [prefix, evaluation.name]))
+    averages = {f"{valid}/{name}": gathered for name, gathered in evaluation.average.averages().items()}
+    for prefix, gathered in {valid: evaluation.engine.gathered, **averages}.items():
+        with gathered() as model, torch.no_grad():  # one after the other: sharded weights are whole only here
+            for name, value in evaluation.validate(model, run.progress.step - 1).items():
+                if isinstance(value, Image.Image):
+                    run.log_image(f"{prefix}/{name}", value)
+                else:
+                    values[f"{prefix}/{name}"] = value
+    return values

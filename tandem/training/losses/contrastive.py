@@ -1,0 +1,271 @@
+"""Contrastive losses over the global batch, with the gradients of a single process that holds the whole batch.
+
+For every head h (the final embedding, and intermediate ones: Shukor et al. 2022, ViCHA) the logits of n pairs are
+s_ij = scale_h <audio_hi, text_hj>; the losses of the heads are added.
+
+    softmax     mean_i [-s_ii + (log sum_j exp s_ij + log sum_j exp s_ji) / 2]          Radford et al. 2021, CLIP
+    decoupled   the same, j != i in both sums                                           Yeh et al. 2022, DCL
+    sigmoid     -(1/n) sum_ij log sigmoid(y_ij (s_ij + bias_h)), y = 1 if i = j else -1   Zhai et al. 2023, SigLIP
+
+scale_h is the inverse of the papers' temperature, exp(t) of CLIP, and what the metrics call "temperature".
+
+Gradients are those of the global loss: sum them over the processes, do not average them.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tandem.devices import widest
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+
+KINDS = ("softmax", "decoupled", "sigmoid")
+
+# Replaces `Backend` in computations on a single process: its collectives communicate with nobody.
+_ALONE: Any = SimpleNamespace(
+    rank=0,
+    world_size=1,
+    gather=lambda tensor, sizes: tensor,
+    sum=lambda value: value,
+)
+
+
+class ContrastiveResult(NamedTuple):
+    """A loss and its gradients. All but the gradients of the embeddings are the same on every process."""
+
+    loss: Tensor  # 0-d, of the global batch, summed over heads
+    audio_gradient: Tensor  # (b, h, d) of the global loss with respect to this process's rows
+    text_gradient: Tensor  # (b, h, d)
+    scale_gradient: Tensor  # (h,) total
+    bias_gradient: Tensor  # (h,) total; zero but for the sigmoid loss
+    audio_variance: Tensor  # 0-d in [0, 1]: of the final embeddings, 1 - |their mean|^2; 0: all are the same
+    text_variance: Tensor  # 0-d
+    scale: Tensor  # (h,) as given
+    bias: Tensor  # (h,) as given
+    collapsed: Tensor  # 0-d: loss of these pairs if every sound is equally near to every text
+
+
+class _Sums(NamedTuple):
+    """Values that are summed over the processes."""
+
+    loss: Tensor
+    scale_gradient: Tensor
+    bias_gradient: Tensor
+    audio: Tensor  # (d,) sum of the final embeddings
+    text: Tensor
+    collapsed: Tensor  # of one head
+
+
+class _SigmoidTotals:
+    """What comparisons with the sigmoid loss add up to, in fp64, so that the number of chunks does not change the
+    rounded result: loss and gradients of this process's audio (b, h, d), scale and bias, and how many were compared."""
+
+    def __init__(self, audio: Tensor, scale: Tensor, bias: Tensor) -> None:
+        self.loss, self.compared, self.audio, self.scale, self.bias = (
+            torch.zeros_like(x, dtype=widest(x.device)) for x in (scale.sum(), scale.sum(), audio, scale, bias)
+        )
+        self.summed = (self.loss, self.audio, self.scale, self.bias)
+
+
+class Contrastive:
+    """A contrastive loss over the batch of all processes, whose parts may differ in size and be empty.
+
+    softmax and decoupled: the embeddings are gathered, and each process compares its own rows with all rows, in both
+    directions. sigmoid: the texts are gathered, each process compares its own sounds with them, and the gradients of
+    the texts are summed.
+
+    Args:
+        kind: "softmax", "decoupled" or "sigmoid".
+        mask_duplicates: Leave pairs i != j with equal captions out of all sums, instead of using them as negatives.
+        whole: Every process computes the loss of the whole batch. The result has the same bits on any number of
+            processes (for --batch_parts), but work and memory are not divided among them.
+    """
+
+    def __init__(self, kind: str, processes: Backend, *, mask_duplicates: bool = True, whole: bool = False) -> None:
+        assert kind in KINDS, kind
+        self.kind, self.mask_duplicates, self.whole = kind, mask_duplicates, whole
+        self._processes = processes
+
+    def value_and_gradients(
+        self, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor, *, is_even: bool = False
+    ) -> ContrastiveResult:
+        """The loss of the global batch and its gradients, computed in fp32 (fp64 if ``audio`` is). Collective.
+
+        A pair without negatives has a loss of 0: in softmax by the formula, in decoupled because the logarithm of an
+        empty sum would pull its embeddings together without limit.
+
+        Args:
+            audio: (b, h, d) unit vectors, this process's pairs.
+            text: (b, h, d) unit vectors.
+            scale: (h,), the same on every process.
+            bias: (h,), the same on every process.
+            caption_ids: (b,) int64; equal captions have equal ids.
+            is_even: All processes hold equally many pairs; then the host does not wait for the device.
+        """
+        assert audio.ndim == 3 and audio.shape == text.shape, (audio.shape, text.shape)
+        assert scale.shape == bias.shape == audio.shape[1:2], (audio.shape, scale.shape, bias.shape)
+        assert caption_ids.shape == audio.shape[:1], (audio.shape, caption_ids.shape)
+        dtype = torch.float64 if audio.dtype == torch.float64 else torch.float32
+        audio, text, scale, bias = (x.detach().to(dtype) for x in (audio, text, scale, bias))
+        with torch.autocast(audio.device.type, enabled=False):
+            sizes = self._sizes(audio, is_even)
+            if not self.whole:
+                return self._result(self._processes, sizes, audio, text, scale, bias, caption_ids)
+            pairs, captions, own = _gather_pairs(self._processes, sizes, audio, text, caption_ids)
+            result = self._result(_ALONE, [len(pairs)], pairs[:, 0], pairs[:, 1], scale, bias, captions)
+            return result._replace(
+                audio_gradient=result.audio_gradient.index_select(0, own),
+                text_gradient=result.text_gradient.index_select(0, own),
+            )
+
+    def metrics(self, result: ContrastiveResult) -> dict[str, Tensor]:
+        """What a line of metrics has of a result, by name; the bias only if the loss uses it."""
+        values = {
+            "loss": result.loss, "collapsed_loss": result.collapsed, "temperature": result.scale[0],
+            "audio_variance": result.audio_variance, "text_variance": result.text_variance,
+        }  # fmt: skip
+        return {**values, "bias": result.bias[0]} if self.kind == "sigmoid" else values
+
+    def _sizes(self, audio: Tensor, is_even: bool) -> list[int]:
+        """The number of pairs of each process. Collective, unless they are even."""
+        here = self._processes
+        if is_even or here.world_size == 1:
+            return [len(audio)] * here.world_size
+        own = torch.full((1,), len(audio), device=audio.device)
+        sizes: list[int] = here.gather(own, [1] * here.world_size).tolist()
+        return sizes
+
+    def _result(
+        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        caption_ids: Tensor,
+    ) -> ContrastiveResult:  # fmt: skip
+        compute = self._over_all_texts if self.kind == "sigmoid" else self._over_all_rows
+        pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
+        variances = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
+        gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
+        found = (sums.loss, *gradients, *variances, scale, bias, sums.collapsed * len(scale))
+        return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in found))
+
+    def _over_all_rows(
+        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        caption_ids: Tensor,
+    ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
+        """softmax and decoupled. Returns the size of the global batch, sums over it and gradients."""
+        pairs, captions, own = _gather_pairs(processes, sizes, audio, text, caption_ids)
+        # The embeddings of this process have two gradients: one as rows of the logits, computed here, and one as
+        # columns, which is summed over all processes.
+        leaves = [tensor.detach().requires_grad_() for tensor in (torch.stack([audio, text], 1), pairs, scale)]
+        is_own = torch.arange(len(pairs), device=own.device) == own[:, None]
+        left_out = self._duplicates(caption_ids, captions) & ~is_own
+        if self.kind == "decoupled":
+            left_out |= is_own
+        with torch.enable_grad():
+            loss = _row_losses(left_out, *leaves).sum() / len(pairs)
+        of_own, of_all, of_scale = torch.autograd.grad(loss, leaves)
+        # With equal scores s the loss -s + log sum_j exp s is the log of the number of candidates: 6.236 for 512
+        # decoupled pairs, a value at which runs get stuck.
+        compared = (~left_out).sum(dim=1).clamp(min=1)
+        collapsed = compared.to(widest(audio.device)).log().sum() / len(pairs)
+        *sums, of_all = _sum(
+            processes, loss, of_scale, torch.zeros_like(bias), audio[:, 0].sum(0), text[:, 0].sum(0), collapsed, of_all
+        )
+        gradient = of_all.index_select(0, own) + of_own
+        return len(pairs), _Sums(*sums), gradient[:, 0], gradient[:, 1]
+
+    def _over_all_texts(
+        self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+        caption_ids: Tensor,
+    ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
+        """sigmoid, with all texts gathered. Returns the size of the global batch, sums over it and gradients."""
+        texts, captions = (processes.gather(each, sizes) for each in (text, caption_ids))
+        totals = _SigmoidTotals(audio, scale, bias)
+        # One process's texts at a time, so that the memory for comparisons does not grow with their number.
+        of_texts = [
+            self._compare(totals, audio, chunk, scale, bias, caption_ids, its_captions, rank == processes.rank, sizes)
+            for rank, (chunk, its_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True))
+        ]
+        *sums, compared, of_text = _sum(
+            processes, totals.loss, totals.scale, totals.bias, audio[:, 0].sum(0), text[:, 0].sum(0), totals.compared,
+            torch.cat(of_texts),
+        )  # fmt: skip
+        first, pairs = sum(sizes[: processes.rank]), sum(sizes)
+        found = _Sums._make([*sums, _collapsed_sigmoid(pairs, compared)])
+        return pairs, found, totals.audio, of_text[first : first + len(text)]
+
+    def _compare(
+        self, totals: _SigmoidTotals, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor,
+        text_captions: Tensor, are_pairs: bool, sizes: list[int],
+    ) -> Tensor:  # fmt: skip
+        """Compare each audio (b, h, d) with each text (m, h, d) by the sigmoid loss, and add the results to `totals`.
+        Returns the gradient of the texts in fp64. ``are_pairs``: text i is that of audio i."""
+        signs = -torch.ones(len(audio), len(text), dtype=audio.dtype, device=audio.device)
+        left_out = self._duplicates(caption_ids, text_captions)
+        if are_pairs:
+            signs.fill_diagonal_(1.0)
+            left_out.fill_diagonal_(False)
+        leaves = [tensor.detach().requires_grad_() for tensor in (audio, text, scale, bias)]
+        with torch.enable_grad():
+            loss = _sigmoid_losses(signs, left_out, *leaves).sum() / sum(sizes)
+        of_audio, of_text, of_scale, of_bias = torch.autograd.grad(loss, leaves)
+        totals.compared += (~left_out).sum()
+        for total, part in zip(totals.summed, (loss.detach(), of_audio, of_scale, of_bias), strict=True):
+            total += part
+        return of_text.to(widest(of_text.device))
+
+    def _duplicates(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Mask (rows, columns) of equal captions, each caption with itself included; without `mask_duplicates`, all are
+        False."""
+        if self.mask_duplicates:
+            return rows[:, None] == columns
+        return torch.zeros(len(rows), len(columns), dtype=torch.bool, device=rows.device)
+
+
+def _row_losses(left_out: Tensor, own: Tensor, pairs: Tensor, scale: Tensor) -> Tensor:
+    """Softmax losses (h, b) of the rows of ``own`` (b, 2, h, d) against ``pairs`` (n, 2, h, d). The denominators do not
+    contain the comparisons that ``left_out`` (b, n) marks."""
+    losses = -scale[:, None] * torch.einsum("bhd,bhd->hb", own[:, 0], own[:, 1])
+    for here, there in ((0, 1), (1, 0)):
+        logits = scale[:, None, None] * torch.einsum("bhd,nhd->hbn", own[:, here], pairs[:, there])
+        losses = losses + logits.masked_fill(left_out, -torch.inf).logsumexp(-1) / 2
+    # The logarithm of an empty sum is -inf and its gradient NaN; masked_fill stops that gradient.
+    return torch.where(left_out.all(dim=1), 0.0, losses)
+
+
+def _sigmoid_losses(
+    signs: Tensor, left_out: Tensor, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor
+) -> Tensor:
+    """Losses (h, b, m) of every audio (b, h, d) with every text (m, h, d). ``signs`` (b, m) is 1 for pairs and -1
+    otherwise; ``left_out`` (b, m) marks comparisons whose loss is not counted."""
+    logits = scale[:, None, None] * torch.einsum("bhd,mhd->hbm", audio, text) + bias[:, None, None]
+    return -F.logsigmoid(signs * logits).masked_fill(left_out, 0.0)
+
+
+def _collapsed_sigmoid(pairs: int, compared: Tensor) -> Tensor:
+    """The sigmoid loss of so many pairs, 0-d, if all scores are equal and have the best bias, where the loss of a
+    comparison is the entropy of whether it is of a pair; ``compared`` (0-d) is the number of comparisons."""
+    others = compared - pairs
+    return (-pairs * (pairs / compared).log() - torch.special.xlogy(others, others / compared)) / pairs
+
+
+def _gather_pairs(
+    processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, caption_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs (n, 2, h, d) and captions (n,) of all processes, and the rows (b,) of this process's own pairs."""
+    pairs, captions = (processes.gather(each, sizes) for each in (torch.stack([audio, text], 1), caption_ids))
+    first = sum(sizes[: processes.rank])
+    return pairs, captions, torch.arange(first, first + len(audio), device=audio.device)
+
+
+def _sum(processes: Backend, *tensors: Tensor) -> list[Tensor]:
+    """Each tensor summed over the processes, in fp64, in a single collective."""
+    total = processes.sum(torch.cat([tensor.detach().to(widest(tensor.device)).flatten() for tensor in tensors]))
+    parts = total.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,248 @@
+"""The judge of a generator's images: what the two losses of an adversarial update are made of, however a batch is
+divided into processes and micro-batches. The formulas are those of `adversarial`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.devices import widest
+from tandem.flops import repeated
+
+from .adversarial import (
+    ADVERSARIAL_LOSSES,
+    LeCam,
+    adaptive_weight,
+    gradient_penalty,
+    heads_of,
+    image_gradient,
+    zero_centred_penalty,
+)
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+    from tandem.models.quantizers.base import Quantizer
+
+ADAPTIVE = "adaptive"
+ZERO_CENTRED = "zero_centred"
+
+ReconstructionLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(reconstruction, images, **given) -> a loss (0-d), and its parts for the log."""
+
+Given = Callable[[Mapping[str, Any], int], Mapping[str, Tensor]]
+"""(micro-batch of the loader, number of the update) -> further arguments by name, one entry per image each."""
+
+
+def frames_of(videos: Tensor, frames: Tensor) -> Tensor:
+    """Frame number frames[i] of video i: (b, c, f, h, w) and int64 (b,) -> (b, c, h, w)."""
+    return videos[torch.arange(len(videos), device=videos.device), :, frames]
+
+
+class _Shown(NamedTuple):
+    """A micro-batch: images, and further arguments of those that judge them, and of the generator, by name."""
+
+    images: Tensor
+    given: Mapping[str, Tensor]
+    drawn: Mapping[str, Tensor]
+
+
+class _ImageLosses(NamedTuple):
+    """The losses of reconstructed images, and their gradients."""
+
+    reconstruction: Tensor  # 0-d
+    adversarial: Tensor  # 0-d
+    gradients: Tensor  # of both with respect to the images (2, b, c, h, w)
+    last_layer_gradients: Tensor | None  # of both with respect to the last weight (2, ...), if it is needed
+
+
+class Judge:
+    """A discriminator and the error of images, which judge what a generator makes, for the formulas of both losses.
+
+    `recon, adversarial = judge(out)` are losses of a micro-batch (0-d), and `weight` (0-d), which is known by then for
+    the whole batch, that of the second one. A loss may be any function of them and of the other losses in `out`: with
+    `generator.backward(judge.carried(loss))`, all weights get its gradients as if one graph led from them to the loss.
+    No network that judges images has a second backward pass: what is known of its gradients is carried on from there.
+
+    The generator's model gives `reconstruction`, `codes`, `losses` and `features` (`models.VQGANOutput`); called with
+    `observe=True` it only shows its input to its `quantizer`. Its `last_layer_gradient` is (features, gradient of a
+    loss with respect to the reconstruction) -> the gradient of the loss with respect to the weight of its last
+    convolution, summed over the batch. The discriminator's model gives a list of logits if it has `num_heads` above 1;
+    the last ones may be left out of an update. Both models may be of videos.
+
+    Args:
+        args: What `AdversaryFlags` says, and the seed.
+        generator: Engine of the generator.
+        discriminator: Engine of the discriminator.
+        images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
+        reconstruction_loss: Called once for each micro-batch.
+        log: Takes losses of a micro-batch by name, 0-d (`Run.add`).
+        given: Further arguments of the discriminator and of the reconstruction loss.
+        drawn: Further arguments of the generator, such as noise.
+    """
+
+    weight: Tensor
+    drawn: Mapping[str, Tensor]
+    """What the generator gets beside the images that it is being shown."""
+
+    def __init__(
+        self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: Backend, *,
+        images: Callable[[Mapping[str, Any]], Tensor], reconstruction_loss: ReconstructionLoss,
+        log: Callable[..., None], given: Given = lambda micro, step: {}, drawn: Given = lambda micro, step: {},
+    ) -> None:  # fmt: skip
+        self._args, self._generator, self._discriminator, self._processes = args, generator, discriminator, processes
+        self._quantizer: Quantizer = generator.module.quantizer
+        self._images, self._reconstruction_loss, self._log, self._given = images, reconstruction_loss, log, given
+        self._drawn = drawn
+        self._loss, self._heads = ADVERSARIAL_LOSSES[args.gan_loss], discriminator.module.num_heads
+        self.lecam = LeCam(args.lecam_decay, self._heads).to(processes.device)
+
+    def parts(self, step: int) -> tuple[bool, bool]:
+        """Whether the discriminator takes part in update number `step`, and whether its gradient is punished then."""
+        is_active = step >= self._args.discr_start_step
+        return is_active, is_active and step % self._args.apply_grad_penalty_every == 0
+
+    def micro_batches(self, batch: Mapping[str, Any], step: int, *, is_active: bool) -> Iterator[Tensor]:
+        """The images of each micro-batch of update number `step`, each of which is to be judged before the next one.
+        If the discriminator is not active yet, the adversarial loss is 0 and not computed. Collective."""
+        self._batch, self._step, self._is_active = batch, step, is_active
+        self._fakes: list[Tensor] = []
+        self.weight = torch.zeros((), device=self._processes.device)
+        self._measured = self._measure_batch()
+        if self._measured:
+            self.weight = self._gan_weight(self._measured)
+        for shown in self._shown_to(self._generator):
+            self._shown, self.drawn = shown, shown.drawn
+            yield shown.images
+
+    def __call__(self, out: Any) -> tuple[Tensor, Tensor]:
+        """The generator's output for these images -> their reconstruction and adversarial losses, 0-d. Collective."""
+        if self._measured:
+            losses = self._measured[len(self._fakes)]
+        else:
+            losses = self._image_losses(out, self._shown)
+            if self._is_active:
+                self.weight = self._gan_weight([losses])
+        if self._is_active:
+            self._log(gan_weight=self.weight, gan_loss=losses.adversarial)
+        self._reconstruction = out.reconstruction
+        self._fakes.append(out.reconstruction.detach())
+        # The losses of what lies at this distance from the reconstruction, which is 0.
+        self._distance = torch.zeros_like(self._fakes[-1]).requires_grad_()
+        of_reconstruction, of_adversary = ((self._distance * gradient).sum() for gradient in losses.gradients)
+        return losses.reconstruction + of_reconstruction, losses.adversarial + of_adversary
+
+    def carried(self, loss: Tensor) -> Tensor:
+        """A loss of these images (0-d), with a graph that leads through their reconstruction."""
+        (gradient,) = torch.autograd.grad(loss, self._distance, retain_graph=True)
+        carried = (self._reconstruction * gradient).sum()
+        return loss + (carried - carried.detach())
+
+    def update_codebook(self, skipped: Tensor) -> None:
+        """What the quantizer does after an update of the generator, which may have been skipped (0-d bool)."""
+        self._quantizer.after_update(self._step, self._args.seed, skipped)
+
+    def critic_losses(self, *, with_penalty: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For each micro-batch of the discriminator its loss, LeCam's regulariser and the gradient penalty, 0-d, on the
+        images and their reconstructions. A term whose weight is 0, and a penalty that is not asked for, is 0."""
+        # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
+        # not change the result. A head that takes no part has no mean.
+        shape, device = (2, self._heads), self._processes.device
+        self._logit_means = torch.full(shape, torch.nan, dtype=widest(device), device=device)
+        micro_batches = self._shown_to(self._discriminator)
+        for index, ((images, given, _), fake) in enumerate(zip(micro_batches, self._fakes, strict=True)):
+            of_heads = heads_of(self._discriminator(torch.cat([images, fake]), **_twice(given)))
+            real_logits, fake_logits = zip(*(logits.chunk(2) for logits in of_heads), strict=True)
+            loss = self._loss.discriminator(real_logits, fake_logits)
+            both = (torch.stack([logits.mean() for logits in side]) for side in (real_logits, fake_logits))
+            of_micro_batch = torch.stack([*both]).detach()
+            if index == 0:
+                self._logit_means[:, : len(of_heads)] = 0.0
+            self._logit_means[:, : len(of_heads)] += of_micro_batch / self._processes.grad_accum_steps
+            discr_real, discr_fake = of_micro_batch.mean(1)
+            self._log(discr_loss=loss, discr_real=discr_real, discr_fake=discr_fake)
+            lecam = penalty = loss.new_zeros(())
+            if self._args.lecam_weight:
+                lecam = self.lecam(real_logits, fake_logits)
+                self._log(lecam_loss=lecam)
+            if self._args.penalty_weight and with_penalty:
+                penalty = self._penalty(images, fake, given)
+                self._log(gradient_penalty=penalty)
+            yield loss, lecam, penalty
+
+    def update_lecam(self, skipped: Tensor) -> None:
+        """Move LeCam's averages after an update of the discriminator, unless it was skipped (0-d bool). Collective."""
+        if self._args.lecam_weight:
+            real_means, fake_means = self._processes.mean(self._logit_means)
+            self.lecam.update(real_means, fake_means, skipped)
+
+    def _penalty(self, images: Tensor, fake: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        with self._discriminator.twice_differentiable():
+            if self._args.penalty == ZERO_CENTRED:
+                return zero_centred_penalty(functools.partial(self._discriminator, **_twice(given)), images, fake)
+            return gradient_penalty(functools.partial(self._discriminator, **given), images)
+
+    def _image_losses(self, out: Any, shown: _Shown) -> _ImageLosses:
+        """Losses of reconstructions and their gradients with respect to the images. There is no backward pass through
+        the generator."""
+        with torch.enable_grad(), self._discriminator.frozen():
+            fake = out.reconstruction.detach().requires_grad_()
+            with self._processes.autocast():
+                loss, parts = self._reconstruction_loss(fake, shown.images, **shown.given)
+            gradient, adversarial_gradient = image_gradient(loss, fake), torch.zeros_like(fake)
+            adversarial = loss.new_zeros(())
+            if self._is_active:
+                with self._processes.autocast():
+                    adversarial = self._loss.generator(self._discriminator.module(fake, **shown.given))
+                adversarial_gradient = image_gradient(adversarial, fake)
+        self._log(**parts)
+        gradients, last = torch.stack([gradient, adversarial_gradient]), None
+        if self._is_active and self._args.gan_weight == ADAPTIVE:
+            of_layer = self._generator.module.last_layer_gradient
+            last = torch.stack([of_layer(out.features, each) for each in gradients])
+        return _ImageLosses(loss.detach(), adversarial.detach(), gradients, last)
+
+    @torch.no_grad()
+    def _measure_batch(self) -> list[_ImageLosses]:
+        """With several micro-batches, measure what depends on all of them before training on the first one: the
+        quantizer's statistics, and the losses from which an adaptive weight is computed. Returns these losses."""
+        if self._processes.grad_accum_steps == 1:
+            return []
+        if self._quantizer.needs_observation:
+            with repeated():
+                for shown in self._shown_to(self._generator):
+                    self._generator(shown.images, observe=True)
+            self._quantizer.pool()
+        if not (self._is_active and self._args.gan_weight == ADAPTIVE):
+            return []
+        measured = []
+        for shown in self._shown_to(self._generator):
+            with repeated():
+                out = self._generator(shown.images, **shown.drawn)
+            measured.append(self._image_losses(out, shown))
+        return measured
+
+    def _gan_weight(self, losses: Sequence[_ImageLosses]) -> Tensor:
+        """Weight of the adversarial loss for the whole batch, 0-d. Collective if the weight is adaptive."""
+        if isinstance(self._args.gan_weight, float):
+            weight = self._args.gan_weight * self._args.gan_weight_scale
+            return torch.full((), weight, device=self._processes.device)  # filled there: the host does not wait
+        gradients = torch.stack([each.last_layer_gradients for each in losses if each.last_layer_gradients is not None])
+        of_batch = self._processes.mean(gradients.to(widest(gradients.device)).mean(0)).float()
+        weight = adaptive_weight(of_batch[0], of_batch[1], self._args.gan_weight_max)
+        return weight * self._args.gan_weight_scale
+
+    def _shown_to(self, engine: Any) -> Iterator[_Shown]:
+        """What is shown of each micro-batch."""
+        for micro in engine.micro_batches(self._batch):
+            drawn = self._drawn(micro, self._step) if engine is self._generator else {}
+            yield _Shown(self._images(micro), self._given(micro, self._step), drawn)
+
+
+def _twice(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is given, for the real and then for the generated images."""
+    return {name: torch.cat([value, value]) for name, value in given.items()}

@@ -1,0 +1,81 @@
+"""An update of two towers with a contrastive loss over the whole batch, however it is cut into micro-batches: Gao et
+al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tandem.flops import repeated
+
+from .contrastive import Contrastive, ContrastiveResult
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+
+class GradCache:
+    """The contrastive loss of a whole batch, for an update that goes through it in micro-batches. Collective.
+
+    With several micro-batches, all are first embedded without a graph, for the `result` and its gradients with respect
+    to the embeddings. Then each is embedded again: `carried(out, caption_ids)` is the loss with a graph, through which
+    the gradients of these rows go back when the engine's `backward` sums instead of averaging (items=1, total=1). So
+    every micro-batch is compared with all negatives, in the memory that one micro-batch needs.
+
+    Args:
+        engine: Engine of a model that gives ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
+            ``models.MulanOutput``), and whose output depends on its arguments alone, noise included.
+        batch: This process's part of the batch, ``caption_ids`` (b,) among it.
+        inputs: A micro-batch -> keyword arguments of the model.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        processes: Backend,
+        contrastive: Contrastive,
+        batch: Mapping[str, Any],
+        inputs: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ) -> None:
+        self._contrastive, self._is_root, self._rows = contrastive, processes.is_root, 0
+        self._result: ContrastiveResult | None = None
+        # A single micro-batch needs no first pass. With `whole` the first pass is made nevertheless: runs with another
+        # number of processes make it, and PyTorch may choose another kernel without a graph, which would change bits.
+        if processes.grad_accum_steps > 1 or contrastive.whole:
+            with torch.no_grad(), repeated():
+                micros = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]
+            self._result = self._compared([out for out, _ in micros], [captions for _, captions in micros])
+
+    @property
+    def result(self) -> ContrastiveResult:
+        """The loss of the batch and its gradients, known once the first micro-batch has been carried."""
+        assert self._result is not None
+        return self._result
+
+    def carried(self, out: Any, caption_ids: Tensor) -> Tensor:
+        """The next micro-batch's embeddings -> the loss of the batch, 0-d, with its gradients with respect to these
+        rows. Those of temperature and bias are totals over the batch: only the root's first micro-batch adds them."""
+        if self._result is None:
+            self._result = self._compared([out], [caption_ids])
+        result, rows = self._result, slice(self._rows, self._rows + len(out.audio))
+        is_first = self._is_root and self._rows == 0
+        self._rows = rows.stop
+        once = 1.0 if is_first else 0.0  # times 0 instead of left out: all processes use a parameter, or none does
+        surrogate = (
+            (out.audio * result.audio_gradient[rows]).sum()
+            + (out.text * result.text_gradient[rows]).sum()
+            + once * (out.scale * result.scale_gradient + out.bias * result.bias_gradient).sum()
+        )
+        # The value must be that of the loss, because the engine skips the update if it is not finite.
+        return surrogate + (result.loss - surrogate).detach()
+
+    def _compared(self, outs: Sequence[Any], captions: list[Tensor]) -> ContrastiveResult:
+        """The loss of the outputs of all micro-batches, and its gradients with respect to their embeddings."""
+        audio, text = torch.cat([out.audio for out in outs]), torch.cat([out.text for out in outs])
+        # Every process holds its equal part of a batch of training.
+        return self._contrastive.value_and_gradients(
+            audio, text, outs[0].scale, outs[0].bias, torch.cat(captions), is_even=True
+        )

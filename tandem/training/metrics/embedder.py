@@ -1,0 +1,69 @@
+"""Embeddings outside of training, computed in parts so that they need no more memory than training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tandem.devices import to_device
+
+if TYPE_CHECKING:
+    from tandem.data.tokenizers import Tokenizer
+
+_TOKENS_AT_A_TIME = 8  # texts are cut to a multiple of this, because every new shape is compiled anew
+_TEXTS_AT_A_TIME = 256
+
+
+def width_of(lengths: Sequence[int]) -> int:
+    """How many tokens of each text are computed, for texts of these lengths."""
+    return math.ceil(max(lengths) / _TOKENS_AT_A_TIME) * _TOKENS_AT_A_TIME
+
+
+def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """A model's inputs: tokens (b, t') without columns that are padding in every text, and lengths (b,)."""
+    return {"tokens": tokens[:, : width_of(lengths)], "lengths": to_device(torch.tensor(lengths), tokens.device)}
+
+
+class Embedder:
+    """Computes embeddings of a `MuLaN` without noise and gradients, `rows` sounds (a micro-batch) per forward pass.
+    Forward passes are made in the context that `precision` makes."""
+
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, rows: int, device: torch.device,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:  # fmt: skip
+        self.model, self._tokenizer, self._rows, self._device = model, tokenizer, rows, device
+        self._precision = precision
+
+    @torch.no_grad()
+    def pairs(self, batch: Mapping[str, Any]) -> Any:
+        """The model's output for a batch of pairs: waveforms (b, n), tokens (b, t), lengths."""
+        outs = []
+        for start in range(0, len(batch["waveforms"]), self._rows):
+            rows = slice(start, start + self._rows)
+            texts = text_inputs(batch["tokens"][rows], batch["lengths"][rows])
+            with self._precision():
+                outs.append(self.model(batch["waveforms"][rows], **texts))
+        audio, text = (torch.cat([getattr(out, name) for out in outs]) for name in ("audio", "text"))
+        return outs[0]._replace(audio=audio, text=text)
+
+    @torch.no_grad()
+    def sounds(self, waveforms: Tensor) -> Tensor:
+        """Waveforms (b, n) -> unit vectors (b, d)."""
+        with self._precision():
+            return torch.cat([self.model.encode_audio(part) for part in waveforms.split(self._rows)])
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Sentences -> unit vectors (n, d)."""
+        parts = []
+        for start in range(0, len(texts), _TEXTS_AT_A_TIME):
+            tokens, lengths = self._tokenizer.encode(list(texts[start : start + _TEXTS_AT_A_TIME]))
+            with self._precision():
+                parts.append(self.model.encode_text(**text_inputs(tokens.to(self._device), lengths)))
+        return torch.cat(parts)

@@ -1,0 +1,244 @@
+"""How well a model finds clips by their captions and captions by their clips, over all processes.
+
+The protocol is that of Clotho and AudioCaps, whose clips have five captions each (LAION CLAP, Wu et al. 2023;
+https://dcase.community/challenge2024/task-language-based-audio-retrieval):
+
+- text to audio: every caption of every clip is a query, the clips are the candidates;
+- audio to text: every clip is a query, the distinct captions are the candidates. Recall and median rank use the best
+  of a clip's captions, mAP@10 uses all of them.
+
+In the protocol all captions differ. Here several clips may share a caption: it is right for each of these clips, is a
+single candidate, and is a query once for each of them.
+
+torchmetrics' measures of retrieval take the scores of all pairs in one list, where these are made in parts, and break
+ties by a sort that keeps no order, where these count ties against the query.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.devices import double, fp64_device
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+
+TOP = 10
+_RECALLS = (1, 5, 10)
+
+# Scores that differ by less are ties, which count against the query: rounding makes the scores of equal vectors
+# differ by about 1e-16 sqrt(d).
+_TIE = 1e-12
+
+_SCORES_AT_A_TIME = 1 << 22  # 32 MiB in float64
+
+
+class Pairs(NamedTuple):
+    """Which candidates are right for which queries: int64 (p,) both, sorted by query, without repetition."""
+
+    queries: Tensor
+    candidates: Tensor
+
+
+class RetrievalQuality:
+    """Embeddings of a validation split whose clips are spread over the processes, each clip on exactly one process.
+
+    Args:
+        device: Of the model. On its `fp64_device` are the embeddings, float32, and the scores, float64.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = fp64_device(device)
+        self._audio: list[Tensor] = []
+        self._text: list[Tensor] = []
+        self._captions: list[Sequence[str]] = []
+        self._labels: list[Sequence[str | None]] = []
+
+    def add(
+        self, audio: Tensor, text: Tensor, captions: Sequence[Sequence[str]], labels: Sequence[str | None] | None = None
+    ) -> None:
+        """Add a batch of clips.
+
+        Args:
+            audio: Embeddings (b, d) of any length.
+            text: Embeddings (m, d) of all captions, those of the first clip first.
+            captions: Captions of each clip, m in all; a clip without captions is a candidate but not a query.
+            labels: Class of each clip, or None if it has none.
+        """
+        count = sum(len(own) for own in captions)
+        labels = [None] * len(audio) if labels is None else list(labels)
+        assert len(captions) == len(labels) == len(audio) and len(text) == count, (len(audio), len(text), captions)
+        self._captions += captions
+        self._audio.append(audio.detach().float().to(self._device))
+        self._text.append(text.detach().float().to(self._device))
+        self._labels.append(labels)
+
+    def result(self, processes: Backend, mark: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Quality of retrieval in both directions, equal on every process and for any number of processes. Collective.
+
+        Names begin with `text_to_audio/` or `audio_to_text/`, each followed by
+
+        - `r1`, `r5`, `r10`: share of queries with a right candidate among the first 1, 5, 10, in [0, 1];
+        - `median_rank` of the best right candidate, from 1, the mean of the middle two for an even number of queries;
+        - `map10`: mean over queries of sum_j [r_j <= 10] j / r_j / min(10, n), where r_j is the rank of the j-th best
+          of the n right candidates;
+        - `chance_r1`: what r1 is on average for an order drawn at random: mean of n / number of candidates.
+
+        `r10` alone is the mean of both directions. Ties and NaNs count against the query, so that a model which gives
+        everything the same embedding finds nothing. All values are NaN if there are no queries.
+        """
+        found = self._gathered(processes)
+        if found is None:
+            nothing = torch.empty(0, 3, dtype=torch.float64)
+            text_to_audio = audio_to_text = _summary(nothing, [])
+        else:
+            audio, text, pairs = found
+            by_text, by_clip = _sorted(pairs.candidates, pairs.queries), pairs
+            times = torch.bincount(by_text.queries, minlength=len(text)).tolist()
+            text_to_audio = _summary(_shared(text, audio, by_text, processes, mark), times)
+            has_caption = torch.bincount(by_clip.queries, minlength=len(audio)).clamp_max(1).tolist()
+            audio_to_text = _summary(_shared(audio, text, by_clip, processes, mark), has_caption)
+        return {
+            **{f"text_to_audio/{name}": value for name, value in text_to_audio.items()},
+            **{f"audio_to_text/{name}": value for name, value in audio_to_text.items()},
+            "r10": (text_to_audio["r10"] + audio_to_text["r10"]) / 2,
+        }
+
+    def _gathered(self, processes: Backend) -> tuple[Tensor, Tensor, Pairs] | None:
+        """Unit vectors of all clips (n, d) and of all distinct captions (t, d), float64, and the captions of each
+        clip; None if there is nothing to rank."""
+        facts = processes.gather_objects([self._audio[0].shape[1] if self._audio else 0, self._captions])
+        dim, captions = max(own_dim for own_dim, _ in facts), [own for _, of_rank in facts for own in of_rank]
+        said = [caption for own in captions for caption in own]
+        if not said:
+            return None
+        nothing = torch.empty(0, dim, device=self._device)
+        audio, text = (processes.gather(torch.cat([nothing, *own])) for own in (self._audio, self._text))
+        numbers = {caption: number for number, caption in enumerate(sorted(set(said)))}
+        which = torch.tensor([numbers[caption] for caption in said], device=self._device)
+        owners = [clip for clip, own in enumerate(captions) for _ in own]
+        # The embedding of a text may differ in its last bits between batches: take the mean over all of them, which
+        # does not depend on their order.
+        sums = torch.zeros(len(numbers), dim, dtype=torch.float64, device=self._device)
+        sums.index_add_(0, which, text.double())
+        return _directions(audio), _directions(sums), _sorted(torch.tensor(owners, device=self._device), which)
+
+    def classes(self, processes: Backend) -> list[str]:
+        """The distinct labels of all clips, sorted. Collective."""
+        own = sorted({label for labels in self._labels for label in labels if label is not None})
+        return sorted(set().union(*processes.gather_objects(own)))
+
+    def zero_shot(self, processes: Backend, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
+        """`zero_shot/top1`, the share of labelled clips that are nearest to their class, and `zero_shot/chance_top1`,
+        one over the number of classes. Collective.
+
+        Args:
+            class_names: The same on every process, with every label among them, of which there has to be one; `classes`
+                returns them.
+            embeddings: Embeddings of the classes (c, d), in the order of `class_names` (`class_embeddings`).
+        """
+        batches = zip(self._audio, self._labels, strict=True)
+        hits = [zero_shot_hits(audio, labels, class_names, embeddings.to(self._device)) for audio, labels in batches]
+        right, labelled = sum(int(of_batch.sum()) for of_batch in hits), sum(len(of_batch) for of_batch in hits)
+        totals = processes.sum({"right": right, "labelled": labelled})
+        return {"zero_shot/top1": totals["right"] / totals["labelled"], "zero_shot/chance_top1": 1 / len(class_names)}
+
+
+def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
+    """Every template with every class's name in the place of {}: all of the first class, then of the second, ..."""
+    return [template.replace("{}", name) for name in class_names for template in templates]
+
+
+def class_embeddings(text: Tensor, templates: int) -> Tensor:
+    """Embeddings (c * templates, d) of the sentences from `prompts` -> one unit vector per class, (c, d) float64: the
+    mean of the unit vectors of its sentences, normalised again (Radford et al. 2021, CLIP, section 3.1.4)."""
+    return _directions(_directions(text).reshape(-1, templates, text.shape[1]).mean(1))
+
+
+def zero_shot_hits(
+    audio: Tensor, labels: Sequence[str | None], class_names: Sequence[str], embeddings: Tensor
+) -> Tensor:
+    """Whether each labelled clip is nearer to its own class than to any other: bool (number of labelled clips,).
+
+    Args:
+        audio: Embeddings of the clips (b, d).
+        labels: Label of each clip, one of the `class_names` or None.
+        class_names: Names of the c classes.
+        embeddings: Embeddings of the classes (c, d).
+    """
+    rows = [row for row, label in enumerate(labels) if label is not None]
+    index = {name: number for number, name in enumerate(class_names)}
+    classes = torch.tensor([index[label] for label in labels if label is not None], dtype=torch.int64)
+    right = functional.one_hot(classes, len(class_names)).bool().to(audio.device)
+    return _ranked(_directions(audio[rows]), _directions(embeddings), right)[:, 0] == 1
+
+
+def _directions(vectors: Tensor) -> Tensor:
+    """(..., d) -> unit vectors float64."""
+    return functional.normalize(double(vectors), dim=-1)
+
+
+def _sorted(queries: Tensor, candidates: Tensor) -> Pairs:
+    pairs = torch.stack([queries, candidates]).unique(dim=1)  # a clip may have a caption twice
+    return Pairs(pairs[0].contiguous(), pairs[1].contiguous())
+
+
+def _shared(queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Backend, mark: Callable[[], None]) -> Tensor:
+    """`_ranked` of all queries (q, 3), on the CPU. Each process computes a part; it calls `mark` before each chunk, to
+    show that it is alive. Collective."""
+    rank, world_size = processes.rank, processes.world_size
+    start, end = len(queries) * rank // world_size, len(queries) * (rank + 1) // world_size
+    chunk = max(1, _SCORES_AT_A_TIME // len(candidates))
+    parts = [queries.new_empty(0, 3)]
+    for first in range(start, end, chunk):
+        mark()
+        last = min(first + chunk, end)
+        bounds = torch.searchsorted(pairs.queries, torch.tensor([first, last], device=queries.device)).tolist()
+        own = slice(*bounds)
+        right = torch.zeros(last - first, len(candidates), dtype=torch.bool, device=queries.device)
+        right[pairs.queries[own] - first, pairs.candidates[own]] = True
+        parts.append(_ranked(queries[first:last], candidates, right))
+    return processes.gather(torch.cat(parts)).cpu()
+
+
+def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
+    """Rank of the best right candidate, average precision at 10, and chance of recall at 1: queries (q, d), candidates
+    (c, d), right (q, c) -> float64 (q, 3), without meaning for a query that has no right candidate."""
+    scores = queries @ candidates.T
+    # NaNs count against the query: a NaN is the worst score if the candidate is right and the best if it is wrong.
+    of_right = scores.nan_to_num(nan=-math.inf).masked_fill_(~right, -math.inf)
+    of_wrong = scores.nan_to_num_(nan=math.inf).masked_fill_(right, -math.inf)
+    top = min(TOP, len(candidates))
+    best_right, best_wrong = of_right.topk(top).values - _TIE, of_wrong.topk(top).values
+    ranks = 1 + ((of_wrong >= best_right[:, :1]) & ~right).sum(1)
+
+    count = right.sum(1, keepdim=True)
+    place = torch.arange(1, top + 1, device=scores.device)  # of each right candidate among the right ones
+    # At most 10 wrong candidates are counted: more make no difference.
+    ahead = (best_wrong[:, None] >= best_right[..., None]).sum(2)
+    precision = torch.where((place <= count) & (place + ahead <= TOP), place / (place + ahead).double(), 0)
+    average_precision = precision.sum(1) / count[:, 0].clamp(1, TOP)
+    return torch.stack([ranks.double(), average_precision, count[:, 0].double() / len(candidates)], dim=1)
+
+
+def _summary(ranked: Tensor, times: Sequence[int]) -> dict[str, float]:
+    """Statistics of the rows (q, 3) from `_ranked`; query i counts times[i] times. The order of queries does not
+    matter, because the sums are exact."""
+    rows = [row for row, count in zip(ranked.tolist(), times, strict=True) for _ in range(count)]
+    if not rows:
+        return dict.fromkeys([*(f"r{k}" for k in _RECALLS), "median_rank", "map10", "chance_r1"], math.nan)
+    ranks, precisions, chances = zip(*rows, strict=True)
+    ordered, middle = sorted(ranks), len(ranks) // 2
+    return {
+        **{f"r{k}": sum(rank <= k for rank in ranks) / len(ranks) for k in _RECALLS},
+        "median_rank": (ordered[middle] + ordered[-1 - middle]) / 2,
+        "map10": math.fsum(precisions) / len(rows),
+        "chance_r1": math.fsum(chances) / len(rows),
+    }

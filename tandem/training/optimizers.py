@@ -1,0 +1,77 @@
+"""Optimizers of transformers."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.io.installed import missing_package
+
+_NEVER = re.compile(r"(.*_)?(gamma|bias)|null_.*")
+
+
+def make_optimizer(
+    model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, *, lion: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019), or Lion (Chen et al. 2023; the package lion-pytorch).
+
+    Weights with two or more dimensions above 1 decay, but for scales, biases and what stands in the place of a missing
+    condition (their names are gamma, bias, or begin with null_), of which several may lie in one tensor. With one
+    dimension above 1, as in (1, d, 1, 1), or none, nothing decays. Frozen weights have no state.
+
+    Raises:
+        ValueError: one line, if the package is missing.
+    """
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            (decaying if _decays(name, weight) else others).append(weight)
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if not lion:
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    try:
+        from lion_pytorch import Lion
+    except ImportError:
+        raise missing_package("--use_lion", "lion-pytorch", "lion") from None
+    optimizer: Any = Lion(groups, lr=lr, betas=betas)
+    update = optimizer.update_fn
+
+    def divided_or_skipped(weight: Tensor, gradient: Tensor, moment: Tensor, *settings: float) -> None:
+        divisor, skips = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        gradient = gradient if divisor is None else gradient / divisor
+        update_unless(skips, update, weight, gradient, moment, *settings)
+
+    optimizer.update_fn = divided_or_skipped
+    # As the fused AdamW, it takes from the engine what divides the gradients and whether the update is skipped.
+    optimizer._step_supports_amp_scaling = True
+    lion_optimizer: torch.optim.Optimizer = optimizer
+    return lion_optimizer
+
+
+@torch.no_grad()
+def update_unless(
+    skips: Tensor | None,
+    update: Callable[..., None],
+    weight: Tensor,
+    gradient: Tensor,
+    moment: Tensor,
+    *settings: float,
+) -> None:
+    """``update(weight, gradient, moment, *settings)``, in place; where ``skips`` (0-d) is not 0, both stay as they are.
+    Only on a CPU does the host read ``skips``: elsewhere it would wait for the device."""
+    if skips is None or skips.device.type == "cpu":
+        if skips is None or not bool(skips):
+            update(weight, gradient, moment, *settings)
+        return
+    before = weight.clone(), moment.clone()
+    update(weight, gradient, moment, *settings)
+    for now, old in zip((weight, moment), before, strict=True):
+        now.copy_(torch.where(skips.bool(), old, now))
+
+
+def _decays(name: str, weight: nn.Parameter) -> bool:
+    is_matrix = sum(size > 1 for size in weight.shape) >= 2
+    return is_matrix and not _NEVER.fullmatch(name.rpartition(".")[2])

@@ -1,0 +1,481 @@
+"""A run: its folder, clock, trackers and checkpoints, opened together and kept in step."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from PIL import Image
+
+from tandem.config.public_names import batch_arithmetic
+from tandem.devices import has_pinned_memory
+from tandem.io.exits import AskedToStop, Failed
+from tandem.io.reading import counted, words_of
+from tandem.training.checkpoint.averages import AverageFiles
+from tandem.training.checkpoint.format import damaged
+from tandem.training.checkpoint.models import MODELS, Models
+from tandem.training.checkpoint.store import Checkpoints, Stateful, step_of
+from tandem.training.logging.clock import Clock
+from tandem.training.logging.metrics import Metrics
+from tandem.training.logging.operations import Operations, peak_of_all
+from tandem.training.logging.profiling import Profiler
+from tandem.training.logging.progress import (
+    Progress,
+    ProgressDisplay,
+    changes,
+    described,
+    duration,
+    last_words,
+    length_of,
+    plain,
+    total_steps_from,
+)
+from tandem.training.logging.trackers import Trackers
+from tandem.training.metrics.directions import TIMES
+from tandem.training.run_folder.folder import RunFolder, check_apart
+from tandem.training.run_folder.starts import end_start
+from tandem.training.visuals.images import Sample, to_png
+
+from .dry_run import folder_beside
+from .ema import kept_weights
+from .garbage import collected_together
+from .loop import Action, Evaluation, updates
+
+if TYPE_CHECKING:
+    from tandem.data.feed import Feed
+    from tandem.distributed import Backend
+
+_MOST_OF_VALIDATIONS = 0.1  # of the time
+_FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
+
+
+class Run:
+    """Everything about a run that is not its model, data or loss. Every process calls every method. Tests and
+    benchmarks interrupt and measure runs by `watched` alone.
+
+    Args:
+        args: The arguments of the run (`tandem.config.parser`).
+        settings: Every argument by flag name, for config.yaml.
+        models: What is trained, by the name of its part of a checkpoint, which describes it (`Models`).
+        columns: What the terminal shows of a line of metrics (`MetricsTable`).
+
+    Raises:
+        UserMistake: one line, if the folder cannot be used.
+    """
+
+    _watching: ClassVar[list[Callable[[Run, str, Any], object]]] = []
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        settings: Mapping[str, Any],
+        processes: Backend,
+        feed: Feed,
+        *,
+        models: Mapping[str, Any],
+        columns: Sequence[str] = (),
+    ) -> None:
+        self.args, self._settings, self.processes, self.feed = args, settings, processes, feed
+        self._described, self._columns = Models(models), columns
+        if args.dry_run:
+            args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
+        with processes.agreement():  # of its own, because links may differ between machines
+            check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _FOLDERS_OF_SAMPLES})
+        # A launcher that restarts the processes passes the same arguments, but the run must then go on.
+        self.folder = RunFolder(args.output_dir, processes, fresh=args.fresh and not processes.is_restart)
+        with processes.agreement():
+            if processes.is_root:
+                self.folder.check_script(args.script)
+            wandb_names = {name: getattr(args, f"wandb_{name}") for name in ("project", "name", "entity", "tags")}
+            self.tracker = Trackers(
+                self.folder.path, args.report_to, settings, wandb_names, self.folder.check_is_here, is_root=self.is_root
+            )
+        size = feed.samples_per_epoch
+        total_steps = processes.total_updates = total_steps_from(args.epochs, args.max_steps, size, args.batch_size)
+        self._length_flag, self.length = length_of(args.epochs, args.max_steps, size, args.batch_size, args.max_minutes)
+        self.progress = Progress(args.batch_size, size, total_steps)
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints_dir, args.keep_n_checkpoints, processes,
+            synced_first=self.folder.metrics_file, check=self.folder.check_is_here,
+        )  # fmt: skip
+        self._averages = AverageFiles(self.folder.path / "snapshots")
+        self._models: list[str] = []  # paths of those that were written
+        self._unwritten: str | None = None  # why one could not be, on the root
+        minutes = (args.save_before_minutes, args.save_every_minutes, args.max_minutes)
+        self.clock, self._is_late = Clock(processes, *minutes), False
+        self._has_told_of_validations = False
+        #: Whether a checkpoint is due by --save_every_minutes, as all processes know since `look_at_clock`.
+        self.is_save_due, self._look_at_step = False, 0
+        #: Values of the checkpoint's own evaluation, if it was made before the run ended.
+        self.evaluated_before: dict[str, Any] = {}
+        steps = args.profile_steps if self.is_root and not args.dry_run else None
+        self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
+        histograms = None if len(feed.valid_set) else args.validate_every_n_steps  # of the codes
+        self.operations = Operations(
+            is_compiled=args.compile, is_unknown=args.compile and getattr(args, "gradient_checkpointing", False)
+        )
+        self._metrics = Metrics(
+            args.log_every_n_steps, self.progress, processes, self.clock, self.operations, histograms
+        )
+        #: Operations per second that the devices of all processes could make; None: that is not known.
+        self.peak = peak_of_all(processes)
+        # For the updates of the scripts.
+        self.add, self.log, self.log_codes = self._metrics.add, self._metrics.log, self._metrics.log_codes
+
+    @classmethod
+    @contextmanager
+    def watched(cls, watch: Callable[[Run, str, Any], object]) -> Iterator[None]:
+        """Context in which the loop calls `watch` with the run, the name of an event and what it is about:
+
+            "start"       the evaluations, before the first batch is loaded
+            "update"      the batch of update `progress.step` (from 0), which is about to be made
+            "updated"     the same batch, when that update is made and counted, before anything that follows it
+            "evaluation"  None, between the steps of validations and pictures, before the run looks for a stop request
+
+        Every process calls it, so that it may contain collectives of `processes`. It may replace `feed.batches`, what
+        the loader gives for the updates that follow. What it raises ends the run as an error of the script would. A dry
+        run tells of no update.
+        """
+        cls._watching.append(watch)
+        try:
+            yield
+        finally:
+            cls._watching.remove(watch)
+
+    def tell(self, event: str, about: Any = None) -> None:
+        """Call who watches: the loop has come to an event of `watched`."""
+        for watch in self._watching:
+            watch(self, event, about)
+
+    @property
+    def is_root(self) -> bool:
+        return self.processes.is_root
+
+    @property
+    def line_due(self) -> bool:
+        """Whether a line of metrics follows the update that is being made."""
+        return self._metrics.due
+
+    @property
+    def codes_due(self) -> bool:
+        """Whether `log_codes` needs the codes of the update that is being made."""
+        return self._metrics.codes_due
+
+    def resume(self, **parts: Stateful) -> None:
+        """Register the parts of a checkpoint, once, and restore them from the newest checkpoint if there is any. Then
+        print what this run is and where it stands.
+
+        Raises:
+            UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
+        """
+        here = self.processes
+        own_parts: dict[str, Stateful] = {
+            MODELS: self._described,
+            "progress": self.progress,
+            "bad_samples": self.feed.bad_samples,
+        }
+        self._parts = {**own_parts, **parts}
+        news: list[str] = []
+        changed: dict[str, list[Any]] = {}
+        latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, news.append)
+        with here.agreement():
+            if latest and here.is_root:
+                self.folder.check_config(self._settings, self.args.lasting, self.args.explicit)
+        if latest:
+            self.checkpoints.restore(latest, states, self._parts)
+            with here.agreement():
+                if self.progress.step != step_of(latest):
+                    raise damaged(latest, f"it holds the state of update {self.progress.step}")
+        if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
+            # If the run was about to end, here is its end; if not, after an update, which has a line and a save.
+            is_end = self.progress.unfinished_line is not None or self.folder.finished_step == self.progress.step
+            self._ends_at(self.progress.step + (0 if is_end else 1))
+        if self.progress.unfinished_line is not None:
+            with here.agreement():
+                self.evaluated_before = self._evaluated_line()
+            self.evaluated_before = here.broadcast_object(self.evaluated_before)
+            if self.evaluated_before:
+                self.progress.unfinished_line = None
+        self._resumed_step = self.progress.step
+        with here.agreement():
+            if here.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
+                start = {"script": self.args.script, "step": self.progress.step, **here.describe()}
+                start["data_fingerprint"] = self.feed.first.fingerprint
+                changed = self.folder.begin(self._settings, start)
+                self.checkpoints.left += self._averages.cut_back(self.progress.step)
+            is_line_written = self.progress.unfinished_line is None
+            self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
+        self.display = ProgressDisplay(
+            self.progress, here.is_root, columns=self._columns,
+            most_left=lambda: self.clock.run_seconds - self.clock.seconds,
+        )  # fmt: skip
+        self.display.remember(self.tracker.last_validation)
+        for line in news:
+            self.say(line)
+        self.warn(self.args.config_in_force)
+        self.say(here.summary())
+        self.warn(batch_arithmetic(self.args, here.world_size))
+        self.warn(", ".join(filter(None, map(described, parts.values()))))
+        if self.folder.moved_to:
+            self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
+        if latest:
+            self.say(f"resumed from {latest}")
+            for line in changes(written_by, here.describe()):
+                self.say(line)
+            for name, (old, new) in changed.items():
+                self.say(f"--{name} was {plain(old)} and is now {plain(new)}")
+        if self.is_complete:
+            self.say(
+                f"this run is finished, its model is in {self.folder.model_dir}; "
+                f"give a larger {'--max_minutes' if self._is_cut_short else self._length_flag} to extend it"
+            )
+        self.clock.begin(self.progress.seconds, self.progress.samples)
+
+    def _evaluated_line(self) -> dict[str, Any]:
+        """On the root, the line of the evaluation that the checkpoint lacks, if that was made before the run ended and
+        need not be repeated, because it met no bad samples that the checkpoint does not know; else {}."""
+        line = self.tracker.line(self.progress.step) or {}
+        is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
+        is_known = line.get("bad_samples") == self.feed.bad_samples.count
+        return line if is_finished or is_known else {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to do: trained to the end, and the model written."""
+        return self.progress.finished and self.folder.finished_step == self.progress.step
+
+    def say(self, text: str) -> None:
+        """Print one line on the root's terminal."""
+        self.display.say(text)
+
+    def updates(
+        self,
+        *evaluations: Evaluation,
+        preview: int,
+        also: Sequence[Action] = (),
+        kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
+    ) -> Iterator[tuple[int, Any]]:
+        """The loop over the updates that are left; see `tandem.training.loop.updates`."""
+        with collected_together() as collect:
+            is_first = True
+            for step, batch in updates(self, evaluations, preview, also, kind):
+                yield step, batch
+                if is_first and has_pinned_memory(self.processes.device):  # from now on there are moments
+                    self.checkpoints.prepare(self._live_states())
+                is_first = False
+                collect(step + 1)
+
+    def line(self) -> dict[str, Any]:
+        """What `add` and `log` recorded for the newest update, the number of skipped updates and what was waited for;
+        empty if no line is due. Collective."""
+        if not self.due(self.args.log_every_n_steps):
+            return {}
+        return self._metrics.line(sum(getattr(part, "skipped_updates", 0) for part in self._parts.values()))
+
+    def warn(self, text: str | None) -> None:
+        """Print the text with `say`, unless it is None or empty."""
+        if text:
+            self.say(text)
+
+    def advance(self) -> None:
+        """Count a completed update."""
+        self.progress.advance()
+        self.display.update()
+        for name, picture in self._metrics.pictures():
+            self.log_image(name, picture)
+
+    def stop_requested(self, now: bool) -> bool:
+        """Whether all processes are to stop after this update: a signal reached one of them, or `--save_before_minutes`
+        are nearly over by the root's clock. With several processes a request may be answered one call
+        late, on GPUs two, unless the answer is needed `now`."""
+        self._is_late = self.clock.is_late(self.checkpoints.longest_seconds) and self.is_root
+        return self.processes.stop_requested(self._is_late, now)
+
+    def due(self, every_n_steps: int) -> bool:
+        """Whether something that happens every n updates (0: only at the end) happens after this one."""
+        return self.progress.due(every_n_steps)
+
+    def write_line(self, metrics: Mapping[str, Any]) -> None:
+        """Write a line of metrics to metrics.jsonl, the other trackers and the display."""
+        clock = self.progress
+        # Metrics of an earlier start contain its times.
+        times = {name: metrics[name] for name in TIMES if name in metrics} or self.clock.times(clock.samples)
+        values = {name: value for name, value in metrics.items() if name not in TIMES}
+        if "gflop_per_sample" in values:
+            flops = 1e9 * values["gflop_per_sample"] * times["samples_per_second"]
+            values["tflops_per_second"] = float(f"{flops / 1e12:.5g}")
+            values |= {"mfu": float(f"{flops / self.peak:.5g}")} if self.peak else {}
+        place = {"step": clock.step, "samples": clock.samples, "epoch": round(clock.epoch, 6)}
+        line = {**place, **values, **times}
+        self.tracker.log(clock.step, line)
+        self.display.log(line)
+        self._tell_of_saves(at_end=clock.finished)
+
+    def log_image(self, name: str, image: Image.Image) -> None:
+        """Log a picture to the trackers."""
+        self.tracker.log_image(self.progress.step, name, image)
+
+    def log_sample(self, name: str, sample: Image.Image | Sample, model: str = "") -> None:
+        """Write a picture and its further files to samples/, and log the picture by name to the trackers; on the root.
+        `model` names one of several."""
+        sample = sample if isinstance(sample, Sample) else Sample(sample)
+        try:
+            for ending, content in {"png": to_png(sample.picture), **sample.files}.items():
+                self.folder.write_sample(self.progress.step, content, model, ending)
+        except OSError as error:
+            self.say(f"cannot write the picture of update {self.progress.step}: {words_of(error)}")
+        self.log_image("/".join(filter(None, [model, name])), sample.picture)
+
+    def look_at_clock(self) -> None:
+        """Let all processes know from the root whether a save is due by the time, and whether the run ends with the
+        next update. Collective in some updates, the same on all processes."""
+        self.is_save_due = False
+        step = self.progress.step
+        if step >= self._look_at_step:
+            seen = self.clock.look(step - self._resumed_step)
+            self.is_save_due, is_over, updates = self.processes.broadcast_object(seen)
+            self._look_at_step = step + updates
+            if is_over and self._ends_at(step + 1):
+                self.say(f"the {counted(self.args.max_minutes, 'minute')} of --max_minutes are over: one more update")
+
+    @property
+    def _is_cut_short(self) -> bool:
+        """Whether the run ends earlier than --epochs and --max_steps say."""
+        return self.progress.last_step < self.progress.total_steps
+
+    def _ends_at(self, step: int) -> bool:
+        """Let the run end with this update; whether it would have gone on."""
+        goes_on = step < self.progress.last_step
+        self.progress.last_step = min(step, self.progress.last_step)
+        return goes_on
+
+    def save(self) -> None:
+        """Start to write a checkpoint of all parts, and the averages beside it, unless this update was already
+        saved. Collective."""
+        step = self.progress.step
+        if self.checkpoints.requested_step == step and not self.checkpoints.why_not_saved():
+            return
+        with self.clock.saving():
+            self.checkpoints.join()
+            self._tell_of_saves(at_end=self.progress.finished)
+            self.progress.seconds = round(self.clock.seconds, 3)
+            # A save that is made only because the run is stopped writes no averages, so that they do not depend on
+            # that.
+            beside = self._averages.write if self.due(self.args.save_every_n_steps) else None
+            self.checkpoints.save(step, self._live_states(), self.processes.describe(), beside)
+
+    def _live_states(self) -> dict[str, Any]:
+        """The states of all parts; see `Stateful`. Collective."""
+        return {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
+
+    def _tell_of_saves(self, *, at_end: bool = False) -> None:
+        for line in self.checkpoints.news(at_end=at_end):
+            self.say(line)
+
+    def tell_of_validations(self, share: float) -> None:
+        """Say once, if the validations take more than a tenth of the time of this start."""
+        if share > _MOST_OF_VALIDATIONS and not self._has_told_of_validations:
+            self._has_told_of_validations = True
+            self.say(
+                f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.validated)}, "
+                f"--validate_every_n_steps {self.args.validate_every_n_steps}): lower the first or raise the second"
+            )
+
+    def leave_evaluation(self, line: Mapping[str, Any]) -> None:
+        """From now on a checkpoint of this update says that its evaluation is still to be made, after which `line` is
+        logged, with the times of now."""
+        self.progress.unfinished_line = {**line, **self.clock.times(self.progress.samples)} if line else {}
+
+    def save_and_stop(self) -> NoReturn:
+        """Stop because the run was asked to: save a checkpoint of this update. A dry run saves nothing.
+
+        Raises:
+            AskedToStop: it is saved.
+            Failed: it cannot be written.
+            UserMistake: on all processes, if it was the deadline that ended an evaluation in a start that made nothing
+                else, so that each further start would end in the same place.
+        """
+        step = self.progress.step
+        if self.args.dry_run:
+            raise AskedToStop
+        with self.processes.agreement():
+            if self._is_late and step == self._resumed_step:
+                raise ValueError(
+                    f"the evaluation of update {step} alone takes longer than --save_before_minutes "
+                    f"{self.args.save_before_minutes:g} allows: raise that, or lower --valid_samples"
+                )
+        self.save()
+        if not self.checkpoints.why_not_saved():
+            again = "without --fresh" if self.args.fresh else "again"
+            limit = f"--save_before_minutes {self.args.save_before_minutes:g}" if self._is_late else ""
+            self.say(f"{limit or 'asked to stop'}: saved update {step}; run the same command {again} to go on")
+            self._say_how_it_ended(f"asked to stop{limit and ' by '}{limit}")
+        self.close()
+        raise AskedToStop
+
+    def finish(self, evaluations: Sequence[Evaluation]) -> None:
+        """Write the models of the end of the run, on the root, and `close`. Raises Failed if one cannot be written; the
+        next start tries again."""
+        for evaluation in evaluations:
+            with kept_weights(evaluation.engine, evaluation.average) as kept:
+                for name, write in evaluation.write.items():
+                    path = self.folder.path / name
+                    if self.is_root:
+                        try:
+                            self.folder.check_is_here()
+                            self.writing(path.name, partial(write, kept), path)
+                        except OSError as error:
+                            self._unwritten = " ".join(str(error).split())
+                    if self.processes.broadcast_object(self._unwritten):
+                        self.close()
+                    self._models.append(str(path))
+        self.close(evaluations[0].use)
+
+    def writing(self, what: str, write: Callable[[Path], None], path: Path) -> None:
+        """Write something that may take long, on the root."""
+        self.processes.working(f"writing {what}")
+        write(path)
+
+    def close(self, use: Sequence[str] = ()) -> None:
+        """Wait until everything is on the disk, and say what the run has written and how to use its model (see
+        `Evaluation.use`). Raises Failed if the last writes failed."""
+        self.checkpoints.wait()
+        self._tell_of_saves(at_end=True)
+        self.profiler.close()
+        self.tracker.write_lines()
+        failures = [self._unwritten, self.checkpoints.failure, self.tracker.failure]
+        failure: str | None = self.processes.broadcast_object("; ".join(filter(None, failures)) or None)
+        if failure:
+            newest = self.checkpoints.latest()
+            newest_name = newest.name if newest else "none"
+            remedy = "make room there" if os.strerror(errno.ENOSPC) in failure else "mend that"
+            self.say(f"{failure}; the newest checkpoint is {newest_name}: {remedy}, and run the same command again")
+        elif self._models:
+            with self.processes.agreement():
+                if self.is_root:
+                    self.folder.mark_finished(self.progress.step)
+            self._say_how_it_ended("finished")
+            self.say(f"finished: {counted(self.progress.step, 'update')} in {duration(self.clock.seconds)}")
+            picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)
+            for line in last_words(self.folder.path, self._models, picture, use):
+                self.display.say(line, whole=True)
+        self.display.close()
+        # In this order: the newest artifact of a name is what people get who ask for no other.
+        models = {"best": self.folder.path / "best", "final": Path(self._models[0])} if self._models else {}
+        # Last, because an upload may take longer than other processes or a scheduler wait.
+        self.processes.after_leaving(lambda: self.tracker.close(models))
+        if failure:
+            raise Failed
+
+    def _say_how_it_ended(self, how: str) -> None:
+        """Write it into starts.jsonl, on the root; the run goes on without it."""
+        if self.is_root:
+            with suppress(OSError):
+                self.folder.check_is_here()
+                end_start(self.folder.path, how, self.progress.step)

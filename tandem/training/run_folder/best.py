@@ -1,0 +1,185 @@
+"""The best model of a run so far, complete on the disk at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tandem.io.reading import read_json_or_empty, words_of
+from tandem.io.writing import delete, free_name, sync
+
+FACTS = "best.json"
+_UNFINISHED = ".best.unfinished"
+
+
+class BestModel:
+    """`best/` in the run folder: the model that had the highest (or lowest) value in a validation, of equal ones that
+    with the lowest loss, and `best.json` with {"step", "metric", "value", "loss"} of that validation. The state of this
+    object is a part of the checkpoint.
+
+    A new model is written beside the old one and replaces it by two renames. If the run is killed between the two, the
+    next start renames the old model back. What cannot be deleted is left, and keeps no model from being written.
+
+    Args:
+        metric: Name of the value.
+        lowest: Whether a lower value is better, not a higher one.
+        loss: Name of the loss that decides between equal values, such as those of a recall that is 1; None: the older
+            model stays.
+        broadcast: Gives every process the root's JSON value.
+    """
+
+    def __init__(
+        self, folder: Path, is_root: bool, *, metric: str, lowest: bool = False, loss: str | None = None,
+        broadcast: Callable[[Any], Any] = lambda found: found,
+    ) -> None:  # fmt: skip
+        self.path = Path(folder) / "best"
+        #: Value of the model in `path`, its loss and its step; None before the first, and a loss that is not known.
+        self.value: float | None = None
+        self.loss: float | None = None
+        self.step: int | None = None
+        #: Why the last model could not be written, that the checkpoint's best model is gone, or what cannot be deleted,
+        #: in one line, or None. The same on every process.
+        self.failure: str | None = None
+        self._left: dict[str, str] = {}  # what cannot be deleted, said once: lines by name
+        self._is_root, self.metric, self._lowest, self._broadcast = is_root, metric, lowest, broadcast
+        self._loss_metric = loss
+        #: Whole as long as it has this name.
+        self._old = self.path.with_name(".best.unwanted")
+        if is_root:
+            try:
+                self._tidy()
+                self.failure = "; ".join(self._left.values()) or None
+            except OSError as error:
+                self.failure = _reason(self.path, error)
+        self.failure = broadcast(self.failure)
+
+    def is_better(self, value: float, loss: float | None = None) -> bool:
+        """Whether a value is better than that of the best model, or as good and of a lower loss; NaN is not."""
+        if math.isnan(value) or self.value is None:
+            return not math.isnan(value)
+        if value == self.value:
+            return loss is not None and self.loss is not None and loss < self.loss
+        return value < self.value if self._lowest else value > self.value
+
+    def measured(self, values: Mapping[str, float]) -> tuple[float | None, float | None]:
+        """Value and loss among the values of a validation, by name; None for what is not there, and for a loss that is
+        not finite, which JSON cannot say."""
+        loss = values.get(self._loss_metric or "")
+        return values.get(self.metric), loss if loss is not None and math.isfinite(loss) else None
+
+    def save_if_better(
+        self, values: Mapping[str, float], step: int, write: Callable[[Path], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> bool:  # fmt: skip
+        """Keep a model if it is better than the best so far; returns whether it is now in `path`. Collective.
+
+        If the disk fails, `failure` says why, and the best model stays as it was.
+
+        Args:
+            values: Of a validation, by name, the same on every process.
+            step: Completed updates.
+            write: Writes the model's files into a folder; called on the root alone.
+            check: Raises OSError if nothing may be written now; called on the root alone.
+        """
+        self.failure = None
+        value, loss = self.measured(values)
+        assert value is not None, self.metric
+        if not self.is_better(value, loss):
+            return False
+        failure, written = None, False
+        if self._is_root:
+            known = set(self._left)
+            facts = {"step": step, "metric": self.metric, "value": value, "loss": loss}
+            try:
+                check()
+                self._replace(facts, write)
+            except OSError as error:
+                failure = _reason(self.path, error)
+                with contextlib.suppress(OSError):  # the next call, or the next start, tries again
+                    check()
+                    self._tidy()
+            failure = failure or "; ".join(line for name, line in self._left.items() if name not in known) or None
+            written = self._facts() == facts  # the model may be in place although a later operation failed
+        self.failure, written = self._broadcast((failure, written))
+        if written:
+            self.value, self.loss, self.step = value, loss, step
+        return bool(written)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"value", "loss", "step"}, all None before the first."""
+        return {"value": self.value, "loss": self.loss, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore value and step. If the best model is gone, forget them, so that the next model becomes the best, and
+        say so in `failure`. Collective.
+
+        A model of a later step than the checkpoint's stays in `path`, because repeating the updates produces it again.
+        """
+        if self._broadcast(self._is_root and bool(self._facts())) or state["value"] is None:
+            self.value, self.loss, self.step = state["value"], state.get("loss"), state["step"]
+        else:
+            self.failure = (
+                f"{self.path}, the best model so far ({self.metric} {state['value']:.4g} of update {state['step']}), "
+                "is gone: the model of the next validation takes its place"
+            )
+
+    def catch_up(self, step: int, evaluated: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Take over the model in `path` if it is better than the checkpoint's and not later than `step`. Collective.
+
+        A run saves before it validates, so `best/` may know of a later validation than the checkpoint.
+
+        Args:
+            evaluated: The values of `step`, if its validation was made before the run ended: where a later model stands
+                in `path`, its update is made again, and only what was better than these values may replace it.
+        """
+        value, loss = self.measured(evaluated)
+        if value is not None and self.is_better(value, loss):
+            self.value, self.loss, self.step = value, loss, step
+        facts = self._broadcast(self._facts() if self._is_root else {})
+        value, loss, of_step = (facts.get(name) for name in ("value", "loss", "step"))
+        if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(of_step, int)):
+            return
+        if of_step <= step and self.is_better(value, loss if isinstance(loss, float) else None):
+            self.value, self.loss, self.step = value, loss if isinstance(loss, float) else None, of_step
+
+    def _facts(self) -> dict[str, Any]:
+        return read_json_or_empty(self.path / FACTS)
+
+    def _replace(self, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+        self._tidy()
+        new = self._free()
+        new.mkdir()
+        write(new)
+        (new / FACTS).write_text(json.dumps(facts) + "\n")
+        for path in [*new.rglob("*"), new]:
+            sync(path)
+        if self.path.exists():
+            os.rename(self.path, self._old)
+        os.rename(new, self.path)
+        sync(self.path.parent)
+        with contextlib.suppress(OSError):  # the model is in place
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Undo a replacement that did not finish, and delete what is left of others."""
+        if self._old.exists():
+            is_needed = not self.path.exists()
+            os.rename(self._old, self.path if is_needed else self._free())
+            if is_needed:
+                sync(self.path.parent)
+        for leftover in self.path.parent.glob(f"{_UNFINISHED}*"):
+            if (reason := delete(leftover)) and leftover.name not in self._left:
+                self._left[leftover.name] = f"cannot delete {leftover}: {reason}; it stays"
+
+    def _free(self) -> Path:
+        return free_name(self.path.with_name(_UNFINISHED))
+
+
+def _reason(path: Path, error: OSError) -> str:
+    return f"cannot write {path}: {words_of(error)}" + (f": {error.filename}" if error.filename else "")

@@ -1,0 +1,270 @@
+"""The folder of a run: what it holds, whether it can be written, and whether it fits the present arguments."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.config.fields import itself
+from tandem.io.reading import read_json_or_empty, read_yaml, words_of
+from tandem.io.writing import hold, move_aside, other_holder, write_atomically
+
+from .starts import add_start, script_of, starts
+
+if TYPE_CHECKING:
+    from tandem.distributed import Backend
+
+# Data order, split and noise depend on the seeds: with others, a resumed run would not continue the old run, and would
+# be measured on samples that it was trained on.
+_OF_THE_RUN = ("seed", "split_seed")
+
+# What --fresh must not leave in place, and the keys by which config.yaml is known to be that of a run.
+_OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")
+_OF_EVERY_CONFIG = {"output_dir", "keep_n_checkpoints", "on_bad_sample"}
+
+
+class RunFolder:
+    """The folder `output_dir` and its files.
+
+    The root reads and writes, in an agreement of all processes if that may fail.
+
+    Args:
+        fresh: Rename a run in the folder to `<output_dir>.old-<n>`, so that this one starts over. Without effect if a
+            torchrun that started these processes has started the run in the folder before: torchrun also starts its
+            processes again when a machine joins, which it does not count.
+
+    Raises:
+        ValueError: one line, if the folder cannot be created or written, or another process uses it.
+    """
+
+    def __init__(self, output_dir: str | Path, processes: Backend, *, fresh: bool = False) -> None:
+        self.path = Path(output_dir)
+        self.checkpoints_dir, self.samples_dir = self.path / "checkpoints", self.path / "samples"
+        self.metrics_file = self.path / "metrics.jsonl"
+        #: Created at the end of the run.
+        self.model_dir = self.path / "model"
+        self._lock_file = self.path / ".lock"
+        self._processes, self._torchruns = processes, processes.torchruns()
+        #: New path of the run that `fresh` moved, or None.
+        self.moved_to: str | None
+        #: Update whose weights model/ holds, None if it is not complete.
+        self.finished_step: int | None
+        opened = None
+        with processes.agreement():  # in which the root may wait for a lock
+            if processes.is_root:
+                with self._explained():
+                    opened = self._open(fresh)
+        self.moved_to, self.finished_step = processes.broadcast_object(opened)
+        #: Whether this process sees the folder of the root, from which each process resumes.
+        self.is_seen = os.path.exists(self._lock_file)  # False on any error, which then is this process's alone
+
+    def write_sample(self, step: int, content: bytes, name: str = "", ending: str = "png") -> None:
+        """Write the picture of a step, or a film of it, on the root; `name` distinguishes several models. Raises
+        OSError if it cannot be written."""
+        self.check_is_here()
+        self.samples_dir.mkdir(exist_ok=True)
+        file_name = "_".join(filter(None, [f"step_{step:08d}", name]))
+        write_atomically(self.samples_dir / f"{file_name}.{ending}", content)
+
+    def check_script(self, script: str) -> None:
+        """Refuse to go on in the folder of another script's run. On the root. Raises ValueError, in one line."""
+        found = script_of(self.path)
+        if found and found != script:
+            raise ValueError(f"{self.path} is a run of {found}, not of {script}: give another --output_dir")
+
+    def check_config(
+        self,
+        config: Mapping[str, Any],
+        lasting: Mapping[str, Callable[[Any], Any]],
+        said: Collection[str],
+    ) -> None:
+        """Refuse to resume with arguments that would change the model, or with another seed. On the root.
+
+        Args:
+            lasting: Names of settings that may not change, each with what of its value is compared.
+            said: Names of those that the user has set: others that differ may only follow from these.
+
+        Raises:
+            ValueError: one line naming each of them that differs, with both values.
+        """
+        saved = _config_to_go_on_with(self.path)
+        was, now = _with_split_seed(saved), _with_split_seed(config)
+        differing = [
+            name
+            for name, compared in {**lasting, **dict.fromkeys(_OF_THE_RUN, itself)}.items()
+            if name in config and compared(was.get(name)) != compared(now[name])
+        ]
+        if differing:
+            named = [name for name in differing if name in said or name in _OF_THE_RUN] or differing
+            differences = [f"--{name} was {saved.get(name)} and is now {config[name]}" for name in named]
+            raise ValueError(
+                f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
+                "--output_dir, or --fresh to start over"
+            )
+
+    def begin(self, config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Write config.yaml, every resolved argument as `--config` reads it, and add a line to starts.jsonl: time,
+        command, versions, commit and host, and `facts` (JSON), such as script, backend and processes. On the root.
+
+        Returns:
+            The settings that differ from those of the start before: by name, the old and the new value. Empty if
+            config.yaml was missing or damaged.
+        """
+        import yaml  # not at the top: the scripts import this file before they answer --help
+
+        before: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            before = _saved_config(self.path)
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        now = yaml.safe_load(text)  # as it is read back: tuples become lists
+        differing = {name: [before[name], now[name]] for name in now if before.get(name, now[name]) != now[name]}
+        changed: dict[str, list[Any]] = json.loads(json.dumps(differing, default=str))
+        with self._explained():
+            write_atomically(self.path / "config.yaml", text.encode())
+            add_start(self.path, {"torchruns": self._torchruns, **facts, "changed": changed})
+        return changed
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn an OSError into a ValueError of one line."""
+        try:
+            yield
+        except OSError as error:
+            where = f" (at {error.filename})" if error.filename not in (None, str(self.path)) else ""
+            room = "make room there or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise ValueError(
+                f"cannot write the run folder {self.path}: {words_of(error)}{where}; {room}give another --output_dir"
+            ) from None
+
+    def mark_finished(self, step: int) -> None:
+        """Write model/training.json, which says that model/ is complete and holds the weights of this update. On the
+        root."""
+        with self._explained():
+            write_atomically(self.model_dir / "training.json", json.dumps({"step": step}).encode())
+
+    def check_is_here(self) -> None:
+        """Raise OSError if the folder is no longer that in which this run began: it was renamed or deleted meanwhile,
+        and another run may have begun in its place. On the root."""
+        if not self.path.is_dir():
+            raise OSError(f"the run folder {self.path} is gone; if it was renamed, rename it back")
+        if holder := other_holder(self.path / ".lock", self._lock):
+            raise OSError(f"the run folder {self.path} now belongs to {holder}")
+
+    def _open(self, fresh: bool) -> tuple[str | None, int | None]:
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"cannot write the run folder {self.path}: it is a file; give another --output_dir")
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"--output_dir {str(self.path)!r} is not UTF-8 text, and weights in a folder of such a name cannot be "
+                "read again; give another --output_dir"
+            ) from None
+        moved_to = None
+        found = [name for name in _OF_RUNS if (self.path / name).exists()]
+        if found and not self._holds_run():
+            raise ValueError(
+                f"{self.path} holds {found[0]} of something else than a run, which would be overwritten; give another "
+                "--output_dir"
+            )
+        if fresh and found and not _was_started_by(self.path, self._torchruns):
+            with hold(self._lock_file, self._processes.mark):
+                moved_to = str(move_aside(self.path))
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = hold(self._lock_file, self._processes.mark)
+        # Write 4 KiB: an empty file can be created on a full disk.
+        probe = self.path / ".writable"
+        write_atomically(probe, bytes(4096))
+        probe.unlink()
+        finished_step = read_json_or_empty(self.model_dir / "training.json").get("step")
+        return moved_to, finished_step if type(finished_step) is int else None
+
+    def _holds_run(self) -> bool:
+        """Whether a run left something here that nothing else writes; names such as config.yaml are common."""
+        with contextlib.suppress(OSError, ValueError):
+            if _saved_config(self.path).keys() >= _OF_EVERY_CONFIG:
+                return True
+        is_told = any(start.keys() >= {"command", "packages"} for start in starts(self.path))
+        return is_told or any(self.checkpoints_dir.glob("*step_*/state.json"))
+
+
+def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, Any] | None:
+    """What config.yaml says of the run that these arguments go on with, None if they begin a new one: of a run with a
+    checkpoint, no flag has to say what its model is or where that came from. Collective.
+
+    Raises:
+        UserMistake: one line, if config.yaml cannot be read, or a process does not see it: what else it lacks in a
+            folder of its own, such as a tokenizer, would be a message that misleads.
+    """
+    from tandem.training.checkpoint.store import latest_checkpoint, unseen  # not at the top: it imports PyTorch
+
+    folder, config = Path(args.output_dir), None
+    torchruns = processes.torchruns() if args.fresh else []
+    with processes.agreement():
+        begins_anew = args.dry_run or (
+            args.fresh and not processes.is_restart and not _was_started_by(folder, torchruns)
+        )
+        goes_on = False
+        with contextlib.suppress(OSError):  # of a folder that cannot be read: `RunFolder` says it
+            is_ours = not begins_anew and script_of(folder) in (None, args.script)
+            goes_on = is_ours and processes.is_root and latest_checkpoint(folder / "checkpoints") is not None
+        if goes_on:
+            config = json.loads(json.dumps(_config_to_go_on_with(folder), default=str))
+    resumed: dict[str, Any] | None = processes.broadcast_object(config)
+    with processes.agreement():
+        if resumed is not None and not os.path.exists(folder / "config.yaml"):
+            raise ValueError(f"cannot resume: {unseen(processes.rank, folder)}")
+    return resumed
+
+
+def _saved_config(folder: Path) -> dict[str, Any]:
+    saved = read_yaml(folder / "config.yaml")
+    return saved if isinstance(saved, dict) else {}
+
+
+def _config_to_go_on_with(folder: Path) -> dict[str, Any]:
+    """config.yaml of a run that is resumed. Raises ValueError, in one line, if it cannot be read."""
+    try:
+        return _saved_config(folder)
+    except (OSError, ValueError) as error:
+        where = folder / "config.yaml"
+        raise ValueError(f"cannot resume: {where}: {words_of(error)}; restore it, or start over with --fresh") from None
+
+
+def _was_started_by(folder: Path, torchruns: Collection[str]) -> bool:
+    """Whether one of these torchruns has started the run in the folder before."""
+    before = [start.get("torchruns") for start in starts(folder)]
+    return any(each in known for known in before if isinstance(known, list) for each in torchruns)
+
+
+def _with_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings whose --split_seed is a number: --seed if it is not given, as in runs from before there was the flag."""
+    seed = settings.get("split_seed")
+    return {**settings, "split_seed": settings.get("seed") if seed is None else seed}
+
+
+def check_apart(output_dir: str, sources: Mapping[str, str | None]) -> None:
+    """Check that a run does not write into a folder of samples, where its pictures would become samples themselves.
+
+    Args:
+        sources: What flags name as the place of samples, by flag.
+
+    Raises:
+        ValueError: one line, if a source is a folder that is `output_dir`, or holds it and does not hide it from what
+            lists the samples by a name that begins with a dot.
+    """
+    for flag, source in sources.items():
+        if source is None or not os.path.isdir(source):
+            continue
+        path = os.path.relpath(os.path.realpath(output_dir), os.path.realpath(source)).split(os.sep)
+        if path == ["."] or not any(part.startswith(".") for part in path):  # ".." leads out of the source
+            raise ValueError(
+                f"--output_dir {output_dir} is in --{flag} {source}, so that the pictures of the run would become "
+                "samples; give an --output_dir outside"
+            )

@@ -1,0 +1,1 @@
+"""Trained models by whatever name a user gives them; formats of other packages; the Hugging Face Hub."""

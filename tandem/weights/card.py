@@ -1,0 +1,178 @@
+"""The model card of a run: README.md of a model on the Hugging Face Hub, a text that a person completes.
+
+The card is public, so it says nothing about the machine: of the configuration it shows numbers, switches and words that
+the parser knows, but no text that a user typed, which may be a path, a key or a name. The format of the front matter:
+https://huggingface.co/docs/hub/model-cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.io.installed import installed_command
+from tandem.io.reading import counted
+from tandem.report.curves import MetricsFile
+from tandem.training.metrics.directions import COSTS, FAULTS, better
+from tandem.training.run_folder.starts import last_start, place
+
+PICTURE = "sample.png"  # beside the card
+
+_NUMBERS = re.compile(r"[0-9][0-9eE.,+-]*")
+_DEMONSTRATION = re.compile(r"demo:[a-z]+(:[0-9]+)?")
+_PATH_SIGNS = re.compile(r"[/\\~$]")
+_NOT_SHOWN = {*FAULTS, "grad_norm"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a card says about every model of a class.
+
+    Args:
+        what: "a discrete VAE, which ...": continues "This is".
+        data: The flag that names the training data, and what it is called.
+        use: The command of the installed package that uses the model, with {} for its name.
+        tags: For the Hub's search.
+    """
+
+    what: str
+    script: str
+    data: tuple[str, str]
+    use: str
+    tags: tuple[str, ...]
+
+
+def model_card(
+    name: str, model: str, weights: str, kind: Kind, run: Path | None, settings: Mapping[str, Any], has_picture: bool,
+    version: str,
+) -> str:  # fmt: skip
+    """The text of a card.
+
+    Args:
+        name: USER/NAME on the Hub.
+        model: The class of the model.
+        weights: What they are, in words.
+        run: The folder of the run that trained it, or None if it is not known.
+        settings: `public_settings` of the run; empty without one.
+        has_picture: Whether PICTURE lies beside the card.
+        version: Of the package that writes the model.
+    """
+    tags = "".join(f"- {tag}\n" for tag in (*kind.tags, "safetensors"))
+    sections = [
+        f"---\n# license: to be chosen by the author, such as mit or cc-by-4.0\nlibrary_name: tandem\ntags:\n{tags}---",
+        f"# {name.split('/')[-1]}\n\nThis is {kind.what}. Its weights are {weights}.",
+        f"![A sample of the training run]({PICTURE})" if has_picture else "",
+        _use(name, model, kind, version),
+    ]
+    if run:
+        metrics = MetricsFile(run / "metrics.jsonl")
+        metrics.read()
+        sections += [_training(kind, settings, metrics), _metrics(metrics), _environment(last_start(run))]
+    sections.append("## License\n\nThe author has not said yet under which license this model may be used.")
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def public_settings(
+    parser: argparse.ArgumentParser, settings: Mapping[str, Any], model_arguments: Collection[str]
+) -> dict[str, Any]:
+    """The settings of a run that a stranger may read: numbers, switches, choices, demonstrations, and what describes
+    the model."""
+    choices = {action.dest: action.choices or () for action in parser._actions}
+
+    def is_public(name: str, value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return all(is_public(name, each) for each in value)
+        if not isinstance(value, str):
+            return isinstance(value, (bool, int, float))
+        if value in choices.get(name, ()) or _NUMBERS.fullmatch(value) or _DEMONSTRATION.fullmatch(value):
+            return True
+        return name in model_arguments and not _PATH_SIGNS.search(value)
+
+    return {name: value for name, value in settings.items() if is_public(name, value)}
+
+
+def newest_picture(run: Path) -> Path | None:
+    """The picture that a run drew last; None if it drew none."""
+    return max((run / "samples").glob("step_*.png"), default=None)
+
+
+def _use(name: str, model: str, kind: Kind, version: str) -> str:
+    return f"""## Use
+
+The model is a folder of `model.safetensors` and `config.json`, written by the Python package `tandem-training`
+{version}. Its commands, with huggingface_hub installed, download the model by its name; in a checkout of its
+sources, `tandem-convert` is `python convert.py`, and the others likewise:
+
+    {kind.use.format(name)}
+    {installed_command("convert.py")} import {name} runs/more   # prints the command that trains on from these weights
+
+In Python:
+
+```python
+from huggingface_hub import snapshot_download
+from tandem.models import {model}
+
+model = {model}.from_pretrained(snapshot_download("{name}"))
+```"""
+
+
+def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> str:
+    import yaml
+
+    flag, data = kind.data
+    demonstration = settings.get(flag)
+    text = (
+        f"It was trained on the demonstration `{demonstration}`, which the script draws itself."
+        if demonstration
+        else f"It was trained on {data} (`--{flag}`). Which they are, and what is known about their rights and biases, "
+        "is for the author to add here."
+    )
+    if (samples := metrics.clock["samples"].as_json()["last"]) and (epoch := metrics.clock["epoch"].as_json()["last"]):
+        text += f" The run saw {samples[0]:,} samples in {counted(samples[1], 'update')} ({epoch[0]:.3g} epochs)."
+    where = "" if demonstration else f" --{flag} DIR"
+    block = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=1000).rstrip()
+    return f"""## Training
+
+{text} With the configuration below in `config.yaml`, this command trains such a model:
+
+    {installed_command(kind.script)} --config config.yaml{where} --output_dir runs/new
+
+<details><summary>Configuration</summary>
+
+```yaml
+{block}
+```
+
+</details>"""
+
+
+def _metrics(metrics: MetricsFile) -> str:
+    """A table of the metrics of the validation, of those of the training where there was none; "" without any."""
+    curves = {
+        name: curve.as_json() for name, curve in metrics.curves.items()
+        if name not in {*_NOT_SHOWN, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)
+    }  # fmt: skip
+    shown = [name for name in curves if name.startswith(("valid/", "valid_whole/"))] or list(curves)
+    rows = []
+    for name in shown:
+        if last := curves[name]["last"]:
+            best = curves[name][better(name)] if better(name) else None
+            rows.append(f"| {name} | {last[0]:.5g} " + (f"| {best[0]:.5g} | {best[1]} |" if best else "| | |"))
+    head = "## Metrics\n\n| metric | last | best | update of the best |\n|---|---|---|---|\n"
+    return head + "\n".join(rows) if rows else ""
+
+
+def _environment(start: Mapping[str, Any]) -> str:
+    """What is told about the last start of the run, if it is known: no host, no path and no command."""
+    facts: dict[str, Any] = {}
+    if where := place(start):
+        facts["processes"] = f"{where}, {start.get('precision')}"
+    packages = start.get("packages")
+    facts |= {"Python": start.get("python"), **(packages if isinstance(packages, dict) else {})}
+    if isinstance(commit := start.get("git_commit"), str):
+        facts["commit of the scripts"] = commit
+    return "\n".join(["## Environment\n", *(f"- {name}: {value}" for name, value in facts.items())]) if start else ""

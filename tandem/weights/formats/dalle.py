@@ -1,0 +1,58 @@
+"""DALLE-pytorch's vae-final.pt: {"hparams": ..., "weights": ...}."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.io.archive import check_sizes
+from tandem.io.weights import first_names, read_content
+from tandem.io.weights_writing import on_cpu, replacing
+from tandem.models.building import check_arguments
+
+HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks")
+# What a file means that does not say it: releases before 1.6.0 had no `channels`, because all models were of 3.
+_OF_OLD_FILES = {"channels": 3}
+
+
+def save_dalle_file(path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Write a vae-final.pt with the ``HPARAMS`` of a `DiscreteVAEConfig`; it appears whole or not at all."""
+    content = io.BytesIO()  # given a path, torch.save would hide the reason of a disk error
+    hparams = {**config, "channels": 4 if config["transparent"] else 3}
+    torch.save({"hparams": {key: hparams[key] for key in HPARAMS}, "weights": on_cpu(weights)}, content)
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(content.getbuffer())
+
+
+def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and weights of a vae.pt or vae-final.pt of any release. The weights are mapped from the file and
+    take memory only when used.
+
+    Raises:
+        ValueError: one line, if the file is missing, damaged, hostile or something else.
+    """
+    content = read_content(path)
+    parts: list[Any] = [content.get(name) if isinstance(content, dict) else None for name in ("hparams", "weights")]
+    if not all(isinstance(part, dict) for part in parts):
+        of = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
+        raise ValueError(f"{path} is no vae-final.pt, which has hparams and weights: it holds {of}")
+    hparams, weights = _OF_OLD_FILES | parts[0], parts[1]
+    if missing := sorted(set(HPARAMS) - set(hparams)):
+        raise ValueError(f"{path}: its hparams lack {', '.join(missing)}")
+    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise ValueError(f"{path}: its weights hold something that is not a tensor")
+    check_sizes(path, weights.values())
+    arguments = {key: hparams[key] for key in HPARAMS}
+    if (channels := arguments.pop("channels")) not in (3, 4):
+        raise ValueError(f"{path}: images of {str(channels)[:24]} channels; a DiscreteVAE has 3 or 4")
+    arguments["transparent"] = channels == 4
+    try:
+        check_arguments(arguments, weights)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return arguments, weights

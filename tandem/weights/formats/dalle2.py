@@ -1,0 +1,263 @@
+"""Decoders of DALLE2-pytorch 1.15.6 as `Decoder`, and back.
+
+Three layouts are read: {"version", "config", "model"}, as LAION published; a trainer's checkpoint, which has moving
+averages too; and a plain state dict beside a decoder_config.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.config.models.decoder import DecoderConfig, UnetConfig
+from tandem.io.archive import check_sizes, mentions
+from tandem.io.reading import DAMAGES, check_regular, one_line, read_json
+from tandem.io.weights import read_content
+from tandem.io.weights_writing import on_cpu, replacing
+from tandem.models.building import build_with_weights, check_arguments, plain_values
+from tandem.models.diffusion.decoder import Decoder
+from tandem.models.diffusion.schedule import Schedule
+from tandem.models.diffusion.unet import IMAGE_TOKENS
+
+from .dalle2_config import decoder_config, decoder_part, other_options, public_config
+from .description import describe_file
+
+_VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
+_DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError)
+_CLOSE = 1e-3  # of alpha^2, in proportion
+
+_OF_A_UNET = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
+_OF_A_SCHEDULE = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
+_OF_AN_AVERAGE = re.compile(r"(\d{1,4})\.ema_model\.(.+)", re.DOTALL)
+# Public names: the parts of levels have numbers, and each residual and each change of layout around attention an ".fn".
+_PARTS = {
+    "downs": ("before", "first", "blocks", "attention", "after"),
+    "ups": ("first", "blocks", "attention", "after"),
+}
+_SELF_ATTENTION = re.compile(r"((?:downs|ups)\.\d+\.attention|mid_attn)\.")
+_FROM_THE_EMBEDDING = ("image_to_tokens.0.weight", "to_image_hiddens.0.weight")
+
+
+def is_public_decoder(path: Path) -> bool:
+    """Whether a .pt or .pth names weights of Unets, or has a decoder_config.json beside it. Raises ValueError, in one
+    line, if it is no regular file."""
+    return (check_regular(path).parent / _CONFIG_FILE).is_file() or mentions(path, b"unets.")
+
+
+def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
+    """The decoder in a public file, in eval mode.
+
+    Args:
+        weights: Of checkpoints: their moving average ("ema"), as trained ("online"), or the average if there is one.
+
+    Raises:
+        ValueError: one line, if the file is missing, damaged, hostile, or has what a `Decoder` lacks.
+    """
+    config, state = _read(path, weights)
+    with _errors_of(path):
+        return build_with_weights(lambda: Decoder(config), state).eval()
+
+
+def describe_public_decoder(path: Path) -> dict[str, Any]:
+    """Facts about a public file. Errors: see `load_public_decoder`."""
+    config, state = _read(path, "best")
+    return describe_file(path, "DALLE2-pytorch", "Decoder", config.plain(), state)
+
+
+def save_public_decoder(decoder: Decoder, path: Path) -> None:
+    """Write {"version", "config", "model"}, which the public package loads strictly; the file appears whole or not at
+    all. Raises ValueError, in one line, if the public package has no such decoder."""
+    config = public_config(DecoderConfig(**decoder.config))
+    content = {"version": _VERSION, "config": config, "model": on_cpu(public_state(decoder))}
+    with replacing(path) as unfinished:
+        torch.save(content, unfinished)
+
+
+def public_state(decoder: Decoder) -> dict[str, Tensor]:
+    """The public state dict of a decoder, fp32, as ``Decoder.load_state_dict`` takes it there."""
+    state: dict[str, Tensor] = {}
+    for index in range(len(decoder.unets)):
+        unet = decoder.unet(index)
+        weights, spec = unet.state_dict(), unet.spec
+        for name, tensor in weights.items():
+            tensor = tensor.detach().float()
+            if _SELF_ATTENTION.sub("", name) == "to_q.weight":
+                tensor = tensor * spec.attn_dim_head**0.5
+            if name in _FROM_THE_EMBEDDING:
+                tensor = tensor * spec.image_embed_scale
+            state[f"unets.{index}.{_public_name(name, weights)}"] = tensor
+        state |= {f"unets.{index}.{name}": tensor for name, tensor in _unused(spec).items()}
+        state |= schedule_tensors(f"noise_schedulers.{index}", decoder.schedules[index].betas)
+        if spec.lowres_noise_cond and (lowres := decoder.lowres_schedule()):
+            state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", lowres.betas)
+    return state
+
+
+def schedule_tensors(prefix: str, betas: Tensor) -> dict[str, Tensor]:
+    """The 13 tensors of a public noise scheduler (Ho et al. 2020, equations 4 to 7), fp32 (T,) and computed in fp64.
+
+    Args:
+        prefix: Of their names.
+        betas: The variances beta (T,) of the schedule.
+    """
+    betas = betas.detach().cpu().double()
+    kept = torch.cumprod(1 - betas, dim=0)
+    before = torch.cat([torch.ones(1, dtype=kept.dtype), kept[:-1]])
+    variance = betas * (1 - before) / (1 - kept)
+    tensors = {
+        "betas": betas,
+        "alphas_cumprod": kept,
+        "alphas_cumprod_prev": before,
+        "sqrt_alphas_cumprod": kept.sqrt(),
+        "sqrt_one_minus_alphas_cumprod": (1 - kept).sqrt(),
+        "log_one_minus_alphas_cumprod": (1 - kept).log(),
+        "sqrt_recip_alphas_cumprod": kept.rsqrt(),
+        "sqrt_recipm1_alphas_cumprod": (1 / kept - 1).sqrt(),
+        "posterior_variance": variance,
+        "posterior_log_variance_clipped": variance.clamp_min(1e-20).log(),
+        "posterior_mean_coef1": betas * before.sqrt() / (1 - kept),
+        "posterior_mean_coef2": (1 - before) * (1 - betas).sqrt() / (1 - kept),
+        "p2_loss_weight": torch.ones_like(betas),
+    }
+    return {f"{prefix}.{name}": tensor.float() for name, tensor in tensors.items()}
+
+
+def _unused(unet: UnetConfig) -> dict[str, Tensor]:
+    """Public parameters that a public unet of these arguments has and does not use."""
+    cond_dim, unused = unet.cond_dim, dict[str, Tensor]()
+    if not unet.image_embed_dim:
+        unused = {"null_image_embed": torch.zeros(1, IMAGE_TOKENS, cond_dim)}
+        unused["null_image_hiddens"] = torch.zeros(1, 4 * unet.dim)
+    if not unet.text_embed_dim:
+        unused["null_text_embed"] = torch.zeros(1, unet.max_text_len, cond_dim)
+    if len(unet.dim_mults) == 1:
+        unused |= {"norm_cond.weight": torch.ones(cond_dim), "norm_cond.bias": torch.zeros(cond_dim)}
+    return unused
+
+
+def _public_name(name: str, weights: Mapping[str, Tensor]) -> str:
+    """The public name of a weight of a `Unet`, of which these are all ``weights``."""
+    if found := _SELF_ATTENTION.match(name):
+        is_linear = f"{found[0]}to_qkv.weight" in weights
+        name = f"{found[0]}{'fn' if is_linear else 'fn.fn'}.{name[found.end() :]}"
+    return re.sub(r"^(downs|ups)\.(\d+)\.(\w+)", lambda m: f"{m[1]}.{m[2]}.{_PARTS[m[1]].index(m[3])}", name)
+
+
+def _our_name(name: str) -> str:
+    """The name in a `Unet` of a public weight; before 1.15, cross-attention had an ".fn", too."""
+
+    def part(found: re.Match[str]) -> str:
+        parts, number = _PARTS[found[1]], int(found[3])
+        return f"{found[1]}.{found[2]}.{parts[number]}." if number < len(parts) else found[0]
+
+    return re.sub(r"^(downs|ups)\.(\d+)\.(\d)\.", part, re.sub(r"(\.fn)+(?=\.)", "", name))
+
+
+def _read(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    """The configuration of the decoder in a file, and its weights: fp32, without those that nothing uses, and with the
+    second 1 / sqrt(attn_dim_head) of the public self-attention in its queries."""
+    content = read_content(path)
+    with _errors_of(path):
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not a dict")
+        averages, model = content.get("ema"), content.get("model", content)
+        if weights == "ema" and not averages:
+            raise ValueError("it holds no moving average of the weights")
+        is_average = bool(averages) and weights != "online"
+        unets = _by_unet(averages, _OF_AN_AVERAGE) if is_average else _by_unet(model, _OF_A_UNET)
+        tables = _tables(model)
+        check_sizes(path, [*tables.values(), *(tensor for unet in unets.values() for tensor in unet.values())])
+        decoder = decoder_part(content["config"] if "config" in content else _config_beside(path))
+        for _ in plain_values("its configuration", decoder):
+            pass
+        if max(unets) >= len(decoder["unets"]):
+            raise ValueError(f"it holds unet {max(unets) + 1}, and its configuration has {len(decoder['unets'])}")
+        if missing := sorted(set(range(max(unets))) - set(unets)):
+            raise ValueError(
+                f"it holds unet {max(unets) + 1} and no unet {missing[0] + 1}, on whose pictures that works"
+            )
+        if option := next(other_options(decoder), None):
+            raise ValueError(option)
+        config = decoder_config(decoder, len(unets))
+        check_arguments(config.plain(), {f"{index}.{name}": t for index, of in unets.items() for name, t in of.items()})
+        state: dict[str, Tensor] = {}
+        for index, spec in enumerate(config.unets()):
+            with torch.device("meta"):
+                unused = _unused(spec)
+            for public_name, tensor in unets[index].items():
+                if (name := _our_name(public_name)) not in unused:
+                    tensor = tensor.float() if tensor.is_floating_point() else tensor
+                    is_query = _SELF_ATTENTION.sub("", name) == "to_q.weight"
+                    state[f"unets.{index}.{name}"] = tensor * spec.attn_dim_head**-0.5 if is_query else tensor
+        return dataclasses.replace(config, zero_terminal_snr=_ends_at_zero_snr(config, tables)), state
+
+
+def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bool:
+    """Whether the last level is noise alone: the name of a schedule does not say it, its table does."""
+    for index, table in tables.items():
+        if len(table) != config.timesteps:
+            raise ValueError(f"unet {index + 1} has {len(table)} noise levels, its configuration {config.timesteps}")
+    known = [(name, tables[index]) for index, name in enumerate(config.noise_schedule) if index in tables]
+    for zero in (False, True):
+        if all(_is(Schedule.named(name, len(table), zero_terminal_snr=zero), table) for name, table in known):
+            return zero
+    names = ", ".join(dict.fromkeys(config.noise_schedule))
+    raise ValueError(f"the noise levels of its unets are none that {names} have, with or without a last one of SNR 0")
+
+
+def _is(schedule: Schedule, table: Tensor) -> bool:
+    numbers = torch.finfo(table.dtype)
+    close = max(_CLOSE, 4 * numbers.eps)
+    return torch.allclose(schedule.log_snr.sigmoid(), table.double(), rtol=close, atol=numbers.tiny)
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    where = path.with_name(_CONFIG_FILE)
+    if not where.exists():
+        raise ValueError(f"it does not say what its unets are like, and there is no {where}")
+    return read_json(where)
+
+
+def _tables(model: Any) -> dict[int, Tensor]:
+    """By index of a unet alpha^2 (T,) of its noise levels."""
+    tables = {}
+    for name, table in model.items() if isinstance(model, dict) else ():
+        if found := _OF_A_SCHEDULE.fullmatch(str(name)):
+            if not isinstance(table, Tensor) or table.ndim != 1 or not table.is_floating_point():
+                raise ValueError(f"its {name} is no table of numbers")
+            tables[int(found[1])] = table
+    return tables
+
+
+def _by_unet(state: Any, pattern: re.Pattern[str]) -> dict[int, dict[str, Tensor]]:
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise ValueError("its weights are no dict of names")
+    unets: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        if found := pattern.fullmatch(name):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"its {name[:80]} is not a tensor")
+            unets.setdefault(int(found[1]), {})[found[2]] = tensor
+        elif name.startswith("vaes."):
+            raise ValueError("its unets work on the codes of a VQGAN, which this version does not")
+    if not unets:
+        raise ValueError("it holds no weights of unets: their names begin with unets.0.")
+    return unets
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turn every error of reading a public file into a ValueError of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+    except _DAMAGES as error:
+        raise ValueError(f"{path} is not a decoder of DALLE2-pytorch: {one_line(error)}") from None

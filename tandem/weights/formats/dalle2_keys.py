@@ -1,0 +1,163 @@
+"""The keys of DALLE2-pytorch's training configurations, version 1.15.6, and the flags of train_decoder.py that they
+become (`convert.py config`). What a key is called, its default there and its flag stand in docs/coming_from.md, the
+keys of unets in `dalle2_config`. Other keys are unknown there too, although most of the package ignores them.
+
+Where a configuration says nothing, its own defaults hold, not those of the flags.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .config_keys import Flags, Known, Section, default_of, known_of, number, part_of
+from .dalle2_config import FIXED, UNET_KEYS, decoder_part, for_each
+
+if TYPE_CHECKING:
+    from tandem.config.public_names import Row
+
+_UNETS = "decoder.unets."
+# Values that are what happens here, where that is not the default there.
+_HERE = {"decoder.clip.make": ("openai", "open_clip"), "evaluate.LPIPS.net_type": ("vgg",)}
+_MEASURES = ("FID", "IS", "KID", "LPIPS")
+_LAST_SHARD = 9999999  # is that of all
+_SMALL = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16
+
+
+def known_keys(rows: Sequence[Row]) -> Known:
+    """What `public_keys.without_counterpart` is told of the keys; ``rows``: of the page, those about the decoder."""
+    return {
+        **known_of(rows, _HERE),
+        **dict.fromkeys((f"{_UNETS}{name}" for name in (*UNET_KEYS, "checkpoint_during_training")), (None, "")),
+        **{f"{_UNETS}{name}": ((value,), f"here it is {value}") for name, value in FIXED.items()},
+    }
+
+
+def implied(config: Section, known: Known) -> Iterator[str]:
+    """A line for each value without a counterpart that a configuration means by saying nothing."""
+    if (lpips := part_of(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
+        yield f"evaluate.LPIPS.net_type is alex if nothing is said: {known['evaluate.LPIPS.net_type'][1]}"
+
+
+def flags_of_config(config: Section, rows: Sequence[Row], made: Section, processes: int) -> Flags:
+    """Flags by name, each with the key that it comes from and its value; None: the flag's own default.
+
+    Args:
+        config: As `public_keys.without_counterpart` has looked at it.
+        rows: Of the page, those about the decoder.
+        made: The flags that make the decoder.
+        processes: How many will train together.
+
+    Raises:
+        ValueError: one line that names the key whose value cannot be used.
+    """
+    flags: Flags = {}
+    for row in rows:
+        *above, name = row.key.split(".")
+        if row.flag and above:
+            value = part_of(config, *above).get(name)
+            flags[row.flag] = (row.key, default_of(row) if value is None else value)
+    flags |= {name: ("decoder", value) for name, value in made.items()}
+    flags |= _of_data(part_of(config, "data"), processes)
+    flags["seed"] = ("seed", config.get("seed", 0))
+    flags["output_dir"] = ("tracker.data_path", part_of(config, "tracker").get("data_path"))
+    if (log := part_of(config, "tracker", "log").get("log_type", "console")) == "console":
+        flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
+    flags["report_to"] = ("tracker.log.log_type", "none" if log == "console" else log)
+    flags |= _of_decoder(decoder_part(config), made["timesteps"])
+    batch_size = flags["batch_size"][1]
+    return {
+        **flags,
+        **_of_training(part_of(config, "train"), part_of(config, "evaluate"), batch_size, len(made["dim"])),
+    }
+
+
+def _of_data(data: Section, processes: int) -> Flags:
+    fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **part_of(data, "splits")}
+    total = sum(number(value, f"data.splits.{name}") for name, value in fractions.items())
+    if abs(total - 1) > _SMALL:
+        raise ValueError(f"data.splits: train, val and test add up to {total:g}, not to 1")
+    last = data.get("end_shard", _LAST_SHARD)
+    is_flipped = part_of(data, "preprocessing").get("RandomHorizontalFlip", False) is not False
+    return {
+        "split_by": ("data.splits", "shard"),
+        "valid_fraction": ("data.splits.val", fractions["val"]),
+        "test_fraction": ("data.splits.test", fractions["test"]),
+        "batch_size": ("data.batch_size", number(data.get("batch_size", 64), "data.batch_size") * processes),
+        "end_shard": ("data.end_shard", None if last == _LAST_SHARD else last),
+        "random_flip": ("data.preprocessing.RandomHorizontalFlip", is_flipped),
+    }  # fmt: skip
+
+
+def _of_decoder(decoder: Section, timesteps: int) -> Flags:
+    if len([name for name in ("image_size", "image_sizes") if decoder.get(name) is not None]) != 1:
+        raise ValueError("decoder: give image_sizes, a size for each unet, or image_size for one")
+    noisy, blurred = (decoder.get(f"use_{kind}_for_lowres_cond", kind == "blur") for kind in ("noise", "blur"))
+    if len(decoder["unets"]) > 1 and _one_of(noisy) is not False and _one_of(blurred) is not False:
+        raise ValueError(
+            "decoder.use_noise_for_lowres_cond and use_blur_for_lowres_cond: set one of the two to false; the "
+            "other one is for all upsampling Unets"
+        )
+    steps = [n if n is None or n < timesteps else None for n in for_each(decoder, "sample_timesteps", None)]
+    if None in steps and any(steps):
+        raise ValueError("decoder.sample_timesteps: give fewer steps than timesteps for all unets, or for none")
+    gammas = [number(each, "decoder.p2_loss_weight_gamma") for each in for_each(decoder, "p2_loss_weight_gamma", 0.0)]
+    if len({gamma for gamma in gammas if gamma}) > 1:
+        raise ValueError("decoder.p2_loss_weight_gamma: give one gamma, or 0, for each unet")
+    clip = part_of(decoder, "clip")
+    # OpenAI's weights were trained with another activation than open_clip's models of the same names.
+    model, openai = clip.get("model", "ViT-L/14"), clip.get("make", "openai") == "openai"
+    return {
+        "gradient_checkpointing": (
+            "decoder.unets", any(unet.get("checkpoint_during_training") for unet in decoder["unets"]) or None
+        ),
+        "random_crop_sizes": (
+            "decoder.random_crop_sizes", [side or 0 for side in for_each(decoder, "random_crop_sizes", None)]
+        ),
+        "sampler": ("decoder.sample_timesteps", "ddim" if any(steps) else "ddpm"),
+        "sample_timesteps": ("decoder.sample_timesteps", [n or timesteps for n in steps]),
+        "loss_weight": ("decoder.p2_loss_weight_gamma", ["p2" if gamma else "none" for gamma in gammas]),
+        "p2_loss_weight_gamma": ("decoder.p2_loss_weight_gamma", max(gammas) or None),
+        "dynamic_thresholding": (
+            "decoder.dynamic_thres_percentile",
+            decoder.get("dynamic_thres_percentile", 0.95) if decoder.get("use_dynamic_thres") else None,
+        ),
+        "clip": ("decoder.clip.model", None if decoder.get("clip") is None
+                 else str(model).replace("/", "-") + "-quickgelu" if openai else model),
+    }  # fmt: skip
+
+
+def _of_training(train: Section, evaluate: Section, batch_size: float, count: int) -> Flags:
+    # Their epochs validate at their end; without epoch_samples that is not known before the data are.
+    every, epoch = "train.save_every_n_samples", train.get("epoch_samples")
+    saves = max(round(number(train.get("save_every_n_samples", 100000), every) / max(batch_size, 1)), 1)
+    names = ("save_every_n_steps", "sample_every_n_steps", "validate_every_n_steps")
+    flags: Flags = dict.fromkeys(names, (every, saves))
+    flags["valid_samples"] = ("train.validation_samples", train.get("validation_samples") or 0)
+    flags["max_grad_norm"] = ("train.max_grad_norm", _one_of(train.get("max_grad_norm", 0.5)) or 0.0)
+    if not (is_judged := any(evaluate.get(name) is not None for name in _MEASURES)):
+        flags["n_evaluation_samples"] = ("evaluate", None)
+    if epoch is not None:
+        updates = math.ceil(number(epoch, "train.epoch_samples") / max(batch_size, 1))
+        epochs = number(train.get("epochs", 20), "train.epochs")
+        flags["max_steps"] = ("train.epoch_samples", math.ceil(epochs * updates))
+        flags["validate_every_n_steps"] = ("train.epoch_samples", updates)
+        if is_judged:
+            flags["evaluate_every_n_steps"] = ("train.epoch_samples", updates)
+    # ema-pytorch averages every 10 updates.
+    beta = number(train.get("ema_beta", 0.999), "train.ema_beta") ** 0.1
+    flags["ema_decay"] = ("train.ema_beta", round(beta, 8) if train.get("use_ema", True) else 0.0)
+    if (mask := train.get("unet_training_mask")) is not None:
+        if not isinstance(mask, list) or len(mask) != count or not all(isinstance(each, bool) for each in mask):
+            raise ValueError(f"train.unet_training_mask: give true or false for each of {count} unets")
+        if not any(mask):
+            raise ValueError("train.unet_training_mask trains no unet: set one to true")
+        numbers = [number for number, is_trained in enumerate(mask, start=1) if is_trained]
+        flags["train_unets"] = ("train.unet_training_mask", None if all(mask) else numbers)
+    return flags
+
+
+def _one_of(value: Any) -> Any:
+    """Of a list of equal values one; others as they are."""
+    return value[0] if isinstance(value, list) and len(set(map(str, value))) == 1 else value

@@ -1,0 +1,105 @@
+"""The files of public packages that `convert.py` reads and writes, by the name that --to gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.io.archive import mentions
+from tandem.io.published import check_has_one_set
+from tandem.io.weights import first_names, read_content, why_no_weights
+from tandem.models.autoencoders.discrete_vae import DiscreteVAE
+from tandem.models.base import CONFIG_FILE
+
+from .dalle2 import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
+from .description import describe_dalle_file
+from .diffusers import DIFFUSERS, save_folder
+from .muse import (
+    describe_public_vqgan,
+    is_public_vqgan,
+    load_public_discriminator,
+    load_public_vqgan,
+    save_public_vqgan,
+)
+from .musiclm import assumed, describe_public_mulan, is_public_mulan, load_public_mulan, save_public_mulan
+from .taming import (
+    LLAMAGEN,
+    OF_TAMING,
+    Layout,
+    assumed_of_llamagen,
+    describe_autoencoder,
+    load_autoencoder,
+    save_autoencoder,
+)
+
+
+class PublicFormat(NamedTuple):
+    """A kind of file. All of its functions raise ValueError, in one line, for files and models that do not fit."""
+
+    model: str
+    """Name of the class of what it holds."""
+    is_format: Callable[[Path], bool]
+    load: Callable[[Path, str], Any]
+    """(path, "best", "ema" or "online") -> model in eval mode."""
+    save: Callable[..., str | None]
+    """(model, path), and a discriminator by that name if the format has one -> what to say of the file."""
+    describe: Callable[[Path], dict[str, Any]]
+    load_discriminator: Callable[[Path], Any] | None = None
+    """path -> the discriminator in the file, or None; None for a format that has none."""
+    assumed: Callable[[Mapping[str, Any]], str] | None = None
+    """`config` of a model that was read -> what its file does not say, in words; None for a format that says all."""
+
+
+def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
+    check_has_one_set(path, weights)
+    return DiscreteVAE.from_dalle(path)
+
+
+def _of_taming(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
+    load, describe = partial(load_autoencoder, layout), partial(describe_autoencoder, layout)
+    return PublicFormat("VQGAN", is_format, load, save or partial(save_autoencoder, layout), describe)
+
+
+# A file, or a folder of diffusers, belongs to the first that takes it.
+FORMATS = {
+    "diffusers": _of_taming(DIFFUSERS, Path.is_dir, save_folder),
+    "dalle2": PublicFormat(
+        "Decoder", is_public_decoder, lambda path, weights: load_public_decoder(path, weights=weights),
+        save_public_decoder, describe_public_decoder,
+    ),
+    "muse": PublicFormat(
+        "VQGAN", is_public_vqgan, lambda path, weights: load_public_vqgan(path, weights=weights), save_public_vqgan,
+        describe_public_vqgan, load_public_discriminator,
+    ),
+    "musiclm": PublicFormat(
+        "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
+        save_public_mulan, describe_public_mulan, assumed=assumed,
+    ),
+    "llamagen": _of_taming(LLAMAGEN, lambda path: mentions(path, b"encoder.conv_blocks."))._replace(
+        assumed=assumed_of_llamagen
+    ),
+    "taming": _of_taming(OF_TAMING, lambda path: mentions(path, b"encoder.conv_in.weight")),
+    "dalle": PublicFormat(
+        "DiscreteVAE", lambda path: mentions(path, b"hparams"), _load_dalle, DiscreteVAE.save_dalle,
+        describe_dalle_file,
+    ),
+}  # fmt: skip
+
+
+def format_of(path: Path) -> PublicFormat:
+    """The format of a file. Reads little of it, and runs none of its code.
+
+    Raises:
+        ValueError: one line, which says what it is as far as that is known, if it is of none.
+    """
+    if path.is_file() and (reason := why_no_weights(path)):
+        raise ValueError(f"{path} holds no weights: {reason}")
+    if found := next((public for public in FORMATS.values() if public.is_format(path)), None):
+        return found
+    if (path.parent / CONFIG_FILE).is_file():
+        raise ValueError(f"{path} is of the model folder that it is in: give {path.parent}")
+    content = read_content(path)
+    held = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
+    raise ValueError(f"{path} holds {held}: no model of {', '.join(FORMATS)} has such names (README, trained weights)")

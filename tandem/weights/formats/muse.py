@@ -1,0 +1,221 @@
+"""The VQGanVAE of muse-maskgit-pytorch 0.3.5 as `VQGAN` and `Discriminator`, and back: the same weights by other names.
+
+Its files hold a plain state dict and no arguments, which follow from names and shapes; but for the number of groups of
+its GroupNorms, which is taken to be 16, its default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.io.archive import mentions
+from tandem.io.published import read_state_dict, shape_of
+from tandem.io.reading import check_regular
+from tandem.io.weights_writing import on_cpu, replacing
+from tandem.models.autoencoders.discriminator import Discriminator
+from tandem.models.autoencoders.vqgan import VQGAN
+
+from .description import describe_file, describe_weights
+
+PACKAGE = "muse-maskgit-pytorch 0.3.5"
+_GROUPS = 16  # the public model has as many in every GroupNorm
+_MOST_BITS = 22  # of a code
+_OF_A_CODER = re.compile(r"enc_dec\.(encoder|decoder)s\.(\d{1,4})\.(.+)")
+_OF_A_PROJECTION = re.compile(r"quantizer\.project_(in|out)\.(weight|bias)")
+
+
+class _Found(NamedTuple):
+    """Arguments and weights of our models; None for a discriminator that is not in the file."""
+
+    arguments: dict[str, Any]
+    weights: dict[str, Tensor]
+    discriminator: tuple[dict[str, Any], dict[str, Tensor]] | None
+
+
+def is_public_vqgan(path: Path) -> bool:
+    """Whether a file names weights of a VQGanVAE. Raises ValueError, in one line, if it is no regular file."""
+    return mentions(path, b"enc_dec.")
+
+
+def load_public_vqgan(path: Path, *, weights: str = "best") -> VQGAN:
+    """The model in a file of ``VQGanVAE.save`` or of its trainer, in eval mode. Runs no code from the file.
+
+    Args:
+        weights: Of a file of the trainer's moving average (vae.N.ema.pt): "ema" or "best" (the average), or "online".
+
+    Raises:
+        ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `VQGAN` lacks.
+    """
+    found = _read(path, weights)
+    return VQGAN.with_weights(path, found.arguments, found.weights)
+
+
+def load_public_discriminator(path: Path) -> Discriminator | None:
+    """The discriminator in such a file, in eval mode, if it holds one. Errors: see `load_public_vqgan`."""
+    found = _read(path, "best").discriminator
+    return None if found is None else Discriminator.with_weights(path, *found)
+
+
+def describe_public_vqgan(path: Path) -> dict[str, Any]:
+    """Facts about such a file. Errors: see `load_public_vqgan`."""
+    found = _read(path, "best")
+    others = {}
+    if found.discriminator is not None:
+        arguments, weights = found.discriminator
+        others["discriminator"] = {**arguments, **describe_weights(weights)}
+    return describe_file(path, PACKAGE, "VQGAN", found.arguments, found.weights, **others)
+
+
+def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | None = None) -> str:
+    """Write a state dict that ``VQGanVAE.load`` takes strictly; the file appears whole or not at all.
+
+    Args:
+        discriminator: Written too, unless a VQGanVAE cannot have such a one.
+
+    Returns:
+        How to make the VQGanVAE that loads the file: it does not say its arguments.
+
+    Raises:
+        ValueError: one line, if the public package has no such model.
+    """
+    config, weights = model.config, on_cpu(model.state_dict())
+    _check_has_public_form(model)
+    encoder, state = len(model.encoder) - 1, {}
+    for name, tensor in weights.items():
+        part, index, rest = name.split(".", 2)
+        if (part, index) in (("encoder", str(encoder)), ("decoder", "0")):
+            way = "in" if part == "encoder" else "out"
+            state[f"quantizer.project_{way}.{rest}"] = tensor[:, :, 0, 0].contiguous() if rest == "weight" else tensor
+        else:
+            state[f"enc_dec.{part}s.{int(index) - (part == 'decoder')}.{rest}"] = tensor
+    bits = config["codebook_size"].bit_length() - 1
+    state["quantizer.mask"] = 2 ** torch.arange(bits - 1, -1, -1)
+    arguments = {name: config[name] for name in ("dim", "channels", "codebook_size")}
+    arguments |= {"layers": config["num_layers"], "encdec_num_resnet_blocks": tuple(config["num_resnet_blocks"])}
+    why_not = _discriminator_obstacle(config, discriminator)
+    if discriminator is None or why_not:
+        arguments["use_vgg_and_gan"] = False
+    else:
+        arguments["discr_layers"] = discriminator.config["layers"]
+        state |= {f"discr.{name}": tensor for name, tensor in on_cpu(discriminator.state_dict()).items()}
+    with replacing(path) as unfinished:
+        torch.save(state, unfinished)
+    made = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"load it into VQGanVAE({made})" + (f"; {why_not}" if why_not else "")
+
+
+def _check_has_public_form(model: VQGAN) -> None:
+    config = model.config
+    if config["quantizer"] != "lfq":
+        raise ValueError(f"{PACKAGE} has the quantizer lfq alone, and this model has {config['quantizer']}")
+    if config["centred"]:
+        raise ValueError(f"{PACKAGE} has no layers that see images in [-1, 1], and this model has: train --no-centred")
+    if config["dim"] % _GROUPS:
+        raise ValueError(f"{PACKAGE} demands a dim that is a multiple of {_GROUPS}, and this model has {config['dim']}")
+    projection = model.encoder[-1]
+    if projection.in_channels == projection.out_channels:
+        raise ValueError(
+            f"{PACKAGE} has no projections to codes where the last level has as many channels as a code has bits, "
+            f"{projection.in_channels}, and this model has them"
+        )
+
+
+def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discriminator | None) -> str:
+    """Why a VQGanVAE of this `VQGAN.config` has no such discriminator; empty if it may have."""
+    for name in ("dim", "channels"):
+        if discriminator is not None and discriminator.config[name] != config[name]:
+            said = f"its {name} is {discriminator.config[name]}, and that of a VQGanVAE would have {config[name]}"
+            return f"its discriminator is left out: {said}"
+    return ""
+
+
+def _read(path: Path, weights: str) -> _Found:
+    state = _state_of(path, weights)
+    try:
+        return _translated(state)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _state_of(path: Path, weights: str) -> dict[str, Tensor]:
+    """The state dict of a VQGanVAE: as its ``save`` writes it, in {"model": ...} of its trainer, or of an average."""
+    found = read_state_dict(check_regular(path), part="model")
+    prefix = "online_model." if weights == "online" else "ema_model."
+    state = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+    if not state and weights != "best":
+        raise ValueError(f"--weights {weights}: {path} holds one set of weights; leave it out")
+    return {name: tensor for name, tensor in (state or found).items() if not name.startswith("_vgg.")}
+
+
+def _translated(state: Mapping[str, Tensor]) -> _Found:
+    blocks, widths, channels = _levels(state)
+    layers = len(blocks)
+    bits = _bits(state, widths[-1])
+    identity = torch.eye(bits)[:, :, None, None]
+    last = 1 + layers + sum(blocks)
+    weights = {f"{layer}.weight": identity for layer in (f"encoder.{last}", "decoder.0")}
+    weights |= {f"{layer}.bias": torch.zeros(bits) for layer in (f"encoder.{last}", "decoder.0")}
+    discriminator: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if found := _OF_A_CODER.fullmatch(name):
+            weights[f"{found[1]}.{int(found[2]) + (found[1] == 'decoder')}.{found[3]}"] = tensor
+        elif found := _OF_A_PROJECTION.fullmatch(name):
+            layer = f"encoder.{last}" if found[1] == "in" else "decoder.0"
+            weights[f"{layer}.{found[2]}"] = tensor[:, :, None, None] if tensor.ndim == 2 else tensor
+        elif name.startswith("discr."):
+            discriminator[name.removeprefix("discr.")] = tensor
+        elif name != "quantizer.mask":
+            raise ValueError(f"it holds {name[:80]}, which is no weight of a VQGanVAE of {PACKAGE} with LFQ")
+    arguments = {
+        "image_size": max(256, 2**layers),  # any will do: the file does not say it
+        "dim": widths[0], "channels": channels, "num_layers": layers, "num_resnet_blocks": blocks, "quantizer": "lfq",
+        "codebook_size": 2**bits, "centred": False,
+        "diversity_gamma": 4.0, "inv_temperature": 100.0,  # those of the public package
+    }  # fmt: skip
+    if not discriminator:
+        return _Found(arguments, weights, None)
+    dim, of_images, *_ = shape_of(state, "discr.layers.0.0.weight", 4)
+    halvings = sum(re.fullmatch(r"layers\.\d+\.0\.weight", name) is not None for name in discriminator) - 1
+    return _Found(arguments, weights, ({"dim": dim, "channels": of_images, "layers": halvings}, discriminator))
+
+
+def _levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], int]:
+    """Residual blocks per level, finest first; channels at full resolution and of each level; channels of images."""
+    dim, channels, *kernel = shape_of(state, "enc_dec.encoders.0.weight", 4)
+    if kernel != [5, 5]:
+        raise ValueError(f"its first convolution is {kernel[0]} x {kernel[1]}, and that of a VQGAN is 5 x 5")
+    blocks: list[int] = []
+    widths, index = [dim], 1
+    while True:
+        layer, index = f"enc_dec.encoders.{index}", index + 1
+        if f"{layer}.0.weight" in state:
+            blocks.append(0)
+            widths.append(shape_of(state, f"{layer}.0.weight", 4)[0])
+        elif f"{layer}.net.0.weight" in state and blocks:
+            blocks[-1] += 1
+        else:
+            break
+    doubling = [dim * 2**level for level in range(len(blocks))]
+    if not blocks or widths[1:] != doubling:
+        raise ValueError(f"its levels have {widths[1:]} channels, and those of a VQGAN double: {doubling}")
+    return blocks, widths, channels
+
+
+def _bits(state: Mapping[str, Tensor], width: int) -> int:
+    """Bits of a code; the encoder's last level has ``width`` channels."""
+    if any(name.startswith("quantizer._codebook") for name in state):
+        raise ValueError("its codes are of a vector quantizer, and only those of LFQ can be taken over")
+    projection = state.get("quantizer.project_in.weight")
+    channels = width if projection is None else len(projection)
+    mask = state.get("quantizer.mask")
+    if mask is not None and mask.shape != (channels,):
+        raise ValueError(f"its codes have {mask.numel()} bits for {channels} channels, so it has several codebooks")
+    if not 1 <= channels <= _MOST_BITS:
+        raise ValueError(f"its codes have {channels} bits; a VQGAN has at most {_MOST_BITS}")
+    return channels

@@ -1,0 +1,310 @@
+"""Autoencoders of taming-transformers, latent diffusion, LlamaGen and IBQ as a `VQGAN` with taming's body, and back:
+the same weights by other names.
+
+The files say no arguments, which follow from names and shapes; but for the groups of GroupNorms, 32 in all of these
+packages. IBQ's files have the names of taming's: they are known by a moving average of the codebook, which all of IBQ's
+configurations keep, and those of the published vector quantizers do not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tandem.config.models.taming import KL, TAMING
+from tandem.io.published import read_state_dict, shape_of
+from tandem.io.reading import one_line
+from tandem.io.weights_writing import on_cpu, replacing
+from tandem.models.autoencoders.vqgan import VQGAN
+from tandem.models.building import build_on_meta, check_arguments
+
+from .description import describe_weights
+
+GROUPS = 32
+_CODEBOOK = "quantize.embedding.weight"
+# Entries that LlamaGen scales to length 1 wherever it uses them begin with that, and no gradient makes them shorter.
+# Others begin with less than 1 / codebook_size in each place, and stay there where nothing chooses them.
+_SHORTEST = 0.5
+_BODY_OF_LLAMAGEN = "ch 128, num_res_blocks 2"  # no arguments there, but numbers in its code
+_LAYER = re.compile(r"(down|up|mid)(?:_(\d+))?_(block|attn|downsample|upsample)(?:_(\d+))?")
+_OF_DIFFUSION, _AVERAGE = "first_stage_model.", "model_ema."
+_FIRST = "encoder.conv_in.weight"
+# What stands beside an autoencoder in its own file (of VA-VAE, what aligns its latents), in that of a whole latent
+# diffusion, and is not needed for it.
+_OTHERS = (
+    "loss.", "colorize", "linear_proj.", "foundation_model.", "model.diffusion_model.", "model_ema.diffusion_model",
+    "cond_stage_model.", "conditioner.", "text_encoders.",
+)  # fmt: skip
+
+
+class Layout(NamedTuple):
+    """A package with taming's body, and how it names the layers."""
+
+    package: str
+    read: Callable[[Path, str], tuple[dict[str, Tensor], dict[str, Any]]]
+    """(path, "best", "ema" or "online") -> the state dict of an autoencoder, and the arguments that do not follow from
+    it."""
+    quantizers: tuple[str, ...]
+    """Those that it has."""
+    level: str
+    """Name of a layer of a level; `index` counts the levels in the order in which pictures go through them."""
+    middle: str
+    """Name of a layer between the levels; `order` counts all of them, `before` those of its kind."""
+    words: Mapping[str, str] = MappingProxyType({})
+    """Layers and parts of layers that have other names than taming's."""
+    cosine: tuple[bool, ...] = (False,)
+    """Whether codes are chosen by their angle; both, where it has the choice."""
+    has_matrices: bool = False
+    """Whether the projections of an attention are matrices and no convolutions."""
+    key: str = "state_dict"
+    """Where the weights are in a file."""
+    unused: Mapping[str, int] = MappingProxyType({})
+    """Names and lengths of what is in a file and has no effect."""
+
+
+def public_name(name: str, layout: Layout, levels: int) -> str:
+    """The name in a public package of a weight of a `VQGAN` with so many levels; it is one that both have."""
+    if name.startswith("quantizer."):
+        return _CODEBOOK
+    part, layer, rest = name.split(".", 2)
+    if layer.endswith("quant_conv"):
+        return f"{layer}.{rest}"
+    words, found = layout.words, _LAYER.fullmatch(layer)
+    if found is None:
+        return f"{part}.{words.get(layer, layer)}.{rest}"
+    side, level, what, number = found[1], int(found[2] or 0), found[3], found[4]
+    before = int(number or 1) - 1
+    place = (layout.middle if side == "mid" else layout.level).format(
+        side=side, level=level, index=level if side == "down" else levels - 1 - level, what=words.get(what, what),
+        number=number, before=before, order=2 * before + (what == "attn"),
+    )  # fmt: skip
+    place += f".{number}" if number and side != "mid" else ""
+    first, _, last = rest.partition(".")
+    return f"{part}.{place}.{words.get(first, first)}.{last}"
+
+
+def load_autoencoder(layout: Layout, path: Path, weights: str = "best") -> VQGAN:
+    """The model in a public file or folder, in eval mode. Runs no code from it.
+
+    Args:
+        weights: Of a checkpoint that has both: their moving average ("ema" or "best"), or those as trained ("online").
+
+    Raises:
+        ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `VQGAN` lacks.
+    """
+    return VQGAN.with_weights(path, *_read(layout, path, weights))
+
+
+def describe_autoencoder(layout: Layout, path: Path) -> dict[str, Any]:
+    """Facts about such a file or folder. Errors: see `load_autoencoder`."""
+    arguments, weights = _read(layout, path, "best")
+    kind, files = ("folder", sorted(path.iterdir())) if path.is_dir() else ("file", [path])
+    facts = {"kind": f"{layout.package} {kind}", "model": "VQGAN", "arguments": arguments, **describe_weights(weights)}
+    return {**facts, "bytes": {file.name: file.stat().st_size for file in files}}
+
+
+def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
+    """Write a state dict that the public package loads strictly; the file appears whole or not at all.
+
+    Returns:
+        The arguments of the model there that loads the file, which does not say them.
+
+    Raises:
+        ValueError: one line, if the public package has no such model.
+    """
+    state, config = public_state(model, layout), model.config
+    if config["norm_groups"] != GROUPS:
+        raise ValueError(f"{layout.package} has {GROUPS} groups in a GroupNorm, this model {config['norm_groups']}")
+    attended, last, side = list(config["attention_levels"] or ()), len(config["ch_mult"]) - 1, config["image_size"]
+    if layout is LLAMAGEN and attended != [last]:
+        raise ValueError(f"{layout.package} has attention at the last level alone: --attention_levels {last}")
+    if config["quantizer"] == "ibq":  # by these its files are known
+        state |= {_AVERAGE + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
+    with replacing(path) as unfinished:
+        torch.save({layout.key: state}, unfinished)
+    (code, z_channels), sides = channels_of(config), [side >> level for level in attended]
+    body = f"ch {config['dim']}, num_res_blocks {config['num_resnet_blocks'][0]}"
+    if layout is LLAMAGEN:
+        said = f"encoder_ch_mult and decoder_ch_mult {config['ch_mult']}, z_channels {z_channels}, codebook_size "
+        said += f"{model.num_codes}, codebook_embed_dim {code}, codebook_l2_norm {config['vq_cosine']}"
+        return f"its arguments there: {said}" + ("" if body == _BODY_OF_LLAMAGEN else f"; change its code to {body}")
+    said = f"{body}, ch_mult {config['ch_mult']}, attn_resolutions {sides} of {side}, z_channels {z_channels}, "
+    said += f"embed_dim {code}, " + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
+    return f"its arguments there: {said}"
+
+
+def assumed_of_llamagen(config: Mapping[str, Any]) -> str:
+    """What a file of LlamaGen does not say, and what was taken for it: of the `config` of its model."""
+    because = "no entry is" if config["vq_cosine"] else "entries are"
+    return f"codebook_l2_norm {config['vq_cosine']}, because {because} shorter than {_SHORTEST:g}"
+
+
+def channels_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a `VQGAN.config`: channels of a code or a latent, and between the encoder and quant_conv."""
+    code = config["latent_dim" if config["quantizer"] == KL else "codebook_dim"]
+    return code, config["z_channels"] or code
+
+
+def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
+    """The state dict of a public package, on the CPU. Raises ValueError, in one line, if it has no such model."""
+    config, package = model.config, layout.package
+    if config["body"] != TAMING:
+        raise ValueError(f"{package} has taming's body, this model {config['body']}'s: train with --body taming")
+    if config["quantizer"] not in layout.quantizers:
+        raise ValueError(f"{package} has {' and '.join(layout.quantizers)}, and this model has {config['quantizer']}")
+    if config["quantizer"] == "vq" and config["vq_cosine"] not in layout.cosine:
+        raise ValueError(f"{package} has vq without --vq_cosine alone")
+    if model.num_codes and not config["quant_conv"]:
+        raise ValueError(f"{package} has a quant_conv beside its codebook, and this model has none")
+    state = {name: torch.zeros(length) for name, length in layout.unused.items()}
+    for name, tensor in on_cpu(model.state_dict()).items():
+        if not _is_ours_alone(name):
+            is_matrix = layout.has_matrices and "_attn_" in name and tensor.ndim == 4
+            public = public_name(name, layout, len(config["ch_mult"]))
+            state[public] = tensor[:, :, 0, 0].contiguous() if is_matrix else tensor
+    return state
+
+
+def _read(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Constructor arguments and weights of a `VQGAN`. Every error is a ValueError of one line that names the path."""
+    try:
+        return _translated(*layout.read(path, weights), layout)
+    except (OSError, ValueError, RuntimeError) as error:
+        said = one_line(error)
+        raise ValueError(said if str(path) in said else f"{path}: {said}") from None
+
+
+def _translated(
+    state: Mapping[str, Tensor], said: Mapping[str, Any], layout: Layout
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if any(name.startswith("encoder.down_blocks.") for name in state) and layout is OF_TAMING:
+        raise ValueError("it is of diffusers: give its folder, in which config.json is")
+    if any(name.startswith("decoder.adaptive.") for name in state):
+        raise ValueError("it is of Open-MAGVIT2, whose body is not taming's: it has adaptive GroupNorms, no attention")
+    if "quantize.embed.weight" in state:
+        raise ValueError("it is of taming's GumbelVQ, and no VQGAN has a Gumbel quantizer")
+    arguments = {**_arguments(state, layout), **said}
+    check_arguments(arguments, state)
+    expected, levels = build_on_meta(lambda: VQGAN.made(arguments)).state_dict(), len(arguments["ch_mult"])
+    names = {public_name(name, layout, levels): name for name in expected if not _is_ours_alone(name)}
+    if other := next((name for name in state if name not in names and name not in layout.unused), None):
+        raise ValueError(f"it holds {other[:80]}, which is no weight of such an autoencoder of {layout.package}")
+    if missing := next((name for name in names if name not in state), None):
+        if ".attn" in missing and not any(".attn." in name for name in state if name.startswith("decoder.up.")):
+            raise ValueError("its decoder has no attention where its encoder has some, as MAR's; no VQGAN is so")
+        raise ValueError(f"it lacks {missing}, a weight of such an autoencoder of {layout.package}")
+    weights = {
+        name: state[public][..., None, None] if state[public].ndim == 2 < expected[name].ndim else state[public]
+        for public, name in names.items()
+    }
+    return arguments, weights | _state_of_quantizer(arguments, weights)
+
+
+def _is_ours_alone(name: str) -> bool:
+    """Whether a weight of ours is state of a quantizer that no public file has."""
+    return name.startswith("quantizer.") and not name.startswith("quantizer.codebook")
+
+
+def _state_of_quantizer(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a quantizer of ours has beside the weights of a file: training goes on from these entries, of which each
+    counts as if one vector had chosen it."""
+    if arguments["quantizer"] != "vq":
+        return {"quantizer.moments": torch.zeros(3)} if arguments["quantizer"] == KL else {}
+    entries = weights["quantizer.codebook"].float()
+    entries = F.normalize(entries, dim=-1) if arguments["vq_cosine"] else entries
+    return {
+        "quantizer.codebook": entries, "quantizer.code_sums": entries,
+        "quantizer.code_counts": torch.ones(len(entries)), "quantizer.initialized": torch.tensor(True),
+    }  # fmt: skip
+
+
+class _Wanted:
+    """Holds the names of weights that an autoencoder may have."""
+
+    def __contains__(self, name: object) -> bool:
+        return not str(name).startswith(_OTHERS)
+
+
+def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `Layout.read`. The autoencoder may be the first stage in the file of a whole latent diffusion, which says the
+    scale of latents."""
+    found = read_state_dict(path, _Wanted(), "state_dict")
+    prefix = _prefix_of(found)
+    own = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+    state = {name: tensor for name, tensor in own.items() if not name.startswith((_AVERAGE, *_OTHERS))}
+    short = {name: _AVERAGE + name.replace(".", "") for name in state}
+    averages = {name: own[short[name]] for name in state if short[name] in own}
+    if weights == "ema" and not averages:
+        raise ValueError("--weights ema: it holds no moving average; leave it out")
+    said: dict[str, Any] = {"quantizer": "ibq"} if _CODEBOOK in averages else {}
+    if prefix == _OF_DIFFUSION and "scale_factor" in found:
+        said["scaling_factor"] = found["scale_factor"].tolist()
+    return state if weights == "online" else {**state, **averages}, said
+
+
+def _prefix_of(state: Mapping[str, Tensor]) -> str:
+    """What stands before the names of the autoencoder in a file: a trainer calls it as its author did, the first stage
+    of a latent diffusion has the name of it."""
+    prefixes = [name.removesuffix(_FIRST) for name in state if name.endswith(_FIRST)]
+    usual = next((prefix for prefix in ("", _OF_DIFFUSION) if prefix in prefixes), None)
+    if usual is None and len(prefixes) > 1:
+        raise ValueError(f"it holds {len(prefixes)} autoencoders: {', '.join(prefixes)[:80]}; give a file of one")
+    return usual if usual is not None else "".join(prefixes)
+
+
+def _read_llamagen(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `Layout.read`."""
+    part = {"ema": "ema", "online": "model"}.get(weights, "ema model")
+    state = read_state_dict(path, None, part)
+    prefix = _prefix_of(state)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}, {}
+
+
+def _arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
+    """Constructor arguments as names and shapes have them."""
+
+    def public(layer: str) -> str:
+        return public_name(f"encoder.{layer}", layout, 0)  # the encoder's are the same for any number of levels
+
+    def there(layer: str) -> list[str]:
+        """Public names of the layers with the numbers 0, 1, ..., as long as there are some."""
+        names = (public(layer.format(number)) for number in itertools.count())
+        return list(itertools.takewhile(lambda name: name in state, names))
+
+    dim, channels = shape_of(state, "encoder.conv_in.weight", 4)[:2]
+    widths = [shape_of(state, name, 4)[0] for name in there("down_{}_block_0.conv1.weight")]
+    if not widths or dim < 1 or any(width % dim for width in widths):
+        raise ValueError(f"its levels have {widths[:12]} channels, and those of such a body are multiples of {dim}")
+    attended = [level for level in range(len(widths)) if public(f"down_{level}_attn_0.q.weight") in state]
+    z_channels, has_conv = shape_of(state, "decoder.conv_in.weight", 4)[1], "quant_conv.weight" in state
+    arguments: dict[str, Any] = {
+        "image_size": max(256, 2 ** (len(widths) - 1)),  # any will do: no file says it
+        "body": TAMING, "centred": True, "dim": dim, "channels": channels, "ch_mult": [each // dim for each in widths],
+        "num_resnet_blocks": [len(there("down_0_block_{}.conv1.weight"))], "attention_levels": attended or None,
+        "z_channels": z_channels, "quant_conv": has_conv, "norm_groups": GROUPS,
+    }  # fmt: skip
+    if _CODEBOOK not in state:
+        code = shape_of(state, "post_quant_conv.weight", 4)[1] if has_conv else z_channels
+        return {**arguments, "quantizer": KL, "latent_dim": code}
+    size, code = shape_of(state, _CODEBOOK, 2)
+    is_cosine = True in layout.cosine and bool((state[_CODEBOOK].float().norm(dim=1) > _SHORTEST).all())
+    of_codes = {"codebook_size": size, "codebook_dim": code, "vq_cosine": is_cosine}
+    return {**arguments, "quantizer": "vq", **of_codes}
+
+
+OF_TAMING = Layout(
+    "taming-transformers and latent diffusion", _read_taming, ("vq", "ibq", KL), "{side}.{level}.{what}",
+    "mid.{what}_{number}",
+)  # fmt: skip
+LLAMAGEN = Layout(
+    "LlamaGen", _read_llamagen, ("vq",), "conv_blocks.{index}.{what}", "mid.{order}", {"block": "res"},
+    cosine=(True, False), key="model", unused={"quantize.codebook_used": 65536},
+)  # fmt: skip

@@ -1,0 +1,160 @@
+"""Models on the Hugging Face Hub: which names mean one, how one gets into the local cache, and how one is uploaded.
+
+A model there is a model folder, or one of diffusers. Only its safetensors and JSON files are downloaded, into the cache
+of the library huggingface_hub (HF_HOME), and they are read like those of a stranger's folder: nothing of them is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+from tandem.io.fetching import SECONDS, hub_library
+from tandem.io.reading import one_line
+from tandem.io.writing import say
+from tandem.models.base import CONFIG_FILE, holds_weights, read_config
+from tandem.weights.formats.diffusers import diffusers_folder, read_folder_config, weight_files
+
+LONGEST_NAME = 96  # of a model on the Hub, with its user
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# What a model folder may hold, besides a card and a picture.
+_FILES = (
+    CONFIG_FILE, "tokenizer.json", "model*.safetensors", "model.safetensors.index.json", "discriminator/config.json",
+    "discriminator/model.safetensors", "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model-*-of-*.safetensors",
+)  # fmt: skip
+# A path that ends so is meant to be a file, and one that is missing is no reason to ask the Hub.
+_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".yaml")
+
+_folders: dict[str, Path] = {}  # of the names that this process has asked for
+
+
+def split(name: str) -> tuple[str, str | None] | None:
+    """USER/NAME and the revision of USER/NAME@REVISION, None without one; None for what is no name on the Hub."""
+    found = _NAME.fullmatch(name)
+    if found is None or len(found[1]) > LONGEST_NAME or found[1].endswith(_ENDINGS) or ".." in name:
+        return None
+    return found[1], found[2]
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a name means a model on the Hub: it has the form of one, and neither it nor its first part is a path
+    here, so that nobody asks the Hub for a run whose name is misspelt."""
+    return split(name) is not None and not os.path.lexists(name) and not os.path.isdir(name.partition("/")[0])
+
+
+def local(path: Path) -> Path:
+    """The path; for the name of a model on the Hub its folder in the cache, which the first call downloads.
+
+    Raises:
+        ValueError: one line, if the name has the form of one, and there is no such model or no answer.
+    """
+    name = str(path)
+    if name not in _folders and is_on_hub(name):
+        _folders[name] = download(name)
+    return _folders.get(name, path)
+
+
+def use(name: str, folder: Path) -> None:
+    """Let `local` answer with this folder, also for ./USER/NAME, of which a path keeps USER/NAME alone."""
+    _folders[str(Path(name))] = folder
+
+
+def download(name: str) -> Path:
+    """The folder in the cache of a model on the Hub, whose last part is its commit. What the cache holds of this commit
+    is not downloaded again. If the Hub gives no answer, the cache's copy of the revision is taken, and a line says so.
+
+    Args:
+        name: USER/NAME or USER/NAME@REVISION: a branch, a tag or a commit.
+
+    Raises:
+        ValueError: one line, if there is no such model, no answer, or no package that could ask for it.
+    """
+    model, revision = split(name) or (name, None)
+    library = hub_library(f"{name} does not exist here, and looking for it on the Hugging Face Hub")
+    silence: Exception | None = None  # why the Hub gave no answer
+    try:
+        if not (revision and _COMMIT.fullmatch(revision)):
+            try:
+                library.HfApi().model_info(model, revision=revision, timeout=SECONDS)
+            except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
+                if _has_answered(error):
+                    raise
+                silence = error
+        alone = {"local_files_only": silence is not None}
+        folder = Path(library.hf_hub_download(model, CONFIG_FILE, revision=revision, **alone)).parent
+        check = read_folder_config if diffusers_folder(folder) else read_config
+        check(folder)  # before gigabytes of another kind of model are downloaded
+        library.snapshot_download(model, revision=folder.name, allow_patterns=_FILES, **alone)
+        if not (holds_weights(folder) or all(path.is_file() for path in weight_files(folder))):
+            raise ValueError("there is no answer, and the cache does not hold all of it")
+    except Exception as error:
+        where = library.constants.ENDPOINT
+        raise ValueError(
+            f"{name} does not exist here, and cannot be had from the Hub ({where}): {_reason(silence or error)}"
+        ) from None
+    if silence and not library.constants.HF_HUB_OFFLINE:
+        say(f"{_reason(silence)}: taking {model} from the cache, commit {folder.name}")
+    return folder
+
+
+def upload(folder: Path, model: str, message: str, *, is_private: bool = False, branch: str | None = None) -> str:
+    """Upload a model folder in one commit; what an earlier model of this repository left is deleted by it. Returns its
+    address.
+
+    Args:
+        branch: To commit to; made if it does not exist. None: main.
+        is_private: Make the repository private; one that exists and is public is refused.
+
+    Raises:
+        ValueError: one line, if it failed. Then the Hub's model is as it was, unless the answer to the commit was lost.
+    """
+    library = hub_library("convert.py push")
+    api = library.HfApi()
+    try:
+        api.create_repo(model, private=True if is_private else None, exist_ok=True)
+        if is_private and not api.model_info(model, timeout=SECONDS).private:
+            raise ValueError("it exists already and is public, so --private is not possible; nothing was pushed")
+        if branch:
+            api.create_branch(model, branch=branch, exist_ok=True)
+        paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        there = api.list_repo_files(model, revision=branch)
+        left = [name for name in there if name not in paths and any(fnmatch(name, known) for known in _FILES)]
+        # Not upload_folder, which may need several commits.
+        operations = [library.CommitOperationAdd(name, path) for name, path in sorted(paths.items())]
+        operations += [library.CommitOperationDelete(name) for name in left]
+        commit = api.create_commit(model, operations, commit_message=message, revision=branch)
+    except Exception as error:
+        where = library.constants.ENDPOINT
+        raise ValueError(f"cannot push {model} to the Hub ({where}): {_reason(error)}") from None
+    return str(commit.commit_url)
+
+
+def _cause(error: Exception) -> tuple[Exception, int | None]:
+    """The error for which the library gave up, and the HTTP status that the Hub answered, if it did."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # it says that the cache lacks a file, and its cause why the Hub gave none
+    return error, getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _has_answered(error: Exception) -> bool:
+    """Whether the Hub has said that there is no such model, or that it is not for this user: it is not out of order."""
+    error, status = _cause(error)
+    return isinstance(error, ValueError) if status is None else status < 500 and status != 429
+
+
+def _reason(error: Exception) -> str:
+    """Why the Hub did not do what was asked, in one line."""
+    error, status = _cause(error)
+    if type(error) is ValueError:
+        return one_line(error)
+    if status is None:
+        return f"no answer ({type(error).__name__}: {one_line(error)})"
+    login = "; for what is private or gated, log in with `hf auth login`, or set HF_TOKEN"
+    said = one_line(ValueError(" ".join(str(error).split())))
+    return f"the Hub answers HTTP {status}: {said}{login if status in (401, 403, 404) else ''}"

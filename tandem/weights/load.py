@@ -1,0 +1,238 @@
+"""Trained models, by whatever a user calls one: a run folder, a checkpoint, a model folder, a .pt file or a name
+on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.io.reading import LONGEST_JSON_BYTES, read_bytes, read_json_or_empty
+from tandem.io.writing import write_atomically
+from tandem.training.run_folder.starts import script_of
+
+DISCRIMINATOR = "discriminator"  # part of a checkpoint: what its model was trained against
+
+#: What is in a public file whose shape a run has adopted, by its path and "best" or DISCRIMINATOR: what loads it next
+#: takes it from here, so that the file is read once.
+READ: dict[tuple[Path, str], Any] = {}
+
+# Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
+
+
+def find(path: Path) -> tuple[str, Path]:
+    """The kind of ``path`` ("file", "checkpoint" or "model") and its path; for a run folder, its newest checkpoint, and
+    for the name of a model on the Hugging Face Hub, its folder in the cache."""
+    from tandem.io.weights import why_no_model
+    from tandem.models.base import CONFIG_FILE
+    from tandem.training.checkpoint.store import latest_checkpoint
+    from tandem.weights.formats.diffusers import diffusers_folder
+
+    from .hub import local
+
+    path = local(path)
+    if folder := diffusers_folder(path):
+        return "file", folder
+    for file, kind in ((path, "file"), (path / "state.json", "checkpoint"), (path / CONFIG_FILE, "model")):
+        if file.is_file():
+            return kind, path
+    if latest := latest_checkpoint(path / "checkpoints"):
+        return "checkpoint", latest
+    if (path / "model" / CONFIG_FILE).is_file():  # the checkpoints were deleted
+        return "model", path / "model"
+    reason = why_no_model(path) if path.is_dir() else "" if path.exists() else "it does not exist; "
+    raise ValueError(f"{path}: {reason}expected a run folder with a checkpoint, a checkpoint, a model folder or a .pt")
+
+
+def load(path: str | Path, which: str = "best") -> Any:
+    """The model at ``path``, which may be of any kind that `find` knows, on the CPU and in eval mode.
+
+    Args:
+        which: Weights of a checkpoint or a public file: "ema" (their moving average), "online" (as trained), or "best",
+            which means the average if there is one.
+
+    Raises:
+        ValueError: one line, if there is no model.
+    """
+    from tandem.io.published import check_has_one_set
+    from tandem.models.base import build, class_of, read_config
+    from tandem.training.checkpoint.models import model_in
+    from tandem.weights.formats.detection import format_of
+
+    kind, where = find(Path(path))
+    if kind == "checkpoint":
+        return build(*model_in(where, which), where)
+    if kind == "file":
+        return READ.pop((where, which), None) or format_of(where).load(where, which)
+    check_has_one_set(where, which)
+    return class_of(read_config(where)[0], where).from_pretrained(where)
+
+
+@contextmanager
+def as_named(path: str | Path) -> Iterator[None]:
+    """Let errors name a model of the Hub as its user does, and not its folder in the cache."""
+    from .hub import local
+
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(local(Path(path))), str(path))) from None
+
+
+class Trained(NamedTuple):
+    """A model as scripts use it.
+
+    model: In eval mode, on the CPU.
+    about: What identifies it: "config", its class as "model" and its constructor arguments, and "weights_sha256", of
+        the files of its weights, or of the file that they would be.
+    tokenizer: The file of its tokenizer; None for a model without one, or with that of CLIP.
+    """
+
+    model: Any
+    about: dict[str, Any]
+    tokenizer: Path | None
+
+
+def open_model(path: str | Path, *kinds: str) -> Trained:
+    """The model of what a user calls a model: a model folder, a run folder or a checkpoint of one, or a public
+    package's file. Of a run folder it is model/, unless a later update has been saved; then it is best/ of MuLan, and
+    of others the newest checkpoint. Nothing is written.
+
+    Args:
+        kinds: Names of the classes that will do.
+
+    Raises:
+        ValueError: one line, if there is no model, or it is of another kind.
+    """
+    from tandem.data.stores.output import sha256_of
+    from tandem.models.base import read_headers
+
+    where = newest(Path(path))
+    model = load_from(path, *kinds)
+    kind, place = find(where)
+    digest = sha256_of(place / file for file in sorted(read_headers(place))) if kind == "model" else model.sha256()
+    about = {"config": model.description(), "weights_sha256": digest}
+    return Trained(model.eval(), about, tokenizer_file(where))
+
+
+def load_from(path: str | Path, *kinds: str) -> Any:
+    """The model that a user calls ``path``, and its errors, see `open_model`."""
+    from tandem.launch import KINDS
+
+    with as_named(path):
+        model = load(newest(Path(path)))
+    if kinds and (found := type(model).__name__) not in kinds:
+        of_script = f" of {KINDS[found].script}" if found in KINDS else ""
+        raise ValueError(f"{path} holds a {found}{of_script}, not a {' or a '.join(kinds)}")
+    return model
+
+
+def built(
+    kind: Any, args: argparse.Namespace, load: Callable[[Any, Any, str], None] | None = None, config: Any = None
+) -> Any:
+    """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
+    with those of --init_from, which ``load`` takes (default: ``kind.load_weights_from``). ``config``: of a model that
+    depends on more than the arguments."""
+    import torch
+
+    from tandem.models import build_in_memory
+
+    torch.manual_seed(args.seed)
+    model = build_in_memory(kind, **(config or kind.Config.of(args)).plain())
+    if args.init_from:
+        (load or kind.load_weights_from)(model, load_from(args.init_from, kind.__name__), args.init_from)
+    return model
+
+
+def newest(path: Path) -> Path:
+    """The path itself, but for a run folder the model folder in it that is as new as its newest checkpoint, if there is
+    one, and of a MuLaN best/."""
+    from tandem.models.base import CONFIG_FILE
+
+    kind, where = find(path)
+    if kind != "checkpoint":
+        return path
+    model, best = path / "model", path / "best"
+    step = read_json_or_empty(model / "training.json").get("step")
+    if isinstance(step, int) and where.name == f"step_{step:08d}" and (model / CONFIG_FILE).is_file():
+        return model
+    return best if script_of(path) == "train_mulan.py" and (best / CONFIG_FILE).is_file() else path
+
+
+def write_model(model: Any, source: Path, folder: Path) -> None:
+    """Write a model folder of a model that came from ``source``: with its tokenizer's file, if it has one.
+
+    Raises:
+        ValueError: one line, if the tokenizer is not to be found.
+        OSError: one line, if the folder could not be written.
+    """
+    from tandem.data.tokenizers import FILE
+
+    file = tokenizer_file(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    if file is not None:
+        write_atomically(folder / FILE, read_bytes(file, LONGEST_JSON_BYTES))
+    else:
+        (folder / FILE).unlink(missing_ok=True)  # of the model that was there before
+    model.save_pretrained(folder)
+
+
+def tokenizer_file(path: Path) -> Path | None:
+    """The tokenizer.json that belongs to the MuLaN at ``path``; None for the tokenizer of CLIP, which has no file, for
+    a model without words, and for a public package's file, which does not say its tokenizer. Raises ValueError, in one
+    line, if a checkpoint's tokenizer is gone."""
+    from tandem.data.tokenizers import FILE, sha256_of_tokenizer
+    from tandem.training.checkpoint.format import read_checkpoint
+
+    kind, where = find(path)
+    if kind != "checkpoint":
+        return where / FILE if kind == "model" and (where / FILE).exists() else None
+    run, used = Path(os.path.abspath(where)).parent.parent, read_checkpoint(where, verify=False)[0].get("tokenizer", {})
+    name, wanted = str(used.get("name")), used.get("sha256")
+    if wanted in (None, sha256_of_tokenizer(name, b"")):
+        return None
+    for file in (Path(name).expanduser(), run / FILE, run / "model" / FILE, run / "best" / FILE):
+        if file.is_file() and sha256_of_tokenizer(name, read_bytes(file, LONGEST_JSON_BYTES)) == wanted:
+            return file
+    raise ValueError(f"{where}: the tokenizer {name} of the run is gone or has changed, and the model needs it")
+
+
+def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
+    """The discriminator of the VQGAN at ``path``, as trained: in a public package's file or, with ``of_runs``, in a
+    checkpoint; None if there is none.
+
+    Raises:
+        ValueError: one line, if it is damaged or of another model.
+    """
+    from tandem.models.base import build
+    from tandem.training.checkpoint.models import model_in
+    from tandem.weights.formats.detection import format_of
+
+    kind, where = find(path)
+    if (where, DISCRIMINATOR) in READ:
+        return READ.pop((where, DISCRIMINATOR))
+    if kind == "file":
+        read = format_of(where).load_discriminator
+        return read(where) if read else None
+    return build(*model_in(where, name=DISCRIMINATOR), where) if of_runs and kind == "checkpoint" else None
+
+
+def built_discriminator(kind: Any, args: argparse.Namespace) -> Any:
+    """The discriminator of this class that the arguments of a run describe, with seeded weights, the same on every
+    process, or with those in a public file of --init_from that holds one."""
+    import torch
+
+    from tandem.models import build_in_memory
+
+    torch.manual_seed(args.seed)
+    discriminator = build_in_memory(kind, dim=args.discr_dim, layers=args.discr_layers)
+    if args.init_from and (given := load_discriminator(Path(args.init_from), of_runs=False)):
+        if given.config != discriminator.config:
+            needed = " and ".join(f"--discr_{name} {given.config[name]}" for name in ("dim", "layers"))
+            raise ValueError(f"the discriminator in {args.init_from} needs {needed}")
+        discriminator.load_state_dict(given.state_dict())
+    discriminator.check_side(args.image_size)
+    return discriminator

@@ -1,1 +1,0 @@
-"""A run: its loop, folder, clock, trackers, pictures and checkpoints."""
