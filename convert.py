@@ -35,8 +35,8 @@ from tandem.config.parser import ArgumentParser
 from tandem.io.exits import Failed, exit_codes
 from tandem.io.installed import command_of
 from tandem.io.reading import counted, printable
-from tandem.launch import add_push
 from tandem.weights.load import find, load, load_discriminator, write_model
+from tandem.weights.push import add_push
 
 # Part of the norm of a profile that an average of another length may miss.
 FARTHEST_PROFILE = 0.2

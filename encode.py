@@ -37,8 +37,9 @@ from tandem.config.fields import flag, given, when, without
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import add_computation_arguments, add_places, kernel_settings
 from tandem.io.reading import counted
-from tandem.launch import arguments_of, fetch, run_of
+from tandem.launch import fetch
 from tandem.weights.load import find, newest, open_model
+from tandem.weights.origin import arguments_of, run_of
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor

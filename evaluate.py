@@ -34,9 +34,10 @@ from tandem.config.fields import Needs, flag, given
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import add_computation_arguments, kernel_settings
 from tandem.io.reading import counted, words_of
-from tandem.launch import arguments_of, fetch, run_of
+from tandem.launch import fetch
 from tandem.training.run_folder.starts import last_start
 from tandem.weights.load import find, newest
+from tandem.weights.origin import arguments_of, run_of
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the arguments have been checked
     from torch import Tensor

@@ -25,9 +25,9 @@ from tandem.config.parser import ArgumentParser
 from tandem.io.exits import exit_codes
 from tandem.io.reading import counted, printable
 from tandem.io.writing import write_atomically
-from tandem.report.page import data_of, is_report, library, page
-from tandem.report.runs import RunReader, names_of
-from tandem.report.watching import Server
+from tandem.reporting.page import data_of, is_report, library, page
+from tandem.reporting.runs import RunReader, names_of
+from tandem.reporting.watching import Server
 
 LARGEST_PORT = 65535
 

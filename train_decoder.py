@@ -19,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed
+from tandem import distributed, schedules
 from tandem.config.data import ConditionedImageFlags
 from tandem.config.decoder_training import DecoderFlags
 from tandem.config.models.decoder import DecoderConfig, Sampling
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import ClipFlags, OptimizerFlags, RunFlags, ScheduleFlags
 from tandem.launch import start_training, training_parser
-from tandem.training import schedules
 from tandem.weights.load import built
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -158,7 +157,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.cascade import Cascade
     from tandem.training.ema import kept_metric, kept_weights, make_ema
     from tandem.training.generation import Generation, sampling_example
-    from tandem.training.loop import Action, Evaluation, kept_model
+    from tandem.training.loop import Action, Evaluation, kept_model, updates
     from tandem.training.metrics.fid import Inception
     from tandem.training.metrics.generation import GenerationQuality, left_out
     from tandem.training.metrics.unets import UnetErrors
@@ -233,7 +232,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     vb_weight = args.vb_loss_weight * args.timesteps
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
-    for step, batch in run.updates(evaluation, preview=args.num_images_save, also=judging if is_judged else ()):
+    for step, batch in updates(run, evaluation, preview=args.num_images_save, also=judging if is_judged else ()):
         batch = embed(batch)
         for (number, engine), unet in zip(engines.items(), unets.values(), strict=True):
             engine.lr = warmed_up(step, run.progress.total_steps, unet.learning_rate, unet.warmup)

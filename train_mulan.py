@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed
+from tandem import distributed, schedules
 from tandem.config.converters import FOLDER, templates
 from tandem.config.data import SoundFlags, place_of
 from tandem.config.fields import flag
@@ -27,7 +27,6 @@ from tandem.config.models.mulan import UNSAID, MuLaNConfig, TowerFlags
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import DecayingOptimizerFlags, RunFlags
 from tandem.launch import start_training, training_parser
-from tandem.training import schedules
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
     from PIL import Image
@@ -172,7 +171,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.data.sets import sound_feed
     from tandem.data.tokenizers import open_tokenizer
     from tandem.training.ema import kept_metric, make_ema
-    from tandem.training.loop import Evaluation, kept_model
+    from tandem.training.loop import Evaluation, kept_model, updates
     from tandem.training.losses.contrastive import Contrastive
     from tandem.training.losses.grad_cache import GradCache
     from tandem.training.metrics.collapse import CollapseAlarm
@@ -231,7 +230,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
         return tuple(sorted(width_of(micro["lengths"]) for micro in micro_batches))
 
-    for step, batch in run.updates(evaluation, preview=PAIRS_SHOWN, kind=lengths):
+    for step, batch in updates(run, evaluation, preview=PAIRS_SHOWN, kind=lengths):
         engine.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         cache = GradCache(engine, backend, contrastive, batch, inputs)
         for micro in engine.micro_batches(batch):

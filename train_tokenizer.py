@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed
+from tandem import distributed, schedules
 from tandem.config.autoencoder_training import VALIDATION, AdversaryFlags, without_perceptual_loss
 from tandem.config.converters import FILE, FOLDER
 from tandem.config.data import VideoFlags, place_of
@@ -28,7 +28,6 @@ from tandem.config.models.autoencoders import QuantizerLossFlags, VideoTokenizer
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import DecayingOptimizerFlags, RunFlags
 from tandem.launch import start_training, training_parser
-from tandem.training import schedules
 from tandem.weights.load import built, built_discriminator
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -116,7 +115,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.models.features.i3d import i3d_features
     from tandem.models.features.lpips import load_lpips, load_perceptual
     from tandem.training.ema import make_ema
-    from tandem.training.loop import Evaluation
+    from tandem.training.loop import Evaluation, updates
     from tandem.training.losses.gan import Judge, frames_of
     from tandem.training.metrics.autoencoders import evaluated, reconstructions
     from tandem.training.metrics.collapse import ReconstructionAlarm
@@ -187,7 +186,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
-    for step, batch in run.updates(evaluation, preview=args.num_videos_save, kind=lambda step, _: judge.parts(step)):
+    for step, batch in updates(run, evaluation, preview=args.num_videos_save, kind=lambda step, _: judge.parts(step)):
         tokenizer.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         critic.lr = warmed_up(step, total_steps, peak, args.lr_warmup_steps)
         times = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed
+from tandem import distributed, schedules
 from tandem.config.converters import FILE, non_negative_float, positive_float
 from tandem.config.data import ImageFlags, place_of
 from tandem.config.fields import flag
@@ -26,7 +26,6 @@ from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RunFlags
 from tandem.launch import start_training, training_parser
-from tandem.training import schedules
 from tandem.weights.load import built
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -103,12 +102,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.data.sets import image_feed
     from tandem.models import DiscreteVAE
     from tandem.training.ema import make_ema
-    from tandem.training.loop import Evaluation, kept_model
+    from tandem.training.loop import Evaluation, kept_model, updates
     from tandem.training.metrics.collapse import ReconstructionAlarm
     from tandem.training.metrics.reconstruction import ReconstructionQuality
     from tandem.training.noise import Noise
     from tandem.training.run import Run
     from tandem.training.visuals.images import code_histogram, grid
+    from tandem.weights.formats.dalle import save_dalle
 
     with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
         model = build_model(args).to(backend.device)
@@ -143,13 +143,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     alarm = ReconstructionAlarm("a smaller --kl_loss_weight or --learning_rate", "a larger --kl_loss_weight")
     in_precision = backend.autocast()  # errors and sums are fp32 or fp64 nevertheless
     evaluation = Evaluation(
-        vae, ema, write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": DiscreteVAE.save_dalle},
+        vae, ema, write={"model": DiscreteVAE.save_pretrained, "vae-final.pt": save_dalle},
         validate=in_precision(validate), draw=in_precision(draw), watch=alarm.check,
         use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
     run.resume(engine=vae, ema=ema)
 
-    for step, batch in run.updates(evaluation, preview=args.num_images_save):
+    for step, batch in updates(run, evaluation, preview=args.num_images_save):
         temperature, codes = temperature_of(step), []
         vae.lr = schedules.decay(step, args.learning_rate, args.lr_decay_rate)
         for micro in vae.micro_batches(batch):

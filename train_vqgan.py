@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem import distributed
+from tandem import distributed, schedules
 from tandem.config.autoencoder_training import VALIDATION, AdversaryFlags, without_perceptual_loss
 from tandem.config.converters import FILE, FOLDER, epoch_counts, two_fractions
 from tandem.config.data import ImageFlags, place_of
@@ -28,7 +28,6 @@ from tandem.config.models.taming import KL, LatentLossFlags
 from tandem.config.parser import ArgumentParser
 from tandem.config.shared import RateFlags, RunFlags
 from tandem.launch import start_training, training_parser
-from tandem.training import schedules
 from tandem.weights.load import built, built_discriminator
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import: it is imported only after the arguments have been checked
@@ -110,7 +109,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.models import VQGAN
     from tandem.models.features.lpips import load_lpips, load_perceptual
     from tandem.training.ema import make_ema
-    from tandem.training.loop import Evaluation
+    from tandem.training.loop import Evaluation, updates
     from tandem.training.losses.gan import Judge
     from tandem.training.metrics.autoencoders import evaluated, reconstructions
     from tandem.training.metrics.collapse import ReconstructionAlarm
@@ -186,7 +185,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     total_steps = run.progress.total_steps
     warmed_up = partial(schedules.warmed_up, args.lr_schedule, lowest=0.1)
 
-    for step, batch in run.updates(evaluation, preview=args.num_images_save, kind=lambda step, _: judge.parts(step)):
+    for step, batch in updates(run, evaluation, preview=args.num_images_save, kind=lambda step, _: judge.parts(step)):
         drop = schedules.drops(run.progress.epoch, args.lr_drop_epochs)
         vqgan.lr = drop * warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         critic.lr = drop * warmed_up(step, total_steps, peak, args.lr_warmup_steps)

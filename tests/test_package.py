@@ -24,7 +24,7 @@ from tests.scripts import ROOT, SCRIPTS, words
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 LAUNCHERS = ("torchrun", "deepspeed")
-SOURCES = ("tandem", "models", "data", "distributed", "training", "configs", "docs", "scripts", "setup.py",
+SOURCES = ("tandem", "distributed", "configs", "docs", "scripts", "setup.py",
            "pyproject.toml", "MANIFEST.in",
            "README.md", "LICENSE", *sorted(path.name for path in ROOT.glob("*.py")))  # fmt: skip
 SHORT = ["--max_steps", "2", "--num_workers", "0", "--save_every_n_steps", "0", "--validate_every_n_steps", "0",
@@ -45,7 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for name in dict.fromkeys(SOURCES):
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder / name)
     return folder
@@ -93,23 +93,16 @@ def test_the_wheel_holds_scripts_tools_and_configs(wheel: Path) -> None:
     scripts = {path.name for path in ROOT.glob("*.py")} - {"setup.py"}
     files = {path.relative_to(ROOT).as_posix() for path in paths}
     assert names >= {f"tandem/{name}" for name in (*files, *scripts, "py.typed")}
-    leaves = ("models", "data", "distributed", "training")
-    modules = [path for leaf in leaves for path in (ROOT / leaf).rglob("*.py")]
-    parts = [*modules, *(ROOT / "tandem/report/page").iterdir()]
-    assert names >= {f"tandem/{path.relative_to(ROOT).as_posix()}" for path in parts}
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"tandem"}
-    with_main = {name for name in scripts if "def main(" in (ROOT / name).read_text()}
-    assert set(re.findall(r"^(tandem-\S+) =", commands, re.MULTILINE)) == {
-        f"tandem-{name.removesuffix('.py').replace('_', '-')}" for name in with_main
+    modules = [f"tandem/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "distributed").rglob("*.py")]
+    modules += [path.relative_to(ROOT).as_posix() for path in (ROOT / "tandem").rglob("*.py")]
+    assert names >= {
+        *modules,
+        *(f"tandem/reporting/page/{path.name}" for path in (ROOT / "tandem/reporting/page").iterdir()),
     }
-
-
-def test_no_installed_module_imports_a_name_of_the_checkout(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as content:
-        sources = {name: content.read(name).decode() for name in content.namelist() if name.endswith(".py")}
-    names = "|".join(["data", "models", "training", "distributed", *(path.stem for path in ROOT.glob("*.py"))])
-    pattern = re.compile(rf"^\s*(?:from|import) (?:{names})\b", re.MULTILINE)
-    assert {name: pattern.findall(text) for name, text in sources.items() if pattern.findall(text)} == {}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"tandem"}
+    assert set(re.findall(r"^(tandem-\S+) =", commands, re.MULTILINE)) == {
+        f"tandem-{name.removesuffix('.py').replace('_', '-')}" for name in scripts
+    }
 
 
 @pytest.mark.parametrize(("command", "demonstration"), [
@@ -144,6 +137,29 @@ def test_tools_and_configs_of_the_package_are_used_in_any_folder(installed: Path
     assert (tmp_path / "codes" / "index.json").is_file()
     assert "DiscreteVAE" in run(installed, tmp_path, "tandem-convert", "export", "run", "--to", "model", "new")
     assert "usage: tandem-sample " in run(installed, tmp_path, "tandem-sample", "--help")
+
+
+#: Names of a user's own modules that are names of folders here, of a checkout or of the package, or were once.
+_FOLDERS = [path for folder in (ROOT, ROOT / "tandem") for path in folder.iterdir() if path.is_dir()]
+_NAMES = {path.name for path in _FOLDERS if path.name.isidentifier()}
+OF_FOLDERS = sorted({"models", "data", *_NAMES} - {"tandem", "io"})
+
+
+@pytest.mark.parametrize("is_installed", [False, True], ids=["checkout", "installed"])
+def test_a_users_modules_are_his_own_whatever_they_are_called(
+    is_installed: bool, installed: Path, tmp_path: Path
+) -> None:
+    for name in OF_FOLDERS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"NAME = {name!r}")
+    imports = "".join(f"from {name} import NAME as {name}_\n" for name in OF_FOLDERS)
+    (tmp_path / "mine.py").write_text(
+        f"{imports}import torch\n\ndef make(args):\n    return [torch.zeros(3, 16, 16) for _ in range(64)]\n"
+    )
+    start = ["tandem-train-vae"] if is_installed else [sys.executable, str(ROOT / "train_vae.py")]
+    tiny = words(SCRIPTS["train_vae"].tiny)
+    output = run(installed, tmp_path, *start, "--dataset", "mine:make", *tiny, *SHORT, "--output_dir", "run")
+    assert "finished: 2 updates" in output
 
 
 def test_bash_completes_files_of_the_package(installed: Path, tmp_path: Path) -> None:

@@ -1,38 +1,82 @@
-"""What keeps the repository what it is: independent leaves, scripts that are short and know no backend, one top-level
-name when installed."""
+"""What keeps the repository what it is: imports that go one way, scripts that are short and know no backend."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LEAVES = ("models", "data", "distributed", "training")
-BOTTOM = "tandem"  # what all of them may import
+PACKAGE = ROOT / "tandem"
 SCRIPTS = sorted(ROOT.glob("train_*.py"))
-MODULES = [path for leaf in (BOTTOM, *LEAVES) for path in sorted((ROOT / leaf).rglob("*.py"))]
+#: What the modules of each folder of tandem/, or a module beside the folders, may import of the others.
+MAY_IMPORT = {
+    "io": "",
+    "hashing": "",
+    "schedules": "",
+    "devices": "",
+    "flops": "",
+    "config": "io schedules",
+    "distributed": "io devices config",
+    "models": "io config",
+    "models.layers": "config flops models",
+    "models.quantizers": "config devices",
+    "models.autoencoders": "config models models.layers models.quantizers",
+    "models.diffusion": "config devices models models.layers",
+    "models.audio_text": "io config models models.layers",
+    "models.features": "io devices models",
+    "weights.formats": "io config models models.layers models.autoencoders models.diffusion models.audio_text",
+    "data": "io hashing devices",
+    "training": "io hashing devices flops config",
+    "reporting": "io training",
+    "commands": "io",
+    "weights": "io commands config data models training reporting weights.formats",
+    "launch": "commands config data distributed models training weights weights.formats",
+}
 BACKEND_NAMES = re.compile(
     r"deepspeed|horovod|\bddp\b|DistributedDataParallel|torch\.distributed|nccl|gloo", re.IGNORECASE
 )
 
 
-def absolute_imports(tree: ast.AST) -> Iterator[str]:
-    """Names of modules, but for those that only a type checker imports."""
+def name_of(path: Path) -> str:
+    """The name of a module below tandem/, as one imports it: "models.base"."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+MODULES = {name_of(path): path for path in [*PACKAGE.rglob("*.py"), *(PACKAGE / "distributed").rglob("*.py")]}
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports, but for those that only a type checker imports."""
+    tree = ast.parse(path.read_text())
     of_types = [
         node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
     unread = {id(part) for node in of_types for part in ast.walk(node)}
+    package = ["tandem", *path.relative_to(PACKAGE).parent.parts] if path.is_relative_to(PACKAGE) else []
     for node in ast.walk(tree):
-        if id(node) in unread:
-            continue
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import) and id(node) not in unread:
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module or ""
+        elif isinstance(node, ast.ImportFrom) and id(node) not in unread:
+            parents = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def own_imports(path: Path) -> set[str]:
+    """The modules of tandem/ that a file imports; "" is the package."""
+    names = [name.removeprefix("tandem").lstrip(".") for name in imported_names(path) if name.startswith("tandem")]
+    return {name if name in MODULES else name.rpartition(".")[0] for name in names}
+
+
+def folder_of(module: str) -> str:
+    """The key of `MAY_IMPORT` that a module belongs to."""
+    parts = module.split(".")
+    return next(name for n in range(len(parts), -1, -1) if (name := ".".join(parts[:n])) in MAY_IMPORT or not n)
 
 
 def backend_names(tree: ast.AST) -> Iterator[str]:
@@ -48,19 +92,18 @@ def backend_names(tree: ast.AST) -> Iterator[str]:
             yield from (word for word in words if isinstance(word, str) and BACKEND_NAMES.search(word))
 
 
-def test_no_leaf_imports_a_leaf_by_name_and_of_the_installed_package_only_the_bottom_which_imports_neither() -> None:
-    for path in MODULES:
-        imported = set(absolute_imports(ast.parse(path.read_text())))
-        assert not {name.split(".")[0] for name in imported} & {*LEAVES}, path
-        ours = {name for name in imported if name.split(".")[0] == BOTTOM}
-        is_bottom = path.is_relative_to(ROOT / BOTTOM)
-        assert not ours if is_bottom else all(name.split(".")[1:2] != ["commands"] for name in ours), path
+def test_imports_go_one_way() -> None:
+    for module, path in MODULES.items():
+        folder = folder_of(module)
+        others = {folder_of(name) for name in own_imports(path)} - {folder, ""}
+        assert others <= set(MAY_IMPORT.get(folder, "").split()), path
+    TopologicalSorter({module: own_imports(path) - {module} for module, path in MODULES.items()}).prepare()
 
 
 def test_one_line_alone_ends_a_process() -> None:
     ways = re.compile(r"\bos\._exit\(|\bsys\.exit\(|\bSystemExit\(")
-    found = {path for path in [*MODULES, *ROOT.glob("*.py")] if ways.search(path.read_text())}
-    assert found == {ROOT / BOTTOM / "files" / "exits.py"}
+    found = {path for path in [*MODULES.values(), *ROOT.glob("*.py")] if ways.search(path.read_text())}
+    assert found == {PACKAGE / "io" / "exits.py"}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from reference.vae import Settings, schedule
+from tandem import schedules
 from tandem.models import DiscreteVAE
 from tandem.training import dry_run as rehearsal
-from tandem.training import schedules
 from tandem.training.logging import operations
 from tandem.training.metrics.directions import COSTS
 from tests.scripts import VAE, assert_same_bits, final_weights, metrics, validation_images

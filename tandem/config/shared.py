@@ -7,7 +7,7 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tandem.training.schedules import SHAPES
+from tandem.schedules import SHAPES
 
 from .converters import (
     FILE,
@@ -94,7 +94,7 @@ class ScheduleFlags:
 
 @dataclass
 class RateFlags(ScheduleFlags):
-    """Of every script with one learning rate that is warmed up (`tandem.training.schedules`)."""
+    """Of every script with one learning rate that is warmed up (`tandem.schedules`)."""
 
     learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", also="lr")
     lr_warmup_steps: int = flag(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tandem.models.diffusion.unet import Unet
     from tandem.models.layers.video.causal import StreamState
 
-    from .building import build_in_memory
+    from .base import build_in_memory
 
 __all__ = [
     "VQGAN", "Decoder", "DiscreteVAE", "Discriminator", "MuLaN", "MulanOutput", "StreamState", "Unet",
@@ -32,7 +32,7 @@ _MODULES = {
     "StreamState": "layers.video.causal", "Unet": "diffusion.unet", "VAEOutput": "autoencoders.discrete_vae",
     "VQGANOutput": "autoencoders.vqgan", "VideoDiscriminator": "autoencoders.discriminator",
     "VideoTokenizer": "autoencoders.video_tokenizer", "VideoTokenizerOutput": "autoencoders.video_tokenizer",
-    "build_in_memory": "building",
+    "build_in_memory": "base",
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from tandem.io.reading import DAMAGES, check_inside, one_line, read_json
 from tandem.io.weights import checked
 from tandem.io.weights_writing import on_cpu, replacing
 
-from .building import build_with_weights, check_arguments
+from .building import build_on_meta, build_with_weights, check_arguments
 
 CONFIG_FILE = "config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -127,6 +127,18 @@ class Pretrained(nn.Module):
             return build_with_weights(lambda: cls.made(config), weights).eval()
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
+
+
+def build_in_memory(kind: type[Self], /, **arguments: Any) -> Self:
+    """``kind.made(arguments)``, after a look at its size: the weights have to fit into the memory of this machine.
+
+    Raises:
+        ValueError: one line that names the argument that is too large, or says how large the model would be. Others:
+            as ``kind``.
+    """
+    check_arguments(arguments)
+    build_on_meta(lambda: kind.made(arguments))
+    return kind.made(arguments)
 
 
 def class_of(name: str, source: Path) -> type[Pretrained]:

@@ -8,16 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from tandem.io.reading import one_line
-
-if TYPE_CHECKING:
-    from .base import Pretrained
 
 # Whole numbers up to this are cheap for a constructor, whatever it does with them (2**n, [0] * n, a loop).
 _HARMLESS_NUMBER = 1 << 22
@@ -33,7 +30,6 @@ _SPARE_TENSORS = 1000
 _MOST_TENSORS = 1 << 14
 
 Model = TypeVar("Model", bound=nn.Module)
-Saved = TypeVar("Saved", bound="Pretrained")
 
 
 def check_arguments(arguments: Mapping[str, Any], weights: Mapping[str, Tensor] = MappingProxyType({})) -> None:
@@ -75,18 +71,6 @@ def plain_values(name: str, value: Any) -> Iterator[Any]:
             yield value
         else:
             raise ValueError(f"{name} holds a {type(value).__name__}")
-
-
-def build_in_memory(kind: type[Saved], /, **arguments: Any) -> Saved:
-    """``kind.made(arguments)``, after a look at its size: the weights have to fit into the memory of this machine.
-
-    Raises:
-        ValueError: one line that names the argument that is too large, or says how large the model would be. Others:
-            as ``kind``.
-    """
-    check_arguments(arguments)
-    build_on_meta(lambda: kind.made(arguments))
-    return kind.made(arguments)
 
 
 def build_on_meta(build: Callable[[], Model]) -> Model:

@@ -16,6 +16,7 @@ from tandem.io.exits import AskedToStop
 
 from .dry_run import rehearse
 from .ema import Average, kept_weights
+from .garbage import collected_together
 
 if TYPE_CHECKING:
     from tandem.training.run_folder.best import BestModel
@@ -94,10 +95,10 @@ def kept_model(models: Mapping[str, Any]) -> Any:
 
 def updates(
     run: Run,
-    evaluations: Sequence[Evaluation],
+    *evaluations: Evaluation,
     preview: int,
-    also: Sequence[Action],
-    kind: Callable[[int, Any], Hashable],
+    also: Sequence[Action] = (),
+    kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
 ) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
     order: count the update, exit if the run is asked to stop, and do what is due of `actions`. The line of metrics is
@@ -112,6 +113,24 @@ def updates(
         AskedToStop: after a stop request, for which the run is saved.
         Failed: the last checkpoint or model cannot be written.
     """
+    with collected_together() as collect:
+        is_first = True
+        for step, batch in _updates(run, evaluations, preview, also, kind):
+            yield step, batch
+            if is_first:
+                run.prepare_saves()
+            is_first = False
+            collect(step + 1)
+
+
+def _updates(
+    run: Run,
+    evaluations: Sequence[Evaluation],
+    preview: int,
+    also: Sequence[Action],
+    kind: Callable[[int, Any], Hashable],
+) -> Iterator[tuple[int, Any]]:
+    """`updates` without the search for garbage."""
     run.tell("start", evaluations)
     for evaluation in evaluations:
         if evaluation.best:

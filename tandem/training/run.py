@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -44,12 +44,12 @@ from tandem.training.visuals.images import Sample, to_png
 
 from .dry_run import folder_beside
 from .ema import kept_weights
-from .garbage import collected_together
-from .loop import Action, Evaluation, updates
 
 if TYPE_CHECKING:
     from tandem.data.feed import Feed
     from tandem.distributed import Backend
+
+    from .loop import Evaluation
 
 _MOST_OF_VALIDATIONS = 0.1  # of the time
 _FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
@@ -254,23 +254,6 @@ class Run:
         """Print one line on the root's terminal."""
         self.display.say(text)
 
-    def updates(
-        self,
-        *evaluations: Evaluation,
-        preview: int,
-        also: Sequence[Action] = (),
-        kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
-    ) -> Iterator[tuple[int, Any]]:
-        """The loop over the updates that are left; see `tandem.training.loop.updates`."""
-        with collected_together() as collect:
-            is_first = True
-            for step, batch in updates(self, evaluations, preview, also, kind):
-                yield step, batch
-                if is_first and has_pinned_memory(self.processes.device):  # from now on there are moments
-                    self.checkpoints.prepare(self._live_states())
-                is_first = False
-                collect(step + 1)
-
     def line(self) -> dict[str, Any]:
         """What `add` and `log` recorded for the newest update, the number of skipped updates and what was waited for;
         empty if no line is due. Collective."""
@@ -369,6 +352,12 @@ class Run:
             # that.
             beside = self._averages.write if self.due(self.args.save_every_n_steps) else None
             self.checkpoints.save(step, self._live_states(), self.processes.describe(), beside)
+
+    def prepare_saves(self) -> None:
+        """Pin the memory that checkpoints are copied into, once the first update has made the optimizers' moments.
+        Collective."""
+        if has_pinned_memory(self.processes.device):
+            self.checkpoints.prepare(self._live_states())
 
     def _live_states(self) -> dict[str, Any]:
         """The states of all parts; see `Stateful`. Collective."""

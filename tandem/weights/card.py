@@ -16,11 +16,11 @@ from typing import Any
 
 from tandem.io.installed import installed_command
 from tandem.io.reading import counted
-from tandem.report.curves import MetricsFile
+from tandem.reporting.curves import MetricsFile
 from tandem.training.metrics.directions import COSTS, FAULTS, better
 from tandem.training.run_folder.starts import last_start, place
 
-PICTURE = "sample.png"  # beside the card
+CARD, PICTURE = "README.md", "sample.png"
 
 _NUMBERS = re.compile(r"[0-9][0-9eE.,+-]*")
 _DEMONSTRATION = re.compile(r"demo:[a-z]+(:[0-9]+)?")
@@ -44,6 +44,36 @@ class Kind:
     data: tuple[str, str]
     use: str
     tags: tuple[str, ...]
+
+
+_IMAGES, _VIDEOS = ("image_folder", "images"), ("video_folder", "videos")
+KINDS = {
+    "DiscreteVAE": Kind(
+        "a discrete VAE like that of DALL-E (Ramesh et al. 2021), which turns an image into a grid of codes and back",
+        "train_vae.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output codes/",
+        ("tandem", "image-tokenizer", "discrete-vae"),
+    ),
+    "VQGAN": Kind(
+        "a VQGAN (Esser et al. 2021), which turns an image into a grid of codes and back",
+        "train_vqgan.py", _IMAGES, "tandem-encode --model {} --image_folder DIR --output codes/",
+        ("tandem", "image-tokenizer", "vqgan"),
+    ),
+    "MuLaN": Kind(
+        "a MuLan (Huang et al. 2022), which embeds sounds and texts in one space",
+        "train_mulan.py", ("audio_data", "sounds with captions"), "tandem-embed --model {} --audio DIR --output index/",
+        ("tandem", "audio-text", "contrastive", "mulan"),
+    ),
+    "VideoTokenizer": Kind(
+        "a causal tokenizer of videos and images like that of MAGVIT-v2 (Yu et al. 2024)",
+        "train_tokenizer.py", _VIDEOS, "tandem-encode --model {} --video_folder DIR --output codes/",
+        ("tandem", "video-tokenizer", "magvit2"),
+    ),
+    "Decoder": Kind(
+        "a cascade of diffusion models like the decoder of DALL-E 2 (Ramesh et al. 2022), which draws images",
+        "train_decoder.py", _IMAGES, "tandem-sample --model {} --output pictures/",
+        ("tandem", "diffusion", "dalle2-decoder"),
+    ),
+}  # fmt: skip
 
 
 def model_card(

@@ -120,7 +120,7 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
 
 def load_from(path: str | Path, *kinds: str) -> Any:
     """The model that a user calls ``path``, and its errors, see `open_model`."""
-    from tandem.launch import KINDS
+    from .card import KINDS
 
     with as_named(path):
         model = load(newest(Path(path)))

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from tandem.data.sources import index
 from tandem.models import DiscreteVAE
+from tandem.weights.formats.dalle import save_dalle
 from tests.data.conditions import write_rows, write_tars
 from tests.data.decoding import test_colours as odd
 from tests.data.decoding.films import write_video
@@ -165,7 +166,7 @@ def write_inputs(folder: Path) -> None:
     for name, model in zip(MODELS, models, strict=True):
         model.save_pretrained(folder / name)
     autoencoder().save_pretrained(folder / "autoencoder")
-    vae.save_dalle(folder / "vae.pt")
+    save_dalle(vae, folder / "vae.pt")
     torch.save(public_vqgan("vqgan"), folder / "vqgan.pt")
     laion(folder / "decoder.pth")
     for case in ("sd3", "taming"):

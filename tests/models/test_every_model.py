@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 import tandem.models.features.lpips
 from tandem import models
+from tandem.config.models.autoencoders import QUANTIZERS
 from tandem.models import VQGAN, DiscreteVAE, Discriminator, MuLaN, Unet, VideoTokenizer
 from tandem.models.base import Pretrained
 from tandem.models.features.lpips import PerceptualLoss
-from tandem.models.quantizers import QUANTIZERS
 from tests.models import helpers
 from tests.models.helpers import (
     across_a_border,

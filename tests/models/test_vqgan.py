@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.config.models.autoencoders import QUANTIZERS
 from tandem.models import VQGAN
-from tandem.models.quantizers import QUANTIZERS
 from tests.models.helpers import VQGAN as SIZES
 from tests.models.helpers import kept_bytes, some_images
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tandem.training import schedules
+from tandem import schedules
 
 
 @pytest.mark.parametrize("lowest", [0.0, 0.1])

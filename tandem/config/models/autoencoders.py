@@ -20,10 +20,19 @@ from tandem.config.converters import (
     width,
 )
 from tandem.config.fields import ModelConfig, Needs, above_0, flag, flags_of, when
-from tandem.models.quantizers import LATENTS, QUANTIZERS
 
 from .taming import BodyConfig, LatentConfig
 
+#: What each quantizer is, in a few words, by name.
+QUANTIZERS = {
+    "lfq": "lookup-free",
+    "vq": "vector (EMA codebook)",
+    "fsq": "finite scalar",
+    "bsq": "binary spherical",
+    "ibq": "index backpropagation",
+}
+#: And what there is beside them where latents may be continuous.
+LATENTS = {**QUANTIZERS, "kl": "or no codes: continuous latents"}
 # What a quantizer is trained with by its authors, and lfq by what was measured, where it differs from the others.
 _USUAL_OF: dict[str, dict[str, float]] = {
     "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},

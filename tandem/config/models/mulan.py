@@ -24,6 +24,7 @@ from tandem.config.converters import (
 from tandem.config.fields import above_0, flag, flags_of, given, when, without
 
 from .autoencoders import RecomputingConfig, check_choices
+from .towers import AUDIO_KINDS, SAMPLE_RATE, TEXT_KINDS, check_tower, max_tokens
 
 MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
 _TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # a tower of one's own
@@ -192,8 +193,6 @@ class MuLaNConfig(RecomputingConfig):
             self.win_length = self.n_fft
         for name in ("audio", "text"):
             if isinstance(tower := getattr(self, f"{name}_tower"), Mapping):
-                from tandem.models.audio_text.pretrained_towers import AUDIO_KINDS, TEXT_KINDS, check_tower
-
                 check_tower(tower, AUDIO_KINDS if name == "audio" else TEXT_KINDS)
                 dim, heads = tower["hidden_size"], tower["num_attention_heads"]
                 sizes = {"dim": dim, "depth": tower["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
@@ -271,8 +270,6 @@ class MuLaNConfig(RecomputingConfig):
                 raise ValueError(f"{name} {str(tower)[:40]!r} is no configuration of a tower")
         if not text and not audio:
             return
-        from tandem.models.audio_text.pretrained_towers import SAMPLE_RATE, max_tokens
-
         if text and self.max_text_tokens > (most := max_tokens(text)):
             longest = f"the text tower takes up to {most} tokens"
             raise ValueError(f"max_text_tokens {self.max_text_tokens}: {longest}; lower it")

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.models.mulan import MAX_SCALE, MuLaNConfig
+from tandem.config.models.towers import patches_of
 from tandem.models.base import Pretrained
 from tandem.models.layers.attention import at_least_fp32, l2_normalize
 from tandem.models.layers.dropout import derived
 
 from .audio_transformer import AudioTransformer
 from .log_mel import MASK_NOISE, Spectrogram, spec_augment
-from .pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower, patches_of
+from .pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower
 from .text_transformer import TextTransformer
 
 # Of one clip; in fp32, 1 GiB.

@@ -6,7 +6,6 @@ They have no dropout: they train, or stay frozen, as they compute in eval mode. 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
+from tandem.config.models.towers import AUDIO_KINDS, FIELDS, SAMPLE_RATE, TEXT_KINDS, first_position, max_tokens
 from tandem.io.installed import missing_package
 from tandem.models.layers.attention import SDPA_KERNELS, at_least_fp32, layers_read
 from tandem.models.layers.recompute import recomputed
@@ -25,22 +25,7 @@ from tandem.models.layers.recompute import recomputed
 from .log_mel import check_waveforms
 from .text_transformer import checked_tokens
 
-TEXT_KINDS = {
-    "clip_text_model": "CLIPTextModel", "bert": "BertModel", "roberta": "RobertaModel",
-    "xlm-roberta": "XLMRobertaModel",
-}  # fmt: skip
-AUDIO_KINDS = {"audio-spectrogram-transformer": "ASTModel"}
 _CLASSES = TEXT_KINDS | AUDIO_KINDS
-
-# What the configuration of a tower says, by transformers' names, beside its model_type. The numbers are at least 1.
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_OF_TEXTS = (*_SIZES, "vocab_size", "max_position_embeddings")
-_OF_SOUNDS = (*_SIZES, "num_mel_bins", "max_length", "patch_size", "frequency_stride", "time_stride")
-FIELDS = (
-    *_OF_TEXTS, *_OF_SOUNDS, "hidden_act", "layer_norm_eps", "type_vocab_size", "pad_token_id", "qkv_bias",
-)  # fmt: skip
-
-SAMPLE_RATE = 16000
 _FRAME, _HOP, _N_FFT = 400, 160, 512  # samples: 25 ms, 10 ms, and the next power of two
 _LOWEST_HZ, _PREEMPHASIS = 20.0, 0.97
 _FLOOR = 2.0**-23  # energies are raised to this, fp32's epsilon
@@ -127,7 +112,7 @@ class PretrainedTextTower(_Tower):
     def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
         super().__init__(config, below, recompute, spacing, frozen)
         self.is_clip, self.vocab_size = config["model_type"] == "clip_text_model", config["vocab_size"]
-        self.max_tokens, self.first_position = max_tokens(config), _first_position(config)
+        self.max_tokens, self.first_position = max_tokens(config), first_position(config)
 
     def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
         """As that of `TextTransformer`; the keys are not used."""
@@ -237,46 +222,3 @@ class Fbank:
                 window = torch.hann_window(_FRAME, periodic=False, dtype=torch.float64, device="cpu")
                 self._constants[key] = window.to(*key), torch.from_numpy(filters).to(*key)
         return self._constants[key]
-
-
-def patches_of(config: Mapping[str, Any]) -> int:
-    """Number of patches, which may overlap, of a clip of an audio tower."""
-    patch = config["patch_size"]
-    rows = (config["num_mel_bins"] - patch) // config["frequency_stride"] + 1
-    return rows * ((config["max_length"] - patch) // config["time_stride"] + 1)
-
-
-def max_tokens(config: Mapping[str, Any]) -> int:
-    """Number of tokens that a text tower takes."""
-    return config["max_position_embeddings"] - _first_position(config)
-
-
-def _first_position(config: Mapping[str, Any]) -> int:
-    """RoBERTa's positions begin after that of the padding."""
-    return 1 + config["pad_token_id"] if "roberta" in config["model_type"] else 0
-
-
-def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
-    """Raise ValueError, in one line, unless this is the configuration of a tower of these kinds."""
-    if not isinstance(config, Mapping) or config.get("model_type") not in kinds:
-        raise ValueError(f"this is no configuration of a tower of the kind {' or '.join(kinds)}: {str(config)[:80]}")
-    for name in _OF_SOUNDS if kinds is AUDIO_KINDS else _OF_TEXTS:
-        if type(config.get(name)) is not int or config[name] < 1:
-            raise ValueError(f"{name} {config.get(name)!r} of a tower is not a whole number of at least 1")
-    if config["hidden_size"] % config["num_attention_heads"]:
-        raise ValueError(
-            f"a tower of {config['hidden_size']} channels cannot have {config['num_attention_heads']} heads"
-        )
-    eps = config.get("layer_norm_eps")
-    if not isinstance(eps, int | float) or not 0 < eps < 1:
-        raise ValueError(f"layer_norm_eps {eps!r} of a tower is not in (0, 1)")
-    if "roberta" in config["model_type"]:
-        padding, most = config.get("pad_token_id"), config["max_position_embeddings"] - 2
-        if type(padding) is not int or not 0 <= padding <= most:
-            raise ValueError(f"pad_token_id {padding!r} of a RoBERTa of {most + 2} positions is not in 0 ... {most}")
-    if kinds is AUDIO_KINDS:
-        if config["patch_size"] > min(config["num_mel_bins"], config["max_length"]):
-            raise ValueError(f"a patch of {config['patch_size']} is larger than a spectrogram of this tower")
-        mean, std = config.get("mean"), config.get("std")
-        if not all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, std)) or not std:
-            raise ValueError(f"mean {mean!r} and std {std!r} of an audio tower cannot normalise")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 from tandem.config.models.autoencoders import DiscreteVAEConfig
 from tandem.models.base import Pretrained
 from tandem.models.layers.convolutional import ResBlock, as_square, channels_last, check_codes, check_images
-from tandem.weights.formats.dalle import load_dalle_file, save_dalle_file
 
 
 class VAEOutput(NamedTuple):
@@ -201,25 +199,6 @@ class DiscreteVAE(Pretrained):
 
     def _denormalize(self, images: Tensor) -> Tensor:
         return images * self._std + self._mean
-
-    def save_dalle(self, path: str | Path) -> None:
-        """Write DALLE-pytorch's vae-final.pt: {"hparams": ..., "weights": ...}."""
-        save_dalle_file(Path(path), self.config, self.state_dict())
-
-    @classmethod
-    def from_dalle(cls, path: str | Path) -> DiscreteVAE:
-        """The model in a vae-final.pt, in eval mode. Runs no code from the file.
-
-        Raises:
-            ValueError: one line, if the file is missing, hostile or of another model.
-        """
-        return cls.with_weights(Path(path), *load_dalle_file(Path(path)))
-
-    def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
-        """Take the weights of a vae-final.pt, or as `Pretrained` says."""
-        if not isinstance(source, Pretrained) and not Path(source).is_dir():
-            source, name = self.from_dalle(source), str(source)
-        super().load_weights_from(source, name)
 
 
 def _half(channels: int) -> list[nn.Module]:

@@ -1,12 +1,11 @@
-"""Quantizers of image tokenizers behind one interface.
-
-Importing this file alone imports no PyTorch, because --help reads the names.
-"""
+"""Quantizers of image tokenizers behind one interface."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from tandem.config.models.autoencoders import LATENTS, QUANTIZERS
 
 if TYPE_CHECKING:
     from tandem.config.models.autoencoders import QuantizerConfig
@@ -14,27 +13,14 @@ if TYPE_CHECKING:
     from .base import Bottleneck
 
 
-class _Kind(NamedTuple):
-    """A quantizer: what it is, in a few words for --help; its module; its class."""
-
-    words: str
-    module: str
-    name: str
-
-
-_KINDS = {
-    "lfq": _Kind("lookup-free", "lookup_free", "LookupFreeQuantizer"),
-    "vq": _Kind("vector (EMA codebook)", "vector", "VectorQuantizer"),
-    "fsq": _Kind("finite scalar", "finite_scalar", "FiniteScalarQuantizer"),
-    "bsq": _Kind("binary spherical", "lookup_free", "BinarySphericalQuantizer"),
-    "ibq": _Kind("index backpropagation", "index_backprop", "IndexBackpropQuantizer"),
+_CLASSES = {
+    "lfq": ("lookup_free", "LookupFreeQuantizer"),
+    "vq": ("vector", "VectorQuantizer"),
+    "fsq": ("finite_scalar", "FiniteScalarQuantizer"),
+    "bsq": ("lookup_free", "BinarySphericalQuantizer"),
+    "ibq": ("index_backprop", "IndexBackpropQuantizer"),
+    "kl": ("gaussian", "DiagonalGaussian"),  # of a configuration with `latent_dim`
 }
-# Of a configuration with `latent_dim`.
-_CONTINUOUS = {"kl": _Kind("or no codes: continuous latents", "gaussian", "DiagonalGaussian")}
-#: What each quantizer is, in a few words, by name.
-QUANTIZERS = {name: kind.words for name, kind in _KINDS.items()}
-#: And what there is beside them where latents may be continuous.
-LATENTS = {**QUANTIZERS, **{name: kind.words for name, kind in _CONTINUOUS.items()}}
 
 
 def make_quantizer(config: QuantizerConfig) -> Any:
@@ -43,9 +29,9 @@ def make_quantizer(config: QuantizerConfig) -> Any:
     Raises:
         ValueError: an unknown name or a value out of range.
     """
-    kinds = {**_KINDS, **(_CONTINUOUS if hasattr(config, "latent_dim") else {})}
-    if config.quantizer not in kinds:
-        raise ValueError(f"quantizer {config.quantizer!r} is unknown; use one of {', '.join(kinds)}")
-    _, module, name = kinds[config.quantizer]
-    made: Bottleneck = getattr(importlib.import_module(f".{module}", __name__), name)(config)
-    return made
+    names = LATENTS if hasattr(config, "latent_dim") else QUANTIZERS
+    if config.quantizer not in names:
+        raise ValueError(f"quantizer {config.quantizer!r} is unknown; use one of {', '.join(names)}")
+    module, class_name = _CLASSES[config.quantizer]
+    quantizer: Bottleneck = getattr(importlib.import_module(f".{module}", __name__), class_name)(config)
+    return quantizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from tandem.io.archive import check_sizes
 from tandem.io.weights import first_names, read_content
 from tandem.io.weights_writing import on_cpu, replacing
+from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.building import check_arguments
 
 HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks")
@@ -20,13 +20,18 @@ HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim",
 _OF_OLD_FILES = {"channels": 3}
 
 
-def save_dalle_file(path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Write a vae-final.pt with the ``HPARAMS`` of a `DiscreteVAEConfig`; it appears whole or not at all."""
+def save_dalle(model: DiscreteVAE, path: str | Path) -> None:
+    """Write a vae-final.pt, {"hparams": ..., "weights": ...}; it appears whole or not at all."""
     content = io.BytesIO()  # given a path, torch.save would hide the reason of a disk error
-    hparams = {**config, "channels": 4 if config["transparent"] else 3}
-    torch.save({"hparams": {key: hparams[key] for key in HPARAMS}, "weights": on_cpu(weights)}, content)
-    with replacing(path) as unfinished:
+    hparams = {**model.config, "channels": 4 if model.config["transparent"] else 3}
+    torch.save({"hparams": {key: hparams[key] for key in HPARAMS}, "weights": on_cpu(model.state_dict())}, content)
+    with replacing(Path(path)) as unfinished:
         unfinished.write_bytes(content.getbuffer())
+
+
+def load_dalle(path: str | Path) -> DiscreteVAE:
+    """The model in a vae.pt or vae-final.pt, in eval mode. Errors: see `load_dalle_file`."""
+    return DiscreteVAE.with_weights(Path(path), *load_dalle_file(Path(path)))
 
 
 def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

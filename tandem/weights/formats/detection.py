@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from tandem.io.archive import mentions
 from tandem.io.published import check_has_one_set
 from tandem.io.weights import first_names, read_content, why_no_weights
-from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.base import CONFIG_FILE
 
+from .dalle import load_dalle, save_dalle
 from .dalle2 import describe_public_decoder, is_public_decoder, load_public_decoder, save_public_decoder
 from .description import describe_dalle_file
 from .diffusers import DIFFUSERS, save_folder
@@ -52,9 +52,9 @@ class PublicFormat(NamedTuple):
     """`config` of a model that was read -> what its file does not say, in words; None for a format that says all."""
 
 
-def _load_dalle(path: Path, weights: str) -> DiscreteVAE:
+def _load_dalle(path: Path, weights: str) -> Any:
     check_has_one_set(path, weights)
-    return DiscreteVAE.from_dalle(path)
+    return load_dalle(path)
 
 
 def _of_taming(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
@@ -82,7 +82,7 @@ FORMATS = {
     ),
     "taming": _of_taming(OF_TAMING, lambda path: mentions(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat(
-        "DiscreteVAE", lambda path: mentions(path, b"hparams"), _load_dalle, DiscreteVAE.save_dalle,
+        "DiscreteVAE", lambda path: mentions(path, b"hparams"), _load_dalle, save_dalle,
         describe_dalle_file,
     ),
 }  # fmt: skip

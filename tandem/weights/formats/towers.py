@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.config.models.towers import AUDIO_KINDS, FIELDS, SAMPLE_RATE, TEXT_KINDS, check_tower
 from tandem.io.published import read_state_dict
 from tandem.io.reading import one_line, read_json
 from tandem.models.audio_text import pretrained_towers as towers
@@ -98,14 +99,14 @@ def _text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, Tenso
         raise ValueError("it is a decoder, or has relative positions; only a plain encoder can be taken")
     if config.get("model_type") == "clip":
         config = {**config, **(config.get("text_config") or {}), "model_type": "clip_text_model"}
-    return _said(config, towers.TEXT_KINDS), _state(path)
+    return _said(config, TEXT_KINDS), _state(path)
 
 
 def _ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, features = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
-    found = _said(config, towers.AUDIO_KINDS)
-    if (rate := features.get("sampling_rate", towers.SAMPLE_RATE)) != towers.SAMPLE_RATE:
-        raise ValueError(f"its sampling_rate is {rate}; only {towers.SAMPLE_RATE} can be used")
+    found = _said(config, AUDIO_KINDS)
+    if (rate := features.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
+        raise ValueError(f"its sampling_rate is {rate}; only {SAMPLE_RATE} can be used")
     sizes = features.get("num_mel_bins", 128), features.get("max_length", 1024)
     if sizes != (found["num_mel_bins"], found["max_length"]):
         raise ValueError("its preprocessor_config.json is of spectrograms of another size than its config.json")
@@ -120,7 +121,7 @@ def _said(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]
     if kind not in kinds:
         raise ValueError(f"its model_type is {str(kind)[:40]!r}; use {', '.join(kinds)}")
     known = getattr(towers.transformers(), kinds[kind]).config_class().to_dict()
-    return {"model_type": kind, **{name: config.get(name, known[name]) for name in towers.FIELDS if name in known}}
+    return {"model_type": kind, **{name: config.get(name, known[name]) for name in FIELDS if name in known}}
 
 
 def _state(path: Path) -> dict[str, Tensor]:
@@ -168,7 +169,7 @@ def _open_clip(
 def _weights_of(config: Mapping[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of an encoder by the names that it has here, in fp32: transformers knows those of its earlier
     versions and of models with a head. Raises ValueError that names the first one that is missing."""
-    towers.check_tower(config, towers.AUDIO_KINDS if config["model_type"] in towers.AUDIO_KINDS else towers.TEXT_KINDS)
+    check_tower(config, AUDIO_KINDS if config["model_type"] in AUDIO_KINDS else TEXT_KINDS)
     kind, of_kind, options = towers.network_of(config)
     expected = build_on_meta(lambda: kind(of_kind, **options)).state_dict()
     if sum(weight.numel() for weight in expected.values()) > sum(tensor.numel() for tensor in state.values()):

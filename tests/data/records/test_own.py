@@ -98,7 +98,7 @@ def test_draws_differ_by_sample_and_seed_in_training_also_by_epoch_and_disturb_n
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("mine/a.py", "", "expected MODULE:FUNCTION"), ("data", None, "data is a name of this project"),
+        ("mine/a.py", "", "expected MODULE:FUNCTION"), ("tandem", None, "tandem is a name of this project"),
         ("mine_n", None, "there is no module mine_n: it has to be in the current folder"),
         ("mine_p.inner", None, "importing mine_p.inner failed: ModuleNotFoundError: No module named 'mine_p'"),
         ("mine_c", "import not_there_at_all", "importing mine_c failed: ModuleNotFoundError: No module named"),

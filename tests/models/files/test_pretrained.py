@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tandem.models import DiscreteVAE
+from tandem.weights.formats.dalle import load_dalle, save_dalle
 from tests.models.helpers import VAE, assert_same_bits, one_line_of
 from tests.models.reference import tokenizers
 
@@ -19,9 +20,9 @@ def small_vae(**overrides: Any) -> DiscreteVAE:
 def test_weights_in_any_memory_format_are_saved(tmp_path: Path) -> None:
     model = small_vae().to(memory_format=torch.channels_last)
     model.save_pretrained(tmp_path)
-    model.save_dalle(tmp_path / "vae.pt")
+    save_dalle(model, tmp_path / "vae.pt")
     assert_same_bits(DiscreteVAE.from_pretrained(tmp_path), model)
-    assert_same_bits(DiscreteVAE.from_dalle(tmp_path / "vae.pt"), model)
+    assert_same_bits(load_dalle(tmp_path / "vae.pt"), model)
 
 
 def test_a_run_without_a_model_yet_says_how_to_get_one(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_a_run_without_a_model_yet_says_how_to_get_one(tmp_path: Path) -> None:
 def test_a_dalle_file_is_taken_by_a_model_that_differs_in_its_training_alone(tmp_path: Path) -> None:
     """What it holds is in tests/test_train_vae.py."""
     model, path = small_vae(num_resnet_blocks=1), tmp_path / "vae-final.pt"
-    model.save_dalle(path)
+    save_dalle(model, path)
     other = small_vae(num_resnet_blocks=1, image_size=32, smooth_l1_loss=True)
     other.load_weights_from(path)
     assert_same_bits(other, model)
@@ -46,13 +47,13 @@ def test_a_dalle_file_of_before_1_6_0_is_read_as_three_channels_and_gives_the_pu
     """96 of the 104 releases of DALLE-pytorch wrote no `channels`. What is written back has all seven hparams."""
     path, state = tmp_path / "vae.pt", tokenizers.state_of("vae")
     torch.save({"hparams": tokenizers.VAE, "weights": state}, path)
-    model = DiscreteVAE.from_dalle(path)
+    model = load_dalle(path)
     assert_same_bits(model.state_dict(), state)
     codes = model.get_codebook_indices(tokenizers.images("vae"))
     assert torch.equal(codes, tokenizers.stored_output("vae", "codes"))
     public = tokenizers.stored_output("vae", "reconstruction") / 2 + 0.5  # its decoder leaves them normalised
     torch.testing.assert_close(model.decode(codes), public, rtol=0, atol=1e-5)
-    model.save_dalle(tmp_path / "back.pt")
+    save_dalle(model, tmp_path / "back.pt")
     content = torch.load(tmp_path / "back.pt", weights_only=True)
     assert content["hparams"] == {**tokenizers.VAE, "channels": 3}
     assert_same_bits(content["weights"], state)

@@ -13,7 +13,7 @@ import vector_quantize_pytorch as library
 from torch import Tensor
 from torch.nn import functional as F
 
-from tandem.models.quantizers import QUANTIZERS
+from tandem.config.models.autoencoders import QUANTIZERS
 from tandem.models.quantizers.base import Quantizer
 from tests.models.helpers import assert_same_bits, in_rows, quantizer_of, some, state_of
 

@@ -54,6 +54,6 @@ def test_an_extra_and_horovod_are_installed_from_where_the_sources_are(place: st
     *_, target = shlex.split(said)
     assert said.startswith("pip install -e ") and target.endswith("[video]")
     assert (ROOT / place / target.removesuffix("[video]")).samefile(ROOT)
-    hint = "__import__('tandem.distributed.backends.horovod').backends.horovod.HorovodBackend.install_hint"
+    hint = "__import__('tandem.distributed.backends.horovod').distributed.backends.horovod.HorovodBackend.install_hint"
     _, script = shlex.split(said_in(ROOT / place, os.environ["PATH"], hint))
     assert (ROOT / place / script).samefile(ROOT / "scripts" / "install_horovod.sh")

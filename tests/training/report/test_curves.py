@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.report import curves
-from tandem.report.curves import Curve, MetricsFile
+from tandem.reporting import curves
+from tandem.reporting.curves import Curve, MetricsFile
 
 
 def written(path: Path, lines: list[object]) -> MetricsFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.report.grouping import group_of, groups
+from tandem.reporting.grouping import group_of, groups
 from tandem.training.metrics.directions import better as direction
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import train_vae
-from tandem.launch import KINDS, settings_of
-from tandem.weights.card import Kind, model_card, public_settings
+from tandem.weights.card import KINDS, Kind, model_card, public_settings
+from tandem.weights.origin import settings_of
 from tests.scripts import ROOT
 
 KIND = Kind("a thing", "train_vae.py", ("image_folder", "images"), "tandem-encode --model {}", ("a-tag",))

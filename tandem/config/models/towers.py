@@ -1,0 +1,67 @@
+"""What the configuration of a published encoder says that MuLan takes for a tower, and which ones fit: see
+`models.audio_text.pretrained_towers`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+TEXT_KINDS = {
+    "clip_text_model": "CLIPTextModel", "bert": "BertModel", "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+}  # fmt: skip
+AUDIO_KINDS = {"audio-spectrogram-transformer": "ASTModel"}
+
+# What the configuration of a tower says, by transformers' names, beside its model_type. The numbers are at least 1.
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_OF_TEXTS = (*_SIZES, "vocab_size", "max_position_embeddings")
+_OF_SOUNDS = (*_SIZES, "num_mel_bins", "max_length", "patch_size", "frequency_stride", "time_stride")
+FIELDS = (
+    *_OF_TEXTS, *_OF_SOUNDS, "hidden_act", "layer_norm_eps", "type_vocab_size", "pad_token_id", "qkv_bias",
+)  # fmt: skip
+
+SAMPLE_RATE = 16000
+
+
+def patches_of(config: Mapping[str, Any]) -> int:
+    """Number of patches, which may overlap, of a clip of an audio tower."""
+    patch = config["patch_size"]
+    rows = (config["num_mel_bins"] - patch) // config["frequency_stride"] + 1
+    return rows * ((config["max_length"] - patch) // config["time_stride"] + 1)
+
+
+def max_tokens(config: Mapping[str, Any]) -> int:
+    """Number of tokens that a text tower takes."""
+    return config["max_position_embeddings"] - first_position(config)
+
+
+def first_position(config: Mapping[str, Any]) -> int:
+    """The position of the first token: RoBERTa's begin after that of the padding."""
+    return 1 + config["pad_token_id"] if "roberta" in config["model_type"] else 0
+
+
+def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
+    """Raise ValueError, in one line, unless this is the configuration of a tower of these kinds."""
+    if not isinstance(config, Mapping) or config.get("model_type") not in kinds:
+        raise ValueError(f"this is no configuration of a tower of the kind {' or '.join(kinds)}: {str(config)[:80]}")
+    for name in _OF_SOUNDS if kinds is AUDIO_KINDS else _OF_TEXTS:
+        if type(config.get(name)) is not int or config[name] < 1:
+            raise ValueError(f"{name} {config.get(name)!r} of a tower is not a whole number of at least 1")
+    if config["hidden_size"] % config["num_attention_heads"]:
+        raise ValueError(
+            f"a tower of {config['hidden_size']} channels cannot have {config['num_attention_heads']} heads"
+        )
+    eps = config.get("layer_norm_eps")
+    if not isinstance(eps, int | float) or not 0 < eps < 1:
+        raise ValueError(f"layer_norm_eps {eps!r} of a tower is not in (0, 1)")
+    if "roberta" in config["model_type"]:
+        padding, most = config.get("pad_token_id"), config["max_position_embeddings"] - 2
+        if type(padding) is not int or not 0 <= padding <= most:
+            raise ValueError(f"pad_token_id {padding!r} of a RoBERTa of {most + 2} positions is not in 0 ... {most}")
+    if kinds is AUDIO_KINDS:
+        if config["patch_size"] > min(config["num_mel_bins"], config["max_length"]):
+            raise ValueError(f"a patch of {config['patch_size']} is larger than a spectrogram of this tower")
+        mean, std = config.get("mean"), config.get("std")
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, std)) or not std:
+            raise ValueError(f"mean {mean!r} and std {std!r} of an audio tower cannot normalise")
