@@ -120,7 +120,8 @@ def load() -> list[Fault]:
 def tracked() -> list[str]:
     """The files of the working tree that git knows."""
     output = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    return [name for name in output.decode().split("\0") if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink())]
+    names = output.decode().split("\0")
+    return [name for name in names if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink())]
 
 
 def tree() -> str:
