@@ -1,29 +1,28 @@
-"""What public scripts and trainers call their arguments: the rows of docs/coming_from.md. Their names for flags are
-second names of these (`also` of a field); of a name without a flag the page says what to do instead. It is read when
-such a name is met. Imports the standard library only."""
+"""What public scripts and trainers call their arguments: public_names.yaml. A name with a flag is a second name of it
+(`also` of a field); of a name without a flag the file says what to do instead, and is read when such a name is met."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from pathlib import Path
 from typing import NamedTuple
 
-from tandem.io.installed import HOME, command_of
+from tandem.io.installed import command_of
 from tandem.io.reading import counted
 
-PAGE = HOME / "docs" / "coming_from.md"
+FILE = Path(__file__).with_name("public_names.yaml")
 
 
 class Row(NamedTuple):
-    """An argument of a public script, trainer or configuration, as its row says it, "" for an empty cell: the name and
-    version of its package, the name, with the section that it has in a configuration, its default there, the flag
-    without dashes, the default here, and what differs or, without a flag, what to do instead."""
+    """An argument of a public script, trainer or configuration; "" where the file says nothing: the name and version of
+    its package, the name, with the section that it has in a configuration, its default there, as YAML, the flag without
+    dashes, and what differs or, without a flag, what to do instead."""
 
     package: str
     key: str
     default_there: str
     flag: str
-    default: str
     note: str
 
     @property
@@ -32,18 +31,23 @@ class Row(NamedTuple):
         return self.key.rpartition(".")[2]
 
 
+def tables() -> dict[tuple[str, str], list[Row]]:
+    """The rows by what is public and the script here that is like it, which is named with its ending."""
+    import yaml  # only a name that is no flag needs it
+
+    sections = yaml.load(FILE.read_text(encoding="utf-8"), yaml.BaseLoader)  # defaults stay texts
+    return {
+        (title, section["script"]): [
+            Row(title.rpartition(" of ")[2], key, *(row.get(part, "") for part in ("default", "flag", "note")))
+            for key, row in section["names"].items()
+        ]
+        for title, section in sections.items()
+    }
+
+
 def rows(script: str) -> list[Row]:
     """The rows of the arguments of all that is public and like `script`, which is named with its ending."""
-    found = []
-    for section in PAGE.read_text(encoding="utf-8").split("\n## "):
-        head, *lines = section.splitlines()
-        title, _, like = head.rpartition(": ")
-        for line in lines if like == script else ():
-            if line.startswith("| `"):
-                key, there, flag, *others = (cell.strip() for cell in line.strip("|").split("|"))
-                package = title.rpartition(" of ")[2]
-                found.append(Row(package, key.strip("`"), there, flag.strip("`-"), *others))
-    return found
+    return [row for (_, name), rows in tables().items() if name == script for row in rows]
 
 
 def instead_of(name: str, script: str) -> str | None:

@@ -1,5 +1,5 @@
 """The keys of a public training configuration: which of them are known here, and their values. What a key is called,
-its default there and its flag stand in docs/coming_from.md."""
+its default there and its flag stand in public_names.yaml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.config.converters import nearest
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
-# What the note of a key begins with in the page whose value is used, or has no effect. Another note says why a value
+# What the note of a key begins with whose value is used, or has no effect. Another note says why a value
 # that is not the default is left out.
 _USED = ("--", "convert.py config reads it", "leave it out")
 
@@ -27,7 +27,7 @@ stands for all others of its section."""
 
 
 def known_of(rows: Sequence[Row], here: Mapping[str, Sequence[Any]]) -> Known:
-    """What a page says of the keys in sections. ``here``: values that are what happens here, where that is not the
+    """What the rows say of the keys in sections. ``here``: values that are what happens here, where that is not the
     default there."""
     said = {row.key: row for row in rows if "." in row.key}
     return {
@@ -65,7 +65,7 @@ def without_counterpart(config: Section, known: Known) -> Iterator[str]:
 
 
 def default_of(row: Row) -> Any:
-    """The default there of a row of the page."""
+    """The default there of a row."""
     return yaml.safe_load(row.default_there)
 
 

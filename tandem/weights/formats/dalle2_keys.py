@@ -1,5 +1,5 @@
 """The keys of DALLE2-pytorch's training configurations, version 1.15.6, and the flags of train_decoder.py that they
-become (`convert.py config`). What a key is called, its default there and its flag stand in docs/coming_from.md, the
+become (`convert.py config`). What a key is called, its default there and its flag stand in public_names.yaml, the
 keys of unets in `dalle2_config`. Other keys are unknown there too, although most of the package ignores them.
 
 Where a configuration says nothing, its own defaults hold, not those of the flags.
@@ -26,7 +26,7 @@ _SMALL = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-1
 
 
 def known_keys(rows: Sequence[Row]) -> Known:
-    """What `public_keys.without_counterpart` is told of the keys; ``rows``: of the page, those about the decoder."""
+    """What `public_keys.without_counterpart` is told of the keys; ``rows``: those about the decoder."""
     return {
         **known_of(rows, _HERE),
         **dict.fromkeys((f"{_UNETS}{name}" for name in (*UNET_KEYS, "checkpoint_during_training")), (None, "")),
@@ -45,7 +45,7 @@ def flags_of_config(config: Section, rows: Sequence[Row], made: Section, process
 
     Args:
         config: As `public_keys.without_counterpart` has looked at it.
-        rows: Of the page, those about the decoder.
+        rows: Those about the decoder.
         made: The flags that make the decoder.
         processes: How many will train together.
 

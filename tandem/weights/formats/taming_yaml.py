@@ -1,6 +1,6 @@
 """Training configurations of autoencoders of taming-transformers and latent diffusion, and the flags of train_vqgan.py
 that they become (`convert.py config`). Keys are named without the `params` between them; their defaults there stand in
-docs/coming_from.md. Where a configuration says nothing, the defaults of its classes and of its main.py hold.
+public_names.yaml. Where a configuration says nothing, the defaults of its classes and of its main.py hold.
 
 Images are in [-1, 1] there, where an absolute error is twice that of [0, 1], and a squared one four times: what weighs
 against it is half or a quarter as large here.
@@ -55,7 +55,7 @@ def autoencoder_of(config: Section) -> tuple[dict[str, Any], list[str]]:
 
 
 def known_keys(rows: Sequence[Row]) -> Known:
-    """What `without_counterpart` is told of the keys; ``rows``: of the page, those about train_vqgan.py."""
+    """What `without_counterpart` is told of the keys; ``rows``: those about train_vqgan.py."""
     return {**known_of(rows, _HERE), "data.train.*": ((), "of its dataset, in whose place --image_folder stands")}
 
 
