@@ -1,4 +1,4 @@
-"""What the documents name exists: links, paths, commands, flags, make's targets and imported names."""
+"""What the documents name exists: links, paths, commands, flags and make's targets; and their Python runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from filling import SIZE as SIDE
+from filling import autoencoder, mulan, video_tokenizer, vqgan
 
+import embed
+import encode
 from tandem.data.tokenizers import open_tokenizer
-from tandem.models import VQGAN
+from tandem.models import VQGAN, Decoder, DiscreteVAE
+from tests.models.test_decoder import SMALL
 from tests.scripts import SCRIPTS, words
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +40,7 @@ FLAGS_OF_OTHERS = {
     "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--requeue", "--signal",
     "--signals_to_handle",
 }  # fmt: skip
-FOLDERS = "benchmarks|configs|data|distributed|docs|models|scripts|tests|training"
+FOLDERS = "benchmarks|configs|distributed|docs|scripts|tandem|tests"
 WRITTEN_BY_PROGRAMS = {"benchmarks/results/latest.json", "benchmarks/results/gpu.json"}
 
 
@@ -147,6 +152,44 @@ def test_the_readme_names_every_extra_that_a_user_may_want() -> None:
     extras = {*re.findall(r"^(\w+) = \[", text, re.MULTILINE)} - {"test"}
     assert {"audio", "all"} <= extras
     assert [name for name in sorted(extras) if f"[{name}]" not in README.read_text()] == []
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds what the Python of the documents reads: small models, and what encode.py and embed.py made
+    with them."""
+    folder = tmp_path_factory.mktemp("documents")
+    models = {
+        "vae-demo": DiscreteVAE.made({"image_size": SIDE, "num_layers": 1, "num_tokens": 8, "hidden_dim": 4}),
+        "vqgan-demo": vqgan(), "tokenizer-demo": video_tokenizer(), "mulan-demo": mulan(), "latents": autoencoder(),
+        "decoder": Decoder.made(SMALL),
+    }  # fmt: skip
+    for name, model in models.items():
+        model.save_pretrained(folder / "runs" / name / "model")
+    for name, model in {"codes": "vqgan-demo", "latents": "latents"}.items():
+        encode.main(["--model", str(folder / "runs" / model / "model"), "--image_folder", "demo:shapes:4",
+                     "--output", str(folder / name), "--num_workers", "0"])  # fmt: skip
+    embed.main(["--model", str(folder / "runs" / "mulan-demo" / "model"), "--audio", "demo:tones:4",
+                "--output", str(folder / "index"), "--num_workers", "0"])  # fmt: skip
+    return folder
+
+
+@each_document
+def test_the_python_of_a_page_runs(document: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained)
+    generator = torch.Generator().manual_seed(0)
+    names: dict[str, Any] = {
+        "images": torch.rand(2, 3, SIDE, SIDE, generator=generator),
+        "videos": torch.rand(1, 3, 5, SIDE, SIDE, generator=generator),
+        "film": torch.rand(1, 3, 5, SIDE, SIDE, generator=generator).split(1, dim=2),
+        "waveforms": torch.rand(1, 4000, generator=generator),
+    }
+    for block in re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL):
+        if block.startswith("for step, batch in updates("):  # the loop of a script, which stands in none alone
+            continue
+        if "scaling_factor" in block:
+            names["model"] = VQGAN.from_pretrained("runs/latents/model")
+        exec(compile(block, str(document), "exec"), names)
 
 
 def test_commands_are_found() -> None:

@@ -29,7 +29,7 @@ def add_push(command: Callable[..., Callable[..., Any]], weights: dict[str, Any]
 
 def push(args: argparse.Namespace) -> None:
     """Write the model folder with its card, and upload it."""
-    from .weights import hub
+    from . import hub
 
     model, revision = hub.split(args.name) or (None, None)
     if model is None or revision is not None:

@@ -120,7 +120,7 @@ class QuantizerConfig(ModelConfig):
         1.0, "gamma in the formula of --entropy_loss_weight; bsq, ibq: 1", non_negative_float, needs=_ENTROPY
     )
     # The public implementations of LFQ have 100: bits beyond +-0.01 then get no gradient of the entropies, and one that
-    # starts there stays as it is. 10 gave better images on photos, of more codes (docs/vqgan.md).
+    # starts there stays as it is. 10 gave better images on photos, of more codes (docs/quantizers.md).
     inv_temperature: float = flag(
         10.0,
         "inverse temperature of the soft codes in the entropy loss (lfq, bsq); bsq: 1",

@@ -110,9 +110,8 @@ def _put_own_folder_last() -> None:
     in PYTHONPATH and among the installed packages. The folder of the scripts, which Python has put first, holds a
     `distributed` and `tests`, too, and comes last; this package is imported already."""
     current = os.path.realpath(os.curdir)
-    others = [entry for entry in sys.path if os.path.realpath(entry) not in (str(HOME), current)]
-    of_scripts = [entry for entry in sys.path if os.path.realpath(entry) == str(HOME)]
-    sys.path[:] = [*([] if current == str(HOME) else [os.getcwd()]), *others, *of_scripts]
+    entries = [entry for entry in sys.path if os.path.realpath(entry) != current]
+    sys.path[:] = [os.getcwd(), *sorted(entries, key=lambda entry: os.path.realpath(entry) == str(HOME))]
 
 
 def _made(data: OwnData) -> tuple[Any, int]:

@@ -37,9 +37,10 @@ def test_a_dalle_file_is_taken_by_a_model_that_differs_in_its_training_alone(tmp
     model, path = small_vae(num_resnet_blocks=1), tmp_path / "vae-final.pt"
     save_dalle(model, path)
     other = small_vae(num_resnet_blocks=1, image_size=32, smooth_l1_loss=True)
-    other.load_weights_from(path)
+    other.load_weights_from(load_dalle(path))
     assert_same_bits(other, model)
-    complaint = one_line_of(small_vae(num_tokens=7, hidden_dim=8, transparent=True).load_weights_from, path)
+    third = small_vae(num_tokens=7, hidden_dim=8, transparent=True)
+    complaint = one_line_of(third.load_weights_from, load_dalle(path), str(path))
     assert "they need transparent False, num_tokens 13, num_resnet_blocks 1, hidden_dim 5" in complaint
 
 

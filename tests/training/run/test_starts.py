@@ -32,9 +32,7 @@ def committed(folder: Path, file: str) -> str:
 def source(tmp_path: Path) -> Path:
     """A copy of this source in the repository of somebody's project, as pip or git archive put it there."""
     copy = tmp_path / "project" / "lib"
-    for name in ("tandem", "tandem/training"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "training" / "__init__.py", copy / "training")
+    shutil.copytree(ROOT / "tandem", copy / "tandem", ignore=shutil.ignore_patterns("__pycache__"))
     (copy.parent / "notes.txt").write_text("of the project")
     committed(copy.parent, "notes.txt")
     return copy
