@@ -40,7 +40,7 @@ def test_a_dalle_file_is_taken_by_a_model_that_differs_in_its_training_alone(tmp
     other.load_weights_from(load_dalle(path))
     assert_same_bits(other, model)
     third = small_vae(num_tokens=7, hidden_dim=8, transparent=True)
-    complaint = one_line_of(third.load_weights_from, load_dalle(path), str(path))
+    complaint = one_line_of(lambda file: third.load_weights_from(load_dalle(file), str(file)), path)
     assert "they need transparent False, num_tokens 13, num_resnet_blocks 1, hidden_dim 5" in complaint
 
 
