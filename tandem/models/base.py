@@ -30,7 +30,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)
 
-# What config.json says besides constructor arguments, for its readers; older files do not have it.
+# Attributes that config.json holds beside constructor arguments, for people who read it; older files lack them.
 _FACTS = ("num_codes",)
 
 # Dtype in safetensors' notation (F32, BF16, I64, ...) and shape of tensors by name.
@@ -51,7 +51,7 @@ class Pretrained(nn.Module):
 
     @classmethod
     def made(cls: type[Self], arguments: Mapping[str, Any]) -> Self:
-        """The model of this `config`. Raises TypeError for a name that there is not; others as the constructor."""
+        """The model of this `config`. Raises TypeError for an unknown name, and what the constructor raises."""
         return cls(cls.Config(**arguments))
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -65,7 +65,7 @@ class Pretrained(nn.Module):
             path.write_text(json.dumps({"model": type(self).__name__, **facts, **self.saved_config()}, indent=2) + "\n")
 
     def saved_config(self) -> dict[str, Any]:
-        """Constructor arguments of this model as it is now: `config`, and what it has measured since."""
+        """Constructor arguments of this model in its present state: `config`, and what it measured in training."""
         return self.config
 
     def description(self) -> dict[str, Any]:
@@ -84,9 +84,9 @@ class Pretrained(nn.Module):
             ValueError: one line, if a file is missing, damaged, hostile or of another model.
         """
         folder = Path(folder)
-        found, config = read_config(folder)
-        if found != cls.__name__:
-            raise ValueError(f"{folder} holds a {found}, not a {cls.__name__}")
+        class_name, config = read_config(folder)
+        if class_name != cls.__name__:
+            raise ValueError(f"{folder} holds a {class_name}, not a {cls.__name__}")
         return cls.with_weights(folder, config, read_weights(folder))
 
     def load_weights_from(self, source: str | Path | Pretrained, name: str = "the other model") -> None:
@@ -99,54 +99,54 @@ class Pretrained(nn.Module):
         if not isinstance(source, Pretrained):
             source, name = self.from_pretrained(source), str(source)
         assert isinstance(source, type(self)), type(source)
-        ours, theirs = self._compared(), source._compared()
-        if differing := [f"{key} {theirs[key]}" for key in ours if key in theirs and theirs[key] != ours[key]]:
-            raise ValueError(f"the weights in {name} are of another model; they need {', '.join(differing)}")
+        ours, theirs = self._architecture(), source._architecture()
+        if differences := [f"{key} {theirs[key]}" for key in ours if key in theirs and theirs[key] != ours[key]]:
+            raise ValueError(f"the weights in {name} are of another model; they need {', '.join(differences)}")
         self.load_state_dict(source.state_dict())
 
-    def _compared(self) -> dict[str, Any]:
-        """What the weights depend on."""
-        without = self.not_in_the_weights | self.Config.idle(SimpleNamespace(**self.config))
-        return {name: value for name, value in self.config.items() if name not in without}
+    def _architecture(self) -> dict[str, Any]:
+        """The constructor arguments on which the weights depend."""
+        ignored = self.not_in_the_weights | self.Config.idle(SimpleNamespace(**self.config))
+        return {name: value for name, value in self.config.items() if name not in ignored}
 
     @classmethod
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
-        """The model of these constructor arguments and weights, in eval mode. Both may be a stranger's.
+        """The model of these constructor arguments and weights, in eval mode. Neither is trusted.
 
         Raises:
             ValueError: one line that names ``source``, if they do not fit, or a weight is not finite.
         """
-        known = {field.name for field in dataclasses.fields(cls.Config)}
-        if other := sorted(config.keys() - known):
-            names = ", ".join(repr(name[:40]) for name in other[:3])
+        field_names = {field.name for field in dataclasses.fields(cls.Config)}
+        if unknown := sorted(config.keys() - field_names):
+            names = ", ".join(repr(name[:40]) for name in unknown[:3])
             raise ValueError(f"{source} was written by another version, whose {cls.__name__} has {names}")
         try:
             check_arguments(config, weights)
-            if broken := next((name for name in weights if not weights[name].isfinite().all()), None):
-                raise ValueError(f"{broken} is not finite")
+            if bad_weight := next((name for name in weights if not weights[name].isfinite().all()), None):
+                raise ValueError(f"{bad_weight} is not finite")
             return build_with_weights(lambda: cls.made(config), weights).eval()
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{source} does not hold a {cls.__name__}: {one_line(error)}") from None
 
 
-def build_in_memory(kind: type[Self], /, **arguments: Any) -> Self:
-    """``kind.made(arguments)``, after a look at its size: the weights have to fit into the memory of this machine.
+def build_in_memory(model_class: type[Self], /, **arguments: Any) -> Self:
+    """``model_class.made(arguments)``, after a check that its weights fit into the memory of this machine.
 
     Raises:
         ValueError: one line that names the argument that is too large, or says how large the model would be. Others:
-            as ``kind``.
+            as ``model_class``.
     """
     check_arguments(arguments)
-    build_on_meta(lambda: kind.made(arguments))
-    return kind.made(arguments)
+    build_on_meta(lambda: model_class.made(arguments))
+    return model_class.made(arguments)
 
 
 def class_of(name: str, source: Path) -> type[Pretrained]:
     """A class of models by its name. Raises ValueError, in one line that names ``source``, if there is none."""
-    found = getattr(importlib.import_module(__package__), name, None)
-    if not (isinstance(found, type) and issubclass(found, Pretrained)):
+    model_class = getattr(importlib.import_module(__package__), name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, Pretrained)):
         raise ValueError(f"{source} holds a {name[:80]}, which is no model of this version")
-    return found
+    return model_class
 
 
 def build(description: Mapping[str, Any], weights: Mapping[str, Tensor], source: Path) -> Any:
@@ -162,20 +162,20 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: one line, if there is no such config.json.
     """
-    with _errors_of(folder):
+    with _translate_errors(folder):
         config = read_json(check_inside(folder / CONFIG_FILE, folder))
-        model = config.pop("model", None)
-        if not (isinstance(model, str) and model.isidentifier()):
-            other = config.get("architectures") or config.get("model_type")
-            of = f", but one of transformers, {str(other)[:80]}" if other else ""
-            raise ValueError(f"its {CONFIG_FILE} names no model of this package{of}")
-        return model, {name: value for name, value in config.items() if name not in _FACTS}
+        class_name = config.pop("model", None)
+        if not (isinstance(class_name, str) and class_name.isidentifier()):
+            foreign_type = config.get("architectures") or config.get("model_type")
+            hint = f", but one of transformers, {str(foreign_type)[:80]}" if foreign_type else ""
+            raise ValueError(f"its {CONFIG_FILE} names no model of this package{hint}")
+        return class_name, {name: value for name, value in config.items() if name not in _FACTS}
 
 
 def holds_weights(folder: Path) -> bool:
     """Whether a folder holds all files of its weights, unread."""
     try:
-        with _errors_of(folder):
+        with _translate_errors(folder):
             return all(path.is_file() for path in _weight_files(folder))
     except ValueError:
         return False
@@ -188,7 +188,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         ValueError: one line, if a file is missing, damaged or hostile.
     """
     weights: dict[str, Tensor] = {}
-    with _errors_of(folder):
+    with _translate_errors(folder):
         for path, names in _weight_files(folder).items():
             with safe_open(checked(path), framework="pt") as file:
                 weights |= {name: file.get_tensor(name) for name in names or file.keys()}
@@ -202,12 +202,12 @@ def read_headers(folder: Path) -> dict[str, Headers]:
         ValueError: one line, if a file is missing, damaged or hostile.
     """
     headers: dict[str, Headers] = {}
-    with _errors_of(folder):
+    with _translate_errors(folder):
         for path, names in _weight_files(folder).items():
             # The framework "pt" would reserve memory for the whole file.
             with safe_open(checked(path), framework="numpy") as file:
-                parts = {name: file.get_slice(name) for name in names or file.keys()}
-                headers[path.name] = {name: (w.get_dtype(), tuple(w.get_shape())) for name, w in parts.items()}
+                slices = {name: file.get_slice(name) for name in names or file.keys()}
+                headers[path.name] = {name: (w.get_dtype(), tuple(w.get_shape())) for name, w in slices.items()}
     return headers
 
 
@@ -230,7 +230,7 @@ def files_of_index(index: Path) -> dict[Path, list[str]]:
         raise ValueError(f"its {index.name} has no weight_map")
     files: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or file in ("", ".", "..") or any(sign in file for sign in "/\\:\0"):
+        if not isinstance(file, str) or file in ("", ".", "..") or any(character in file for character in "/\\:\0"):
             raise ValueError(f"its {index.name} names {str(file)[:80]!r}, which is no file in the folder")
         files.setdefault(folder / file, []).append(name)
     for path in files:
@@ -239,16 +239,16 @@ def files_of_index(index: Path) -> dict[Path, list[str]]:
 
 
 @contextmanager
-def _errors_of(folder: Path) -> Iterator[None]:
+def _translate_errors(folder: Path) -> Iterator[None]:
     """Turn every error of reading a model folder into a ValueError of one line."""
     try:
         yield
     except OSError as error:
         if (folder / "model" / CONFIG_FILE).is_file():
             raise ValueError(f"{folder} is a run folder; its model is in {folder / 'model'}") from None
-        of_run = folder if (folder / "checkpoints").is_dir() else folder.parent
-        if (of_run / "checkpoints").is_dir() and not (folder / CONFIG_FILE).exists():
-            export = shlex.join([*command_of("convert.py"), "export", str(of_run), "DIR", "--to", "model"])
+        run_folder = folder if (folder / "checkpoints").is_dir() else folder.parent
+        if (run_folder / "checkpoints").is_dir() and not (folder / CONFIG_FILE).exists():
+            export = shlex.join([*command_of("convert.py"), "export", str(run_folder), "DIR", "--to", "model"])
             raise ValueError(f"{folder} holds no model before the run has ended; of its checkpoint: {export}") from None
         raise ValueError(f"cannot read {error.filename or folder / _WEIGHTS}: {error.strerror or error}") from None
     except _DAMAGES as error:

@@ -1,5 +1,5 @@
-"""Building models of a size that is known beforehand: from a file's arguments and weights, of which the arguments
-cannot allocate much more memory than the weights; and from a user's arguments, within the memory of the machine."""
+"""Building models whose size is checked first: from a file's arguments and weights, where the arguments cannot allocate
+much more memory than the weights; and from a user's arguments, within the memory of the machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEEPEST = 100  # lists in lists
 # A model may have this many tensors more than its file, so that the first one that is missing can be named.
 _SPARE_TENSORS = 1000
 
-# Far more than any model of this package has; each takes about a kilobyte before it has a single number.
+# Far more than any model of this package has; even an empty tensor takes about a kilobyte.
 _MOST_TENSORS = 1 << 14
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -54,12 +54,12 @@ def plain_values(name: str, value: Any) -> Iterator[Any]:
     Raises:
         ValueError: one line that names the value, if it holds anything else, too many values or too deep nests.
     """
-    pending, found = [(value, 0)], 1
+    pending, count = [(value, 0)], 1
     while pending:
         value, depth = pending.pop()
         if isinstance(value, (dict, list, tuple)):
-            found += len(value)
-            if found > _MOST_VALUES:
+            count += len(value)
+            if count > _MOST_VALUES:
                 raise ValueError(f"{name} holds more than {_MOST_VALUES} values")
             if depth == _DEEPEST:
                 raise ValueError(f"{name} is nested too deeply")
@@ -76,11 +76,11 @@ def plain_values(name: str, value: Any) -> Iterator[Any]:
 def build_on_meta(build: Callable[[], Model]) -> Model:
     """The model that ``build`` makes, without memory. Raises ValueError, in one line, if its weights would not fit into
     the memory of this machine."""
-    room = _memory_bytes()
-    limits = f"more than {_MOST_TENSORS} tensors, or more than the {room / 1e9:.3g} GB of memory that this machine has"
-    words = f"the model would have {limits}: choose a smaller one"
+    memory = _memory_bytes()
+    sizes = f"more than {_MOST_TENSORS} tensors, or more than the {memory / 1e9:.3g} GB of memory that this machine has"
+    error_text = f"the model would have {sizes}: choose a smaller one"
     try:
-        with torch.device("meta"), _at_most(_MOST_TENSORS, room, words):
+        with torch.device("meta"), _at_most(_MOST_TENSORS, memory, error_text):
             return build()
     except (RuntimeError, OverflowError) as error:  # more numbers than PyTorch can count
         raise ValueError(f"there is no model of such a size: {one_line(error)}") from None
@@ -89,9 +89,9 @@ def build_on_meta(build: Callable[[], Model]) -> Model:
 def require_room(what: str, *shape: int) -> None:
     """Raise a ValueError of one line, which says ``what`` would not fit, if an fp32 tensor of this shape is larger than
     the memory of this machine."""
-    needed, room = 4 * math.prod(shape), _memory_bytes()
-    if needed > room:
-        raise ValueError(f"{what}: {needed / 1e9:.3g} GB are more than the {room / 1e9:.3g} GB that this machine has")
+    needed, memory = 4 * math.prod(shape), _memory_bytes()
+    if needed > memory:
+        raise ValueError(f"{what}: {needed / 1e9:.3g} GB are more than the {memory / 1e9:.3g} GB that this machine has")
 
 
 def _memory_bytes() -> int:
@@ -113,7 +113,7 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
     except Exception as error:  # a constructor can raise anything for a file's values
         raise ValueError(one_line(error)) from None
     for name in [*expected, *weights]:
-        ours, theirs = (tuple(of[name].shape) if name in of else "none" for of in (expected, weights))
+        ours, theirs = (tuple(tensors[name].shape) if name in tensors else "none" for tensors in (expected, weights))
         if ours != theirs:
             hint = ": it may be of an earlier version" if theirs == "none" else ""
             raise ValueError(f"{name} should have shape {ours}, not {theirs}{hint}")
@@ -125,20 +125,19 @@ def build_with_weights(build: Callable[[], Model], weights: Mapping[str, Tensor]
 
 
 @contextmanager
-def _at_most(tensors: int, room: float, words: str) -> Iterator[None]:
-    """Stop a constructor that makes more parameters and buffers than this, or more bytes of them than ``room``, before
-    it fills the memory; ``words`` is what the error says then."""
-    found, size = 0, 0
+def _at_most(max_tensors: int, max_bytes: float, error_text: str) -> Iterator[None]:
+    """Stop a constructor that makes more parameters and buffers, or more bytes of them, before it fills the memory."""
+    num_tensors, num_bytes = 0, 0
 
-    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        nonlocal found, size
-        found, size = found + 1, size + (0 if tensor is None else tensor.nbytes)
-        if found > tensors or size > room:
-            raise ValueError(words)
+    def count_tensor(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal num_tensors, num_bytes
+        num_tensors, num_bytes = num_tensors + 1, num_bytes + (0 if tensor is None else tensor.nbytes)
+        if num_tensors > max_tensors or num_bytes > max_bytes:
+            raise ValueError(error_text)
 
     hooks = [
-        torch_module.register_module_parameter_registration_hook(count),
-        torch_module.register_module_buffer_registration_hook(count),
+        torch_module.register_module_parameter_registration_hook(count_tensor),
+        torch_module.register_module_buffer_registration_hook(count_tensor),
     ]
     try:
         yield

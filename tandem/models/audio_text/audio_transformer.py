@@ -52,7 +52,7 @@ class RelativePositionBias(nn.Module):
     """A bias for each head and each displacement between two patches, computed by a small MLP.
 
     The MLP gets a displacement d as sign(d) ln(1 + |d|), so that the inputs for clips longer than those of training
-    stay near the range that it was trained on (Liu et al. 2022, "Swin transformer V2", section 3.3); or as it is.
+    stay near the range that it was trained on (Liu et al. 2022, "Swin transformer V2", section 3.3); or d itself.
     """
 
     def __init__(self, heads: int, hidden_dim: int, is_log: bool) -> None:
@@ -76,11 +76,11 @@ class RelativePositionBias(nn.Module):
         else:
             with torch.autocast(patches.device.type, enabled=False):  # bf16 does not tell 257 from 256
                 table = self.mlp(displacements.to(dtype))
-        # Patch (y, x) gets the place y (2 columns - 1) + x, so that different displacements between patches are
-        # different differences between places.
-        places = patches // columns * (2 * columns - 1) + patches % columns
+        # Patch (y, x) gets the cell y (2 columns - 1) + x, so that different displacements between patches are
+        # different differences between cells.
+        cells = patches // columns * (2 * columns - 1) + patches % columns
         centre = (rows - 1) * (2 * columns - 1) + columns - 1
-        index = places[:, :, None] - places[:, None, :] + centre
+        index = cells[:, :, None] - cells[:, None, :] + centre
         bias = rearrange(F.embedding(index, table), "b i j h -> b h i j")
         return bias.contiguous()  # copy once here; otherwise each layer would make a copy
 
@@ -134,17 +134,17 @@ class AudioTransformer(nn.Module):
         p, count = self.patch_size, rows * columns
         patches = rearrange(self.crop(spectrograms), "b (y i) (x j) -> b (y x) (i j)", i=p, j=p)
         positions = sincos_positions(rows, columns, self.dim, self.layout, spectrograms.device)
-        chosen = torch.arange(count, device=spectrograms.device)[None]
+        indices = torch.arange(count, device=spectrograms.device)[None]
         if noise is None or self.kept(count) == count:
             positions = positions[None]
         else:
-            chosen = noise.argsort(dim=1, stable=True)[:, : self.kept(count)]
-            patches = patches.gather(1, repeat(chosen, "b n -> b n pixels", pixels=p * p))
-            positions = positions[chosen]
+            indices = noise.argsort(dim=1, stable=True)[:, : self.kept(count)]
+            patches = patches.gather(1, repeat(indices, "b n -> b n pixels", pixels=p * p))
+            positions = positions[indices]
         x = self.embed(patches)
-        outputs = self.transformer(x + positions.to(x.dtype), self.relative_bias(chosen, rows, columns), keys)
-        read = zip(self.layers, self.norms, strict=True)
-        return torch.stack([norm(outputs[layer].mean(dim=1)) for layer, norm in read], dim=1)
+        outputs = self.transformer(x + positions.to(x.dtype), self.relative_bias(indices, rows, columns), keys)
+        pairs = zip(self.layers, self.norms, strict=True)
+        return torch.stack([norm(outputs[layer].mean(dim=1)) for layer, norm in pairs], dim=1)
 
 
 def sincos_positions(rows: int, columns: int, dim: int, layout: str, device: torch.device) -> Tensor:
@@ -152,11 +152,11 @@ def sincos_positions(rows: int, columns: int, dim: int, layout: str, device: tor
     and cosines of dim / 4 wavelengths from 2 pi to almost 10000 x 2 pi (Vaswani et al. 2017, section 3.5). In the
     layout "musiclm" the longest is 10000 x 2 pi, and the column comes first (Beyer et al. 2022, "Better plain ViT
     baselines for ImageNet-1k")."""
-    places = torch.arange(dim // 4, device=device)
+    steps = torch.arange(dim // 4, device=device)
     if layout == "musiclm":
-        frequencies = 1 / 10000 ** (places / (dim // 4 - 1))
+        frequencies = 1 / 10000 ** (steps / (dim // 4 - 1))
     else:
-        frequencies = torch.exp(places * (-math.log(10000) / (dim // 4)))
+        frequencies = torch.exp(steps * (-math.log(10000) / (dim // 4)))
     y, x = (torch.arange(size, device=device)[:, None] * frequencies for size in (rows, columns))
     y, x = (torch.cat([angles.sin(), angles.cos()], dim=-1) for angles in (y, x))
     y, x = repeat(y, "y d -> (y x) d", x=columns), repeat(x, "x d -> (y x) d", y=rows)

@@ -27,8 +27,8 @@ _LONGEST_FFT = 1 << 16
 def check_waveforms(waveforms: Tensor) -> None:
     """Raise ValueError, in one line, unless they are floats (b, n)."""
     if waveforms.ndim != 2 or not waveforms.is_floating_point():
-        given = f"waveforms of shape {tuple(waveforms.shape)} and {waveforms.dtype}"
-        raise ValueError(f"{given}: give (b, n) floats, mixed to mono")
+        actual = f"waveforms of shape {tuple(waveforms.shape)} and {waveforms.dtype}"
+        raise ValueError(f"{actual}: give (b, n) floats, mixed to mono")
 
 
 class Spectrogram:
@@ -161,12 +161,12 @@ def spec_augment(spectrograms: Tensor, noise: Tensor, time_fraction: float, freq
         noise: (b, 4) uniform in [0, 1): length and place in time, length and place in frequency.
     """
     _, bands, frames = spectrograms.shape
-    in_time = _range(noise[:, 0], noise[:, 1], frames, time_fraction)
-    in_frequency = _range(noise[:, 2], noise[:, 3], bands, frequency_fraction)
+    in_time = _random_range(noise[:, 0], noise[:, 1], frames, time_fraction)
+    in_frequency = _random_range(noise[:, 2], noise[:, 3], bands, frequency_fraction)
     return spectrograms.masked_fill(in_time[:, None, :] | in_frequency[:, :, None], 0.0)
 
 
-def _range(length_noise: Tensor, place_noise: Tensor, size: int, fraction: float) -> Tensor:
+def _random_range(length_noise: Tensor, place_noise: Tensor, size: int, fraction: float) -> Tensor:
     """Uniform noise (b,) for length and place -> bool (b, size), true in one range of each row."""
     longest = min(int(fraction * size), size - 1)
     # Clamp, because noise just below 1 becomes 1 when it is rounded to half precision.

@@ -19,7 +19,7 @@ from .log_mel import MASK_NOISE, Spectrogram, spec_augment
 from .pretrained_towers import Fbank, PretrainedAudioTower, PretrainedTextTower
 from .text_transformer import TextTransformer
 
-# Of one clip; in fp32, 1 GiB.
+# The numbers that one clip may take: 1 GiB in fp32.
 _MOST_NUMBERS = 1 << 28
 
 # Numbers for each weight of attention with dropout: logits, weights, those that are left, and words of 64 bits.
@@ -78,10 +78,10 @@ class MuLaN(Pretrained):
     The length of the clips to train on sets only `noise_size`: any length can be encoded. Each of `hierarchical_layers`
     below the final output has its own linear map, temperature and bias (Shukor et al. 2022, "ViCHA").
 
-    With the layout "musiclm" it computes what the MuLaN of musiclm-pytorch 0.2.8 does, on which its MusicLM can be
-    conditioned (`files.musiclm`): spectrograms are raw powers, and mirrored at the ends; the level of a patch is lost
-    when it is normalised; positions have other frequencies; displacements between patches are not compressed; the token
-    0 is padding wherever it stands; intermediate layers are spaced evenly from the first one on.
+    With the layout "musiclm" it computes what the MuLaN of musiclm-pytorch 0.2.8 does (`weights.formats.musiclm`), on
+    which its MusicLM can be conditioned: spectrograms are raw powers, and mirrored at the ends; the level of a patch is
+    lost when it is normalised; positions have other frequencies; displacements between patches are not compressed; the
+    token 0 is padding wherever it stands; intermediate layers are spaced evenly from the first one on.
 
     Raises:
         ValueError: one line that names the field of the configuration.
@@ -95,7 +95,7 @@ class MuLaN(Pretrained):
         super().__init__()
         config.check()
         self.config = config.plain()
-        # Of texts, by CLIP's tokenizer, at start and end; the public package makes none.
+        # Whether CLIP's tokenizer marks the start and the end of a text; musiclm-pytorch has no marks.
         self.marks_texts = config.layout == "tandem"
         self.frontend = Fbank(config.audio_tower) if config.audio_tower else Spectrogram(config)
         self.mask_fractions = config.time_mask_fraction, config.frequency_mask_fraction
@@ -105,15 +105,15 @@ class MuLaN(Pretrained):
             raise ValueError(f"{patch} the {self.frontend.bands} bands of a spectrogram")
         self._check_clip()
         self._check_caption()
-        both = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
+        tower_options = config.hierarchical_layers, config.gradient_checkpointing, config.hierarchical_spacing
         self.audio: AudioTransformer | PretrainedAudioTower
         if config.audio_tower:
-            self.audio = PretrainedAudioTower(config.audio_tower, *both, config.freeze_audio_tower)
+            self.audio = PretrainedAudioTower(config.audio_tower, *tower_options, config.freeze_audio_tower)
         else:
             self.audio = AudioTransformer(config)
         text: TextTransformer | PretrainedTextTower
         if config.text_tower:
-            text = PretrainedTextTower(config.text_tower, *both, config.freeze_text_tower)
+            text = PretrainedTextTower(config.text_tower, *tower_options, config.freeze_text_tower)
         else:
             text = TextTransformer(config)
         outputs = config.hierarchical_layers + 1
@@ -126,8 +126,8 @@ class MuLaN(Pretrained):
         self.bias = nn.Parameter(torch.full((outputs,), float(config.init_bias)))
 
     def _check_clip(self) -> None:
-        """Set `clip_numbers`, how many numbers a clip of clip_seconds has at once: its samples, its spectrum and the
-        distances of its patches. Raise a ValueError if there are too many."""
+        """Set `clip_numbers`, the count of numbers that a clip of clip_seconds takes at once: its samples, its spectrum
+        and the distances of its patches. Raise a ValueError if there are too many."""
         config, frames = self.config, self.frontend.frames(self.clip_samples)
         tower = config["audio_tower"]
         if tower and frames > tower["max_length"]:
@@ -136,8 +136,8 @@ class MuLaN(Pretrained):
         patches = (self.frontend.bands // config["patch_size"]) * (frames // config["patch_size"])
         weights = config["audio_heads"] * (patches_of(tower) if tower else patches) ** 2
         self.clip_numbers = self.clip_samples + frames * (config["n_fft"] + 2) + weights
-        of_dropout = (_NUMBERS_OF_DROPOUT - 1) * weights if config["attn_dropout"] and not tower else 0
-        if self.clip_numbers + of_dropout >= _MOST_NUMBERS:
+        dropout_numbers = (_NUMBERS_OF_DROPOUT - 1) * weights if config["attn_dropout"] and not tower else 0
+        if self.clip_numbers + dropout_numbers >= _MOST_NUMBERS:
             clip = f"a clip of clip_seconds {config['clip_seconds']:g} and hop_length {config['hop_length']}"
             raise ValueError(
                 f"{clip} takes more than {4 * _MOST_NUMBERS / 1e9:.2g} GB, because attention compares each patch with "
@@ -190,8 +190,8 @@ class MuLaN(Pretrained):
         """
         if keys is not None and keys.shape != (len(waveforms), 2):
             raise ValueError(f"keys of shape {tuple(keys.shape)}: {len(waveforms)} pairs take ({len(waveforms)}, 2)")
-        of_audio, of_text = (None, None) if keys is None else (derived(keys, 0), derived(keys, 1))
-        audio, text = self._audio_latents(waveforms, noise, of_audio), self._text_latents(tokens, lengths, of_text)
+        audio_keys, text_keys = (None, None) if keys is None else (derived(keys, 0), derived(keys, 1))
+        audio, text = self._audio_latents(waveforms, noise, audio_keys), self._text_latents(tokens, lengths, text_keys)
         # Return a copy: some backends free the memory of a weight after the forward pass.
         bias = at_least_fp32(self.bias).clone()
         return MulanOutput(audio, text, _ClampedExp.apply(at_least_fp32(self.tau)), bias)
@@ -215,8 +215,8 @@ class MuLaN(Pretrained):
             expected = (len(waveforms), self._noise_size(waveforms.shape[1]))
             if noise.shape != expected:
                 clips = f"{expected[0]} clips of {waveforms.shape[1]} samples take {expected}"
-                use = "train on clips of clip_seconds and use noise_size"
-                raise ValueError(f"noise of shape {tuple(noise.shape)}: {clips}; {use}")
+                hint = "train on clips of clip_seconds and use noise_size"
+                raise ValueError(f"noise of shape {tuple(noise.shape)}: {clips}; {hint}")
             mask_noise, noise = noise.split([MASK_NOISE, expected[1] - MASK_NOISE], dim=1)
             spectrograms = spec_augment(spectrograms, mask_noise, *self.mask_fractions)
         return self.audio_latents(self.audio(spectrograms, noise, keys))

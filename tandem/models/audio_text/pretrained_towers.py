@@ -1,7 +1,7 @@
 """Towers of MuLan that are published encoders: of texts, CLIP (Radford et al. 2021), BERT (Devlin et al. 2019) and
 RoBERTa (Liu et al. 2019); of sounds, AST (Gong et al. 2021). The networks are those of the package transformers.
 
-They have no dropout: they train, or stay frozen, as they compute in eval mode. `files.towers` reads the weights.
+They train, or stay frozen, in eval mode, without dropout. `weights.formats.towers` reads the weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FLOOR = 2.0**-23  # energies are raised to this, fp32's epsilon
 
 
 def transformers() -> Any:
-    """The package, which also knows "tandem", attention by the kernels that give the same bits with and without a
-    graph. Raises ValueError, in one line, if it is not installed."""
+    """The package, with an attention "tandem" registered, whose kernels give the same bits with and without a graph.
+    Raises ValueError, in one line, if it is not installed."""
     try:
         import transformers
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -53,32 +53,32 @@ def transformers() -> Any:
 
 
 def network_of(config: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """For the configuration of a tower, the class of transformers' model, and what its constructor takes: a
-    configuration, and arguments by name."""
-    with torch.device("cpu"):  # where modules that are imported make their constants
-        kind = getattr(transformers(), _CLASSES[config["model_type"]])
+    """For the configuration of a tower, the class of transformers' model and the arguments of its constructor: a
+    configuration, and keyword arguments."""
+    with torch.device("cpu"):  # modules create constants when they are imported
+        model_class = getattr(transformers(), _CLASSES[config["model_type"]])
     dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0)
-    said = {name: config[name] for name in FIELDS if name in config}
+    fields = {name: config[name] for name in FIELDS if name in config}
     options = {"add_pooling_layer": False} if "type_vocab_size" in config else {}
-    return kind, kind.config_class(**said, **dropout, attn_implementation="tandem"), options
+    return model_class, model_class.config_class(**fields, **dropout, attn_implementation="tandem"), options
 
 
 class _Tower(nn.Module):
-    """What both kinds of towers have in common. The weights of a file are those of `encoder`; those of `norms`, which
-    are of the layers below the last, are trained even if the tower is frozen."""
+    """The base of both kinds of towers. A file holds the weights of `encoder`. The `norms` of the layers below the last
+    are trained even if the tower is frozen."""
 
     def __init__(self, config: Mapping[str, Any], below: int, recompute: bool, spacing: str, frozen: bool) -> None:
         super().__init__()
         self.frozen = frozen
-        kind, of_kind, options = network_of(config)
-        self.encoder = kind(of_kind, **options).requires_grad_(not frozen)
+        network_class, network_config, options = network_of(config)
+        self.encoder = network_class(network_config, **options).requires_grad_(not frozen)
         if recompute and not frozen:
             self.encoder.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
             for module in self.encoder.modules():
                 if hasattr(module, "_gradient_checkpointing_func"):
                     module._gradient_checkpointing_func = partial(recomputed, when=True)
         for module in self.encoder.modules():
-            module.register_forward_pre_hook(_used_once)
+            module.register_forward_pre_hook(_view_inputs)
         self.read = layers_read(config["num_hidden_layers"], below, spacing)
         self.norms = nn.ModuleList(nn.LayerNorm(config["hidden_size"], bias=False) for _ in self.read[1:])
 
@@ -90,12 +90,12 @@ class _Tower(nn.Module):
             last, *below = map(
                 feature, [out.last_hidden_state, *(out.hidden_states[1 + layer] for layer in self.read[1:])]
             )
-        return torch.stack([last, *(norm(part) for norm, part in zip(self.norms, below, strict=True))], dim=1)
+        return torch.stack([last, *(norm(output) for norm, output in zip(self.norms, below, strict=True))], dim=1)
 
 
-def _used_once(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """One use of a module's input from outside: where ZeRO 3, FSDP or recomputation wraps a module, the gradients of
-    its own uses are added before that of another use. With this they are so everywhere, which gives the same bits."""
+def _view_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Views of a module's inputs, which sum the gradients of its own uses before those of other uses are added. ZeRO 3,
+    FSDP and recomputation sum in this order where they wrap a module; with the views the bits are the same without."""
     return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in inputs)
 
 
@@ -117,17 +117,17 @@ class PretrainedTextTower(_Tower):
     def forward(self, tokens: Tensor, lengths: Tensor, keys: Tensor | None = None) -> Tensor:
         """As that of `TextTransformer`; the keys are not used."""
         tokens, counts = checked_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
-        place = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         rows = torch.arange(len(tokens), device=tokens.device)
-        inputs = {"input_ids": tokens, "position_ids": (self.first_position + place)[None]}
+        inputs = {"input_ids": tokens, "position_ids": (self.first_position + positions)[None]}
         if self.is_clip:  # no token sees a later one
-            chosen = (lengths - 1).clamp(min=0)
+            read_positions = (lengths - 1).clamp(min=0)
         else:
-            chosen = torch.zeros_like(lengths)
+            read_positions = torch.zeros_like(lengths)
             # The first token is never hidden, so that no row is empty.
-            inputs |= {"attention_mask": (counts | (place == 0))[:, None, None, :],
+            inputs |= {"attention_mask": (counts | (positions == 0))[:, None, None, :],
                        "token_type_ids": torch.zeros_like(tokens)}  # fmt: skip
-        return self._features(lambda output: output[rows, chosen], **inputs)
+        return self._features(lambda output: output[rows, read_positions], **inputs)
 
 
 class PretrainedAudioTower(_Tower):
@@ -198,8 +198,8 @@ class Fbank:
             window, filters = self.prepare(waveforms.device, waveforms.dtype)
             frames = waveforms.unfold(1, _FRAME, _HOP)
             frames = frames - frames.mean(dim=-1, keepdim=True)
-            before = F.pad(frames[..., :-1], (1, 0))  # what is before the first sample does not matter: its weight is 0
-            spectrum = torch.fft.rfft((frames - _PREEMPHASIS * before) * window, _N_FFT)
+            previous = F.pad(frames[..., :-1], (1, 0))  # the first sample has none, and its weight is 0
+            spectrum = torch.fft.rfft((frames - _PREEMPHASIS * previous) * window, _N_FFT)
             power = spectrum.real.square() + spectrum.imag.square()
             bands = (power @ filters).clamp(min=_FLOOR).log().mT
             return (bands - self.mean) / (2 * self.std)

@@ -46,17 +46,17 @@ class TextTransformer(nn.Module):
                 the vocabulary. On a GPU this check would have to wait for the device, so it is left out; there the
                 embedding look-up stops the process.
         """
-        tokens, counts = checked_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
-        place = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens, is_token = checked_tokens(tokens, lengths, self.vocab_size, self.max_tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         if self.pad is not None:
-            counts = counts & (tokens != self.pad)
-        x = self.tokens(tokens) + self.positions(place)
+            is_token = is_token & (tokens != self.pad)
+        x = self.tokens(tokens) + self.positions(positions)
         x = torch.cat([self.cls.expand(len(x), 1, -1).to(x.dtype), x], dim=1)
-        hidden = torch.zeros(counts.shape, dtype=x.dtype, device=x.device).masked_fill(~counts, float("-inf"))
+        hidden = torch.zeros(is_token.shape, dtype=x.dtype, device=x.device).masked_fill(~is_token, float("-inf"))
         bias = nn.functional.pad(hidden, (1, 0))[:, None, None]  # the class token is never hidden, so no row is empty
         outputs = self.transformer(x, bias, keys)
-        read = zip(self.layers, self.norms, strict=True)
-        return torch.stack([norm(outputs[layer][:, 0]) for layer, norm in read], dim=1)
+        pairs = zip(self.layers, self.norms, strict=True)
+        return torch.stack([norm(outputs[layer][:, 0]) for layer, norm in pairs], dim=1)
 
 
 def checked_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int, max_tokens: int) -> tuple[Tensor, Tensor]:
@@ -67,11 +67,11 @@ def checked_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int, max_tokens:
         raise ValueError(f"{shapes}: give (b, t), (b,)")
     if tokens.shape[1] > max_tokens:
         raise ValueError(f"{tokens.shape[1]} columns of tokens; this model takes up to {max_tokens}: cut them")
-    counts = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    tokens = tokens.where(counts, 0)
+    is_token = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    tokens = tokens.where(is_token, 0)
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
         low, high = (int(extreme) for extreme in tokens.aminmax())
         if low < 0 or high >= vocab_size:
-            wrong = f"token {low if low < 0 else high} is not in the vocabulary of {vocab_size}"
-            raise ValueError(f"{wrong}; this tokenizer does not belong to this model")
-    return tokens, counts
+            problem = f"token {low if low < 0 else high} is not in the vocabulary of {vocab_size}"
+            raise ValueError(f"{problem}; this tokenizer does not belong to this model")
+    return tokens, is_token

@@ -95,8 +95,8 @@ class DiscreteVAE(Pretrained):
 
         self.codebook = Codebook(num_tokens, codebook_dim)
         self.encoder, self.decoder = nn.Sequential(*encoder), nn.Sequential(*decoder)
-        for name, of_alpha in (("mean", 0.0), ("std", 1.0)):
-            values = torch.tensor([0.5, 0.5, 0.5, of_alpha][:channels])
+        for name, alpha_value in (("mean", 0.0), ("std", 1.0)):
+            values = torch.tensor([0.5, 0.5, 0.5, alpha_value][:channels])
             self.register_buffer(f"_{name}", values[:, None, None], persistent=False)
 
     @property
@@ -141,8 +141,8 @@ class DiscreteVAE(Pretrained):
         """
         check_images(images, self.channels)
         if images.shape[-2:] != (self.image_size, self.image_size):
-            given, side = "{} x {}".format(*images.shape[-2:]), self.image_size
-            raise ValueError(f"images of {given} pixels: this model was made for {side} x {side}")
+            actual, side = "{} x {}".format(*images.shape[-2:]), self.image_size
+            raise ValueError(f"images of {actual} pixels: this model was made for {side} x {side}")
         return self._logits(self._normalize(images)).argmax(dim=-1)
 
     def get_codebook_indices(self, images: Tensor) -> Tensor:
@@ -212,6 +212,6 @@ def _check_image_size(image_size: int, num_layers: int) -> None:
     smallest = 2**num_layers
     if image_size < smallest or image_size & (image_size - 1):
         below = 1 << max(image_size, 1).bit_length() - 1
-        use = f"use {below} or {2 * below}" if below >= smallest else f"use {smallest}"
+        hint = f"use {below} or {2 * below}" if below >= smallest else f"use {smallest}"
         rule = f"must be a power of two and at least 2^num_layers = {smallest}"
-        raise ValueError(f"image_size {image_size} {rule}; {use}")
+        raise ValueError(f"image_size {image_size} {rule}; {hint}")

@@ -41,8 +41,8 @@ class Discriminator(Pretrained):
             sizes = f"dim {dim}, {channels} channels and {layers} layers"
             raise ValueError(f"a discriminator of {sizes}: give numbers of at least 1 (--discr_dim, --discr_layers)")
         if layers > _MOST_LAYERS:
-            most = f"lower --discr_layers to at most {_MOST_LAYERS}"
-            raise ValueError(f"a discriminator of {layers} layers halves images as often: {most}")
+            hint = f"lower --discr_layers to at most {_MOST_LAYERS}"
+            raise ValueError(f"a discriminator of {layers} layers halves images as often: {hint}")
         widths = [dim] + [dim * 2**level for level in range(layers)]
         self.smallest_side = _LAST_KERNEL * 2**layers
         self.layers = nn.Sequential(
@@ -69,11 +69,11 @@ class Discriminator(Pretrained):
     def check_side(self, pixels: int) -> None:
         """Raise a ValueError if images of this height or width are too small for one logit."""
         if pixels < self.smallest_side:
-            fitting = (pixels // _LAST_KERNEL).bit_length() - 1
-            fewer = f", or lower --discr_layers to {fitting}" if fitting > 0 else ""
+            max_layers = (pixels // _LAST_KERNEL).bit_length() - 1
+            hint = f", or lower --discr_layers to {max_layers}" if max_layers > 0 else ""
             raise ValueError(
                 f"images of {pixels} pixels are too small for a discriminator of {len(self.layers) - 1} layers "
-                f"(--discr_layers), which needs {self.smallest_side}: use larger images (--image_size){fewer}"
+                f"(--discr_layers), which needs {self.smallest_side}: use larger images (--image_size){hint}"
             )
 
 
@@ -114,11 +114,11 @@ class VideoDiscriminator(Pretrained):
             ValueError: videos too small for one logit.
         """
         self.check_side(min(videos.shape[-2:]))
-        shown = videos[torch.arange(len(videos), device=videos.device), :, frames]
+        images = videos[torch.arange(len(videos), device=videos.device), :, frames]
         x = videos.to(next(self.parameters()).dtype)  # the weights may have been cast to half precision
         heads = zip(_TIME_STRIDES, self.clip_heads, strict=True)
-        of_frame = self.frame_head(shown)  # in the order of registration, in reverse of which gradients are sent
-        return [of_frame, *(head(x[:, :, ::stride]).float() for stride, head in heads if videos.shape[2] > stride)]
+        frame_logits = self.frame_head(images)  # in the order of registration, in reverse of which gradients are sent
+        return [frame_logits, *(head(x[:, :, ::stride]).float() for stride, head in heads if videos.shape[2] > stride)]
 
     def check_side(self, pixels: int) -> None:
         """Raise a ValueError if videos of this height or width are too small for one logit."""

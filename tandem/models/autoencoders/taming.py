@@ -50,7 +50,7 @@ class ResnetBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Attention with one head among all places of a picture, added to the input: (b, c, h, w) -> its shape."""
+    """Attention with one head among all positions of an image, added to the input: (b, c, h, w) -> its shape."""
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
-        q, k, v = (part(normed).flatten(2).transpose(1, 2)[:, None] for part in (self.q, self.k, self.v))
+        q, k, v = (projection(normed).flatten(2).transpose(1, 2)[:, None] for projection in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2)
         return x + self.proj_out(mixed.reshape(x.shape))
 
@@ -87,7 +87,7 @@ class Upsample(nn.Module):
 
 
 def halvings(ch_mult: Sequence[int]) -> int:
-    """Of the side of an image, by a body with these levels. Raises ValueError, in one line, if they make no body."""
+    """How often a body with these levels halves the side. Raises ValueError, in one line, if they make no body."""
     if not 2 <= len(ch_mult) <= _MOST_LEVELS or min(ch_mult) < 1:
         raise ValueError(f"ch_mult {list(ch_mult)}: give 2 to {_MOST_LEVELS} numbers of at least 1")
     return len(ch_mult) - 1
@@ -100,13 +100,13 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
         ValueError: one line, if the numbers fit no such body.
     """
     levels, groups = len(config.ch_mult), config.norm_groups
-    attended = set(config.attention_levels or ())
-    if not attended <= set(range(levels)):
-        raise ValueError(f"attention_levels {sorted(attended)}: ch_mult has the levels 0 to {levels - 1}")
+    attention_levels = set(config.attention_levels or ())
+    if not attention_levels <= set(range(levels)):
+        raise ValueError(f"attention_levels {sorted(attention_levels)}: ch_mult has the levels 0 to {levels - 1}")
     if groups < 1 or config.dim % groups:
         raise ValueError(f"norm_groups {groups} do not divide dim {config.dim}; use a smaller norm_groups")
-    blocks, *others = config.num_resnet_blocks
-    if others or blocks < 1:
+    blocks, *extra_blocks = config.num_resnet_blocks
+    if extra_blocks or blocks < 1:
         raise ValueError(f"num_resnet_blocks {list(config.num_resnet_blocks)}: body taming has one number, 1 or more")
     if not config.centred:
         raise ValueError("body taming sees images in [-1, 1]: leave --no-centred out")
@@ -125,18 +125,18 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
         for number in range(blocks):
             encoder[f"down_{level}_block_{number}"] = ResnetBlock(channels, width, norm)
             channels = width
-            if level in attended:
+            if level in attention_levels:
                 encoder[f"down_{level}_attn_{number}"] = AttentionBlock(width, norm)
         if level < levels - 1:
             encoder[f"down_{level}_downsample"] = Downsample(width)
     encoder |= _middle(channels, norm)
-    moments = quantizer.in_dim // quantizer.dim  # 2 of a Gaussian, its mean and its log variance
+    num_moments = quantizer.in_dim // quantizer.dim  # 2 of a Gaussian, its mean and its log variance
     encoder["norm_out"] = norm(channels)
-    encoder["conv_out"] = nn.Conv2d(channels, moments * z_channels, 3, padding=1)
+    encoder["conv_out"] = nn.Conv2d(channels, num_moments * z_channels, 3, padding=1)
 
     decoder: OrderedDict[str, nn.Module] = OrderedDict()
     if config.quant_conv:
-        encoder["quant_conv"] = nn.Conv2d(moments * z_channels, quantizer.in_dim, 1)
+        encoder["quant_conv"] = nn.Conv2d(num_moments * z_channels, quantizer.in_dim, 1)
         decoder["post_quant_conv"] = nn.Conv2d(quantizer.dim, z_channels, 1)
     decoder["conv_in"] = nn.Conv2d(z_channels, channels, 3, padding=1)
     decoder |= _middle(channels, norm)
@@ -144,7 +144,7 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
         for number in range(blocks + 1):
             decoder[f"up_{level}_block_{number}"] = ResnetBlock(channels, width, norm)
             channels = width
-            if level in attended:
+            if level in attention_levels:
                 decoder[f"up_{level}_attn_{number}"] = AttentionBlock(width, norm)
         if level:
             decoder[f"up_{level}_upsample"] = Upsample(width)

@@ -78,10 +78,10 @@ class VideoTokenizer(Autoencoder):
 
         self.quantizer = make_quantizer(config)
         encoder, decoder, dim = make_layers(config, self.quantizer.dim)
-        of_patch, edge = self.channels * config.patch_size**2, (config.pad_mode, config.separate_first_frame)
-        conv_in = EdgeConv(of_patch, config.init_dim, config.input_kernel, *edge)
-        conv_out = EdgeConv(config.init_dim, of_patch, config.output_kernel, *edge)
-        layers_in, layers_out = (Stack(each, config.gradient_checkpointing) for each in (encoder, decoder))
+        patch_dim, edge_options = self.channels * config.patch_size**2, (config.pad_mode, config.separate_first_frame)
+        conv_in = EdgeConv(patch_dim, config.init_dim, config.input_kernel, *edge_options)
+        conv_out = EdgeConv(config.init_dim, patch_dim, config.output_kernel, *edge_options)
+        layers_in, layers_out = (Stack(layers, config.gradient_checkpointing) for layers in (encoder, decoder))
         norm_out = RMSNorm(config.init_dim) if config.norm == "rms" else None
         patches = (config.patch_size, config.patch)
         self.encoder = _VideoEncoder(conv_in, layers_in, dim, self.quantizer.dim, patches)
@@ -110,14 +110,14 @@ class VideoTokenizer(Autoencoder):
         Raises:
             ValueError: one line that names the nearest sizes that fit.
         """
-        parts = list(self._latents(videos))
-        z = torch.cat(parts, dim=2)
+        chunks = list(self._latents(videos))
+        z = torch.cat(chunks, dim=2)
         if observe:
             self.quantizer.observe(z)
             return None
         quantized, codes, losses = self.quantizer(z)
-        if len(parts) > 1:  # how many vectors are compared with a codebook at once may change the bits
-            codes = torch.cat([self.quantizer.codes(part) for part in parts], dim=1)
+        if len(chunks) > 1:  # how many vectors are compared with a codebook at once may change the bits
+            codes = torch.cat([self.quantizer.codes(chunk) for chunk in chunks], dim=1)
             quantized = self.quantizer.decode_codes(codes).detach() + (quantized - quantized.detach())
         reconstruction, features = self._decode(quantized)
         if videos.dim() == 4:
@@ -179,8 +179,8 @@ class VideoTokenizer(Autoencoder):
         check_codes(codes, self.num_codes)
         frames = [video for video, _ in self._decode_chunks(self.quantizer.decode_codes(codes), state)]
         height, width = (side * self.pixels_per_code for side in codes.shape[-2:])
-        none = torch.zeros(len(codes), self.channels, 0, height, width, device=codes.device)
-        return torch.cat([none, *frames], dim=2)
+        empty = torch.zeros(len(codes), self.channels, 0, height, width, device=codes.device)
+        return torch.cat([empty, *frames], dim=2)
 
     def last_layer_gradient(self, features: Tensor, image_gradient: Tensor) -> Tensor:
         """Gradient of a loss with respect to the weights of the decoder's last convolution, without a backward pass
@@ -229,10 +229,10 @@ class VideoTokenizer(Autoencoder):
         check_frames(clip.shape[2], self.frames_per_code)
         if not self.training:
             return self._encode_chunks(clip, StreamState())
-        return [self._clamped(self.encoder(clip, Context()))]
+        return [self._clamp(self.encoder(clip, Context()))]
 
     def _encode_chunks(self, frames: Tensor, state: StreamState) -> Iterable[Tensor]:
-        return (self._clamped(self.encoder(*chunk)) for chunk in state.chunks(frames, self.frames_per_code))
+        return (self._clamp(self.encoder(*chunk)) for chunk in state.chunks(frames, self.frames_per_code))
 
     def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
         """Quantized (b, d, f', h', w') -> fp32 videos, and the input of the last convolution."""
@@ -244,7 +244,7 @@ class VideoTokenizer(Autoencoder):
     def _decode_chunks(self, quantized: Tensor, state: StreamState) -> Iterable[tuple[Tensor, Tensor]]:
         return (self.decoder(*chunk) for chunk in state.chunks(quantized, 1))
 
-    def _clamped(self, z: Tensor) -> Tensor:
+    def _clamp(self, z: Tensor) -> Tensor:
         return self.soft_clamp * torch.tanh(z / self.soft_clamp) if self.soft_clamp else z
 
     def _as_grid(self, codes: Tensor) -> Tensor:
@@ -274,17 +274,17 @@ class EdgeConv(nn.Module):
         out = self.conv(x, context)
         if self.first is None or not context.is_start:
             return out
-        # For an image this leaves nothing of `out`, so the convolution of the other frames has a gradient of zeros. It
-        # is not left out: then it would have none, and not every backend treats the two alike.
+        # For an image this uses nothing of `out`, so the weights of `self.conv` get a gradient of zeros. Without the
+        # call they would get none, which not every backend treats like zeros.
         return torch.cat([self.first(x[:, :, :1], context), out[:, :, 1:]], dim=2)
 
     def weight_gradient(self, x: Tensor, output_gradient: Tensor) -> Tensor:
-        """A loss's gradient (n,) with respect to the weights of both, from whole clips; see `CausalConv3d`."""
+        """A loss's gradient (n,) with respect to the weights of `conv` and `first`; see `CausalConv3d`."""
         if self.first is None:
             return self.conv.weight_gradient(x, output_gradient).flatten()
-        of_others = F.pad(output_gradient[:, :, 1:], (0, 0, 0, 0, 1, 0))
+        rest_gradient = F.pad(output_gradient[:, :, 1:], (0, 0, 0, 0, 1, 0))
         gradients = (
-            self.conv.weight_gradient(x, of_others),
+            self.conv.weight_gradient(x, rest_gradient),
             self.first.weight_gradient(x[:, :, :1], output_gradient[:, :, :1]),
         )
         return torch.cat([gradient.flatten() for gradient in gradients])
@@ -326,7 +326,7 @@ class _VideoEncoder(nn.Module):
         self.to_latents = nn.Conv3d(dim, dim_latent, 1)
 
     def forward(self, frames: Tensor, context: Context) -> Tensor:
-        # Inside, values are in [-1, 1]: from a mean of 0 it learns several times faster than from one of 1/2.
+        # The layers get values in [-1, 1], because they learn several times faster from a mean of 0 than from 1/2.
         patches = to_patches(2 * frames.to(self.to_latents.weight.dtype) - 1, *self.patch)
         x = self.layers(self.conv_in(patches, context), context)
         return self.to_latents(self.norm(x))

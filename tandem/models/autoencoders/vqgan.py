@@ -53,9 +53,9 @@ class VQGAN(Autoencoder):
     Gradient checkpointing computes each layer of encoder and decoder again in the backward pass of training instead of
     keeping what is inside of it: less memory, the same bits, a third more time.
 
-    If it is `centred`, the layers see and make images in [-1, 1], so that zeros at the start, and where a convolution
-    pads, mean grey and not black. If not, the first and the last layer start from weights that do the same, but for the
-    padding. Outside of the model images are in [0, 1] in either case.
+    If it is `centred`, images are mapped from [0, 1] to [-1, 1] before the first layer and back after the last, so that
+    an output of 0, and the padding of a convolution, are grey and not black. If not, the first and the last layer start
+    from weights that compute the same, except at the padding.
 
     Raises:
         ValueError: image_size is no multiple of 2^num_layers, or the quantizer cannot have the codebook size.
@@ -101,21 +101,20 @@ class VQGAN(Autoencoder):
 
     @property
     def config(self) -> dict[str, Any]:  # type: ignore[override]
-        """The fields of the configuration by name, with the scale of continuous latents as it was measured, where no
-        one was given."""
+        """The fields of the configuration by name, with the measured scale of continuous latents if none was given."""
         scale = self._measured_scale()
         return {**self._arguments, **dict(zip(("scaling_factor", "shift_factor"), scale, strict=True) if scale else ())}
 
     @property
     def scaling_factor(self) -> float | None:
-        """What a generator's latents are multiplied by, after `shift_factor` was taken off, as given or measured; None
-        if it is not known, or there are codes."""
+        """The factor of a generator's latents, after `shift_factor` is subtracted, as given or measured; None if it is
+        not known, or there are codes."""
         factor: float | None = self.config["scaling_factor"]
         return factor
 
     @property
     def shift_factor(self) -> float | None:
-        """What is taken off a generator's latents; 0 beside a scaling_factor alone, None where that is not known."""
+        """The number subtracted from a generator's latents: 0 if only a scaling_factor is given, None without one."""
         return None if self.scaling_factor is None else self.config["shift_factor"] or 0.0
 
     @property
@@ -203,7 +202,7 @@ class VQGAN(Autoencoder):
 
     @torch.no_grad()
     def _start_centred(self) -> None:
-        """Give the first and the last layer weights with which images in [0, 1] are what those in [-1, 1] were."""
+        """Change the first and the last layer so that images in [0, 1] give what images in [-1, 1] gave before."""
         first, last = self.encoder[0], self.last_layer
         assert isinstance(first, nn.Conv2d) and first.bias is not None and last.bias is not None
         first.bias -= first.weight.sum(dim=(1, 2, 3))
@@ -213,7 +212,7 @@ class VQGAN(Autoencoder):
 
     @classmethod
     def with_weights(cls: type[Self], source: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Self:
-        # A folder without this argument is of a version that centred no images.
+        # A folder without this argument holds a model that centres no images.
         return super().with_weights(source, {"centred": False, **unmeasured(config)}, weights)
 
     def latent_shape(self, side: int) -> tuple[int, int, int]:
@@ -221,27 +220,27 @@ class VQGAN(Autoencoder):
         return (int(self.quantizer.dim), side >> self.num_layers, side >> self.num_layers)
 
     def saved_config(self) -> dict[str, Any]:
-        """With a mark if the scale was measured: a run that starts from the model measures on."""
+        """`config`, with a mark if the scale was measured: a run that starts from the model goes on measuring."""
         return {**self.config, MEASURED: True} if self._measured_scale() else self.config
 
     def _measured_scale(self) -> tuple[float, float] | None:
-        is_asked = not (self.num_codes or self._arguments["scaling_factor"])
-        return scale_of(self.quantizer.moments) if is_asked else None
+        is_needed = not (self.num_codes or self._arguments["scaling_factor"])
+        return scale_of(self.quantizer.moments) if is_needed else None
 
     def _encode(self, images: Tensor) -> Tensor:
         for name, side in zip(("height", "width"), images.shape[-2:], strict=True):
             _check_side(name, side, self.num_layers)
         inputs = 2 * images - 1 if self.centred else images
-        return self._through(self.encoder, channels_last(inputs.to(self.last_layer.weight.dtype)))
+        return self._apply_layers(self.encoder, channels_last(inputs.to(self.last_layer.weight.dtype)))
 
     def _decode(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
         """Quantized (b, d, h', w') -> images fp32, and the input of the last layer."""
         *layers, last = self.decoder
-        features = self._through(layers, channels_last(quantized.to(self.last_layer.weight.dtype)))
+        features = self._apply_layers(layers, channels_last(quantized.to(self.last_layer.weight.dtype)))
         outputs = last(features).float()
         return (outputs + 1) / 2 if self.centred else outputs, features
 
-    def _through(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    def _apply_layers(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
         for layer in layers:
             is_single = isinstance(layer, nn.Conv2d)  # keeps nothing but its input
             x = recomputed(layer, x, when=self.recompute and self.training and not is_single)
@@ -273,5 +272,5 @@ def _check_side(name: str, pixels: int, num_layers: int) -> None:
     multiple = 2**num_layers
     if pixels < multiple or pixels % multiple:
         below = max(pixels // multiple, 1) * multiple
-        use = f"use {below} or {below + multiple}"
-        raise ValueError(f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; {use}")
+        hint = f"use {below} or {below + multiple}"
+        raise ValueError(f"{name} {pixels} must be a multiple of 2^num_layers = {multiple}; {hint}")

@@ -52,21 +52,21 @@ class Decoder(Pretrained):
         level, timesteps = config.lowres_noise_level, config.timesteps
         if not 0 <= level <= 1:
             raise ValueError(f"lowres_noise_level {level} is no share of the noise levels: give 0 to 1")
-        self.unets = nn.ModuleList(Unet(each) for each in config.unets())
+        self.unets = nn.ModuleList(Unet(unet_config) for unet_config in config.unets())
         self.image_sizes, self.objectives = list(config.image_sizes), list(config.objective)
         self._check_sizes()
-        with torch.device("cpu"):  # also where the weights are to be on no device at all
+        with torch.device("cpu"):  # also while the weights are built on the meta device
             self.schedules = [
                 Schedule.named(name, timesteps, zero_terminal_snr=config.zero_terminal_snr)
                 for name in config.noise_schedule
             ]
             has_noise = config.lowres_condition == "noise"
-            # A list, which `with_unets` shares: tables that were moved to a device stay there.
+            # A list, because the copies of `with_unets` share it: what one moves to a device is there for all.
             self._lowres_schedules = [Schedule.named(LOWRES_SCHEDULE, LOWRES_TIMESTEPS)] if has_noise else []
         self._lowres_level = min(int(level * LOWRES_TIMESTEPS), LOWRES_TIMESTEPS - 1)
 
-    def _compared(self) -> dict[str, Any]:
-        return {**super()._compared(), "lowres_noise_cond": self.config["lowres_condition"] == "noise"}
+    def _architecture(self) -> dict[str, Any]:
+        return {**super()._architecture(), "lowres_noise_cond": self.config["lowres_condition"] == "noise"}
 
     def _check_sizes(self) -> None:
         for size, larger in itertools.pairwise(self.image_sizes):
@@ -75,8 +75,8 @@ class Decoder(Pretrained):
         for number, size in enumerate(self.image_sizes, start=1):
             multiple = self.unet(number - 1).smallest_multiple
             if size % multiple:
-                near = f"{size // multiple * multiple or multiple} or {(size // multiple + 1) * multiple}"
-                raise ValueError(f"image_sizes: {size} of Unet {number} must be a multiple of {multiple}; use {near}")
+                hint = f"{size // multiple * multiple or multiple} or {(size // multiple + 1) * multiple}"
+                raise ValueError(f"image_sizes: {size} of Unet {number} must be a multiple of {multiple}; use {hint}")
 
     def unet(self, index: int) -> Unet:
         """A Unet, from 0."""
@@ -113,35 +113,35 @@ class Decoder(Pretrained):
         """
         size, multiple = self.image_sizes[index], self.unet(index).smallest_multiple
         if crop > size or crop % multiple:
-            known = f"a multiple of {multiple}, {size} at most"
-            raise ValueError(f"random_crop_sizes: {crop} pixels for Unet {index + 1}: give 0 or {known}")
+            expected = f"a multiple of {multiple}, {size} at most"
+            raise ValueError(f"random_crop_sizes: {crop} pixels for Unet {index + 1}: give 0 or {expected}")
         return CHANNELS, crop or size, crop or size
 
     def training_pictures(
         self, batch: Mapping[str, Any], index: int, blur_sigma: Tensor | None = None, *, places: Tensor | None = None,
         crop: int = 0,
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """What Unet number ``index`` (from 0) is trained on: pictures x0 (b, c, s, s) in [-1, 1], and what it is given
-        beside them, by the names of the arguments of `Unet.forward`.
+        """Pictures x0 (b, c, s, s) in [-1, 1] for the training of Unet number ``index`` (from 0), and its other inputs,
+        by the names of the arguments of `Unet.forward`.
 
         Args:
             batch: "images" uint8 (b, c, S, S), and the conditions "image_embed" and "text_encodings", if there are any.
             blur_sigma: (b,), in pixels of the low-resolution pictures, which are blurred before they are enlarged.
             places, crop: Where to cut crops of this side out of both pictures: see `cropped`. A Unet with coordinates
-                is given those of its crop in the whole picture.
+                gets those of its crop in the whole picture.
         """
         images = batch["images"].float() / 127.5 - 1
         spec = self.unet(index).spec
-        given = {name: batch[name] for name, width in CONDITIONS.items() if getattr(spec, width)}
+        inputs = {name: batch[name] for name, width in CONDITIONS.items() if getattr(spec, width)}
         size = self.image_sizes[index]
         if index:
-            small = resized(images, self.image_sizes[index - 1])
-            small = small if blur_sigma is None else blur(small, blur_sigma)
-            given["lowres_image"] = cropped(resized(small, size), places, crop)
-        whole = resized(images, size)
+            lowres_images = resized(images, self.image_sizes[index - 1])
+            lowres_images = lowres_images if blur_sigma is None else blur(lowres_images, blur_sigma)
+            inputs["lowres_image"] = cropped(resized(lowres_images, size), places, crop)
+        resized_images = resized(images, size)
         if spec.coordinates and places is not None:
-            given["coordinates"] = cropped(coordinates_of(whole), places, crop)
-        return cropped(whole, places, crop), given
+            inputs["coordinates"] = cropped(coordinates_of(resized_images), places, crop)
+        return cropped(resized_images, places, crop), inputs
 
     @torch.no_grad()
     def sample(
@@ -197,13 +197,13 @@ class Decoder(Pretrained):
         pictures = None if images is None else images * 2 - 1
         for index in range(start_at - 1, stop_at):
             side, schedule, source = self.image_sizes[index], self.schedule(index), draw(index)
-            shape, scale = (CHANNELS, side, side), _of_unet(sampling.cond_scale, index)
+            shape, scale = (CHANNELS, side, side), _value_for_unet(sampling.cond_scale, index)
             lowres = self._lowres(pictures, side, source) if index else {}
             inpaint = None
             if inpaint_image is not None and inpaint_mask is not None:
-                known = resized(inpaint_image, side) * 2 - 1
-                kept = F.interpolate(inpaint_mask[:, None].float(), size=(side, side), mode="nearest") > 0.5
-                inpaint = Inpaint(known, kept, resample_times)
+                known_image = resized(inpaint_image, side) * 2 - 1
+                is_known = F.interpolate(inpaint_mask[:, None].float(), size=(side, side), mode="nearest") > 0.5
+                inpaint = Inpaint(known_image, is_known, resample_times)
             denoise = self._denoise(index, conditions, lowres)
             if scale != 1 and (guide or is_conditional(self.unet(index))):
                 reference = guide._denoise(index, conditions, lowres) if guide else self._denoise(index, {}, lowres)
@@ -214,7 +214,7 @@ class Decoder(Pretrained):
                 source("first", 0, shape),
                 draw=lambda name, step, source=source, shape=shape: source(name, step, shape),  # type: ignore[misc]
                 sampler=sampling.sampler,
-                steps=min(_of_unet(sampling.sample_timesteps, index), schedule.timesteps),
+                steps=min(_value_for_unet(sampling.sample_timesteps, index), schedule.timesteps),
                 eta=sampling.ddim_eta,
                 threshold=partial(dynamic_threshold, percentile=sampling.dynamic_thresholding),
                 inpaint=inpaint,
@@ -237,14 +237,14 @@ class Decoder(Pretrained):
     def _denoise(self, index: int, conditions: Mapping[str, Tensor], lowres: Mapping[str, Tensor]) -> Denoise:
         """Estimates of a Unet, from 0, with those of the conditions that it takes."""
         unet, schedule, objective = self.unet(index), self.schedule(index), self.objectives[index]
-        given = {name: value for name, value in conditions.items() if getattr(unet.spec, CONDITIONS[name])}
-        given |= {name: value for name, value in lowres.items() if name != "lowres_time" or unet.spec.lowres_noise_cond}
+        inputs = {name: value for name, value in conditions.items() if getattr(unet.spec, CONDITIONS[name])}
+        inputs |= {name: x for name, x in lowres.items() if name != "lowres_time" or unet.spec.lowres_noise_cond}
 
         def denoise(x: Tensor, t: int) -> Denoised:
-            levels = torch.full((len(x),), t, device=x.device)
-            output = unet(x, levels, **given)
+            times = torch.full((len(x),), t, device=x.device)
+            output = unet(x, times, **inputs)
             prediction, variance = output[:, :CHANNELS], output[:, CHANNELS:]
-            x_start = x_start_of(objective, prediction, x, *schedule.at(levels, x))
+            x_start = x_start_of(objective, prediction, x, *schedule.at(times, x))
             return Denoised(x_start, fraction_of(variance) if variance.shape[1] else None)
 
         return denoise
@@ -258,27 +258,27 @@ def is_conditional(unet: Unet) -> bool:
 def check_guide(decoder: Decoder, guide: Decoder) -> None:
     """Raise ValueError, in one line, unless the estimates of a guide can stand beside those of a decoder: as many
     Unets, the same sizes and noise levels, and no condition that the decoder does not take. Objectives may differ."""
-    if (n := len(guide.unets)) != len(decoder.unets):
-        raise ValueError(f"the guide has {n} Unets and the decoder {len(decoder.unets)}: give one with as many")
-    for index, (size, other) in enumerate(zip(decoder.image_sizes, guide.image_sizes, strict=True)):
-        mine, theirs = decoder.unet(index).spec, guide.unet(index).spec
-        ours, of_guide = decoder.schedules[index], guide.schedules[index]
-        wrong = None
-        if other != size:
-            wrong = f"makes pictures of {other} pixels a side and that of the decoder of {size}"
-        elif of_guide.timesteps != ours.timesteps:
-            wrong = f"has {of_guide.timesteps} noise levels and that of the decoder {ours.timesteps}"
-        elif of_guide.is_flow != ours.is_flow or not torch.equal(of_guide.log_snr.cpu(), ours.log_snr.cpu()):
-            wrong = "has another noise schedule than that of the decoder"
-        elif theirs.lowres_noise_cond and decoder.lowres_schedule() is None:
-            wrong = "takes the noise level of the smaller picture and the decoder adds no noise to it"
+    if (count := len(guide.unets)) != len(decoder.unets):
+        raise ValueError(f"the guide has {count} Unets and the decoder {len(decoder.unets)}: give one with as many")
+    for index, (size, guide_size) in enumerate(zip(decoder.image_sizes, guide.image_sizes, strict=True)):
+        config, guide_config = decoder.unet(index).spec, guide.unet(index).spec
+        ours, theirs = decoder.schedules[index], guide.schedules[index]
+        problem = None
+        if guide_size != size:
+            problem = f"makes pictures of {guide_size} pixels a side and that of the decoder of {size}"
+        elif theirs.timesteps != ours.timesteps:
+            problem = f"has {theirs.timesteps} noise levels and that of the decoder {ours.timesteps}"
+        elif theirs.is_flow != ours.is_flow or not torch.equal(theirs.log_snr.cpu(), ours.log_snr.cpu()):
+            problem = "has another noise schedule than that of the decoder"
+        elif guide_config.lowres_noise_cond and decoder.lowres_schedule() is None:
+            problem = "takes the noise level of the smaller picture and the decoder adds no noise to it"
         for name, width in CONDITIONS.items():
-            taken, needed = getattr(mine, width), getattr(theirs, width)
-            if needed not in (None, taken):
-                takes = f"of width {taken}" if taken else "none"
-                wrong = wrong or f"takes {name} of width {needed} and that of the decoder {takes}"
-        if wrong:
-            raise ValueError(f"Unet {index + 1} of the guide {wrong}: give a guide that fits")
+            dim, guide_dim = getattr(config, width), getattr(guide_config, width)
+            if guide_dim not in (None, dim):
+                actual = f"of width {dim}" if dim else "none"
+                problem = problem or f"takes {name} of width {guide_dim} and that of the decoder {actual}"
+        if problem:
+            raise ValueError(f"Unet {index + 1} of the guide {problem}: give a guide that fits")
 
 
 def blur(images: Tensor, sigma: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def blur(images: Tensor, sigma: Tensor) -> Tensor:
     taps = (taps / taps.sum(1, keepdim=True)).to(images.dtype)
     for axis in (2, 3):
         side = images.shape[axis]
-        if side == 1:  # all its neighbours are itself
+        if side == 1:  # there is nothing to reflect or to mix
             continue
         padded = F.pad(images, (0, 0, 1, 1) if axis == 2 else (1, 1, 0, 0), mode="reflect")
         images = sum(
@@ -305,6 +305,6 @@ def blur(images: Tensor, sigma: Tensor) -> Tensor:
     return images
 
 
-def _of_unet(values: Sequence[Any], index: int) -> Any:
+def _value_for_unet(values: Sequence[Any], index: int) -> Any:
     """The value of a Unet: a single value is that of all."""
     return values[index if len(values) > 1 else 0]

@@ -1,4 +1,4 @@
-"""What a network that denoises predicts, how much each noise level counts, and the loss of each picture."""
+"""Targets of a denoising network's predictions, weights of the noise levels, and the loss of each picture."""
 
 from __future__ import annotations
 
@@ -61,15 +61,14 @@ def loss_weights(
     - min_snr: min(SNR, gamma) (Hang et al. 2023, eq. 8).
     - p2: SNR / (k + SNR)^gamma (Choi et al. 2022, eq. 8, which divides the loss of the noise by (k + SNR)^gamma).
 
-    The last two are 0 at SNR 0, and fall towards it as the SNR does. What a network predicts there it knows from its
-    neighbours. Measured: the error of its estimate at the last level equals that at the level before it, whether the
-    last level was trained with weight 0 or with a small one.
+    The last two fall with the SNR, to 0 at SNR 0. A network learns such a level from its neighbours: whether the last
+    level was trained with weight 0 or with a small one, the error of the estimate was that at the level before it.
     """
     if name == "none":
         return torch.ones_like(schedule.log_snr)
     snr = schedule.log_snr.exp()
-    of_x0 = snr.clamp_max(min_snr_gamma) if name == "min_snr" else snr / (p2_k + snr) ** p2_gamma
-    return of_x0 * coefficients(objective, schedule.alpha, schedule.sigma)[1] ** 2
+    x0_weights = snr.clamp_max(min_snr_gamma) if name == "min_snr" else snr / (p2_k + snr) ** p2_gamma
+    return x0_weights * coefficients(objective, schedule.alpha, schedule.sigma)[1] ** 2
 
 
 def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
@@ -79,9 +78,9 @@ def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
         ValueError: an unknown name; noise predicted where no picture is left; or "flow" without a flow schedule or the
             reverse.
     """
-    for name, value, known in (("objective", objective, OBJECTIVES), ("loss weight", weight, LOSS_WEIGHTS)):
-        if value not in known:
-            raise ValueError(f"{name} {value!r} does not exist: choose one of {', '.join(known)}")
+    for name, value, choices in (("objective", objective, OBJECTIVES), ("loss weight", weight, LOSS_WEIGHTS)):
+        if value not in choices:
+            raise ValueError(f"{name} {value!r} does not exist: choose one of {', '.join(choices)}")
     if schedule.is_flow and objective in ("noise", "v"):
         raise ValueError(f"objective {objective} does not fit the flow schedule: choose objective flow or x_start")
     if objective == "flow" and not schedule.is_flow:
@@ -145,12 +144,12 @@ class DiffusionLoss:
         """
         x = self.schedule.add_noise(x0, noise, times)
         alpha, sigma = self.schedule.at(times, x)
-        given = {**conditions, **keep}
+        inputs = {**conditions, **keep}
         if lowres_time is not None:
             assert self._lowres_schedule is not None and lowres_noise is not None
-            given["lowres_image"] = self._lowres_schedule.add_noise(given["lowres_image"], lowres_noise, lowres_time)
-            given["lowres_time"] = lowres_time
-        output, channels = network(x, times, **given).to(x), x.shape[1]
+            inputs["lowres_image"] = self._lowres_schedule.add_noise(inputs["lowres_image"], lowres_noise, lowres_time)
+            inputs["lowres_time"] = lowres_time
+        output, channels = network(x, times, **inputs).to(x), x.shape[1]
         assert output.shape[1] == channels * (1 if self._variance is None else 2), "channels of the network"
         prediction = output[:, :channels]
         target = target_of(self.objective, x0, noise, alpha, sigma).to(x)

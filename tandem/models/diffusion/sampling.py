@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .schedule import Schedule
 
-# With a smaller log SNR at a twentieth of the levels, these samplers lose less with Karras' levels: see
+# On a schedule whose log SNR at a twentieth of the levels is smaller, these samplers use Karras' levels: see
 # `sampling_levels`.
 _LEAST_FOR_UNIFORM = {"dpmpp_2m": 4.2, "ddim": 2.8}
 # Below, sigma / alpha is above 100 or infinite, and there is no picture to see. Karras et al. start at 80.
@@ -72,19 +72,19 @@ def guided(
     low, high = interval or (-1.0, math.inf)
     noise_levels = (-schedule.log_snr / 2).exp().tolist()
 
-    def mixed(x: Tensor, t: int) -> Denoised:
-        wanted = denoise(x, t)
+    def denoise_guided(x: Tensor, t: int) -> Denoised:
+        estimate = denoise(x, t)
         if not low < noise_levels[t] <= high:
-            return wanted
-        other = reference(x, t).x_start
-        return wanted._replace(x_start=other + scale * (wanted.x_start - other))
+            return estimate
+        reference_estimate = reference(x, t).x_start
+        return estimate._replace(x_start=reference_estimate + scale * (estimate.x_start - reference_estimate))
 
-    return mixed
+    return denoise_guided
 
 
 class Step(NamedTuple):
-    """What a sampler goes by in a step from `now` to the less noisy `then`: the estimate at `now`; eta of ddim; fresh
-    noise; and if this step continues a path the last estimate and the length of the step after it in half log SNR."""
+    """Inputs of a sampler for the step from `now` to the less noisy `then`: the estimate at `now`; eta of ddim; fresh
+    noise; and the estimate before with the length of its step in half log SNR, None if this step continues no path."""
 
     x: Tensor
     estimate: Denoised
@@ -97,15 +97,16 @@ class Step(NamedTuple):
 
 def ddim(step: Step) -> Tensor:
     """Song et al. 2021, eq. 12 and 16."""
-    return _towards(step.estimate.x_start, step, step.eta)
+    return _step_towards(step.estimate.x_start, step, step.eta)
 
 
 def ddpm(step: Step) -> Tensor:
     """Ho et al. 2020, Alg. 2, with the learned variance of Nichol and Dhariwal 2021, eq. 15, if there is one."""
     x_start, fraction = step.estimate
     if fraction is None or step.then.number is None:
-        return _towards(x_start, step, 1.0)
-    return _towards(x_start, step, 1.0, (step.now.sigma / step.then.sigma) ** fraction)  # its square: (beta / b~)^f
+        return _step_towards(x_start, step, 1.0)
+    wider = (step.now.sigma / step.then.sigma) ** fraction  # its square: (beta / b~)^f
+    return _step_towards(x_start, step, 1.0, wider)
 
 
 def dpmpp_2m(step: Step) -> Tensor:
@@ -114,21 +115,21 @@ def dpmpp_2m(step: Step) -> Tensor:
 
     A step that is longer than the one before it counts as no longer. Towards level 0 the steps grow, by a factor of
     4 on the cosine schedule in 20 steps, where estimates hardly change any more: the line would overshoot."""
-    x_start, length = step.estimate.x_start, _length(step.now, step.then)
+    x_start, length = step.estimate.x_start, _step_length(step.now, step.then)
     if step.before is not None and not math.isinf(length) and not math.isinf(step.before[1]):
         x_start = x_start + min(length / step.before[1], 1.0) / 2 * (x_start - step.before[0])
-    return _towards(x_start, step)
+    return _step_towards(x_start, step)
 
 
-def _towards(x_start: Tensor, step: Step, eta: float = 0.0, wider: float | Tensor = 1.0) -> Tensor:
+def _step_towards(x_start: Tensor, step: Step, eta: float = 0.0, wider: float | Tensor = 1.0) -> Tensor:
     """x_s of the text above; ``wider`` is d / c."""
     x, then = step.x, step.then
     noise = (x - step.now.alpha * x_start) / step.now.sigma
     if not eta or then.number is None:
         return then.alpha * x_start + then.sigma * noise
-    renewed = -(eta**2) * math.expm1(step.now.log_snr - then.log_snr)  # c^2 / sigma_s^2
-    x = then.alpha * x_start + then.sigma * math.sqrt(1 - renewed) * noise
-    return x + then.sigma * math.sqrt(renewed) * wider * step.draw()
+    fresh_share = -(eta**2) * math.expm1(step.now.log_snr - then.log_snr)  # c^2 / sigma_s^2
+    x = then.alpha * x_start + then.sigma * math.sqrt(1 - fresh_share) * noise
+    return x + then.sigma * math.sqrt(fresh_share) * wider * step.draw()
 
 
 SAMPLERS = {"ddpm": ddpm, "ddim": ddim, "dpmpp_2m": dpmpp_2m}
@@ -149,10 +150,10 @@ class Inpaint:
 
     def keep(self, x: Tensor, level: Level, draw: Draw, count: int) -> Tensor:
         """x with the kept parts as the image has them at this level."""
-        known = self.image.to(x)
+        image = self.image.to(x)
         if level.sigma:
-            known = level.alpha * known + level.sigma * draw("kept", count)
-        return torch.where(self.mask, known, x)
+            image = level.alpha * image + level.sigma * draw("kept", count)
+        return torch.where(self.mask, image, x)
 
 
 @torch.no_grad()
@@ -184,22 +185,22 @@ def sample(
     levels, count, before = sampling_levels(schedule, steps, sampler), 0, None
     if inpaint:
         x = inpaint.keep(x, levels[0], draw, count)
-    for done, (now, then) in enumerate(itertools.pairwise(levels), start=1):
+    for step_number, (now, then) in enumerate(itertools.pairwise(levels), start=1):
         assert now.number is not None
-        again = inpaint.resample_times - 1 if inpaint and then.number is not None else 0
-        for left in range(again, -1, -1):
+        num_repeats = inpaint.resample_times - 1 if inpaint and then.number is not None else 0
+        for remaining in range(num_repeats, -1, -1):
             count += 1
             estimate = denoise(x, now.number)
             if threshold:
                 estimate = estimate._replace(x_start=threshold(estimate.x_start))
             x = SAMPLERS[sampler](Step(x, estimate, now, then, eta, before, lambda: draw("step", count)))  # noqa: B023
-            before = estimate.x_start, _length(now, then)
+            before = estimate.x_start, _step_length(now, then)
             if inpaint:
                 x = inpaint.keep(x, then, draw, count)
-            if left:
+            if remaining:
                 x, before = add_noise_again(x, then, now, draw("again", count)), None
         if on_step:
-            on_step(done, len(levels) - 1)
+            on_step(step_number, len(levels) - 1)
     return x
 
 
@@ -207,10 +208,10 @@ def sampling_levels(schedule: Schedule, steps: int, sampler: str) -> list[Level]
     """The levels that sampling visits, from the noisiest, T - 1, at which a network trained to SNR 0 has to start (Lin
     et al. 2023, 3.3), to level 0, and then the clean picture.
 
-    Their numbers are uniform, unless the last of uniform steps would begin in too much noise for pictures of little
-    contrast to keep it in 20 steps: of pictures of normal pixels with a deviation of 0.25, dpmpp_2m with uniform steps
-    draws 0.225 on "linear", whose low noise levels lie close together, and 0.256 with Karras' levels. On the other
-    schedules it draws 0.244 to 0.251 with uniform steps, and ddim is better with these for deviations of 0.5 and more.
+    Their numbers are uniform, unless the last of 20 uniform steps begins in so much noise that pictures of little
+    contrast lose some of it. For normal pixels with a deviation of 0.25, dpmpp_2m with uniform steps gives 0.225 on
+    "linear", whose low noise levels lie close together, and 0.256 with Karras' levels. On the other schedules it gives
+    0.244 to 0.251 with uniform steps, and ddim is better with these for deviations of 0.5 and more.
 
     Args:
         steps: Number of levels without the clean one.
@@ -233,14 +234,14 @@ def _karras_levels(log_snr: Tensor, steps: int) -> list[int]:
     """Levels at which sigma / alpha to the power 1/7 is uniform as far as there are such levels (Karras et al. 2022,
     eq. 5), after the first level if its SNR is below 1e-4. Where levels lie so far apart that one is the nearest of
     several steps, the others of these take the levels beside it."""
-    before = [len(log_snr) - 1] if steps > 1 and log_snr[-1] < _LEAST_LOG_SNR else []
-    root = (-(log_snr[log_snr >= _LEAST_LOG_SNR] if before else log_snr) / 14).exp()  # (sigma / alpha)^(1/7)
-    rest = steps - len(before)
-    wanted = torch.linspace(root[-1].item(), root[0].item(), rest, dtype=torch.float64).flip(0)
-    nearest = (wanted.log()[:, None] - root.log()).abs().argmin(1)
-    place = torch.arange(rest)  # from the clean end; each level's number is at least one above that before it
-    numbers = place + (nearest - place).cummax(0).values.clamp_max(max(len(root) - rest, 0))
-    return [*before, *numbers.flip(0).tolist()]
+    first_level = [len(log_snr) - 1] if steps > 1 and log_snr[-1] < _LEAST_LOG_SNR else []
+    root = (-(log_snr[log_snr >= _LEAST_LOG_SNR] if first_level else log_snr) / 14).exp()  # (sigma / alpha)^(1/7)
+    num_rest = steps - len(first_level)
+    targets = torch.linspace(root[-1].item(), root[0].item(), num_rest, dtype=torch.float64).flip(0)
+    nearest = (targets.log()[:, None] - root.log()).abs().argmin(1)
+    positions = torch.arange(num_rest)  # from the clean end; each level's number is at least one above that before it
+    numbers = positions + (nearest - positions).cummax(0).values.clamp_max(max(len(root) - num_rest, 0))
+    return [*first_level, *numbers.flip(0).tolist()]
 
 
 def dynamic_threshold(x_start: Tensor, percentile: float) -> Tensor:
@@ -249,9 +250,9 @@ def dynamic_threshold(x_start: Tensor, percentile: float) -> Tensor:
     if not percentile:
         return x_start.clamp(-1, 1)
     values = x_start.abs().flatten(1).sort(dim=1).values
-    place = percentile * (values.shape[1] - 1)
-    low, high = values[:, math.floor(place)], values[:, math.ceil(place)]
-    limit = torch.lerp(low, high, place - math.floor(place)).clamp_min(1).view(-1, *[1] * (x_start.ndim - 1))
+    position = percentile * (values.shape[1] - 1)
+    low, high = values[:, math.floor(position)], values[:, math.ceil(position)]
+    limit = torch.lerp(low, high, position - math.floor(position)).clamp_min(1).view(-1, *[1] * (x_start.ndim - 1))
     return (x_start / limit).clamp(-1, 1)
 
 
@@ -261,6 +262,6 @@ def add_noise_again(x: Tensor, now: Level, noisier: Level, noise: Tensor) -> Ten
     return noisier.alpha / now.alpha * x + math.sqrt(variance) * noise
 
 
-def _length(now: Level, then: Level) -> float:
+def _step_length(now: Level, then: Level) -> float:
     """Of a step, in half log SNR."""
     return (then.log_snr - now.log_snr) / 2

@@ -21,8 +21,8 @@ def _line(start: float, end: float, timesteps: int) -> Tensor:
 def _cosine(timesteps: int) -> Tensor:
     """Betas of Nichol and Dhariwal 2021, eq. 17: 1 - f(t) / f(t - 1), f(t) = cos^2(pi / 2 (t / T + s) / (1 + s)), with
     s = 0.008."""
-    kept = torch.cos((_line(0, 1, timesteps + 1) + 0.008) / 1.008 * math.pi / 2) ** 2
-    return 1 - kept[1:] / kept[:-1]
+    signal = torch.cos((_line(0, 1, timesteps + 1) + 0.008) / 1.008 * math.pi / 2) ** 2
+    return 1 - signal[1:] / signal[:-1]
 
 
 # Betas of Ho et al. 2020, section 4: from 1e-4 to 0.02 over 1000 levels. Fewer levels have betas that are larger in

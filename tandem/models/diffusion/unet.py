@@ -22,7 +22,7 @@ TIME_TOKENS, IMAGE_TOKENS = 2, 4  # that a noise level and an image embedding be
 _KERNELS = (3, 7, 15)  # of the first convolution; 7 alone if it is plain
 _LONGEST_WAVE = 10_000  # noise levels per radian of the slowest sinusoid
 _FEW_KEYS = 64
-_SHORTEST = 1e-6  # shorter vectors are not brought to length 1: their gradient would have no bound
+_SHORTEST = 1e-6  # shorter vectors are not scaled to length 1: their gradient would be unbounded
 
 
 class Unet(Pretrained):
@@ -36,19 +36,19 @@ class Unet(Pretrained):
 
     def __init__(self, config: UnetConfig) -> None:
         super().__init__()
-        self.config, self.spec = config.plain(), config  # the same, for config.json and with a name for each field
+        self.config, self.spec = config.plain(), config  # the fields as a dict, for config.json, and as a dataclass
         dim, cond_dim, hidden, widest = config.dim, config.cond_dim, 4 * config.dim, config.dim * config.dim_mults[-1]
 
         dim_in = CHANNELS * (1 + config.lowres_cond) + 2 * config.coordinates
         self.init_conv = nn.Conv2d(dim_in, dim, 7, padding=3) if config.plain_init_conv else CrossEmbed(dim_in, dim)
         self.to_time_hiddens = nn.Sequential(nn.Identity(), nn.Linear(dim, hidden), nn.GELU())
-        self.to_time_tokens = _tokens_from(hidden, TIME_TOKENS, cond_dim)
+        self.to_time_tokens = _make_token_projection(hidden, TIME_TOKENS, cond_dim)
         self.to_time_cond = nn.Sequential(nn.Linear(hidden, hidden))
         if config.lowres_noise_cond:
             last = nn.Linear(hidden, hidden)
             self.to_lowres_noise_cond = nn.Sequential(nn.Identity(), nn.Linear(dim, hidden), nn.GELU(), last)
         if config.image_embed_dim:
-            self.image_to_tokens = _tokens_from(config.image_embed_dim, IMAGE_TOKENS, cond_dim)
+            self.image_to_tokens = _make_token_projection(config.image_embed_dim, IMAGE_TOKENS, cond_dim)
             self.null_image_embed = nn.Parameter(torch.randn(1, IMAGE_TOKENS, cond_dim))
             self.to_image_hiddens = nn.Sequential(nn.Linear(config.image_embed_dim, hidden), nn.GELU())
             self.null_image_hiddens = nn.Parameter(torch.randn(1, hidden))
@@ -60,13 +60,13 @@ class Unet(Pretrained):
         self.norm_mid_cond = nn.LayerNorm(cond_dim)
 
         self.init_resnet_block = ResnetBlock(dim, dim, config) if config.memory_efficient else None
-        both = [(Down(config, level), Up(config, level)) for level in levels]
-        self.downs = nn.ModuleList(down for down, _ in both)
+        level_pairs = [(Down(config, level), Up(config, level)) for level in levels]
+        self.downs = nn.ModuleList(down for down, _ in level_pairs)
         self.mid_block1 = ResnetBlock(widest, widest, config, attends=True)
         self.mid_attn = MultiQueryAttention(widest, config)
         self.mid_block2 = ResnetBlock(widest, widest, config, attends=True)
-        # Registered where they are called: gradients are sent in the reverse order of registration.
-        self.ups = nn.ModuleList(up for _, up in reversed(both))
+        # Registered in the order of calls, because gradients are sent in the reverse order of registration.
+        self.ups = nn.ModuleList(up for _, up in reversed(level_pairs))
         width = dim if config.memory_efficient else dim * config.dim_mults[0]
         self.final_resnet_block = ResnetBlock(width + dim, dim, config)
         channels_out = CHANNELS * (1 + config.learned_variance)
@@ -108,7 +108,7 @@ class Unet(Pretrained):
         maps = [x.to(dtype)]
         if self.spec.coordinates:
             maps.append(coordinates_of(maps[0]) if coordinates is None else coordinates.to(dtype))
-        lowres = [] if lowres_image is None else [_of_size(lowres_image.to(dtype), x)]
+        lowres = [] if lowres_image is None else [_resize_nearest(lowres_image.to(dtype), x)]
         hiddens = self.to_time_hiddens(sinusoids(time, dim).to(dtype))
         tokens, t = self.to_time_tokens(hiddens), self.to_time_cond(hiddens)
         if lowres_time is not None:
@@ -121,7 +121,7 @@ class Unet(Pretrained):
             inner = torch.cat([tokens, self._text_condition(len(x), text_encodings, keep_text)], dim=1)
         inner = self.norm_mid_cond(inner)
         outer = inner if self.norm_cond is None else self.norm_cond(tokens)
-        out = self._through_levels(self.init_conv(torch.cat([*maps, *lowres], dim=1)), F.silu(t), outer, inner)
+        out = self._apply_levels(self.init_conv(torch.cat([*maps, *lowres], dim=1)), F.silu(t), outer, inner)
         return at_least_fp32(self.to_out(torch.cat([out, *lowres], dim=1)))
 
     def _image_condition(self, batch: int, embed: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ class Unet(Pretrained):
         tokens = F.pad(self.text_to_cond(encodings.to(self.to_out.weight.dtype)), (0, 0, 0, missing))
         return torch.where(keep[..., None], tokens, self.null_text_embed)
 
-    def _through_levels(self, x: Tensor, t: Tensor, outer: Tensor, inner: Tensor) -> Tensor:
+    def _apply_levels(self, x: Tensor, t: Tensor, outer: Tensor, inner: Tensor) -> Tensor:
         """(b, dim, h, w) -> (b, dim, h, w).
 
         Args:
@@ -164,18 +164,18 @@ class Unet(Pretrained):
         x = recomputed(self.mid_block2, x, t, inner, when=recompute)
         for up in self.ups:
             x = up(x, skips.pop(), t, outer, recompute)
-        return recomputed(_joined, self.final_resnet_block, x, first, t, None, when=recompute)
+        return recomputed(_apply_to_joined, self.final_resnet_block, x, first, t, None, when=recompute)
 
-    def _check(self, x: Tensor, **given: Tensor | None) -> None:
+    def _check(self, x: Tensor, **inputs: Tensor | None) -> None:
         if x.dim() != 4 or x.shape[1] != CHANNELS or not x.is_floating_point():
-            found = f"x has the shape {tuple(x.shape)} and the type {x.dtype}"
-            raise ValueError(f"{found}: give floating-point numbers (b, {CHANNELS}, height, width)")
+            actual = f"x has the shape {tuple(x.shape)} and the type {x.dtype}"
+            raise ValueError(f"{actual}: give floating-point numbers (b, {CHANNELS}, height, width)")
         (batch, _, *size), multiple, spec = x.shape, self.smallest_multiple, self.spec
         for side in size:
             if side < multiple or side % multiple:
                 below = max(side // multiple, 1) * multiple
-                use = f"use {below} or {below + multiple}"
-                raise ValueError(f"side {side} must be a multiple of {multiple}, as the levels halve the sides; {use}")
+                hint = f"use {below} or {below + multiple}"
+                raise ValueError(f"side {side} must be a multiple of {multiple}, as the levels halve the sides; {hint}")
         shapes = {  # -1: any; None: of what this Unet does not take
             "time": (batch,), "keep_image": (batch,), "keep_text": (batch,),
             "image_embed": (batch, spec.image_embed_dim) if spec.image_embed_dim else None,
@@ -184,14 +184,14 @@ class Unet(Pretrained):
             "lowres_time": (batch,) if spec.lowres_noise_cond else None,
             "coordinates": (batch, 2, *size) if spec.coordinates else None,
         }  # fmt: skip
-        for name, value in given.items():
+        for name, value in inputs.items():
             shape = shapes[name]
             if value is None:
                 if shape and name.startswith("lowres"):
                     raise ValueError(f"this Unet is conditioned on a low-resolution image: give {name}")
             elif shape is None:
                 raise ValueError(f"{name} was given, but this Unet does not take it: leave {name} out")
-            elif value.dim() != len(shape) or any(want not in (-1, n) for n, want in zip(value.shape, shape)):  # noqa: B905
+            elif value.dim() != len(shape) or any(expected not in (-1, n) for n, expected in zip(value.shape, shape)):  # noqa: B905
                 raise ValueError(f"{name} has the shape {tuple(value.shape)}: give {shape}, -1 for any number")
 
 
@@ -204,12 +204,12 @@ class Down(nn.Module):
         early, is_last = config.memory_efficient, level == len(config.dim_mults) - 1
         narrow, wide = _widths(config, level)
         dim = wide if early else narrow
-        self.before = _halving(narrow, wide) if early else nn.Identity()
+        self.before = _make_halving(narrow, wide) if early else nn.Identity()
         self.first = ResnetBlock(dim, dim, config)
         blocks = (ResnetBlock(dim, dim, config, attends=level > 0) for _ in range(config.num_resnet_blocks[level]))
         self.blocks = nn.ModuleList(blocks)
-        self.attention = _attention_of(config, level, dim)
-        self.after = nn.Conv2d(dim, wide, 1) if early or is_last else _halving(dim, wide)
+        self.attention = _make_attention(config, level, dim)
+        self.after = nn.Conv2d(dim, wide, 1) if early or is_last else _make_halving(dim, wide)
 
     def forward(self, x: Tensor, t: Tensor, tokens: Tensor, recompute: bool) -> tuple[Tensor, list[Tensor]]:
         """The level's output, and the maps after each block and after the attention, for the way up."""
@@ -235,7 +235,7 @@ class Up(nn.Module):
         self.first = ResnetBlock(dim_in, wide, config, attends)
         blocks = (ResnetBlock(dim_in, wide, config, attends) for _ in range(config.num_resnet_blocks[level]))
         self.blocks = nn.ModuleList(blocks)
-        self.attention = _attention_of(config, level, wide)
+        self.attention = _make_attention(config, level, wide)
         doubles = config.memory_efficient or level > 0
         self.after = PixelShuffleUpsample(wide, narrow) if doubles else nn.Identity()
 
@@ -243,7 +243,7 @@ class Up(nn.Module):
         """The level's output. ``skips`` are the maps of the level on the way down."""
         t, tokens = t.view_as(t), tokens.view_as(tokens)
         for block, skip in zip((self.first, *self.blocks), reversed(skips), strict=True):
-            x = recomputed(_joined, block, x, skip, t, tokens, when=recompute)
+            x = recomputed(_apply_to_joined, block, x, skip, t, tokens, when=recompute)
         if self.attention is not None:
             x = recomputed(self.attention, x, when=recompute)
         return self.after(x)
@@ -269,14 +269,14 @@ class Block(nn.Module):
 class ResnetBlock(nn.Module):
     """A block with FiLM by the noise level, cross-attention if it ``attends``, a second block; and the input, added.
 
-    The views of what a module of the Unet uses more than once add up the gradients of these uses before what else uses
-    it adds its own. Sums in another order have other bits, and otherwise the order would depend on whether hooks at the
-    borders of modules (ZeRO 3) part the uses.
+    A module of the Unet takes a view of each input that it uses more than once. The view adds up the gradients of these
+    uses before other modules add theirs. Without it the order of the sum, and so its bits, would depend on hooks at the
+    borders of modules (ZeRO 3).
     """
 
     def __init__(self, dim: int, dim_out: int, config: UnetConfig, attends: bool = False) -> None:
         super().__init__()
-        # The Unet has applied the SiLU of which each block would have one in the place of the Identity.
+        # The public Unet has a SiLU in the place of the Identity; here `Unet` applies it once for all blocks.
         self.time_mlp = nn.Sequential(nn.Identity(), nn.Linear(4 * config.dim, 2 * dim_out))
         self.cross_attn = CrossAttention(dim_out, config) if attends else None
         self.block1 = Block(dim, dim_out, config.resnet_groups)
@@ -452,9 +452,9 @@ def coordinates_of(like: Tensor) -> Tensor:
     return grid.expand(len(like), -1, -1, -1)
 
 
-def _of_size(images: Tensor, like: Tensor) -> Tensor:
-    """Images (b, c, h', w') brought to the height and width of ``like`` by the nearest pixel, as the public weights are
-    used to it."""
+def _resize_nearest(images: Tensor, like: Tensor) -> Tensor:
+    """Images (b, c, h', w') resized to the height and width of ``like`` by the nearest pixel, as the public weights
+    were trained."""
     size = like.shape[-2:]
     return images if images.shape[-2:] == size else F.interpolate(images, size=size, mode="nearest")
 
@@ -465,24 +465,24 @@ def _widths(config: UnetConfig, level: int) -> tuple[int, int]:
     return widths[level], widths[level + 1]
 
 
-def _attention_of(config: UnetConfig, level: int, dim: int) -> nn.Module | None:
+def _make_attention(config: UnetConfig, level: int, dim: int) -> nn.Module | None:
     if config.self_attn[level]:
         return MultiQueryAttention(dim, config)
     return LinearAttention(dim, config) if config.sparse_attn else None
 
 
-def _halving(dim: int, dim_out: int) -> nn.Sequential:
+def _make_halving(dim: int, dim_out: int) -> nn.Sequential:
     """(b, dim, h, w) -> (b, dim_out, h / 2, w / 2): pixel unshuffle and a 1 x 1 convolution."""
     return nn.Sequential(nn.Identity(), UnshuffledConv2d(4 * dim, dim_out, 1))
 
 
-def _tokens_from(dim_in: int, count: int, dim: int) -> nn.Sequential:
+def _make_token_projection(dim_in: int, count: int, dim: int) -> nn.Sequential:
     """Vectors (b, dim_in) -> tokens (b, count, dim)."""
     return nn.Sequential(nn.Linear(dim_in, count * dim), nn.Unflatten(1, (count, dim)))
 
 
-def _joined(block: ResnetBlock, x: Tensor, skip: Tensor, t: Tensor, tokens: Tensor | None) -> Tensor:
-    """A block of two maps. To be computed again, it needs the two alone to be kept, and not the copy of both."""
+def _apply_to_joined(block: ResnetBlock, x: Tensor, skip: Tensor, t: Tensor, tokens: Tensor | None) -> Tensor:
+    """A block of the concatenation of two maps. Recomputation keeps the two maps and not their concatenation."""
     return block(torch.cat([x, skip], dim=1), t, tokens)
 
 

@@ -26,13 +26,13 @@ class LearnedVariance:
 
     def __init__(self, schedule: Schedule) -> None:
         clean, log_snr = schedule.log_snr.new_ones(1), schedule.log_snr
-        falls = torch.cat([clean, -torch.expm1(log_snr.diff())])  # 1 - r; the clean picture has infinite SNR
-        before = torch.cat([0 * clean, schedule.sigma[:-1]])
-        small = (before.square() * falls).log()
+        snr_drop = torch.cat([clean, -torch.expm1(log_snr.diff())])  # 1 - r; the clean picture has infinite SNR
+        previous_sigma = torch.cat([0 * clean, schedule.sigma[:-1]])
+        small = (previous_sigma.square() * snr_drop).log()
         self.log_small = torch.cat([small[1:2], small[1:]])
-        self.log_large = (schedule.sigma.square() * falls).log()
+        self.log_large = (schedule.sigma.square() * snr_drop).log()
         # The mean of the step changes by this much per unit of x0.
-        self._slope = torch.cat([clean, schedule.alpha[:-1]]) * falls
+        self._slope = torch.cat([clean, schedule.alpha[:-1]]) * snr_drop
 
     def log_variance(self, fraction: Tensor, t: Tensor) -> Tensor:
         """Log variance (b, c, h, w) of the steps from levels t, int64 (b,)."""

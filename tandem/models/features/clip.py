@@ -74,7 +74,7 @@ class Clip(nn.Module):
             weights: A .safetensors file or a plain state dict (.pt, .pth, .bin). Or the name of published weights of
                 open_clip, such as "laion2b_s32b_b82k", None: "openai", which are fetched from the Hugging Face Hub
                 unless its cache holds them.
-            mark: Called while they are waited for.
+            mark: Called again and again while the weights are fetched and read.
 
         Raises:
             ValueError: one line, if open_clip is missing or cannot be imported, the model is unknown or has no tokens,
@@ -82,27 +82,27 @@ class Clip(nn.Module):
         """
         open_clip = _open_clip()
         config, preprocessing = _configuration(name)
-        text = config.get("text_cfg") or {}
-        _check_text(name, config, text)
+        text_config = config.get("text_cfg") or {}
+        _check_text(name, config, text_config)
         tag = str(weights or "openai")
-        kind = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
+        model_class = open_clip.CustomTextCLIP if config.pop("custom_text", False) else open_clip.CLIP
         if not name.lower().endswith(".json") and (published := _published(name, tag, config)):
             preprocessing = published
-            weights = fetched_from_hub(f"the weights of --clip {name}", *_address(published["hf_hub"]), mark)
+            weights = fetched_from_hub(f"the weights of --clip {name}", *_split_address(published["hf_hub"]), mark)
         elif weights is None:
             raise ValueError(f"--clip {name} needs the file of its weights: give --clip_weights")
         try:
             state = read_state_dict(Path(weights))
             check_arguments(config, state)
             with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
-                network = build_with_weights(lambda: kind(**copy.deepcopy(config)), state)
+                network = build_with_weights(lambda: model_class(**copy.deepcopy(config)), state)
         except ValueError as error:
             raise ValueError(f"{weights} holds no weights of --clip {name}: {error}") from None
         try:
-            tokenizer = _tokenizer(text)
+            tokenizer = _tokenizer(text_config)
         except DAMAGES as error:
             raise ValueError(f"--clip {name} has no tokenizer of such options: {one_line(error)}") from None
-        if (vocabulary := text.get("vocab_size", tokenizer.vocab_size)) < tokenizer.vocab_size:
+        if (vocabulary := text_config.get("vocab_size", tokenizer.vocab_size)) < tokenizer.vocab_size:
             raise ValueError(f"--clip {name} knows {vocabulary} tokens, but its tokenizer {tokenizer.vocab_size}")
         mean, std = (preprocessing.get(key) or default for key, default in (("mean", _MEAN), ("std", _STD)))
         model = cls(network, tokenizer, config["embed_dim"], mean, std).to(device)
@@ -152,27 +152,27 @@ class Clip(nn.Module):
         """Two unit vectors each (n, d) of drawn pictures (b, 3, h, w) in [0, 1]: clip_score, those of the pictures that
         have a caption and of their captions (Hessel et al. 2021); clip_image_score, those of the b pictures and of the
         batch's images."""
-        drawn, tokens = self.embed_images(pictures), batch["tokens"]
+        embeds, tokens = self.embed_images(pictures), batch["tokens"]
         rows = [row for row, caption in enumerate(batch["captions"]) if caption]
-        texts = self.embed_text(tokens[rows])[0] if rows else drawn[:0]
-        return {"clip_score": (drawn[rows], texts), "clip_image_score": (drawn, self.embed_images(batch["images"]))}
+        texts = self.embed_text(tokens[rows])[0] if rows else embeds[:0]
+        return {"clip_score": (embeds[rows], texts), "clip_image_score": (embeds, self.embed_images(batch["images"]))}
 
 
 def with_embeddings(batch: Mapping[str, Any], clip: Clip | None, condition_on: Collection[str]) -> dict[str, Any]:
-    """A batch with what CLIP, if there is one, makes of it. One call of each tower for all Unets, and none of a tower
-    whose results nobody takes.
+    """A batch with the embeddings that CLIP, if there is one, computes of it, by one call of each tower whose results
+    are used.
 
     Args:
         batch: "images" uint8 (b, 3, h, w), and "tokens" int64 (b, L) of the captions.
         condition_on: "image" adds image_embed (b, d) of the images, "text" text_encodings (b, L, text_dim) of the
             tokens.
     """
-    whole = dict(batch)
+    extended = dict(batch)
     if clip is not None and "image" in condition_on:
-        whole["image_embed"] = clip.embed_images(batch["images"])
+        extended["image_embed"] = clip.embed_images(batch["images"])
     if clip is not None and "text" in condition_on:
-        whole["text_encodings"] = clip.embed_text(batch["tokens"])[1]
-    return whole
+        extended["text_encodings"] = clip.embed_text(batch["tokens"])[1]
+    return extended
 
 
 def is_published(origin: Mapping[str, str]) -> bool:
@@ -213,8 +213,9 @@ def _configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
             config, preprocessing = content.get("model_cfg", content), content.get("preprocess_cfg", {})
             if not {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys():
                 raise ValueError("it has not all of embed_dim, vision_cfg and text_cfg")
-            parts = preprocessing, config["vision_cfg"], config["text_cfg"], config["text_cfg"].get("tokenizer_kwargs")
-            if not all(isinstance(part, dict) for part in parts if part is not None):
+            text = config["text_cfg"]
+            sections = preprocessing, config["vision_cfg"], text, text.get("tokenizer_kwargs")
+            if not all(isinstance(section, dict) for section in sections if section is not None):
                 raise ValueError("its parts are no objects")
             if config["vision_cfg"].get("timm_model_pretrained"):
                 raise ValueError("it would download weights: set timm_model_pretrained to false")
@@ -225,48 +226,48 @@ def _configuration(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return config, preprocessing
     import open_clip
 
-    known = open_clip.list_models()
-    if (cleaned := name.replace("/", "-")) not in known:
-        near = difflib.get_close_matches(cleaned, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "give one of its names, or an open_clip_config.json"
+    model_names = open_clip.list_models()
+    if (model_name := name.replace("/", "-")) not in model_names:
+        close = difflib.get_close_matches(model_name, model_names, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "give one of its names, or an open_clip_config.json"
         raise ValueError(f"open_clip has no model {name!r}: {hint}")
-    return open_clip.get_model_config(cleaned), {}
+    return open_clip.get_model_config(model_name), {}
 
 
-def _published(name: str, weights: str, config: dict[str, Any]) -> dict[str, Any] | None:
-    """What open_clip knows of published weights of a model; None if a file has their name, or the form of a file's.
-    Raises ValueError, in one line, if there are none, or they are of a model of another name."""
+def _published(name: str, tag: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """open_clip's entry for published weights of a model; None if the tag is the path of a file, or looks like one.
+    Raises ValueError, in one line, if there is no such entry, or it is of a model of another name."""
     import open_clip
 
-    if os.path.lexists(weights) or Path(weights).suffix or "/" in weights:
+    if os.path.lexists(tag) or Path(tag).suffix or "/" in tag:
         return None
-    known = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
-    found: dict[str, Any] = open_clip.get_pretrained_cfg(name.replace("/", "-"), weights)
-    if not found.get("hf_hub"):
-        choices = f"give --clip_weights, a file or one of {', '.join(known)}" if known else "give a file"
-        raise ValueError(f"open_clip has no published weights {weights!r} of --clip {name}: {choices}")
-    if found.get("quick_gelu") and not config.get("quick_gelu"):
-        raise ValueError(f"the weights {weights} need the model of another name: give --clip {name}-quickgelu")
-    return found
+    tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
+    preprocessing: dict[str, Any] = open_clip.get_pretrained_cfg(name.replace("/", "-"), tag)
+    if not preprocessing.get("hf_hub"):
+        choices = f"give --clip_weights, a file or one of {', '.join(tags)}" if tags else "give a file"
+        raise ValueError(f"open_clip has no published weights {tag!r} of --clip {name}: {choices}")
+    if preprocessing.get("quick_gelu") and not config.get("quick_gelu"):
+        raise ValueError(f"the weights {tag} need the model of another name: give --clip {name}-quickgelu")
+    return preprocessing
 
 
-def _address(place: str) -> tuple[str, str]:
-    """The model on the Hub and its file, of what open_clip has for them: USER/NAME/FILE, or USER/NAME/."""
-    model, _, name = place.rpartition("/")
+def _split_address(address: str) -> tuple[str, str]:
+    """open_clip's USER/NAME/FILE, or USER/NAME/, as the repository on the Hub and the name of the file."""
+    model, _, name = address.rpartition("/")
     return model, name or "open_clip_model.safetensors"
 
 
-def _tokenizer(text: dict[str, Any]) -> Any:
+def _tokenizer(text_config: dict[str, Any]) -> Any:
     """CLIP's tokenizer with the options of a text tower."""
     import open_clip
 
-    options = text.get("tokenizer_kwargs") or {}
-    return open_clip.SimpleTokenizer(context_length=text.get("context_length", 77), **options)
+    options = text_config.get("tokenizer_kwargs") or {}
+    return open_clip.SimpleTokenizer(context_length=text_config.get("context_length", 77), **options)
 
 
-def _check_text(name: str, config: dict[str, Any], text: dict[str, Any]) -> None:
+def _check_text(name: str, config: dict[str, Any], text_config: dict[str, Any]) -> None:
     """Raise ValueError, in one line, unless the text tower is one with CLIP's tokens and an encoding for each."""
-    if "hf_model_name" in text or "hf_tokenizer_name" in text or "siglip" in name.lower():
+    if "hf_model_name" in text_config or "hf_tokenizer_name" in text_config or "siglip" in name.lower():
         raise ValueError(f"the tokenizer of --clip {name} is not in open_clip: use a model with CLIP's own tokenizer")
-    if "multimodal_cfg" in config or text.get("embed_cls"):
+    if "multimodal_cfg" in config or text_config.get("embed_cls"):
         raise ValueError(f"--clip {name} is no plain CLIP: use a model without embed_cls and multimodal_cfg")

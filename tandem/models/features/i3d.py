@@ -104,10 +104,10 @@ class I3D(nn.Module):
 
 
 def check_shape(channels: int, frames: int) -> None:
-    """Raise a ValueError if I3D cannot judge videos of so many channels and frames."""
+    """Raise a ValueError if I3D does not take videos of so many channels and frames."""
     if channels != 3 or frames < SMALLEST_FRAMES:
-        takes = f"I3D, the network of rFVD, takes videos of 3 channels and at least {SMALLEST_FRAMES} frames"
-        raise ValueError(f"{takes}, not {channels} channels and {frames} frames; use longer clips, or no rFVD")
+        expected = f"I3D, the network of rFVD, takes videos of 3 channels and at least {SMALLEST_FRAMES} frames"
+        raise ValueError(f"{expected}, not {channels} channels and {frames} frames; use longer clips, or no rFVD")
 
 
 def load_i3d(weights: str | Path, device: torch.device | str = "cpu", eps: float = EPS) -> I3D:
@@ -117,13 +117,13 @@ def load_i3d(weights: str | Path, device: torch.device | str = "cpu", eps: float
         ValueError: one line, if the file is missing, damaged, hostile or of another network.
     """
     with torch.device("meta"):
-        ours = I3D().state_dict()
-    found = read_state_dict(Path(weights), ours, published=_PUBLISHED)
-    # Batches that were counted in training; files that are older than this count do not hold it.
-    counts = {name: torch.zeros((), dtype=torch.int64) for name in ours if name.endswith("num_batches_tracked")}
+        expected = I3D().state_dict()
+    state = read_state_dict(Path(weights), expected, published=_PUBLISHED)
+    # Older files do not hold the numbers of batches that were counted in training.
+    counts = {name: torch.zeros((), dtype=torch.int64) for name in expected if name.endswith("num_batches_tracked")}
     try:
         with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
-            model = build_with_weights(partial(I3D, eps), {**counts, **found})
+            model = build_with_weights(partial(I3D, eps), {**counts, **state})
     except ValueError as error:
         raise ValueError(f"the weights in {weights} are not those of I3D: {error}") from None
     return model.to(device)

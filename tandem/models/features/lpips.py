@@ -69,14 +69,14 @@ class PerceptualLoss(nn.Module):
             ValueError: images with a side of less than 16 pixels, or with another number of channels.
         """
         with torch.no_grad():
-            wanted = self._activations(images)
-        found = self._activations(reconstructions)
+            target_activations = self._activations(images)
+        activations = self._activations(reconstructions)
         with torch.autocast(images.device.type, enabled=False):
             if not self.heads:
-                return (found[-1] - wanted[-1]).square().flatten(1).mean(1)
-            blocks = zip(self.heads, found, wanted, strict=True)
-            per_block = [head((_unit(x) - _unit(y)).square()).flatten(1).mean(1) for head, x, y in blocks]
-            return torch.stack(per_block).sum(0)
+                return (activations[-1] - target_activations[-1]).square().flatten(1).mean(1)
+            blocks = zip(self.heads, activations, target_activations, strict=True)
+            block_distances = [head((_unit(x) - _unit(y)).square()).flatten(1).mean(1) for head, x, y in blocks]
+            return torch.stack(block_distances).sum(0)
 
     def _activations(self, images: Tensor) -> list[Tensor]:
         """Output of each block's last ReLU, fp32 (b, c_i, h / 2^i, w / 2^i) for i = 0 ... 4."""
@@ -90,10 +90,10 @@ class PerceptualLoss(nn.Module):
         return [output.float() for output in (*outputs, x)]
 
 
-def _check_shape(channels: int, height: int, width: int, or_else: str = "") -> None:
+def _check_shape(channels: int, height: int, width: int, hint: str = "") -> None:
     if channels not in (1, 3) or min(height, width) < 2 ** (len(_DEPTHS) - 1):
-        takes = "VGG16 compares images of 1 or 3 channels and at least 16 x 16 pixels"
-        raise ValueError(f"{takes}, not {channels} of {height} x {width}; use larger images{or_else}")
+        expected = "VGG16 compares images of 1 or 3 channels and at least 16 x 16 pixels"
+        raise ValueError(f"{expected}, not {channels} of {height} x {width}; use larger images{hint}")
 
 
 def _vgg16_features(widths: Sequence[int]) -> nn.Sequential:
@@ -139,30 +139,30 @@ def load_perceptual(
         return None
     if kind not in ("vgg", "lpips"):
         raise ValueError(f"perceptual loss {kind!r} is none of none, vgg, lpips")
-    or_else = f", or do without ({'--perceptual none' if flag == '--perceptual_weights' else f'no {flag}'})"
+    hint = f", or do without ({'--perceptual none' if flag == '--perceptual_weights' else f'no {flag}'})"
     if side is not None:
-        _check_shape(3, side, side, or_else)
+        _check_shape(3, side, side, hint)
     with torch.device("meta"):
-        ours = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
+        own_names = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
     files = {"features": VGG16, **({"lin": LPIPS_HEADS} if kind == "lpips" else {})}
     published = " and ".join(map(str, files.values()))
-    given = None if weights in (None, PUBLISHED) else Path(weights)
-    paths = [given] if given and not given.is_dir() else [file.inside(given) for file in files.values() if given]
-    found: dict[str, Tensor] = {}
+    root = None if weights in (None, PUBLISHED) else Path(weights)
+    paths = [root] if root and not root.is_dir() else [file.inside(root) for file in files.values() if root]
+    state: dict[str, Tensor] = {}
     try:
         for path in filter(None, paths):
-            found |= read_state_dict(path, ours.keys() - found.keys(), published=published)
-        if given and not found:
-            raise ValueError(f"{given} holds no weights of {kind}; give {published}")
-        for part, file in files.items():
-            if not any(name.startswith(part) for name in found):
-                found |= read_state_dict(fetched(file, mark), {name for name in ours if name.startswith(part)})
+            state |= read_state_dict(path, own_names.keys() - state.keys(), published=published)
+        if root and not state:
+            raise ValueError(f"{root} holds no weights of {kind}; give {published}")
+        for prefix, file in files.items():
+            if not any(name.startswith(prefix) for name in state):
+                state |= read_state_dict(fetched(file, mark), {name for name in own_names if name.startswith(prefix)})
     except ValueError as error:
-        raise ValueError(f"{flag}: {error}{or_else}") from None
-    found = {ours[name]: tensor for name, tensor in found.items()}
+        raise ValueError(f"{flag}: {error}{hint}") from None
+    state = {own_names[name]: tensor for name, tensor in state.items()}
     try:
         with torch.random.fork_rng(devices=[]):  # random initial weights are drawn, then replaced
-            model = build_with_weights(lambda: PerceptualLoss(kind, widths), found)
+            model = build_with_weights(lambda: PerceptualLoss(kind, widths), state)
     except ValueError as error:
         raise ValueError(f"{flag}: the weights of {kind} are of another network: {error}") from None
     return model.to(device)

@@ -116,8 +116,8 @@ class Transformer(nn.Module):
         """
         outputs = []
         for index, (attention, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
-            of_layer = None if dropout_keys is None else derived(dropout_keys, index)
-            x = recomputed(_layer, attention, feed_forward, x, bias, of_layer, when=self.recompute and self.training)
+            layer_keys = None if dropout_keys is None else derived(dropout_keys, index)
+            x = recomputed(_layer, attention, feed_forward, x, bias, layer_keys, when=self.recompute and self.training)
             outputs.append(x)
         return outputs
 
@@ -125,9 +125,9 @@ class Transformer(nn.Module):
 def _layer(
     attention: nn.Module, feed_forward: nn.Module, x: Tensor, bias: Tensor | None, keys: Tensor | None
 ) -> Tensor:
-    of_attention, of_feed_forward = (None, None) if keys is None else (derived(keys, 0), derived(keys, 1))
-    x = x + attention(x, bias, of_attention)
-    return x + feed_forward(x, of_feed_forward)
+    attention_keys, feed_forward_keys = (None, None) if keys is None else (derived(keys, 0), derived(keys, 1))
+    x = x + attention(x, bias, attention_keys)
+    return x + feed_forward(x, feed_forward_keys)
 
 
 def layers_read(depth: int, below: int, spacing: str) -> list[int]:

@@ -18,14 +18,14 @@ Self = TypeVar("Self", bound="Autoencoder")
 
 
 class Autoencoder(Pretrained):
-    """A model with an `encoder`, a `quantizer` and a `decoder`, which may learn alone."""
+    """A model with an `encoder`, a `quantizer` and a `decoder`; the decoder can be trained alone."""
 
     quantizer: Any
     _is_encoder_frozen = False
 
     def freeze_encoder(self) -> None:
-        """Keep all that comes before the decoder as it is: the encoder, and the quantizer with its codebook and its
-        averages. Only the weights of `decoder` learn."""
+        """Freeze what comes before the decoder: the encoder, and the quantizer with its codebook and its averages. Only
+        the weights of `decoder` are trained."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.startswith("decoder."))
         self._is_encoder_frozen = True
@@ -59,8 +59,8 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def leaky_relu() -> nn.LeakyReLU:
-    """For behind a convolution or a GroupNorm, neither of which needs its result again: it is overwritten, so that one
-    tensor is held for the backward pass and not two."""
+    """In place, for use after a convolution or a GroupNorm: neither needs its output for the backward pass, which keeps
+    one tensor instead of two."""
     return nn.LeakyReLU(0.1, inplace=True)
 
 
@@ -74,8 +74,7 @@ _looks_at_values = ContextVar("_looks_at_values", default=True)
 
 @contextmanager
 def trusted_values() -> Iterator[None]:
-    """A context in which `check_range` and `check_codes` do not look at values, which the caller knows to be in their
-    range: to look at them, the host waits for the device."""
+    """Let `check_range` and `check_codes` skip values whose range the caller guarantees: they wait for the device."""
     token = _looks_at_values.set(False)
     try:
         yield
@@ -88,7 +87,7 @@ _LEAST, _MOST = -0.5, 1.5
 
 
 def check_images(images: Tensor, channels: int) -> None:
-    """Check the type, the shape (b, channels, height, width) and the range of images. Waits for the device, but in
+    """Check the type, the shape (b, channels, height, width) and the range of images. Waits for the device, except in
     `trusted_values`.
 
     Raises:
@@ -100,7 +99,7 @@ def check_images(images: Tensor, channels: int) -> None:
 
 
 def check_range(images: Tensor) -> None:
-    """Check that images or videos are floating-point numbers, about in [0, 1]. Waits for the device, but in
+    """Check that images or videos are floating-point numbers, about in [0, 1]. Waits for the device, except in
     `trusted_values`.
 
     Raises:
@@ -115,7 +114,7 @@ def check_range(images: Tensor) -> None:
 
 
 def check_codes(codes: Tensor, num_codes: int) -> None:
-    """Check that codes are whole numbers in [0, num_codes). Waits for the device, but in `trusted_values`.
+    """Check that codes are whole numbers in [0, num_codes). Waits for the device, except in `trusted_values`.
 
     Raises:
         ValueError: one line.

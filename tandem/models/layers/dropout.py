@@ -1,8 +1,8 @@
-"""Dropout whose draws are a function of a key per sample and of the place of a number, computed where the numbers are.
+"""Dropout whose mask is a hash of a key per sample and of the indices of a number, computed on the device.
 
-A drawn number per attention weight would be gigabytes to make and to send, and a generator's numbers depend on the
-device and on how far a sample is padded. A hash of key and place has no state: each process, each pass over a
-micro-batch, each recomputation and each device finds the same numbers, whatever else is in the batch.
+A random number per attention weight would take gigabytes to draw and to transfer, and a generator's numbers depend on
+the device and on how far a sample is padded. The hash has no state: each process, each pass over a micro-batch, each
+recomputation and each device computes the same mask, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ def mix32(word: Any) -> Any:
     return word ^ (word >> 15)
 
 
-def derived(keys: Tensor, place: int | Tensor) -> Tensor:
-    """Keys for a part of what others are for, such as a layer; different places give unrelated keys.
+def derived(keys: Tensor, index: int | Tensor) -> Tensor:
+    """Keys of a part, such as a layer, from those of the whole; different indices give unrelated keys.
 
     Args:
         keys: int64 (..., 2), in [0, 2^32).
-        place: A number of at least 0, for keys of the same shape; or int64 (n,), for keys (..., n, 2).
+        index: A number of at least 0, for keys of the same shape; or int64 (n,), for keys (..., n, 2).
     """
-    if isinstance(place, Tensor):
+    if isinstance(index, Tensor):
         keys = keys[..., None, :]
-    one = mix32(keys[..., 0] ^ mix32(place + 1))
-    return torch.stack([mix32(keys[..., 1] ^ one), one], dim=-1)
+    mixed = mix32(keys[..., 0] ^ mix32(index + 1))
+    return torch.stack([mix32(keys[..., 1] ^ mixed), mixed], dim=-1)
 
 
 def dropout(x: Tensor, rate: float, keys: Tensor | None) -> Tensor:
-    """Numbers (b, ..., n), of which a part, the rate, is set to 0 and the others are divided by 1 - rate (Srivastava et
-    al. 2014). Whether a number is dropped depends on its sample's key and on its indices, not on the sizes of x.
+    """Set a share of the numbers x (b, ..., n), the rate, to 0 and divide the others by 1 - rate (Srivastava et al.
+    2014). Whether a number is dropped depends on its sample's key and on its indices, not on the sizes of x.
 
     Args:
         rate: Probability of a number to be dropped, in [0, 1).
@@ -49,8 +49,8 @@ def dropout(x: Tensor, rate: float, keys: Tensor | None) -> Tensor:
         return x
     for size in x.shape[1:-1]:
         keys = derived(keys, torch.arange(size, device=x.device))
-    # One round for each number: the words of columns are scrambled before they meet those of rows, so that no two rows
-    # have the same draws in another order.
+    # One round for each number. Columns are scrambled before they are combined with rows, so that no row has the draws
+    # of another one in another order.
     columns = mix32(torch.arange(x.shape[-1], device=x.device))
     words = mix32(keys[..., :1] ^ columns) ^ keys[..., 1:]
     return x.masked_fill(words < round(rate * 2**32), 0.0) * (1 / (1 - rate))

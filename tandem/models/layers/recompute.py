@@ -15,13 +15,13 @@ Result = TypeVar("Result")
 
 
 def recomputed(function: Callable[..., Result], *inputs: Any, when: bool) -> Result:
-    """``function(*inputs)``; ``when`` and with a graph, of its activations only the inputs are kept for the backward
-    pass, which calls it again: less memory, the same bits.
+    """``function(*inputs)``. If ``when`` and gradients are enabled, only the inputs are kept for the backward pass,
+    which calls the function again: less memory, the same bits.
 
-    The function may have modules among its inputs or be one; it must be deterministic, and must change nothing.
+    The function may be a module or have modules among its inputs; it must be deterministic and without side effects.
     """
     if when and torch.is_grad_enabled():
-        # The compiler takes no contexts; of what it compiled, `FlopCounter` sees the second call too.
+        # The compiler takes no contexts, so `FlopCounter` counts the second call of compiled functions, too.
         contexts: dict[str, Any] = {}
         if not torch.compiler.is_compiling():
             contexts["context_fn"] = lambda: (nullcontext(), repeated())

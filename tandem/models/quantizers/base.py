@@ -1,5 +1,5 @@
-"""The interface of every quantizer, and how its statistics become those of the whole batch of an update, whose parts
-are spread over micro-batches and processes."""
+"""The interface of every quantizer, and sums over micro-batches and processes, which turn statistics of their parts
+into those of the whole batch of an update."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ class GlobalMean:
     """
 
     def __init__(self) -> None:
-        self._observed: Tensor | None = None
-        self._pooled: Tensor | None = None
+        self._local_sum: Tensor | None = None
+        self._global_sum: Tensor | None = None
 
     def observe(self, total: Tensor, count: int) -> None:
         """Add the sum (k,) over `count` items."""
-        part = _pack(total, count)
-        self._observed = part if self._observed is None else self._observed + part
+        packed = _pack(total, count)
+        self._local_sum = packed if self._local_sum is None else self._local_sum + packed
 
     def pool(self, all_reduce: AllReduce) -> None:
         """Fix the mean over what all processes observed, until `clear`. Collective."""
-        if self._observed is None:
+        if self._local_sum is None:
             raise RuntimeError("pool() before observe(): nothing was observed, so there is nothing to pool")
-        self._pooled, self._observed = all_reduce(self._observed), None
+        self._global_sum, self._local_sum = all_reduce(self._local_sum), None
 
     def clear(self) -> None:
         """Forget the statistics of the update."""
-        self._observed = self._pooled = None
+        self._local_sum = self._global_sum = None
 
     def __call__(self, total: Tensor, count: int, all_reduce: AllReduce | None) -> Tensor:
         """Mean (k,) in fp64.
@@ -64,7 +64,7 @@ class GlobalMean:
         """
         if all_reduce is None:
             return total.detach().to(widest(total.device)) / count
-        packed = self._pooled if self._pooled is not None else all_reduce(_pack(total, count))
+        packed = self._global_sum if self._global_sum is not None else all_reduce(_pack(total, count))
         return packed[:-1] / packed[-1]
 
 
@@ -78,7 +78,7 @@ def of_one_process(tensor: Tensor) -> Tensor:
 
 
 class Bottleneck(nn.Module):
-    """What an autoencoder has between its encoder and its decoder.
+    """The layer between the encoder and the decoder of an autoencoder.
 
     Before training with several processes, `connect` sets all_reduce, gather, rank and world_size. They are not saved,
     and a `copy.deepcopy` shares the two functions with the original.
@@ -114,16 +114,16 @@ class Bottleneck(nn.Module):
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         # Share bound methods, because copying one copies its object: a backend with sockets, which cannot be copied.
         memo.update({id(shared): shared for shared in (self.all_reduce, self.gather)})
-        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        clone = memo[id(self)] = self.__class__.__new__(self.__class__)
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def applied(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+        def convert(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            return tensor.to(converted.device) if converted.dtype in (torch.float16, torch.bfloat16) else converted
 
-        return super()._apply(applied if self.keeps_fp32 else fn, recurse)
+        return super()._apply(convert if self.keeps_fp32 else fn, recurse)
 
     @property
     def in_dim(self) -> int:
@@ -165,8 +165,8 @@ class Quantizer(Bottleneck, ABC):
     Args:
         num_codes: Entries of the codebook.
         dim: Channels of an entry.
-        mean: Collects the mean over the whole batch, if a loss needs one. A subclass adds to it in `_observe`; this
-            class pools and clears it.
+        mean: Collects the mean over the whole batch, if a loss needs one. A subclass adds to it in `_accumulate_stats`;
+            this class pools and clears it.
 
     Raises:
         ValueError: less than 2 entries, or less than 1 channel.
@@ -216,7 +216,7 @@ class Quantizer(Bottleneck, ABC):
         """Add a micro-batch of the coming update to the statistics of the whole batch. Calls no collective."""
         if self.needs_observation:
             with torch.autocast(z.device.type, enabled=False):
-                self._observe(self._project(self._rows(z)))
+                self._accumulate_stats(self._project(self._rows(z)))
 
     @torch.no_grad()
     def pool(self) -> None:
@@ -253,7 +253,7 @@ class Quantizer(Bottleneck, ABC):
     def _look_up(self, codes: Tensor) -> Tensor:
         """Codes (...) -> entries (..., dim) fp32."""
 
-    def _observe(self, rows: Tensor) -> None:
+    def _accumulate_stats(self, rows: Tensor) -> None:
         """Add projected vectors (n, dim) fp32 of a micro-batch to the statistics."""
 
     def _project(self, rows: Tensor) -> Tensor:
@@ -264,8 +264,8 @@ class Quantizer(Bottleneck, ABC):
     def _rows(self, z: Tensor) -> Tensor:
         """(b, dim, ...) -> (n, dim) fp32."""
         if z.ndim < 2 or z.shape[1] != self.dim:
-            takes = f"this quantizer takes (b, {self.dim}, ...): project to {self.dim} channels first"
-            raise ValueError(f"z has the shape {tuple(z.shape)}, {takes}")
+            expected = f"this quantizer takes (b, {self.dim}, ...): project to {self.dim} channels first"
+            raise ValueError(f"z has the shape {tuple(z.shape)}, {expected}")
         return rearrange(z.float(), "b d ... -> (b ...) d")
 
 

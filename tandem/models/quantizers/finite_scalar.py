@@ -40,7 +40,7 @@ class FiniteScalarQuantizer(Quantizer):
     _place_values: Tensor
 
     def __init__(self, config: QuantizerConfig) -> None:
-        levels = _levels_of(config.codebook_size) if config.fsq_levels is None else config.fsq_levels
+        levels = _published_levels(config.codebook_size) if config.fsq_levels is None else config.fsq_levels
         if not levels or min(levels) < 3:
             raise ValueError(
                 f"fsq_levels {list(levels)}: give 3 or more for each channel (Mentzer et al. 2023 advise 5)"
@@ -54,35 +54,35 @@ class FiniteScalarQuantizer(Quantizer):
         return f"{super().summary()}, levels {','.join(map(str, self._levels.tolist()))}"
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        bounded = self._bounded(rows)
-        digits = self._digits(bounded.detach())
-        return straight_through(self._entries(digits), bounded / (self._levels // 2)), self._code(digits), {}
+        bounded = self._bound(rows)
+        digits = self._to_digits(bounded.detach())
+        return straight_through(self._to_entries(digits), bounded / (self._levels // 2)), self._to_codes(digits), {}
 
     def _choose(self, rows: Tensor) -> Tensor:
-        return self._code(self._digits(self._bounded(rows)))
+        return self._to_codes(self._to_digits(self._bound(rows)))
 
     def _look_up(self, codes: Tensor) -> Tensor:
-        return self._entries(codes[..., None] // self._place_values % self._levels)
+        return self._to_entries(codes[..., None] // self._place_values % self._levels)
 
-    def _bounded(self, rows: Tensor) -> Tensor:
+    def _bound(self, rows: Tensor) -> Tensor:
         """Channels in units of a level, 0 for level L // 2."""
         half_range = (self._levels - 1) * (1 + _MARGIN) / 2
         offset = (self._levels % 2 == 0) / 2  # an even number of levels has no middle one
         return torch.tanh(rows + torch.atanh(offset / half_range)) * half_range - offset
 
-    def _digits(self, bounded: Tensor) -> Tensor:
+    def _to_digits(self, bounded: Tensor) -> Tensor:
         # nan_to_num, because NaN would become an index out of bounds.
         return (bounded.nan_to_num().round().long() + self._levels // 2).clamp(min=0).minimum(self._levels - 1)
 
-    def _code(self, digits: Tensor) -> Tensor:
+    def _to_codes(self, digits: Tensor) -> Tensor:
         return (digits * self._place_values).sum(-1)
 
-    def _entries(self, digits: Tensor) -> Tensor:
+    def _to_entries(self, digits: Tensor) -> Tensor:
         half_width = self._levels // 2
         return (digits - half_width).float() / half_width
 
 
-def _levels_of(codebook_size: int) -> tuple[int, ...]:
+def _published_levels(codebook_size: int) -> tuple[int, ...]:
     """The published levels for a codebook of about this size.
 
     Raises:

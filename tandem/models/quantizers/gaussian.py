@@ -16,7 +16,7 @@ from .base import Bottleneck, Quantized
 if TYPE_CHECKING:
     from tandem.config.models.autoencoders import VQGANConfig
 
-_DECAY = 0.99  # per update, of the averages from which the scale of the latents follows
+_DECAY = 0.99  # per update, of the averages that give the scale of the latents
 _LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE = -30.0, 20.0  # as in latent diffusion
 
 
@@ -34,8 +34,8 @@ class DiagonalGaussian(Bottleneck):
     """Latents z ~ N(mean, variance), channel by channel; z (b, 2 dim, ...) holds means, then log variances.
 
     Loss: ``kl`` is KL(N(mean, variance) || N(0, 1)) in nats per latent: summed over the channels, a mean over batch and
-    places. While it learns, it follows the mean and the mean square of the latents that the decoder gets, over the
-    whole batch of each update, with a moving average: `scale_of` them is that of a generator's latents.
+    positions. In training it keeps moving averages of the mean and the mean square, over the whole batch of each
+    update, of the latents that the decoder gets. `scale_of` computes the scale of a generator's latents from them.
     """
 
     loss_names: ClassVar[tuple[str, ...]] = ("kl",)
@@ -86,5 +86,5 @@ class DiagonalGaussian(Bottleneck):
             return
         total = self.all_reduce(torch.stack(self._sums).sum(0))
         self._sums = []
-        moved = self.moments.lerp((total / total[0]).float(), 1 - _DECAY)
-        self.moments.copy_(moved if skipped is None else torch.where(skipped, self.moments, moved))
+        averages = self.moments.lerp((total / total[0]).float(), 1 - _DECAY)
+        self.moments.copy_(averages if skipped is None else torch.where(skipped, self.moments, averages))

@@ -56,7 +56,7 @@ class IndexBackpropQuantizer(Quantizer):
         super().__init__(config.codebook_size, config.codebook_dim, entropy.mean)
         self.codebook, self._entropy = TrainedCodebook(self.num_codes, self.dim), entropy
 
-    def _observe(self, rows: Tensor) -> None:
+    def _accumulate_stats(self, rows: Tensor) -> None:
         self._entropy.observe(self.codebook(rows))
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -64,11 +64,12 @@ class IndexBackpropQuantizer(Quantizer):
         codes = logits.detach().argmax(1)
         entries = self.codebook(codes)
         mixture = self.codebook(logits.softmax(1), mix=True)
-        chosen = entries + (mixture - mixture.detach())
+        quantized = entries + (mixture - mixture.detach())
         # Keep this order: the gradients of rows are added in it, so another order would round differently.
-        commitment = F.mse_loss(chosen, rows) + F.mse_loss(rows, entries.detach())
+        commitment = F.mse_loss(quantized, rows) + F.mse_loss(rows, entries.detach())
         commitment = commitment + _BETA * F.mse_loss(entries, rows.detach())
-        return chosen, codes, {"commitment": commitment, "entropy": self._entropy(logits, self._all_reduce_of_forward)}
+        entropy = self._entropy(logits, self._all_reduce_of_forward)
+        return quantized, codes, {"commitment": commitment, "entropy": entropy}
 
     def _choose(self, rows: Tensor) -> Tensor:
         return self.codebook(rows).argmax(1)

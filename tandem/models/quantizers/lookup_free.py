@@ -44,7 +44,7 @@ class LookupFreeQuantizer(Quantizer):
         """Absolute value of each channel of an entry."""
         return 1.0
 
-    def _observe(self, rows: Tensor) -> None:
+    def _accumulate_stats(self, rows: Tensor) -> None:
         self._entropy.observe(rows)
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -92,7 +92,7 @@ def exact_log2(codebook_size: int) -> int:
         ValueError: the size is no power of two, or less than 2.
     """
     if codebook_size < 2 or codebook_size & (codebook_size - 1):
-        use = 1 << max(codebook_size, 2).bit_length() - 1
+        smaller = 1 << max(codebook_size, 2).bit_length() - 1
         problem = f"codebook_size {codebook_size} is no power of two, and d signs make 2^d codes"
-        raise ValueError(f"{problem}; use {use} or {2 * use}")
+        raise ValueError(f"{problem}; use {smaller} or {2 * smaller}")
     return codebook_size.bit_length() - 1

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SMOOTHING = 1e-5  # Laplace smoothing of the counts
 # Pairs of a vector and an entry that are compared at a time: 256 MiB of distances.
 _PAIRS_AT_ONCE = 2**26
-_LEAST_LENGTH = 1e-6  # of a vector: bounds what its gradient is multiplied by
+_LEAST_LENGTH = 1e-6  # of a vector: bounds the factor of its gradient
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = 0x45D9F3B  # odd and below 2^31: its product with 32 bits fits an int64
 
@@ -35,7 +35,7 @@ class VectorQuantizer(Quantizer):
 
     The codebook starts from k-means of the first batch, and a dead entry becomes a vector of the batch, drawn by
     (seed, step, k): Zeghidour et al. 2021, "SoundStream", section III-C.
-    With `vq_gradient` "rotation" the gradient reaches the vectors as `rotated` says, instead of straight through.
+    With `vq_gradient` "rotation" the gradient reaches the vectors through `rotated`, instead of straight through.
     With `vq_cosine` the nearest entry is that of the smallest angle: vectors and entries are scaled to length 1.
 
     Raises:
@@ -61,16 +61,16 @@ class VectorQuantizer(Quantizer):
         self.register_buffer("code_counts", torch.ones(self.num_codes))
         self.register_buffer("code_sums", codebook.clone())
         self.register_buffer("initialized", torch.tensor(False))
-        self._known_initialized = False
-        self._observed: list[Tensor] = []
+        self._is_initialized = False
+        self._first_vectors: list[Tensor] = []
         self._vectors: list[Tensor] = []
         self._codes: list[Tensor] = []
 
     @property
     def is_initialized(self) -> bool:
         """Whether the codebook has its first entries. Until then, each call waits for the device."""
-        self._known_initialized = self._known_initialized or bool(self.initialized)
-        return self._known_initialized
+        self._is_initialized = self._is_initialized or bool(self.initialized)
+        return self._is_initialized
 
     @property
     def needs_observation(self) -> bool:
@@ -78,13 +78,13 @@ class VectorQuantizer(Quantizer):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._known_initialized = False  # the loaded codebook may have no entries yet
+        self._is_initialized = False  # the loaded codebook may have no entries yet
 
     @torch.no_grad()
     def pool(self) -> None:
-        if self._observed:
-            self._initialize(torch.cat(self._observed))
-        self._observed = []
+        if self._first_vectors:
+            self._initialize(torch.cat(self._first_vectors))
+        self._first_vectors = []
 
     @torch.no_grad()
     def after_update(self, step: int, seed: int, skipped: Tensor | None = None) -> None:
@@ -104,23 +104,23 @@ class VectorQuantizer(Quantizer):
         total = counts.sum()
         smoothed = (counts + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
         codebook = self._project(sums / smoothed[:, None])
-        usual = counts.mean()  # dead entries are replaced by candidates, with the mean count
-        is_dead = counts < self.revive_below * usual
+        mean_count = counts.mean()  # dead entries are replaced by candidates, with the mean count
+        is_dead = counts < self.revive_below * mean_count
         codebook = torch.where(is_dead[:, None], candidates, codebook)
-        counts = torch.where(is_dead, usual, counts)
-        sums = torch.where(is_dead[:, None], candidates * usual, sums)
+        counts = torch.where(is_dead, mean_count, counts)
+        sums = torch.where(is_dead[:, None], candidates * mean_count, sums)
         for old, new in ((self.codebook, codebook), (self.code_counts, counts), (self.code_sums, sums)):
             old.copy_(new if skipped is None else torch.where(skipped, old, new))
 
     def _candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
         """For each entry a vector drawn from the whole batch, (K, d) fp64; zeros where another process holds it."""
-        drawn = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
-        local = drawn - self.rank * len(vectors)
-        is_here = (local >= 0) & (local < len(vectors))
-        return torch.where(is_here[:, None], vectors[local.clamp(0, len(vectors) - 1)].to(widest(vectors.device)), 0.0)
+        indices = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
+        rows = indices - self.rank * len(vectors)
+        is_local = (rows >= 0) & (rows < len(vectors))
+        return torch.where(is_local[:, None], vectors[rows.clamp(0, len(vectors) - 1)].to(widest(vectors.device)), 0.0)
 
-    def _observe(self, rows: Tensor) -> None:
-        self._observed.append(rows)
+    def _accumulate_stats(self, rows: Tensor) -> None:
+        self._first_vectors.append(rows)
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         if self.is_learning and not self.is_initialized:
@@ -130,8 +130,8 @@ class VectorQuantizer(Quantizer):
             self._vectors.append(rows.detach())
             self._codes.append(codes)
         entries = self._look_up(codes)
-        carrier = rotated(rows, entries) if self.rotates else rows
-        return straight_through(entries, carrier), codes, {"commitment": F.mse_loss(rows, entries)}
+        gradient_source = rotated(rows, entries) if self.rotates else rows
+        return straight_through(entries, gradient_source), codes, {"commitment": F.mse_loss(rows, entries)}
 
     def _choose(self, rows: Tensor) -> Tensor:
         return nearest(rows, self.codebook)
@@ -166,9 +166,9 @@ def rotated(rows: Tensor, entries: Tensor) -> Tensor:
         |q| / |e| (I - 2 r r^T + 2 q1 e1^T) e    with e1 = e / |e|, q1 = q / |q|, r = (e1 + q1) / |e1 + q1|
     """
     with torch.no_grad():
-        lengths, of_entries = (each.norm(dim=1, keepdim=True) for each in (rows, entries))
+        row_norms, entry_norms = (vectors.norm(dim=1, keepdim=True) for vectors in (rows, entries))
         e1, q1 = F.normalize(rows, dim=1), F.normalize(entries, dim=1)
-        r, scale = F.normalize(e1 + q1, dim=1), of_entries / lengths.clamp_min(_LEAST_LENGTH)
+        r, scale = F.normalize(e1 + q1, dim=1), entry_norms / row_norms.clamp_min(_LEAST_LENGTH)
     along_r, along_e1 = ((rows * axis).sum(1, keepdim=True) for axis in (r, e1))
     return scale * (rows - 2 * along_r * r + 2 * along_e1 * q1)
 
@@ -176,9 +176,9 @@ def rotated(rows: Tensor, entries: Tensor) -> Tensor:
 def nearest(vectors: Tensor, entries: Tensor) -> Tensor:
     """Vectors (n, d) and entries (K, d) -> codes (n,) int64: the entry with the smallest Euclidean distance."""
     half_squares = entries.square().sum(1) / 2
-    rows = max(_PAIRS_AT_ONCE // len(entries), 1)
+    chunk_size = max(_PAIRS_AT_ONCE // len(entries), 1)
     # |v - e|^2 / 2 = |e|^2 / 2 - <v, e> + a term without e
-    return torch.cat([(half_squares - part @ entries.T).argmin(1) for part in vectors.split(rows)])
+    return torch.cat([(half_squares - chunk @ entries.T).argmin(1) for chunk in vectors.split(chunk_size)])
 
 
 def kmeans(
@@ -195,8 +195,8 @@ def kmeans(
         vectors stays where it is.
     """
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(len(vectors), generator=generator).to(vectors.device)
-    centres = vectors[chosen[torch.arange(num_clusters, device=vectors.device) % len(vectors)]]
+    start_indices = torch.randperm(len(vectors), generator=generator).to(vectors.device)
+    centres = vectors[start_indices[torch.arange(num_clusters, device=vectors.device) % len(vectors)]]
     for _ in range(iterations):
         counts, sums = sums_by_code(vectors, nearest(vectors, centres), num_clusters)
         means = normalize((sums / counts.clamp_min(1)[:, None]).float())

@@ -16,8 +16,8 @@ from .causal import Context, RMSNorm
 
 _MEMORIES = 4  # learned keys and values of each head, visible to every query
 
-# What comes from earlier frames is multiplied by a learned gain, `past_gain`, in every layer here that looks back. It
-# starts as 1. Images do not train it, nor what reads those frames; with 0 a layer treats each frame like an image.
+# In every layer here that looks back, a learned gain, `past_gain`, multiplies what comes from earlier frames. It starts
+# as 1. Images train neither it nor the weights that read those frames; with 0 a layer treats each frame like an image.
 
 
 class PixelFeedForward(nn.Module):
@@ -69,8 +69,8 @@ class MemoryAttention(nn.Module):
         k, v = torch.cat([memory, kv], dim=3)
         with sdpa_kernel(SDPA_KERNELS):
             if self.is_causal:
-                seen = self._visible(q.shape[2], kv.shape[3], q.device)
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+                mask = self._visible(q.shape[2], kv.shape[3], q.device)
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
                 out = torch.lerp(
                     self._own(q, *qkv[1:], *memory[:, 0]), out, self.past_gain.to(out.dtype)[:, None, None]
                 )
@@ -82,26 +82,26 @@ class MemoryAttention(nn.Module):
         past = context.past(self.stream_name)
         if past is not None:
             kv = torch.cat([past, kv], dim=3)
-        keys = kv.shape[3]
-        most = keys if self.window is None else min(self.window - 1, keys)
-        context.keep(self.stream_name, kv[:, :, :, keys - most :])
+        num_keys = kv.shape[3]
+        num_past = num_keys if self.window is None else min(self.window - 1, num_keys)
+        context.keep(self.stream_name, kv[:, :, :, num_keys - num_past :])
         return kv
 
     @staticmethod
     def _own(q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor) -> Tensor:
-        """What the queries (n, heads, t, d) read of the memories (heads, memories, d) and of their own tokens' keys and
-        values, shaped as they are, alone."""
-        q = q / math.sqrt(q.shape[-1])  # first: a product of half precision may not hold what it gives
+        """Attention of each query to the memories (heads, memories, d) and its own token; q, k, v (n, heads, t, d)."""
+        q = q / math.sqrt(q.shape[-1])  # before the products, which could overflow in half precision
         scores = torch.cat([q @ memory_k.mT, (q * k).sum(dim=-1, keepdim=True)], dim=-1)
-        of_memory, of_own = scores.softmax(dim=-1).to(v.dtype).split([_MEMORIES, 1], dim=-1)
-        return torch.addcmul(of_memory @ memory_v, of_own, v)
+        memory_weights, own_weight = scores.softmax(dim=-1).to(v.dtype).split([_MEMORIES, 1], dim=-1)
+        return torch.addcmul(memory_weights @ memory_v, own_weight, v)
 
-    def _visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
+    def _visible(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """Which memories and keys a query sees: bool (queries, memories and keys). The last query is that of the last
         key."""
-        age = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-        seen = (age >= 0) & (age < (keys if self.window is None else self.window))
-        return F.pad(seen, (_MEMORIES, 0), value=True)
+        positions = torch.arange(num_keys, device=device)
+        age = positions[num_keys - num_queries :, None] - positions
+        is_visible = (age >= 0) & (age < (num_keys if self.window is None else self.window))
+        return F.pad(is_visible, (_MEMORIES, 0), value=True)
 
 
 class TaylorAttention(nn.Module):
@@ -140,13 +140,13 @@ class TokenShift(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         channels = len(self.past_gain)
-        here, shifted = x.split([x.shape[1] - channels, channels], dim=1)
+        unshifted, shifted = x.split([x.shape[1] - channels, channels], dim=1)
         past = context.past(self.stream_name)
         if past is None:
             past = torch.zeros_like(shifted[:, :, :1])
         context.keep(self.stream_name, shifted[:, :, -1:])
-        before = torch.cat([past, shifted[:, :, :-1]], dim=2)
-        return torch.cat([here, before * self.past_gain.to(x.dtype)[:, None, None, None]], dim=1)
+        previous = torch.cat([past, shifted[:, :, :-1]], dim=2)
+        return torch.cat([unshifted, previous * self.past_gain.to(x.dtype)[:, None, None, None]], dim=1)
 
 
 class Attend(nn.Module):
@@ -190,14 +190,14 @@ class GateLoop(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         q, v, a = self.to_qva(self.norm(x)).chunk(3, dim=1)
         values, decays = at_least_fp32(v), torch.sigmoid(at_least_fp32(a))
-        past, left = context.past(self.stream_name), []
+        past, decayed_states = context.past(self.stream_name), []
         state = torch.zeros_like(values[:, :, 0]) if past is None else past
         for frame in range(x.shape[2]):
-            left.append(decays[:, :, frame] * state)
-            state = left[-1] + values[:, :, frame]
+            decayed_states.append(decays[:, :, frame] * state)
+            state = decayed_states[-1] + values[:, :, frame]
         context.keep(self.stream_name, state)
         gain = self.past_gain.to(values.dtype)[:, None, None, None]
-        return x + q * (values + gain * torch.stack(left, dim=2)).to(q.dtype)
+        return x + q * (values + gain * torch.stack(decayed_states, dim=2)).to(q.dtype)
 
 
 class AdaptiveNorm(nn.Module):

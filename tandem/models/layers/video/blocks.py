@@ -83,9 +83,9 @@ def check_frames(frames: int, per_code: int) -> None:
     """Raise a ValueError of one line unless ``frames`` is 1 + ``per_code`` x n."""
     if frames < 1 or (frames - 1) % per_code:
         below = max(frames - 1, 0) // per_code * per_code + 1
-        use = f"use {below} or {below + per_code}"
+        hint = f"use {below} or {below + per_code}"
         raise ValueError(
-            f"num_frames: {frames} frames must be 1 + {per_code} n, as {per_code} frames share a code; {use}"
+            f"num_frames: {frames} frames must be 1 + {per_code} n, as {per_code} frames share a code; {hint}"
         )
 
 
@@ -93,8 +93,8 @@ def check_side(name: str, pixels: int, per_code: int) -> None:
     """Raise a ValueError of one line unless ``pixels``, a height or width, is a multiple of ``per_code``."""
     if pixels < per_code or pixels % per_code:
         below = max(pixels // per_code, 1) * per_code
-        use = f"use {below} or {below + per_code}"
-        raise ValueError(f"{name} {pixels} must be a multiple of {per_code}, the side of a code in pixels; {use}")
+        hint = f"use {below} or {below + per_code}"
+        raise ValueError(f"{name} {pixels} must be a multiple of {per_code}, the side of a code in pixels; {hint}")
 
 
 def check_options(config: VideoTokenizerConfig) -> None:
@@ -109,8 +109,8 @@ def check_options(config: VideoTokenizerConfig) -> None:
     side = config.image_size // size
     for name in ("input_kernel", "output_kernel"):
         if config.pad_mode == "reflect" and (kernel := getattr(config, name)) // 2 >= side:
-            at = f"pad_mode reflect at {side} x {side}"
-            raise ValueError(f"{name} {kernel} is too large for {at}; lower it, or use pad_mode constant")
+            setting = f"pad_mode reflect at {side} x {side}"
+            raise ValueError(f"{name} {kernel} is too large for {setting}; lower it, or use pad_mode constant")
     for name, value, least in (
         ("init_dim", config.init_dim, 1), ("max_dim", config.max_dim, 1), ("time_window", config.time_window, 0),
     ):  # fmt: skip
@@ -122,8 +122,8 @@ def check_videos(videos: Tensor, channels: int, multiple: int) -> None:
     """Raise a ValueError of one line unless videos (b, c, f, h, w) or images (b, c, h, w) are floating-point numbers of
     these channels, in sides that are multiples of this one."""
     if videos.shape[1] != channels or not videos.is_floating_point():
-        found = f"{videos.dtype} videos of shape {tuple(videos.shape)}"
-        raise ValueError(f"{found}: give floating-point numbers (b, {channels}, frames, height, width)")
+        actual = f"{videos.dtype} videos of shape {tuple(videos.shape)}"
+        raise ValueError(f"{actual}: give floating-point numbers (b, {channels}, frames, height, width)")
     for name, side in zip(("height", "width"), videos.shape[-2:], strict=True):
         check_side(name, side, multiple)
 
@@ -137,21 +137,21 @@ def make_layers(config: VideoTokenizerConfig, dim_latent: int) -> tuple[list[nn.
     names = [layer.name for layer in layers]
     for index, (name, number) in enumerate(layers):
         if name.startswith("compress_"):
-            wide = min(number or 2 * dim, config.max_dim or number or 2 * dim)
+            dim_out = min(number or 2 * dim, config.max_dim or number or 2 * dim)
             kernel, stride = ((1, 3, 3), (1, 2, 2)) if name == "compress_space" else ((3, 1, 1), (2, 1, 1))
-            encoder.append(CausalConv3d(dim, wide, kernel, stride=stride))
-            decoder.append(SpaceUp(wide, dim) if name == "compress_space" else TimeUp(wide, dim))
-            dim = wide
+            encoder.append(CausalConv3d(dim, dim_out, kernel, stride=stride))
+            decoder.append(SpaceUp(dim_out, dim) if name == "compress_space" else TimeUp(dim_out, dim))
+            dim = dim_out
         elif name == "adaptive":  # in the decoder alone
-            frames, pixels = (2 ** names[index:].count(f"compress_{way}") for way in ("time", "space"))
+            frames, pixels = (2 ** names[index:].count(f"compress_{axis}") for axis in ("time", "space"))
             decoder.append(AdaptiveNorm(dim, dim_latent, frames, pixels))
         else:
-            encoder += [_layer(name, dim, config) for _ in range(number or 1)]
-            decoder += [_layer(name, dim, config) for _ in range(number or 1)]
+            encoder += [_make_layer(name, dim, config) for _ in range(number or 1)]
+            decoder += [_make_layer(name, dim, config) for _ in range(number or 1)]
     return encoder, decoder[::-1], dim
 
 
-def _layer(name: str, dim: int, config: VideoTokenizerConfig) -> nn.Module:
+def _make_layer(name: str, dim: int, config: VideoTokenizerConfig) -> nn.Module:
     """A layer that keeps the size of its input."""
     if "residual" in name:
         side = config.residual_kernel

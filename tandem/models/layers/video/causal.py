@@ -1,7 +1,7 @@
 """Causal convolutions, resampling and residual units of videos (b, c, f, h, w), for whole clips and for streams.
 
-What looks at other frames is called as ``layer(x, context)``. A clip is given at once, or as chunks in order; then the
-context carries what a layer has to remember of earlier chunks, and the results are those of the whole clip.
+A layer that looks at other frames is called as ``layer(x, context)``, with a whole clip or with its chunks in order. In
+the latter case the context holds what a layer remembers of earlier chunks, and the outputs are those of the whole clip.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _EPSILON = 1e-6  # added to a mean square
 
 
 class Context(NamedTuple):
-    """What a layer is given beside its input. A tuple, because DeepSpeed's hooks look for tensors only in tuples, lists
-    and dicts."""
+    """The second input of a layer. A tuple, because DeepSpeed's hooks look for tensors only in tuples, lists and
+    dicts."""
 
     latents: Tensor | None = None
     """(b, d, f', h', w'), the quantized latents from which the decoder reconstructs this chunk."""
     is_start: bool = True
     """Whether the first frame of the input is the first one of the clip."""
     kept: dict[str, Tensor] | None = None
-    """What layers keep for the next chunk, by name; None if there is none."""
+    """Tensors that layers keep for the next chunk, by the layer's name; None if there is no next chunk."""
 
     def past(self, name: str) -> Tensor | None:
-        """What a layer kept of the chunk before, None at the start."""
+        """The tensor that a layer kept of the chunk before, None at the start."""
         if self.is_start:
             return None
         assert self.kept is not None
@@ -47,15 +47,15 @@ class Context(NamedTuple):
 
 @dataclass
 class StreamState:
-    """What a stream of frames or codes carries from one call to the next, empty at its start: tensors and numbers,
-    so it can be pickled and continued elsewhere, and several streams can go through one model in turn.
+    """The state of a stream of frames or codes between two calls, empty at its start. It holds tensors and numbers, so
+    it can be pickled and continued elsewhere, and one model can serve several streams in turn.
 
-    Its size does not depend on how many frames went through, with one exception: layers that attend to all earlier
-    frames keep their keys and values.
+    Its size does not grow with the number of frames, with one exception: layers that attend to all earlier frames keep
+    their keys and values.
     """
 
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """What each layer keeps, by its name."""
+    """The tensor that each layer keeps, by the layer's name."""
     pending: Tensor | None = None
     """(b, c, f, h, w), given but not yet used: fewer frames than a chunk has."""
     used: int = 0
@@ -109,10 +109,10 @@ class CausalConv3d(nn.Conv3d):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # type: ignore[override]
         """(b, i, f, h, w) -> (b, o, f', h', w')."""
-        past = context.past(self.stream_name) if self._frames_kept else None
+        past = context.past(self.stream_name) if self._num_past_frames else None
         padded = self._pad_time(x) if past is None else torch.cat([past, x], dim=2)
-        if self._frames_kept:
-            context.keep(self.stream_name, padded[:, :, -self._frames_kept :])
+        if self._num_past_frames:
+            context.keep(self.stream_name, padded[:, :, -self._num_past_frames :])
         if context.is_start and x.shape[2] == 1:
             return self._conv_forward(x, self.weight[:, :, -1:], self.bias)
         return self._conv_forward(padded, self.weight, self.bias)
@@ -131,7 +131,7 @@ class CausalConv3d(nn.Conv3d):
         return F.conv3d(self._pad_space(input), weight, bias, self.stride)
 
     @property
-    def _frames_kept(self) -> int:
+    def _num_past_frames(self) -> int:
         return self.kernel_size[0] - self.stride[0]
 
     def _pad_space(self, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def pad_space(x: Tensor, height: int, width: int, mode: str) -> Tensor:
             before, after = x.narrow(dim, 1, count).flip(dim), x.narrow(dim, length - 1 - count, count).flip(dim)
         else:
             shape = [count if axis == dim else -1 for axis in range(x.ndim)]
-            before, after = (x.narrow(dim, at, 1).expand(shape) for at in (0, length - 1))
+            before, after = (x.narrow(dim, index, 1).expand(shape) for index in (0, length - 1))
         x = torch.cat([before, x, after], dim)
     return x
 
@@ -165,7 +165,7 @@ class SpaceUp(nn.Module):
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()
-        self.expand = _equal_parts(fan_in, fan_out, 4)
+        self.expand = _replicating_conv(fan_in, fan_out, 4)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(b, i, f, h, w) -> (b, o, f, 2 h, 2 w)."""
@@ -178,7 +178,7 @@ class TimeUp(nn.Module):
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()
-        self.expand = _equal_parts(fan_in, fan_out, 2)
+        self.expand = _replicating_conv(fan_in, fan_out, 2)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(b, i, 1 + n, h, w) -> (b, o, 1 + 2 n, h, w); a chunk that is not the first: n frames -> 2 n."""
@@ -186,19 +186,19 @@ class TimeUp(nn.Module):
         return frames[:, :, 1:] if context.is_start else frames
 
     def repeat_frames(self) -> None:
-        """Make both frames that a frame becomes equal to the second, which alone is trained on images."""
-        for part in self.expand.parameters():
-            first, second = part.data.view(-1, 2, *part.shape[1:]).unbind(1)
+        """Copy the weights of the second of the two frames to the first: images train only the second."""
+        for parameter in self.expand.parameters():
+            first, second = parameter.data.view(-1, 2, *parameter.shape[1:]).unbind(1)
             first.copy_(second)
 
 
-def _equal_parts(fan_in: int, fan_out: int, parts: int) -> nn.Conv3d:
+def _replicating_conv(fan_in: int, fan_out: int, copies: int) -> nn.Conv3d:
     """A 1 x 1 convolution to ``parts`` times fan_out channels, in which the parts of a channel start equal."""
-    conv = nn.Conv3d(fan_in, parts * fan_out, 1)
-    first = torch.empty(fan_out, *conv.weight.shape[1:])
-    nn.init.kaiming_uniform_(first)
+    conv = nn.Conv3d(fan_in, copies * fan_out, 1)
+    filters = torch.empty(fan_out, *conv.weight.shape[1:])
+    nn.init.kaiming_uniform_(filters)
     with torch.no_grad():
-        conv.weight.copy_(first.repeat_interleave(parts, dim=0))
+        conv.weight.copy_(filters.repeat_interleave(copies, dim=0))
     nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
     return conv
 
@@ -214,16 +214,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(b, c, ...) -> the same shape and dtype; the mean is computed in fp32 or fp64."""
         gain = self.gain.view(-1, *[1] * (x.dim() - 2))
-        # The view adds the two gradients of y before x gets them. Otherwise a third one, of what else uses x, would be
-        # added before, between or after them, depending on whether hooks at this module's border (ZeRO 3) part them.
+        # The view adds the two gradients of y before they reach x. Otherwise a third one, from another use of x, would
+        # be added before, between or after them, depending on hooks at this module's border (ZeRO 3).
         y = at_least_fp32(x).view_as(x)
         return (y * (y.square().mean(dim=1, keepdim=True) + _EPSILON).rsqrt() * gain).to(x.dtype)
 
 
 class SqueezeExcite(nn.Module):
     """Channels of each frame times a gate in (0, 2) (Hu et al. 2018, "Squeeze-and-excitation networks"), computed from
-    an attention-weighted mean over the frame (Cao et al. 2020, "Global context networks"). The gate starts as 1: at the
-    sigmoid's far end it would take far too long to open."""
+    an attention-weighted mean over the frame (Cao et al. 2020, "Global context networks"). The gate is twice a sigmoid,
+    so that it starts as 1; a saturated sigmoid has almost no gradient."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
