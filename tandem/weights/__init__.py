@@ -1,1 +1,1 @@
-"""Trained models by whatever name a user gives them; formats of other packages; the Hugging Face Hub."""
+"""Loading and publishing trained models: run folders, formats of other packages, the Hugging Face Hub."""

@@ -1,7 +1,7 @@
 """The model card of a run: README.md of a model on the Hugging Face Hub, a text that a person completes.
 
-The card is public, so it says nothing about the machine: of the configuration it shows numbers, switches and words that
-the parser knows, but no text that a user typed, which may be a path, a key or a name. The format of the front matter:
+The card is public, so it says nothing about the machine. From the configuration it takes numbers, switches and choices
+of the parser, but no text that a user typed, which may be a path, a key or a name. The format of the front matter:
 https://huggingface.co/docs/hub/model-cards.
 """
 
@@ -25,12 +25,12 @@ CARD, PICTURE = "README.md", "sample.png"
 _NUMBERS = re.compile(r"[0-9][0-9eE.,+-]*")
 _DEMONSTRATION = re.compile(r"demo:[a-z]+(:[0-9]+)?")
 _PATH_SIGNS = re.compile(r"[/\\~$]")
-_NOT_SHOWN = {*FAULTS, "grad_norm"}
+_HIDDEN = {*FAULTS, "grad_norm"}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a card says about every model of a class.
+    """The texts of the card that are the same for every model of a class.
 
     Args:
         what: "a discrete VAE, which ...": continues "This is".
@@ -96,12 +96,12 @@ def model_card(
         f"---\n# license: to be chosen by the author, such as mit or cc-by-4.0\nlibrary_name: tandem\ntags:\n{tags}---",
         f"# {name.split('/')[-1]}\n\nThis is {kind.what}. Its weights are {weights}.",
         f"![A sample of the training run]({PICTURE})" if has_picture else "",
-        _use(name, model, kind, version),
+        _usage_section(name, model, kind, version),
     ]
     if run:
         metrics = MetricsFile(run / "metrics.jsonl")
         metrics.read()
-        sections += [_training(kind, settings, metrics), _metrics(metrics), _environment(last_start(run))]
+        sections += [_training(kind, settings, metrics), _metrics_table(metrics), _environment(last_start(run))]
     sections.append("## License\n\nThe author has not said yet under which license this model may be used.")
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -109,13 +109,13 @@ def model_card(
 def public_settings(
     parser: argparse.ArgumentParser, settings: Mapping[str, Any], model_arguments: Collection[str]
 ) -> dict[str, Any]:
-    """The settings of a run that a stranger may read: numbers, switches, choices, demonstrations, and what describes
-    the model."""
+    """The settings of a run that may be published: numbers, switches, choices, demonstrations, and arguments of the
+    model."""
     choices = {action.dest: action.choices or () for action in parser._actions}
 
     def is_public(name: str, value: Any) -> bool:
         if isinstance(value, (list, tuple)):
-            return all(is_public(name, each) for each in value)
+            return all(is_public(name, element) for element in value)
         if not isinstance(value, str):
             return isinstance(value, (bool, int, float))
         if value in choices.get(name, ()) or _NUMBERS.fullmatch(value) or _DEMONSTRATION.fullmatch(value):
@@ -130,7 +130,7 @@ def newest_picture(run: Path) -> Path | None:
     return max((run / "samples").glob("step_*.png"), default=None)
 
 
-def _use(name: str, model: str, kind: Kind, version: str) -> str:
+def _usage_section(name: str, model: str, kind: Kind, version: str) -> str:
     return f"""## Use
 
 The model is a folder of `model.safetensors` and `config.json`, written by the Python package `tandem-training`
@@ -163,13 +163,13 @@ def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> 
     )
     if (samples := metrics.clock["samples"].as_json()["last"]) and (epoch := metrics.clock["epoch"].as_json()["last"]):
         text += f" The run saw {samples[0]:,} samples in {counted(samples[1], 'update')} ({epoch[0]:.3g} epochs)."
-    where = "" if demonstration else f" --{flag} DIR"
+    data_option = "" if demonstration else f" --{flag} DIR"
     block = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=1000).rstrip()
     return f"""## Training
 
 {text} With the configuration below in `config.yaml`, this command trains such a model:
 
-    {installed_command(kind.script)} --config config.yaml{where} --output_dir runs/new
+    {installed_command(kind.script)} --config config.yaml{data_option} --output_dir runs/new
 
 <details><summary>Configuration</summary>
 
@@ -180,27 +180,27 @@ def _training(kind: Kind, settings: Mapping[str, Any], metrics: MetricsFile) -> 
 </details>"""
 
 
-def _metrics(metrics: MetricsFile) -> str:
-    """A table of the metrics of the validation, of those of the training where there was none; "" without any."""
+def _metrics_table(metrics: MetricsFile) -> str:
+    """A table of the metrics of the validation, or without one of the training; "" without any."""
     curves = {
         name: curve.as_json() for name, curve in metrics.curves.items()
-        if name not in {*_NOT_SHOWN, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)
+        if name not in {*_HIDDEN, *COSTS} and not name.startswith("lr") and re.fullmatch(r"[\w/.@-]+", name)
     }  # fmt: skip
-    shown = [name for name in curves if name.startswith(("valid/", "valid_whole/"))] or list(curves)
+    names = [name for name in curves if name.startswith(("valid/", "valid_whole/"))] or list(curves)
     rows = []
-    for name in shown:
+    for name in names:
         if last := curves[name]["last"]:
             best = curves[name][better(name)] if better(name) else None
             rows.append(f"| {name} | {last[0]:.5g} " + (f"| {best[0]:.5g} | {best[1]} |" if best else "| | |"))
-    head = "## Metrics\n\n| metric | last | best | update of the best |\n|---|---|---|---|\n"
-    return head + "\n".join(rows) if rows else ""
+    header = "## Metrics\n\n| metric | last | best | update of the best |\n|---|---|---|---|\n"
+    return header + "\n".join(rows) if rows else ""
 
 
 def _environment(start: Mapping[str, Any]) -> str:
-    """What is told about the last start of the run, if it is known: no host, no path and no command."""
+    """The section about the last start of the run, "" if it is not known; without hosts, paths and commands."""
     facts: dict[str, Any] = {}
-    if where := place(start):
-        facts["processes"] = f"{where}, {start.get('precision')}"
+    if machine := place(start):
+        facts["processes"] = f"{machine}, {start.get('precision')}"
     packages = start.get("packages")
     facts |= {"Python": start.get("python"), **(packages if isinstance(packages, dict) else {})}
     if isinstance(commit := start.get("git_commit"), str):

@@ -1,7 +1,7 @@
-"""Models on the Hugging Face Hub: which names mean one, how one gets into the local cache, and how one is uploaded.
+"""Models on the Hugging Face Hub: their names, the download into the local cache, and the upload.
 
 A model there is a model folder, or one of diffusers. Only its safetensors and JSON files are downloaded, into the cache
-of the library huggingface_hub (HF_HOME), and they are read like those of a stranger's folder: nothing of them is run.
+of the library huggingface_hub (HF_HOME), and they are read like untrusted files: nothing of them is run.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _FILES = (
     "discriminator/model.safetensors", "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model-*-of-*.safetensors",
 )  # fmt: skip
-# A path that ends so is meant to be a file, and one that is missing is no reason to ask the Hub.
+# A path that ends so means a file, so the Hub is not asked for one that is missing.
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".yaml")
 
-_folders: dict[str, Path] = {}  # of the names that this process has asked for
+_folders: dict[str, Path] = {}  # by name, of the models that this process has downloaded
 
 
 def split(name: str) -> tuple[str, str | None] | None:
     """USER/NAME and the revision of USER/NAME@REVISION, None without one; None for what is no name on the Hub."""
-    found = _NAME.fullmatch(name)
-    if found is None or len(found[1]) > LONGEST_NAME or found[1].endswith(_ENDINGS) or ".." in name:
+    match = _NAME.fullmatch(name)
+    if match is None or len(match[1]) > LONGEST_NAME or match[1].endswith(_ENDINGS) or ".." in name:
         return None
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def is_on_hub(name: str) -> bool:
@@ -59,7 +59,7 @@ def local(path: Path) -> Path:
 
 
 def use(name: str, folder: Path) -> None:
-    """Let `local` answer with this folder, also for ./USER/NAME, of which a path keeps USER/NAME alone."""
+    """Let `local` return this folder for a name, also written as ./USER/NAME, which a path shortens to USER/NAME."""
     _folders[str(Path(name))] = folder
 
 
@@ -75,7 +75,7 @@ def download(name: str) -> Path:
     """
     model, revision = split(name) or (name, None)
     library = hub_library(f"{name} does not exist here, and looking for it on the Hugging Face Hub")
-    silence: Exception | None = None  # why the Hub gave no answer
+    failure: Exception | None = None  # of the connection to the Hub
     try:
         if not (revision and _COMMIT.fullmatch(revision)):
             try:
@@ -83,27 +83,27 @@ def download(name: str) -> Path:
             except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
                 if _has_answered(error):
                     raise
-                silence = error
-        alone = {"local_files_only": silence is not None}
-        folder = Path(library.hf_hub_download(model, CONFIG_FILE, revision=revision, **alone)).parent
+                failure = error
+        options = {"local_files_only": failure is not None}
+        folder = Path(library.hf_hub_download(model, CONFIG_FILE, revision=revision, **options)).parent
         check = read_folder_config if diffusers_folder(folder) else read_config
         check(folder)  # before gigabytes of another kind of model are downloaded
-        library.snapshot_download(model, revision=folder.name, allow_patterns=_FILES, **alone)
+        library.snapshot_download(model, revision=folder.name, allow_patterns=_FILES, **options)
         if not (holds_weights(folder) or all(path.is_file() for path in weight_files(folder))):
             raise ValueError("there is no answer, and the cache does not hold all of it")
     except Exception as error:
-        where = library.constants.ENDPOINT
+        endpoint = library.constants.ENDPOINT
         raise ValueError(
-            f"{name} does not exist here, and cannot be had from the Hub ({where}): {_reason(silence or error)}"
+            f"{name} does not exist here, and cannot be had from the Hub ({endpoint}): {_reason(failure or error)}"
         ) from None
-    if silence and not library.constants.HF_HUB_OFFLINE:
-        say(f"{_reason(silence)}: taking {model} from the cache, commit {folder.name}")
+    if failure and not library.constants.HF_HUB_OFFLINE:
+        say(f"{_reason(failure)}: taking {model} from the cache, commit {folder.name}")
     return folder
 
 
 def upload(folder: Path, model: str, message: str, *, is_private: bool = False, branch: str | None = None) -> str:
-    """Upload a model folder in one commit; what an earlier model of this repository left is deleted by it. Returns its
-    address.
+    """Upload a model folder in one commit, which also deletes the stale files of an earlier model of this repository.
+    Returns its address.
 
     Args:
         branch: To commit to; made if it does not exist. None: main.
@@ -121,40 +121,40 @@ def upload(folder: Path, model: str, message: str, *, is_private: bool = False, 
         if branch:
             api.create_branch(model, branch=branch, exist_ok=True)
         paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        there = api.list_repo_files(model, revision=branch)
-        left = [name for name in there if name not in paths and any(fnmatch(name, known) for known in _FILES)]
+        stale_names = [name for name in api.list_repo_files(model, revision=branch) if name not in paths]
+        stale_names = [name for name in stale_names if any(fnmatch(name, pattern) for pattern in _FILES)]
         # Not upload_folder, which may need several commits.
         operations = [library.CommitOperationAdd(name, path) for name, path in sorted(paths.items())]
-        operations += [library.CommitOperationDelete(name) for name in left]
+        operations += [library.CommitOperationDelete(name) for name in stale_names]
         commit = api.create_commit(model, operations, commit_message=message, revision=branch)
     except Exception as error:
-        where = library.constants.ENDPOINT
-        raise ValueError(f"cannot push {model} to the Hub ({where}): {_reason(error)}") from None
+        endpoint = library.constants.ENDPOINT
+        raise ValueError(f"cannot push {model} to the Hub ({endpoint}): {_reason(error)}") from None
     return str(commit.commit_url)
 
 
 def _cause(error: Exception) -> tuple[Exception, int | None]:
-    """The error for which the library gave up, and the HTTP status that the Hub answered, if it did."""
+    """The original error, and the HTTP status of the Hub's answer, if there was one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # it says that the cache lacks a file, and its cause why the Hub gave none
+        error = error.__cause__  # the error says that the cache lacks a file, its cause why the Hub sent none
     return error, getattr(getattr(error, "response", None), "status_code", None)
 
 
 def _has_answered(error: Exception) -> bool:
-    """Whether the Hub has said that there is no such model, or that it is not for this user: it is not out of order."""
+    """Whether the Hub works, and answered that there is no such model or that this user may not read it."""
     error, status = _cause(error)
     return isinstance(error, ValueError) if status is None else status < 500 and status != 429
 
 
 def _reason(error: Exception) -> str:
-    """Why the Hub did not do what was asked, in one line."""
+    """Why a request to the Hub failed, in one line."""
     error, status = _cause(error)
     if type(error) is ValueError:
         return one_line(error)
     if status is None:
         return f"no answer ({type(error).__name__}: {one_line(error)})"
     login = "; for what is private or gated, log in with `hf auth login`, or set HF_TOKEN"
-    said = one_line(ValueError(" ".join(str(error).split())))
-    return f"the Hub answers HTTP {status}: {said}{login if status in (401, 403, 404) else ''}"
+    answer = one_line(ValueError(" ".join(str(error).split())))
+    return f"the Hub answers HTTP {status}: {answer}{login if status in (401, 403, 404) else ''}"

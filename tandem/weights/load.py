@@ -1,5 +1,5 @@
-"""Trained models, by whatever a user calls one: a run folder, a checkpoint, a model folder, a .pt file or a name
-on the Hugging Face Hub."""
+"""Loading trained models from a run folder, a checkpoint, a model folder, a .pt file or a name on the Hugging Face
+Hub."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tandem.io.reading import LONGEST_JSON_BYTES, read_bytes, read_json_or_empty
 from tandem.io.writing import write_atomically
 from tandem.training.run_folder.starts import script_of
 
-DISCRIMINATOR = "discriminator"  # part of a checkpoint: what its model was trained against
+DISCRIMINATOR = "discriminator"  # name in a checkpoint of the network that its model was trained against
 
-#: What is in a public file whose shape a run has adopted, by its path and "best" or DISCRIMINATOR: what loads it next
-#: takes it from here, so that the file is read once.
+#: Models in a public file whose architecture a run takes, by its path and "best" or DISCRIMINATOR. The next load takes
+#: them from here, so that the file is read once.
 READ: dict[tuple[Path, str], Any] = {}
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
@@ -62,18 +62,18 @@ def load(path: str | Path, which: str = "best") -> Any:
     from tandem.training.checkpoint.models import model_in
     from tandem.weights.formats.detection import format_of
 
-    kind, where = find(Path(path))
+    kind, location = find(Path(path))
     if kind == "checkpoint":
-        return build(*model_in(where, which), where)
+        return build(*model_in(location, which), location)
     if kind == "file":
-        return READ.pop((where, which), None) or format_of(where).load(where, which)
-    check_has_one_set(where, which)
-    return class_of(read_config(where)[0], where).from_pretrained(where)
+        return READ.pop((location, which), None) or format_of(location).load(location, which)
+    check_has_one_set(location, which)
+    return class_of(read_config(location)[0], location).from_pretrained(location)
 
 
 @contextmanager
 def as_named(path: str | Path) -> Iterator[None]:
-    """Let errors name a model of the Hub as its user does, and not its folder in the cache."""
+    """A context whose errors name a model of the Hub as its user does, and not its folder in the cache."""
     from .hub import local
 
     try:
@@ -86,8 +86,8 @@ class Trained(NamedTuple):
     """A model as scripts use it.
 
     model: In eval mode, on the CPU.
-    about: What identifies it: "config", its class as "model" and its constructor arguments, and "weights_sha256", of
-        the files of its weights, or of the file that they would be.
+    about: Its identity: "config", its class as "model" and its constructor arguments, and "weights_sha256", of the
+        files of its weights, or of the file that they would be.
     tokenizer: The file of its tokenizer; None for a model without one, or with that of CLIP.
     """
 
@@ -97,12 +97,12 @@ class Trained(NamedTuple):
 
 
 def open_model(path: str | Path, *kinds: str) -> Trained:
-    """The model of what a user calls a model: a model folder, a run folder or a checkpoint of one, or a public
-    package's file. Of a run folder it is model/, unless a later update has been saved; then it is best/ of MuLan, and
-    of others the newest checkpoint. Nothing is written.
+    """The model at a path that a user gives: a model folder, a run folder or a checkpoint of one, or a public package's
+    file. Of a run folder it is model/, unless a later update has been saved; then it is best/ for MuLan, the newest
+    checkpoint for others. Nothing is written.
 
     Args:
-        kinds: Names of the classes that will do.
+        kinds: Names of the classes that are accepted.
 
     Raises:
         ValueError: one line, if there is no model, or it is of another kind.
@@ -110,54 +110,55 @@ def open_model(path: str | Path, *kinds: str) -> Trained:
     from tandem.data.stores.output import sha256_of
     from tandem.models.base import read_headers
 
-    where = newest(Path(path))
+    source = newest(Path(path))
     model = load_from(path, *kinds)
-    kind, place = find(where)
-    digest = sha256_of(place / file for file in sorted(read_headers(place))) if kind == "model" else model.sha256()
-    about = {"config": model.description(), "weights_sha256": digest}
-    return Trained(model.eval(), about, tokenizer_file(where))
+    kind, location = find(source)
+    is_folder = kind == "model"
+    digest = sha256_of(location / name for name in sorted(read_headers(location))) if is_folder else model.sha256()
+    identity = {"config": model.description(), "weights_sha256": digest}
+    return Trained(model.eval(), identity, tokenizer_file(source))
 
 
 def load_from(path: str | Path, *kinds: str) -> Any:
-    """The model that a user calls ``path``, and its errors, see `open_model`."""
+    """The model of `open_model`, with its errors."""
     from .card import KINDS
 
     with as_named(path):
         model = load(newest(Path(path)))
-    if kinds and (found := type(model).__name__) not in kinds:
-        of_script = f" of {KINDS[found].script}" if found in KINDS else ""
-        raise ValueError(f"{path} holds a {found}{of_script}, not a {' or a '.join(kinds)}")
+    if kinds and (class_name := type(model).__name__) not in kinds:
+        origin = f" of {KINDS[class_name].script}" if class_name in KINDS else ""
+        raise ValueError(f"{path} holds a {class_name}{origin}, not a {' or a '.join(kinds)}")
     return model
 
 
 def built(
-    kind: Any, args: argparse.Namespace, load: Callable[[Any, Any, str], None] | None = None, config: Any = None
+    cls: Any, args: argparse.Namespace, load: Callable[[Any, Any, str], None] | None = None, config: Any = None
 ) -> Any:
     """The model of this class that the arguments of a run describe, with seeded weights, the same on every process, or
-    with those of --init_from, which ``load`` takes (default: ``kind.load_weights_from``). ``config``: of a model that
+    with those of --init_from, copied by ``load`` (default: ``cls.load_weights_from``). ``config``: of a model that
     depends on more than the arguments."""
     import torch
 
     from tandem.models import build_in_memory
 
     torch.manual_seed(args.seed)
-    model = build_in_memory(kind, **(config or kind.Config.of(args)).plain())
+    model = build_in_memory(cls, **(config or cls.Config.of(args)).plain())
     if args.init_from:
-        (load or kind.load_weights_from)(model, load_from(args.init_from, kind.__name__), args.init_from)
+        (load or cls.load_weights_from)(model, load_from(args.init_from, cls.__name__), args.init_from)
     return model
 
 
 def newest(path: Path) -> Path:
-    """The path itself, but for a run folder the model folder in it that is as new as its newest checkpoint, if there is
-    one, and of a MuLaN best/."""
+    """The path itself, or for a run folder the model folder in it that is as new as its newest checkpoint, if there is
+    one; for a run of train_mulan.py best/."""
     from tandem.models.base import CONFIG_FILE
 
-    kind, where = find(path)
+    kind, location = find(path)
     if kind != "checkpoint":
         return path
     model, best = path / "model", path / "best"
     step = read_json_or_empty(model / "training.json").get("step")
-    if isinstance(step, int) and where.name == f"step_{step:08d}" and (model / CONFIG_FILE).is_file():
+    if isinstance(step, int) and location.name == f"step_{step:08d}" and (model / CONFIG_FILE).is_file():
         return model
     return best if script_of(path) == "train_mulan.py" and (best / CONFIG_FILE).is_file() else path
 
@@ -187,17 +188,18 @@ def tokenizer_file(path: Path) -> Path | None:
     from tandem.data.tokenizers import FILE, sha256_of_tokenizer
     from tandem.training.checkpoint.format import read_checkpoint
 
-    kind, where = find(path)
+    kind, location = find(path)
     if kind != "checkpoint":
-        return where / FILE if kind == "model" and (where / FILE).exists() else None
-    run, used = Path(os.path.abspath(where)).parent.parent, read_checkpoint(where, verify=False)[0].get("tokenizer", {})
-    name, wanted = str(used.get("name")), used.get("sha256")
-    if wanted in (None, sha256_of_tokenizer(name, b"")):
+        return location / FILE if kind == "model" and (location / FILE).exists() else None
+    run = Path(os.path.abspath(location)).parent.parent
+    tokenizer = read_checkpoint(location, verify=False)[0].get("tokenizer", {})
+    name, digest = str(tokenizer.get("name")), tokenizer.get("sha256")
+    if digest in (None, sha256_of_tokenizer(name, b"")):
         return None
     for file in (Path(name).expanduser(), run / FILE, run / "model" / FILE, run / "best" / FILE):
-        if file.is_file() and sha256_of_tokenizer(name, read_bytes(file, LONGEST_JSON_BYTES)) == wanted:
+        if file.is_file() and sha256_of_tokenizer(name, read_bytes(file, LONGEST_JSON_BYTES)) == digest:
             return file
-    raise ValueError(f"{where}: the tokenizer {name} of the run is gone or has changed, and the model needs it")
+    raise ValueError(f"{location}: the tokenizer {name} of the run is gone or has changed, and the model needs it")
 
 
 def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
@@ -211,16 +213,16 @@ def load_discriminator(path: Path, *, of_runs: bool = True) -> Any:
     from tandem.training.checkpoint.models import model_in
     from tandem.weights.formats.detection import format_of
 
-    kind, where = find(path)
-    if (where, DISCRIMINATOR) in READ:
-        return READ.pop((where, DISCRIMINATOR))
+    kind, location = find(path)
+    if (location, DISCRIMINATOR) in READ:
+        return READ.pop((location, DISCRIMINATOR))
     if kind == "file":
-        read = format_of(where).load_discriminator
-        return read(where) if read else None
-    return build(*model_in(where, name=DISCRIMINATOR), where) if of_runs and kind == "checkpoint" else None
+        load_part = format_of(location).load_discriminator
+        return load_part(location) if load_part else None
+    return build(*model_in(location, name=DISCRIMINATOR), location) if of_runs and kind == "checkpoint" else None
 
 
-def built_discriminator(kind: Any, args: argparse.Namespace) -> Any:
+def built_discriminator(model_class: Any, args: argparse.Namespace) -> Any:
     """The discriminator of this class that the arguments of a run describe, with seeded weights, the same on every
     process, or with those in a public file of --init_from that holds one."""
     import torch
@@ -228,11 +230,11 @@ def built_discriminator(kind: Any, args: argparse.Namespace) -> Any:
     from tandem.models import build_in_memory
 
     torch.manual_seed(args.seed)
-    discriminator = build_in_memory(kind, dim=args.discr_dim, layers=args.discr_layers)
-    if args.init_from and (given := load_discriminator(Path(args.init_from), of_runs=False)):
-        if given.config != discriminator.config:
-            needed = " and ".join(f"--discr_{name} {given.config[name]}" for name in ("dim", "layers"))
-            raise ValueError(f"the discriminator in {args.init_from} needs {needed}")
-        discriminator.load_state_dict(given.state_dict())
+    discriminator = build_in_memory(model_class, dim=args.discr_dim, layers=args.discr_layers)
+    if args.init_from and (pretrained := load_discriminator(Path(args.init_from), of_runs=False)):
+        if pretrained.config != discriminator.config:
+            flags = " and ".join(f"--discr_{name} {pretrained.config[name]}" for name in ("dim", "layers"))
+            raise ValueError(f"the discriminator in {args.init_from} needs {flags}")
+        discriminator.load_state_dict(pretrained.state_dict())
     discriminator.check_side(args.image_size)
     return discriminator

@@ -47,28 +47,29 @@ def push(args: argparse.Namespace) -> None:
 
 
 def write_upload(args: argparse.Namespace, folder: Path) -> None:
-    """Write what `push` uploads: the model, its card, and the newest picture of its run."""
+    """Write the files that `push` uploads: the model, its card, and the newest picture of its run."""
     from tandem import __version__
     from tandem.io.reading import LONGEST_JSON_BYTES, read_bytes
     from tandem.io.writing import write_atomically
 
     path = Path(args.path)
-    kind, where = find(path)
+    kind, location = find(path)
     model = load(path, args.weights)
     name = type(model).__name__
     if name not in KINDS:
         raise ValueError(f"{path} holds a {name}, and a card is made for {', '.join(KINDS)}")
     write_model(model, path, folder)
-    if kind == "model" and (where / CARD).is_file():  # written by --dry_run, and perhaps edited
+    if kind == "model" and (location / CARD).is_file():  # written by --dry_run, and perhaps edited
         for file in (CARD, PICTURE):
-            if (where / file).is_file():
-                write_atomically(folder / file, read_bytes(where / file, LONGEST_JSON_BYTES))
+            if (location / file).is_file():
+                write_atomically(folder / file, read_bytes(location / file, LONGEST_JSON_BYTES))
         return
-    run = run_of(where)
+    run = run_of(location)
     picture = newest_picture(run) if run and not args.no_picture else None
     if picture:
         write_atomically(folder / PICTURE, read_bytes(picture, LONGEST_JSON_BYTES))
     settings = settings_of(run, KINDS[name]) if run else {}
-    weights = f"{sum(p.numel() for p in model.parameters()):,} parameters{origin_of(where, kind, args.weights)}"
+    count = sum(parameter.numel() for parameter in model.parameters())
+    weights = f"{count:,} parameters{origin_of(location, kind, args.weights)}"
     card = model_card(args.name, name, weights, KINDS[name], run, settings, picture is not None, __version__)
     write_atomically(folder / CARD, card.encode())

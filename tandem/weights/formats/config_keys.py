@@ -1,5 +1,5 @@
-"""The keys of a public training configuration: which of them are known here, and their values. What a key is called,
-its default there and its flag stand in public_names.yaml."""
+"""The keys of another package's training configuration: the known ones, and their values. public_names.yaml lists the
+name of each key, its default there and its flag here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem.config.converters import nearest
 if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
-# What the note of a key begins with whose value is used, or has no effect. Another note says why a value
-# that is not the default is left out.
+# The note of a key begins so if every value is used or has no effect. Any other note says why values but
+# the default are left out.
 _USED = ("--", "convert.py config reads it", "leave it out")
 
 Section = Mapping[str, Any]
@@ -26,13 +26,13 @@ Known = dict[str, tuple[Sequence[Any] | None, str]]
 stands for all others of its section."""
 
 
-def known_of(rows: Sequence[Row], here: Mapping[str, Sequence[Any]]) -> Known:
-    """What the rows say of the keys in sections. ``here``: values that are what happens here, where that is not the
-    default there."""
-    said = {row.key: row for row in rows if "." in row.key}
+def known_of(rows: Sequence[Row], equivalents: Mapping[str, Sequence[Any]]) -> Known:
+    """The values of the keys in sections, from the rows. ``equivalents``: values with a counterpart here, for
+    keys where that is not the default there."""
+    rows_by_key = {row.key: row for row in rows if "." in row.key}
     return {
-        key: (None if row.flag or row.note.startswith(_USED) else here.get(key, (default_of(row),)), row.note)
-        for key, row in said.items()
+        key: (None if row.flag or row.note.startswith(_USED) else equivalents.get(key, (default_of(row),)), row.note)
+        for key, row in rows_by_key.items()
     }
 
 
@@ -42,42 +42,42 @@ def without_counterpart(config: Section, known: Known) -> Iterator[str]:
     Raises:
         ValueError: one line that names a key whose value should hold keys, and does not.
     """
-    parts = {key.rpartition(".")[0] for key in known}
-    parts |= {part.rpartition(".")[0] for part in parts} - {""}
+    sections = {key.rpartition(".")[0] for key in known}
+    sections |= {path.rpartition(".")[0] for path in sections} - {""}
 
-    def look(section: Section, above: str, shown: str) -> Iterator[str]:
+    def check_section(section: Section, prefix: str, shown_prefix: str) -> Iterator[str]:
         for key, value in section.items():
-            name, place = f"{above}{key}", f"{shown}{key}"
-            if name in parts:
-                several = isinstance(value, list)
-                for index, each in enumerate(value if several else [value]):
-                    at = f"{place}[{index}]" if several else place
-                    yield from look(checked(each, place), f"{name}.", f"{at}.")
-            elif name not in known and f"{above}*" not in known:
-                others = [each.removeprefix(above) for each in known if each.startswith(above)]
-                yield f"{place}: unknown key{nearest(str(key), others)}"
+            name, path = f"{prefix}{key}", f"{shown_prefix}{key}"
+            if name in sections:
+                is_list = isinstance(value, list)
+                for index, element in enumerate(value if is_list else [value]):
+                    element_path = f"{path}[{index}]" if is_list else path
+                    yield from check_section(checked(element, path), f"{name}.", f"{element_path}.")
+            elif name not in known and f"{prefix}*" not in known:
+                siblings = [element.removeprefix(prefix) for element in known if element.startswith(prefix)]
+                yield f"{path}: unknown key{nearest(str(key), siblings)}"
             else:
-                values, why = known.get(name) or known[f"{above}*"]
+                values, why = known.get(name) or known[f"{prefix}*"]
                 if values is not None and value not in (None, "", *values):
-                    yield f"{place} {short(value)}: {why}"
+                    yield f"{path} {short(value)}: {why}"
 
-    return look(config, "", "")
+    return check_section(config, "", "")
 
 
 def default_of(row: Row) -> Any:
-    """The default there of a row."""
+    """The default there of a row of the page."""
     return yaml.safe_load(row.default_there)
 
 
 def part_of(config: Section, *names: str) -> Section:
-    """A part of the configuration, {} if it is absent or null."""
+    """A section of the configuration, {} if it is absent or null."""
     for name in names:
         config = config.get(name) or {}
     return config
 
 
 def checked(value: Any, name: str) -> Section:
-    """A part of a configuration, {} for null. Raises ValueError, in one line, if it holds no keys."""
+    """A section of a configuration, {} for null. Raises ValueError, in one line, if it is no mapping."""
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{name} {short(value)}: give a mapping of keys to values")
     return value or {}
@@ -91,5 +91,5 @@ def number(value: Any, name: str) -> float:
 
 
 def short(value: Any) -> str:
-    """A value as a line quotes it; of a class with its options, the class."""
+    """A value, shortened for a message; of a class with its options, the class."""
     return " ".join(str(value.get("target", value) if isinstance(value, dict) else value).split())[:60]

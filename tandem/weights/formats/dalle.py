@@ -16,8 +16,8 @@ from tandem.models.autoencoders.discrete_vae import DiscreteVAE
 from tandem.models.building import check_arguments
 
 HPARAMS = ("image_size", "num_layers", "num_tokens", "channels", "codebook_dim", "hidden_dim", "num_resnet_blocks")
-# What a file means that does not say it: releases before 1.6.0 had no `channels`, because all models were of 3.
-_OF_OLD_FILES = {"channels": 3}
+# Releases before 1.6.0 did not write `channels`, because all models had 3.
+_OLD_DEFAULTS = {"channels": 3}
 
 
 def save_dalle(model: DiscreteVAE, path: str | Path) -> None:
@@ -44,9 +44,9 @@ def load_dalle_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     content = read_content(path)
     parts: list[Any] = [content.get(name) if isinstance(content, dict) else None for name in ("hparams", "weights")]
     if not all(isinstance(part, dict) for part in parts):
-        of = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
-        raise ValueError(f"{path} is no vae-final.pt, which has hparams and weights: it holds {of}")
-    hparams, weights = _OF_OLD_FILES | parts[0], parts[1]
+        actual = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
+        raise ValueError(f"{path} is no vae-final.pt, which has hparams and weights: it holds {actual}")
+    hparams, weights = _OLD_DEFAULTS | parts[0], parts[1]
     if missing := sorted(set(HPARAMS) - set(hparams)):
         raise ValueError(f"{path}: its hparams lack {', '.join(missing)}")
     if not all(isinstance(tensor, Tensor) for tensor in weights.values()):

@@ -33,16 +33,16 @@ _VERSION, _CONFIG_FILE = "1.15.6", "decoder_config.json"
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError)
 _CLOSE = 1e-3  # of alpha^2, in proportion
 
-_OF_A_UNET = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
-_OF_A_SCHEDULE = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
-_OF_AN_AVERAGE = re.compile(r"(\d{1,4})\.ema_model\.(.+)", re.DOTALL)
+_UNET_KEY = re.compile(r"unets\.(\d{1,4})\.(.+)", re.DOTALL)
+_SCHEDULE_KEY = re.compile(r"noise_schedulers\.(\d{1,4})\.alphas_cumprod")
+_EMA_KEY = re.compile(r"(\d{1,4})\.ema_model\.(.+)", re.DOTALL)
 # Public names: the parts of levels have numbers, and each residual and each change of layout around attention an ".fn".
 _PARTS = {
     "downs": ("before", "first", "blocks", "attention", "after"),
     "ups": ("first", "blocks", "attention", "after"),
 }
 _SELF_ATTENTION = re.compile(r"((?:downs|ups)\.\d+\.attention|mid_attn)\.")
-_FROM_THE_EMBEDDING = ("image_to_tokens.0.weight", "to_image_hiddens.0.weight")
+_SCALED_WEIGHTS = ("image_to_tokens.0.weight", "to_image_hiddens.0.weight")
 
 
 def is_public_decoder(path: Path) -> bool:
@@ -60,14 +60,14 @@ def load_public_decoder(path: Path, *, weights: str = "best") -> Decoder:
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile, or has what a `Decoder` lacks.
     """
-    config, state = _read(path, weights)
-    with _errors_of(path):
+    config, state = _read_decoder(path, weights)
+    with _translate_errors(path):
         return build_with_weights(lambda: Decoder(config), state).eval()
 
 
 def describe_public_decoder(path: Path) -> dict[str, Any]:
     """Facts about a public file. Errors: see `load_public_decoder`."""
-    config, state = _read(path, "best")
+    config, state = _read_decoder(path, "best")
     return describe_file(path, "DALLE2-pytorch", "Decoder", config.plain(), state)
 
 
@@ -90,10 +90,10 @@ def public_state(decoder: Decoder) -> dict[str, Tensor]:
             tensor = tensor.detach().float()
             if _SELF_ATTENTION.sub("", name) == "to_q.weight":
                 tensor = tensor * spec.attn_dim_head**0.5
-            if name in _FROM_THE_EMBEDDING:
+            if name in _SCALED_WEIGHTS:
                 tensor = tensor * spec.image_embed_scale
             state[f"unets.{index}.{_public_name(name, weights)}"] = tensor
-        state |= {f"unets.{index}.{name}": tensor for name, tensor in _unused(spec).items()}
+        state |= {f"unets.{index}.{name}": tensor for name, tensor in _unused_tensors(spec).items()}
         state |= schedule_tensors(f"noise_schedulers.{index}", decoder.schedules[index].betas)
         if spec.lowres_noise_cond and (lowres := decoder.lowres_schedule()):
             state |= schedule_tensors(f"lowres_conds.{index}.noise_scheduler", lowres.betas)
@@ -108,28 +108,28 @@ def schedule_tensors(prefix: str, betas: Tensor) -> dict[str, Tensor]:
         betas: The variances beta (T,) of the schedule.
     """
     betas = betas.detach().cpu().double()
-    kept = torch.cumprod(1 - betas, dim=0)
-    before = torch.cat([torch.ones(1, dtype=kept.dtype), kept[:-1]])
-    variance = betas * (1 - before) / (1 - kept)
+    alphas = torch.cumprod(1 - betas, dim=0)
+    previous = torch.cat([torch.ones(1, dtype=alphas.dtype), alphas[:-1]])
+    variance = betas * (1 - previous) / (1 - alphas)
     tensors = {
         "betas": betas,
-        "alphas_cumprod": kept,
-        "alphas_cumprod_prev": before,
-        "sqrt_alphas_cumprod": kept.sqrt(),
-        "sqrt_one_minus_alphas_cumprod": (1 - kept).sqrt(),
-        "log_one_minus_alphas_cumprod": (1 - kept).log(),
-        "sqrt_recip_alphas_cumprod": kept.rsqrt(),
-        "sqrt_recipm1_alphas_cumprod": (1 / kept - 1).sqrt(),
+        "alphas_cumprod": alphas,
+        "alphas_cumprod_prev": previous,
+        "sqrt_alphas_cumprod": alphas.sqrt(),
+        "sqrt_one_minus_alphas_cumprod": (1 - alphas).sqrt(),
+        "log_one_minus_alphas_cumprod": (1 - alphas).log(),
+        "sqrt_recip_alphas_cumprod": alphas.rsqrt(),
+        "sqrt_recipm1_alphas_cumprod": (1 / alphas - 1).sqrt(),
         "posterior_variance": variance,
         "posterior_log_variance_clipped": variance.clamp_min(1e-20).log(),
-        "posterior_mean_coef1": betas * before.sqrt() / (1 - kept),
-        "posterior_mean_coef2": (1 - before) * (1 - betas).sqrt() / (1 - kept),
+        "posterior_mean_coef1": betas * previous.sqrt() / (1 - alphas),
+        "posterior_mean_coef2": (1 - previous) * (1 - betas).sqrt() / (1 - alphas),
         "p2_loss_weight": torch.ones_like(betas),
     }
     return {f"{prefix}.{name}": tensor.float() for name, tensor in tensors.items()}
 
 
-def _unused(unet: UnetConfig) -> dict[str, Tensor]:
+def _unused_tensors(unet: UnetConfig) -> dict[str, Tensor]:
     """Public parameters that a public unet of these arguments has and does not use."""
     cond_dim, unused = unet.cond_dim, dict[str, Tensor]()
     if not unet.image_embed_dim:
@@ -144,37 +144,37 @@ def _unused(unet: UnetConfig) -> dict[str, Tensor]:
 
 def _public_name(name: str, weights: Mapping[str, Tensor]) -> str:
     """The public name of a weight of a `Unet`, of which these are all ``weights``."""
-    if found := _SELF_ATTENTION.match(name):
-        is_linear = f"{found[0]}to_qkv.weight" in weights
-        name = f"{found[0]}{'fn' if is_linear else 'fn.fn'}.{name[found.end() :]}"
+    if match := _SELF_ATTENTION.match(name):
+        is_linear = f"{match[0]}to_qkv.weight" in weights
+        name = f"{match[0]}{'fn' if is_linear else 'fn.fn'}.{name[match.end() :]}"
     return re.sub(r"^(downs|ups)\.(\d+)\.(\w+)", lambda m: f"{m[1]}.{m[2]}.{_PARTS[m[1]].index(m[3])}", name)
 
 
 def _our_name(name: str) -> str:
     """The name in a `Unet` of a public weight; before 1.15, cross-attention had an ".fn", too."""
 
-    def part(found: re.Match[str]) -> str:
-        parts, number = _PARTS[found[1]], int(found[3])
-        return f"{found[1]}.{found[2]}.{parts[number]}." if number < len(parts) else found[0]
+    def rename_part(match: re.Match[str]) -> str:
+        parts, number = _PARTS[match[1]], int(match[3])
+        return f"{match[1]}.{match[2]}.{parts[number]}." if number < len(parts) else match[0]
 
-    return re.sub(r"^(downs|ups)\.(\d+)\.(\d)\.", part, re.sub(r"(\.fn)+(?=\.)", "", name))
+    return re.sub(r"^(downs|ups)\.(\d+)\.(\d)\.", rename_part, re.sub(r"(\.fn)+(?=\.)", "", name))
 
 
-def _read(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Tensor]]:
-    """The configuration of the decoder in a file, and its weights: fp32, without those that nothing uses, and with the
-    second 1 / sqrt(attn_dim_head) of the public self-attention in its queries."""
+def _read_decoder(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    """The configuration of the decoder in a file, and its weights in fp32, without unused ones. The public
+    self-attention divides by sqrt(attn_dim_head) twice; the second factor is multiplied into the weights of queries."""
     content = read_content(path)
-    with _errors_of(path):
+    with _translate_errors(path):
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not a dict")
         averages, model = content.get("ema"), content.get("model", content)
         if weights == "ema" and not averages:
             raise ValueError("it holds no moving average of the weights")
         is_average = bool(averages) and weights != "online"
-        unets = _by_unet(averages, _OF_AN_AVERAGE) if is_average else _by_unet(model, _OF_A_UNET)
-        tables = _tables(model)
+        unets = _split_by_unet(averages, _EMA_KEY) if is_average else _split_by_unet(model, _UNET_KEY)
+        tables = _schedule_tables(model)
         check_sizes(path, [*tables.values(), *(tensor for unet in unets.values() for tensor in unet.values())])
-        decoder = decoder_part(content["config"] if "config" in content else _config_beside(path))
+        decoder = decoder_part(content["config"] if "config" in content else _read_config_beside(path))
         for _ in plain_values("its configuration", decoder):
             pass
         if max(unets) >= len(decoder["unets"]):
@@ -186,11 +186,12 @@ def _read(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Tensor]]:
         if option := next(other_options(decoder), None):
             raise ValueError(option)
         config = decoder_config(decoder, len(unets))
-        check_arguments(config.plain(), {f"{index}.{name}": t for index, of in unets.items() for name, t in of.items()})
+        tensors = {f"{index}.{name}": unet[name] for index, unet in unets.items() for name in unet}
+        check_arguments(config.plain(), tensors)
         state: dict[str, Tensor] = {}
         for index, spec in enumerate(config.unets()):
             with torch.device("meta"):
-                unused = _unused(spec)
+                unused = _unused_tensors(spec)
             for public_name, tensor in unets[index].items():
                 if (name := _our_name(public_name)) not in unused:
                     tensor = tensor.float() if tensor.is_floating_point() else tensor
@@ -200,51 +201,51 @@ def _read(path: Path, weights: str) -> tuple[DecoderConfig, dict[str, Tensor]]:
 
 
 def _ends_at_zero_snr(config: DecoderConfig, tables: Mapping[int, Tensor]) -> bool:
-    """Whether the last level is noise alone: the name of a schedule does not say it, its table does."""
+    """Whether the last level is noise alone, which the table of a schedule shows and its name does not."""
     for index, table in tables.items():
         if len(table) != config.timesteps:
             raise ValueError(f"unet {index + 1} has {len(table)} noise levels, its configuration {config.timesteps}")
-    known = [(name, tables[index]) for index, name in enumerate(config.noise_schedule) if index in tables]
-    for zero in (False, True):
-        if all(_is(Schedule.named(name, len(table), zero_terminal_snr=zero), table) for name, table in known):
-            return zero
+    pairs = [(name, tables[index]) for index, name in enumerate(config.noise_schedule) if index in tables]
+    for is_zero in (False, True):
+        if all(_matches(Schedule.named(name, len(x), zero_terminal_snr=is_zero), x) for name, x in pairs):
+            return is_zero
     names = ", ".join(dict.fromkeys(config.noise_schedule))
     raise ValueError(f"the noise levels of its unets are none that {names} have, with or without a last one of SNR 0")
 
 
-def _is(schedule: Schedule, table: Tensor) -> bool:
-    numbers = torch.finfo(table.dtype)
-    close = max(_CLOSE, 4 * numbers.eps)
-    return torch.allclose(schedule.log_snr.sigmoid(), table.double(), rtol=close, atol=numbers.tiny)
+def _matches(schedule: Schedule, table: Tensor) -> bool:
+    limits = torch.finfo(table.dtype)
+    tolerance = max(_CLOSE, 4 * limits.eps)
+    return torch.allclose(schedule.log_snr.sigmoid(), table.double(), rtol=tolerance, atol=limits.tiny)
 
 
-def _config_beside(path: Path) -> dict[str, Any]:
-    where = path.with_name(_CONFIG_FILE)
-    if not where.exists():
-        raise ValueError(f"it does not say what its unets are like, and there is no {where}")
-    return read_json(where)
+def _read_config_beside(path: Path) -> dict[str, Any]:
+    config_path = path.with_name(_CONFIG_FILE)
+    if not config_path.exists():
+        raise ValueError(f"it does not say what its unets are like, and there is no {config_path}")
+    return read_json(config_path)
 
 
-def _tables(model: Any) -> dict[int, Tensor]:
+def _schedule_tables(model: Any) -> dict[int, Tensor]:
     """By index of a unet alpha^2 (T,) of its noise levels."""
     tables = {}
     for name, table in model.items() if isinstance(model, dict) else ():
-        if found := _OF_A_SCHEDULE.fullmatch(str(name)):
+        if match := _SCHEDULE_KEY.fullmatch(str(name)):
             if not isinstance(table, Tensor) or table.ndim != 1 or not table.is_floating_point():
                 raise ValueError(f"its {name} is no table of numbers")
-            tables[int(found[1])] = table
+            tables[int(match[1])] = table
     return tables
 
 
-def _by_unet(state: Any, pattern: re.Pattern[str]) -> dict[int, dict[str, Tensor]]:
+def _split_by_unet(state: Any, pattern: re.Pattern[str]) -> dict[int, dict[str, Tensor]]:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ValueError("its weights are no dict of names")
     unets: dict[int, dict[str, Tensor]] = {}
     for name, tensor in state.items():
-        if found := pattern.fullmatch(name):
+        if match := pattern.fullmatch(name):
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"its {name[:80]} is not a tensor")
-            unets.setdefault(int(found[1]), {})[found[2]] = tensor
+            unets.setdefault(int(match[1]), {})[match[2]] = tensor
         elif name.startswith("vaes."):
             raise ValueError("its unets work on the codes of a VQGAN, which this version does not")
     if not unets:
@@ -253,7 +254,7 @@ def _by_unet(state: Any, pattern: re.Pattern[str]) -> dict[int, dict[str, Tensor
 
 
 @contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
+def _translate_errors(path: Path) -> Iterator[None]:
     """Turn every error of reading a public file into a ValueError of one line."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Configurations of DALLE2-pytorch 1.15.6: what they say about a decoder, as `DecoderConfig`, and back."""
+"""Configurations of DALLE2-pytorch 1.15.6: the part about a decoder as `DecoderConfig`, and back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ CROSS_ATTENTION = (8, 64)  # heads and their size, which have no name there
 SCHEDULES = ("cosine", "linear", "sigmoid")
 _OBJECTIVES = {"noise": (False, False), "x_start": (True, False), "v": (False, True)}  # predict_x_start, predict_v
 
-# Of a unet, keys of which a decoder has a value for each unet, with their defaults there.
-_EACH = {
+# Keys of a unet for which a `DecoderConfig` has a list with a value for each unet, with their defaults there.
+_PER_UNET = {
     "dim": None, "dim_mults": [1, 2, 4, 8], "cond_dim": None, "num_resnet_blocks": 2, "self_attn": False,
     "attn_heads": 16, "attn_dim_head": 32, "resnet_groups": 8,
 }  # fmt: skip
 _SWITCHES = {"sparse_attn": ("sparse_attn", True), "memory_efficient": ("memory_efficient", True),
              "init_cross_embed": ("plain_init_conv", False)}  # fmt: skip
-UNET_KEYS = (*_EACH, *_SWITCHES, "image_embed_dim", "text_embed_dim", "cond_on_text_encodings", "max_text_len")
+UNET_KEYS = (*_PER_UNET, *_SWITCHES, "image_embed_dim", "text_embed_dim", "cond_on_text_encodings", "max_text_len")
 FIXED: dict[str, Any] = {
     "channels": 3, "num_image_tokens": 4, "num_time_tokens": 2, "self_cond": False, "cosine_sim_cross_attn": False,
     "cosine_sim_self_attn": False, "attend_at_middle": True, "add_image_embeds_to_time": True, "init_dim": None,
@@ -46,29 +46,29 @@ def decoder_part(config: Any) -> dict[str, Any]:
 
 
 def other_options(decoder: Mapping[str, Any]) -> Iterator[str]:
-    """A few words about each option of a unet that no Unet has here."""
+    """A few words about each option of a unet that `Unet` does not have."""
     for index, unet in enumerate(decoder["unets"]):
-        for name, value in FIXED.items():
-            said = unet.get(name)
-            if said is not None and (list(said) if isinstance(said, tuple) else said) != value:
-                yield f"unets[{index}].{name} {str(said)[:40]}: here it is {value}"
+        for name, expected in FIXED.items():
+            option = unet.get(name)
+            if option is not None and (list(option) if isinstance(option, tuple) else option) != expected:
+                yield f"unets[{index}].{name} {str(option)[:40]}: here it is {expected}"
 
 
 def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: int | None = None) -> DecoderConfig:
-    """What a public configuration says about the first ``count`` Unets (None: all). Options that no Unet has here, and
+    """The configuration of the first ``count`` Unets (None: all) of a public one. Options that no Unet has here, and
     keys without any effect there, are left out.
 
     Args:
         decoder: As `decoder_part` gives it.
-        width: Of image embeddings and text encodings, where it does not say it.
+        width: Of image embeddings and text encodings, where the configuration does not give it.
 
     Raises:
         ValueError: one line, if there is no such decoder.
     """
     unets, first = decoder["unets"], decoder["unets"][0]
     noisy, blurred = (
-        _after_the_first(decoder, f"use_{kind}_for_lowres_cond", usual)
-        for kind, usual in (("noise", False), ("blur", True))
+        _values_after_first(decoder, f"use_{kind}_for_lowres_cond", default)
+        for kind, default in (("noise", False), ("blur", True))
     )
     if len(set(noisy)) > 1:
         raise ValueError("its use_noise_for_lowres_cond is not the same for all unets after the first")
@@ -86,13 +86,13 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
     starts, vs = (for_each(decoder, name, False) for name in ("predict_x_start", "predict_v"))
     objectives = ["v" if v else "x_start" if start else "noise" for start, v in zip(starts, vs, strict=True)]
     flags: dict[str, Any] = {
-        **{name: [_option(unet, name) for unet in unets] for name in _EACH},
+        **{name: [_unet_option(unet, name) for unet in unets] for name in _PER_UNET},
         "cross_attn_heads": [CROSS_ATTENTION[0]] * len(unets), "cross_attn_dim_head": [CROSS_ATTENTION[1]] * len(unets),
         "switches": [
-            tuple(sorted(ours for name, (ours, on) in _SWITCHES.items() if unet.get(name) == on))
+            tuple(sorted(flag for name, (flag, on) in _SWITCHES.items() if unet.get(name) == on))
             for unet in unets
         ],
-        "image_sizes": _image_sizes(decoder), "noise_schedule": _schedules(decoder), "objective": objectives,
+        "image_sizes": _image_sizes(decoder), "noise_schedule": _schedule_names(decoder), "objective": objectives,
         "learned_variance": _learned_variance(decoder),
     }  # fmt: skip
     return DecoderConfig(
@@ -105,8 +105,8 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
 
 
 def public_config(config: DecoderConfig) -> dict[str, Any]:
-    """A whole public training configuration around a decoder; what it says about data and training is there only
-    because the public package asks for it.
+    """A whole public training configuration around a decoder. Its sections about data and training hold placeholders,
+    because the public package requires them.
 
     Raises:
         ValueError: one line, if the public package has no such decoder.
@@ -120,15 +120,15 @@ def public_config(config: DecoderConfig) -> dict[str, Any]:
         "decoder": {
             "unets": [
                 {
-                    **{name: getattr(unet, name) for name in ("image_embed_dim", "text_embed_dim", *_EACH)},
-                    **{name: getattr(unet, ours) == on for name, (ours, on) in _SWITCHES.items()},
-                    "self_attn": [bool(each) for each in unet.self_attn], "max_text_len": unet.max_text_len,
+                    **{name: getattr(unet, name) for name in ("image_embed_dim", "text_embed_dim", *_PER_UNET)},
+                    **{name: getattr(unet, flag) == on for name, (flag, on) in _SWITCHES.items()},
+                    "self_attn": [bool(value) for value in unet.self_attn], "max_text_len": unet.max_text_len,
                     "cond_on_text_encodings": is_text and index == 0,
                 }
                 for index, unet in enumerate(unets)
             ],
             "image_sizes": config.image_sizes, "timesteps": config.timesteps, "beta_schedule": config.noise_schedule,
-            "learned_variance": [bool(each) for each in config.learned_variance],
+            "learned_variance": [bool(value) for value in config.learned_variance],
             "predict_x_start": [_OBJECTIVES[name][0] for name in config.objective],
             "predict_v": [_OBJECTIVES[name][1] for name in config.objective],
             "unconditional": not config.condition_on, "lowres_noise_sample_level": config.lowres_noise_level,
@@ -160,18 +160,18 @@ def check_is_public(unet: UnetConfig, index: int) -> None:
             raise ValueError(f"DALLE2-pytorch has no such unet as number {index + 1}: {reason}")
 
 
-def for_each(decoder: Mapping[str, Any], name: str, usual: Any) -> list[Any]:
+def for_each(decoder: Mapping[str, Any], name: str, default: Any) -> list[Any]:
     """A value for each unet, of a list or of one value for all. Raises ValueError, in one line, for another number."""
-    value, count = decoder.get(name, usual), len(decoder["unets"])
+    value, count = decoder.get(name, default), len(decoder["unets"])
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
         raise ValueError(f"its {name} {value} is not for {count} unets")
     return values
 
 
-def _option(unet: Mapping[str, Any], name: str) -> Any:
+def _unet_option(unet: Mapping[str, Any], name: str) -> Any:
     """The value of a unet's key, in the form that `DecoderConfig` has for it."""
-    value = _EACH[name] if unet.get(name) is None else unet[name]
+    value = _PER_UNET[name] if unet.get(name) is None else unet[name]
     if name == "cond_dim":
         return unet["dim"] if value is None else value
     if name == "resnet_groups" and isinstance(value, (list, tuple)):
@@ -180,31 +180,31 @@ def _option(unet: Mapping[str, Any], name: str) -> Any:
         return value[0]
     if name in ("dim_mults", "num_resnet_blocks", "self_attn"):
         values = value if isinstance(value, (list, tuple)) else [value]
-        return [int(each) if isinstance(each, bool) else each for each in values]
+        return [int(element) if isinstance(element, bool) else element for element in values]
     return value
 
 
-def _after_the_first(decoder: Mapping[str, Any], name: str, usual: bool) -> list[bool]:
+def _values_after_first(decoder: Mapping[str, Any], name: str, default: bool) -> list[bool]:
     """A value for each unet but the first, which has no low-resolution image."""
-    value, count = decoder.get(name, usual), len(decoder["unets"])
+    value, count = decoder.get(name, default), len(decoder["unets"])
     values = list(value)[-(count - 1) :] if isinstance(value, (list, tuple)) else [value] * (count - 1)
     if isinstance(value, (list, tuple)) and len(value) not in (count - 1, count):
         raise ValueError(f"its {name} {value} is not for {count - 1} unets after the first")
-    return [bool(each) for each in values[: count - 1]]
+    return [bool(element) for element in values[: count - 1]]
 
 
 def _learned_variance(decoder: Mapping[str, Any]) -> list[int]:
-    """Of each unet; one value is for the first alone."""
+    """A value for each unet; a single value is for the first alone."""
     value = decoder.get("learned_variance", True)
     values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return [int(bool(each)) for each in [*values, *[False] * (len(decoder["unets"]) - len(values))]]
+    return [int(bool(element)) for element in [*values, *[False] * (len(decoder["unets"]) - len(values))]]
 
 
-def _schedules(decoder: Mapping[str, Any]) -> list[str]:
-    """Names; if nothing is said, all are cosine, but the last of several is linear."""
+def _schedule_names(decoder: Mapping[str, Any]) -> list[str]:
+    """The name of each unet's schedule; by default cosine, but linear for the last of several unets."""
     count = len(decoder["unets"])
-    usual = ["cosine"] * count if count == 1 else ["cosine"] * (count - 1) + ["linear"]
-    names = usual if decoder.get("beta_schedule") is None else for_each(decoder, "beta_schedule", None)
+    default = ["cosine"] * count if count == 1 else ["cosine"] * (count - 1) + ["linear"]
+    names = default if decoder.get("beta_schedule") is None else for_each(decoder, "beta_schedule", None)
     if not all(isinstance(name, str) and name in SCHEDULES for name in names):
         raise ValueError(f"its beta_schedule {str(names)[:80]} is not of {', '.join(SCHEDULES)}")
     return names

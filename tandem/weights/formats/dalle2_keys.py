@@ -1,8 +1,8 @@
 """The keys of DALLE2-pytorch's training configurations, version 1.15.6, and the flags of train_decoder.py that they
-become (`convert.py config`). What a key is called, its default there and its flag stand in public_names.yaml, the
-keys of unets in `dalle2_config`. Other keys are unknown there too, although most of the package ignores them.
+become (`convert.py config`). public_names.yaml lists the name of each key, its default there and its flag here;
+`dalle2_config` has the keys of unets. Other keys are unknown there too, although most of the package ignores them.
 
-Where a configuration says nothing, its own defaults hold, not those of the flags.
+For an absent key the default of DALLE2-pytorch holds, not that of the flag.
 """
 
 from __future__ import annotations
@@ -18,62 +18,62 @@ if TYPE_CHECKING:
     from tandem.config.public_names import Row
 
 _UNETS = "decoder.unets."
-# Values that are what happens here, where that is not the default there.
-_HERE = {"decoder.clip.make": ("openai", "open_clip"), "evaluate.LPIPS.net_type": ("vgg",)}
-_MEASURES = ("FID", "IS", "KID", "LPIPS")
-_LAST_SHARD = 9999999  # is that of all
+# The values that have a counterpart here, for keys where it is not the default there.
+_EQUIVALENTS = {"decoder.clip.make": ("openai", "open_clip"), "evaluate.LPIPS.net_type": ("vgg",)}
+_METRICS = ("FID", "IS", "KID", "LPIPS")
+_LAST_SHARD = 9999999  # the default there, which means all shards
 _SMALL = 1e-6  # fractions of two or three decimals add up to 1 within some 1e-16
 
 
 def known_keys(rows: Sequence[Row]) -> Known:
-    """What `public_keys.without_counterpart` is told of the keys; ``rows``: those about the decoder."""
+    """The keys for `config_keys.without_counterpart`; ``rows``: those about the decoder."""
     return {
-        **known_of(rows, _HERE),
+        **known_of(rows, _EQUIVALENTS),
         **dict.fromkeys((f"{_UNETS}{name}" for name in (*UNET_KEYS, "checkpoint_during_training")), (None, "")),
         **{f"{_UNETS}{name}": ((value,), f"here it is {value}") for name, value in FIXED.items()},
     }
 
 
 def implied(config: Section, known: Known) -> Iterator[str]:
-    """A line for each value without a counterpart that a configuration means by saying nothing."""
+    """A line for each default of an absent key that has no counterpart."""
     if (lpips := part_of(config, "evaluate").get("LPIPS")) is not None and "net_type" not in lpips:
         yield f"evaluate.LPIPS.net_type is alex if nothing is said: {known['evaluate.LPIPS.net_type'][1]}"
 
 
-def flags_of_config(config: Section, rows: Sequence[Row], made: Section, processes: int) -> Flags:
+def flags_of_config(config: Section, rows: Sequence[Row], decoder_flags: Section, processes: int) -> Flags:
     """Flags by name, each with the key that it comes from and its value; None: the flag's own default.
 
     Args:
-        config: As `public_keys.without_counterpart` has looked at it.
-        rows: Those about the decoder.
-        made: The flags that make the decoder.
-        processes: How many will train together.
+        config: Checked by `config_keys.without_counterpart`.
+        rows: Those of the page about the decoder.
+        decoder_flags: The flags of the decoder's architecture.
+        processes: The number of processes of the training.
 
     Raises:
         ValueError: one line that names the key whose value cannot be used.
     """
     flags: Flags = {}
     for row in rows:
-        *above, name = row.key.split(".")
-        if row.flag and above:
-            value = part_of(config, *above).get(name)
+        *sections, name = row.key.split(".")
+        if row.flag and sections:
+            value = part_of(config, *sections).get(name)
             flags[row.flag] = (row.key, default_of(row) if value is None else value)
-    flags |= {name: ("decoder", value) for name, value in made.items()}
-    flags |= _of_data(part_of(config, "data"), processes)
+    flags |= {name: ("decoder", value) for name, value in decoder_flags.items()}
+    flags |= _data_flags(part_of(config, "data"), processes)
     flags["seed"] = ("seed", config.get("seed", 0))
     flags["output_dir"] = ("tracker.data_path", part_of(config, "tracker").get("data_path"))
-    if (log := part_of(config, "tracker", "log").get("log_type", "console")) == "console":
+    if (tracker := part_of(config, "tracker", "log").get("log_type", "console")) == "console":
         flags |= {name: (name, None) for name in ("wandb_entity", "wandb_project", "wandb_name")}
-    flags["report_to"] = ("tracker.log.log_type", "none" if log == "console" else log)
-    flags |= _of_decoder(decoder_part(config), made["timesteps"])
+    flags["report_to"] = ("tracker.log.log_type", "none" if tracker == "console" else tracker)
+    flags |= _decoder_flags(decoder_part(config), decoder_flags["timesteps"])
     batch_size = flags["batch_size"][1]
     return {
         **flags,
-        **_of_training(part_of(config, "train"), part_of(config, "evaluate"), batch_size, len(made["dim"])),
+        **_training_flags(part_of(config, "train"), part_of(config, "evaluate"), batch_size, len(decoder_flags["dim"])),
     }
 
 
-def _of_data(data: Section, processes: int) -> Flags:
+def _data_flags(data: Section, processes: int) -> Flags:
     fractions = {"train": 0.75, "val": 0.15, "test": 0.1, **part_of(data, "splits")}
     total = sum(number(value, f"data.splits.{name}") for name, value in fractions.items())
     if abs(total - 1) > _SMALL:
@@ -90,11 +90,11 @@ def _of_data(data: Section, processes: int) -> Flags:
     }  # fmt: skip
 
 
-def _of_decoder(decoder: Section, timesteps: int) -> Flags:
+def _decoder_flags(decoder: Section, timesteps: int) -> Flags:
     if len([name for name in ("image_size", "image_sizes") if decoder.get(name) is not None]) != 1:
         raise ValueError("decoder: give image_sizes, a size for each unet, or image_size for one")
     noisy, blurred = (decoder.get(f"use_{kind}_for_lowres_cond", kind == "blur") for kind in ("noise", "blur"))
-    if len(decoder["unets"]) > 1 and _one_of(noisy) is not False and _one_of(blurred) is not False:
+    if len(decoder["unets"]) > 1 and _common_value(noisy) is not False and _common_value(blurred) is not False:
         raise ValueError(
             "decoder.use_noise_for_lowres_cond and use_blur_for_lowres_cond: set one of the two to false; the "
             "other one is for all upsampling Unets"
@@ -102,7 +102,7 @@ def _of_decoder(decoder: Section, timesteps: int) -> Flags:
     steps = [n if n is None or n < timesteps else None for n in for_each(decoder, "sample_timesteps", None)]
     if None in steps and any(steps):
         raise ValueError("decoder.sample_timesteps: give fewer steps than timesteps for all unets, or for none")
-    gammas = [number(each, "decoder.p2_loss_weight_gamma") for each in for_each(decoder, "p2_loss_weight_gamma", 0.0)]
+    gammas = [number(gamma, "decoder.p2_loss_weight_gamma") for gamma in for_each(decoder, "p2_loss_weight_gamma", 0.0)]
     if len({gamma for gamma in gammas if gamma}) > 1:
         raise ValueError("decoder.p2_loss_weight_gamma: give one gamma, or 0, for each unet")
     clip = part_of(decoder, "clip")
@@ -128,28 +128,28 @@ def _of_decoder(decoder: Section, timesteps: int) -> Flags:
     }  # fmt: skip
 
 
-def _of_training(train: Section, evaluate: Section, batch_size: float, count: int) -> Flags:
-    # Their epochs validate at their end; without epoch_samples that is not known before the data are.
-    every, epoch = "train.save_every_n_samples", train.get("epoch_samples")
-    saves = max(round(number(train.get("save_every_n_samples", 100000), every) / max(batch_size, 1)), 1)
+def _training_flags(train: Section, evaluate: Section, batch_size: float, count: int) -> Flags:
+    # There an epoch ends with a validation; without epoch_samples its length depends on the data.
+    key, epoch = "train.save_every_n_samples", train.get("epoch_samples")
+    interval = max(round(number(train.get("save_every_n_samples", 100000), key) / max(batch_size, 1)), 1)
     names = ("save_every_n_steps", "sample_every_n_steps", "validate_every_n_steps")
-    flags: Flags = dict.fromkeys(names, (every, saves))
+    flags: Flags = dict.fromkeys(names, (key, interval))
     flags["valid_samples"] = ("train.validation_samples", train.get("validation_samples") or 0)
-    flags["max_grad_norm"] = ("train.max_grad_norm", _one_of(train.get("max_grad_norm", 0.5)) or 0.0)
-    if not (is_judged := any(evaluate.get(name) is not None for name in _MEASURES)):
+    flags["max_grad_norm"] = ("train.max_grad_norm", _common_value(train.get("max_grad_norm", 0.5)) or 0.0)
+    if not (is_evaluated := any(evaluate.get(name) is not None for name in _METRICS)):
         flags["n_evaluation_samples"] = ("evaluate", None)
     if epoch is not None:
         updates = math.ceil(number(epoch, "train.epoch_samples") / max(batch_size, 1))
         epochs = number(train.get("epochs", 20), "train.epochs")
         flags["max_steps"] = ("train.epoch_samples", math.ceil(epochs * updates))
         flags["validate_every_n_steps"] = ("train.epoch_samples", updates)
-        if is_judged:
+        if is_evaluated:
             flags["evaluate_every_n_steps"] = ("train.epoch_samples", updates)
     # ema-pytorch averages every 10 updates.
     beta = number(train.get("ema_beta", 0.999), "train.ema_beta") ** 0.1
     flags["ema_decay"] = ("train.ema_beta", round(beta, 8) if train.get("use_ema", True) else 0.0)
     if (mask := train.get("unet_training_mask")) is not None:
-        if not isinstance(mask, list) or len(mask) != count or not all(isinstance(each, bool) for each in mask):
+        if not isinstance(mask, list) or len(mask) != count or not all(isinstance(element, bool) for element in mask):
             raise ValueError(f"train.unet_training_mask: give true or false for each of {count} unets")
         if not any(mask):
             raise ValueError("train.unet_training_mask trains no unet: set one to true")
@@ -158,6 +158,6 @@ def _of_training(train: Section, evaluate: Section, batch_size: float, count: in
     return flags
 
 
-def _one_of(value: Any) -> Any:
-    """Of a list of equal values one; others as they are."""
+def _common_value(value: Any) -> Any:
+    """The value of a list of equal values; anything else unchanged."""
     return value[0] if isinstance(value, list) and len(set(map(str, value))) == 1 else value

@@ -1,4 +1,4 @@
-"""What model folders and .pt files hold, as facts for a person or a program, without building the model."""
+"""Descriptions of model folders and .pt files, for a person or a program, without building the model."""
 
 from __future__ import annotations
 

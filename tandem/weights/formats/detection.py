@@ -44,12 +44,12 @@ class PublicFormat(NamedTuple):
     load: Callable[[Path, str], Any]
     """(path, "best", "ema" or "online") -> model in eval mode."""
     save: Callable[..., str | None]
-    """(model, path), and a discriminator by that name if the format has one -> what to say of the file."""
+    """(model, path), and a keyword `discriminator` if the format has one -> a note about the file for the user."""
     describe: Callable[[Path], dict[str, Any]]
     load_discriminator: Callable[[Path], Any] | None = None
     """path -> the discriminator in the file, or None; None for a format that has none."""
     assumed: Callable[[Mapping[str, Any]], str] | None = None
-    """`config` of a model that was read -> what its file does not say, in words; None for a format that says all."""
+    """`config` of a model that was read -> a text about the values that its file lacks; None for a complete format."""
 
 
 def _load_dalle(path: Path, weights: str) -> Any:
@@ -57,14 +57,14 @@ def _load_dalle(path: Path, weights: str) -> Any:
     return load_dalle(path)
 
 
-def _of_taming(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
+def _taming_format(layout: Layout, is_format: Callable[[Path], bool], save: Any = None) -> PublicFormat:
     load, describe = partial(load_autoencoder, layout), partial(describe_autoencoder, layout)
     return PublicFormat("VQGAN", is_format, load, save or partial(save_autoencoder, layout), describe)
 
 
 # A file, or a folder of diffusers, belongs to the first that takes it.
 FORMATS = {
-    "diffusers": _of_taming(DIFFUSERS, Path.is_dir, save_folder),
+    "diffusers": _taming_format(DIFFUSERS, Path.is_dir, save_folder),
     "dalle2": PublicFormat(
         "Decoder", is_public_decoder, lambda path, weights: load_public_decoder(path, weights=weights),
         save_public_decoder, describe_public_decoder,
@@ -77,10 +77,10 @@ FORMATS = {
         "MuLaN", is_public_mulan, lambda path, weights: load_public_mulan(path, weights=weights),
         save_public_mulan, describe_public_mulan, assumed=assumed,
     ),
-    "llamagen": _of_taming(LLAMAGEN, lambda path: mentions(path, b"encoder.conv_blocks."))._replace(
+    "llamagen": _taming_format(LLAMAGEN, lambda path: mentions(path, b"encoder.conv_blocks."))._replace(
         assumed=assumed_of_llamagen
     ),
-    "taming": _of_taming(OF_TAMING, lambda path: mentions(path, b"encoder.conv_in.weight")),
+    "taming": _taming_format(OF_TAMING, lambda path: mentions(path, b"encoder.conv_in.weight")),
     "dalle": PublicFormat(
         "DiscreteVAE", lambda path: mentions(path, b"hparams"), _load_dalle, save_dalle,
         describe_dalle_file,
@@ -92,14 +92,14 @@ def format_of(path: Path) -> PublicFormat:
     """The format of a file. Reads little of it, and runs none of its code.
 
     Raises:
-        ValueError: one line, which says what it is as far as that is known, if it is of none.
+        ValueError: one line, with what the file holds, if it has none of the formats.
     """
     if path.is_file() and (reason := why_no_weights(path)):
         raise ValueError(f"{path} holds no weights: {reason}")
-    if found := next((public for public in FORMATS.values() if public.is_format(path)), None):
-        return found
+    if public_format := next((candidate for candidate in FORMATS.values() if candidate.is_format(path)), None):
+        return public_format
     if (path.parent / CONFIG_FILE).is_file():
         raise ValueError(f"{path} is of the model folder that it is in: give {path.parent}")
     content = read_content(path)
-    held = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
-    raise ValueError(f"{path} holds {held}: no model of {', '.join(FORMATS)} has such names (README, trained weights)")
+    names = first_names(content) if isinstance(content, dict) else f"a {type(content).__name__}"
+    raise ValueError(f"{path} holds {names}: no model of {', '.join(FORMATS)} has such names (README, trained weights)")

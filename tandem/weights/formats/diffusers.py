@@ -19,32 +19,32 @@ from tandem.models.base import files_of_index
 
 from .taming import GROUPS, Layout, channels_of, public_state
 
-# Parts of an attention as older versions called them, in whose files Stable Diffusion's autoencoders were published.
-_EARLIER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_EARLIER_PART = re.compile(rf"(?<=\.)({'|'.join(_EARLIER)})(?=\.(weight|bias)$)")
+# Names that older versions gave to parts of an attention, as in the published autoencoders of Stable Diffusion.
+_OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+_OLD_NAME = re.compile(rf"(?<=\.)({'|'.join(_OLD_NAMES)})(?=\.(weight|bias)$)")
 _CONFIG = "config.json"
 _FILES = (
     "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin",
 )  # fmt: skip
-# Of weights in several files, what names them.
+# The indices of weights in several files.
 _INDICES = (
     "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.fp16.json",
     "diffusion_pytorch_model.bin.index.json",
 )  # fmt: skip
 _CLASSES = {KL: "AutoencoderKL", "vq": "VQModel"}
-# Of what a model there may have, all that we have, which is what a configuration means that does not say it.
+# Options with a single value here, which is also their default in diffusers.
 _CONSTANTS = {
     "act_fn": "silu", "norm_type": "group", "mid_block_add_attention": True, "latents_mean": None, "latents_std": None,
 }  # fmt: skip
-_USUAL_SCALE = 0.18215  # of a configuration that says none: that of Stable Diffusion 1 and 2
+_DEFAULT_SCALE = 0.18215  # the default of diffusers: that of Stable Diffusion 1 and 2
 _MOST_GROUPS, _LARGEST_SIDE = 1 << 16, 1 << 13
 
 
 def diffusers_folder(path: Path) -> Path | None:
     """The folder of a model of diffusers: the path itself, or in a pipeline that of its autoencoder; None if there is
     none. Reads no more than configurations."""
-    parts = ("vae", "vqvae") if (path / "model_index.json").is_file() else ()
-    for folder in (path, *(path / part for part in parts)):
+    names = ("vae", "vqvae") if (path / "model_index.json").is_file() else ()
+    for folder in (path, *(path / name for name in names)):
         config = read_json_or_empty(folder / _CONFIG)
         if "_class_name" in config and "model" not in config:
             return folder
@@ -55,46 +55,46 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     """Write weights and configuration as ``from_pretrained`` of diffusers takes them; each file appears whole or not at
     all. Returns what loads it. Raises ValueError, in one line, if diffusers has no such model."""
     state, config = public_state(model, DIFFUSERS), model.config
-    attended, levels = config["attention_levels"] or (), range(len(config["ch_mult"]))
-    attention = ["Attn" if level in attended else "" for level in levels]
-    code, z_channels = channels_of(config)
-    if not model.num_codes and z_channels != code:
-        raise ValueError(f"an AutoencoderKL has as many z_channels as a latent has, {code}, this model {z_channels}")
+    attention_levels, levels = config["attention_levels"] or (), range(len(config["ch_mult"]))
+    attention = ["Attn" if level in attention_levels else "" for level in levels]
+    code_dim, z_channels = channels_of(config)
+    if not model.num_codes and z_channels != code_dim:
+        raise ValueError(f"an AutoencoderKL has as many z_channels as a latent has, {code_dim}, not {z_channels}")
     if config["ch_mult"][0] != 1:
         raise ValueError(f"a model of diffusers has a --ch_mult that begins with 1, this one's is {config['ch_mult']}")
-    said: dict[str, Any] = {
+    public_config: dict[str, Any] = {
         "_class_name": _CLASSES[config["quantizer"]], "act_fn": "silu",
-        "block_out_channels": [config["dim"] * times for times in config["ch_mult"]],
+        "block_out_channels": [config["dim"] * multiple for multiple in config["ch_mult"]],
         "down_block_types": [f"{attn}DownEncoderBlock2D" for attn in attention],
         "up_block_types": [f"{attn}UpDecoderBlock2D" for attn in reversed(attention)],
         "in_channels": config["channels"], "out_channels": config["channels"], "latent_channels": z_channels,
         "layers_per_block": config["num_resnet_blocks"][0], "norm_num_groups": config["norm_groups"],
-        "sample_size": config["image_size"], "scaling_factor": config["scaling_factor"] or _USUAL_SCALE,
+        "sample_size": config["image_size"], "scaling_factor": config["scaling_factor"] or _DEFAULT_SCALE,
         "force_upcast": config["force_upcast"],
     }  # fmt: skip
     if model.num_codes:
-        said |= {"num_vq_embeddings": model.num_codes, "vq_embed_dim": code}
+        public_config |= {"num_vq_embeddings": model.num_codes, "vq_embed_dim": code_dim}
     else:
-        said |= dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), config["quant_conv"])
-        said |= {"shift_factor": config["shift_factor"]}
+        public_config |= dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), config["quant_conv"])
+        public_config |= {"shift_factor": config["shift_factor"]}
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / _FILES[0]) as unfinished:
         save_file(state, unfinished, metadata={"format": "pt"})
     with replacing(folder / _CONFIG) as unfinished:
-        unfinished.write_text(json.dumps(said, indent=2) + "\n")
-    unknown = f"; its scaling_factor is unknown, and {_USUAL_SCALE}, that of Stable Diffusion 1, is written"
+        unfinished.write_text(json.dumps(public_config, indent=2) + "\n")
+    hint = f"; its scaling_factor is unknown, and {_DEFAULT_SCALE}, that of Stable Diffusion 1, is written"
     is_known = bool(model.num_codes or config["scaling_factor"])
-    return f"load it by {said['_class_name']}.from_pretrained" + ("" if is_known else unknown)
+    return f"load it by {public_config['_class_name']}.from_pretrained" + ("" if is_known else hint)
 
 
 def _read(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `Layout.read`."""
-    said = read_folder_config(folder)
+    arguments = read_folder_config(folder)
     check_has_one_set(folder, weights)
     state: dict[str, Tensor] = {}
     for path, names in weight_files(folder).items():
         state |= read_state_dict(check_inside(path, folder), names or None)
-    return {_EARLIER_PART.sub(lambda part: _EARLIER[part[0]], name): weight for name, weight in state.items()}, said
+    return {_OLD_NAME.sub(lambda match: _OLD_NAMES[match[0]], name): state[name] for name in state}, arguments
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
@@ -106,28 +106,28 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
-    """The arguments that a stranger's configuration says and that do not follow from the weights.
+    """The arguments in an untrusted configuration that do not follow from the weights.
 
     Raises:
         OSError, ValueError: one line, if there is none, or it is of a model that no `VQGAN` is.
     """
     config = read_json(check_inside(folder / _CONFIG, folder))
-    found, groups = config.get("_class_name"), config.get("norm_num_groups", GROUPS)
-    if found not in _CLASSES.values():
-        raise ValueError(f"it holds a {str(found)[:80]} of diffusers, and {' and '.join(_CLASSES.values())} are taken")
+    model, groups = config.get("_class_name"), config.get("norm_num_groups", GROUPS)
+    if model not in _CLASSES.values():
+        raise ValueError(f"it holds a {str(model)[:80]} of diffusers, and {' and '.join(_CLASSES.values())} are taken")
     for name, value in _CONSTANTS.items():
         if config.get(name, value) != value:
             raise ValueError(f"its {name} is {str(config[name])[:80]}, and a VQGAN has {value} alone")
     if type(groups) is not int or not 1 <= groups <= _MOST_GROUPS:
         raise ValueError(f"its norm_num_groups is {str(groups)[:80]}, and 1 to {_MOST_GROUPS} are possible")
-    is_kl = found == _CLASSES[KL]
-    upcast = config.get("force_upcast", is_kl)  # as a configuration means it that does not say it
+    is_kl = model == _CLASSES[KL]
+    upcast = config.get("force_upcast", is_kl)  # with the default of diffusers
     if type(upcast) is not bool:
         raise ValueError(f"its force_upcast is {str(upcast)[:80]}, neither true nor false")
     side = config.get("sample_size", 256)
     if type(side) is not int or not 1 <= side <= _LARGEST_SIDE:
         raise ValueError(f"its sample_size is {str(side)[:80]}, and 1 to {_LARGEST_SIDE} are possible")
-    if (scaling := config.get("scaling_factor", _USUAL_SCALE)) is None:
+    if (scaling := config.get("scaling_factor", _DEFAULT_SCALE)) is None:
         raise ValueError("its scaling_factor is null")
     return {
         "norm_groups": groups, "scaling_factor": scaling, "shift_factor": config.get("shift_factor"),

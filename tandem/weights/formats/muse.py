@@ -1,7 +1,7 @@
 """The VQGanVAE of muse-maskgit-pytorch 0.3.5 as `VQGAN` and `Discriminator`, and back: the same weights by other names.
 
-Its files hold a plain state dict and no arguments, which follow from names and shapes; but for the number of groups of
-its GroupNorms, which is taken to be 16, its default.
+Its files hold a plain state dict and no arguments. They follow from names and shapes, except for the number of groups
+of its GroupNorms, which is assumed to be 16, its default.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .description import describe_file, describe_weights
 PACKAGE = "muse-maskgit-pytorch 0.3.5"
 _GROUPS = 16  # the public model has as many in every GroupNorm
 _MOST_BITS = 22  # of a code
-_OF_A_CODER = re.compile(r"enc_dec\.(encoder|decoder)s\.(\d{1,4})\.(.+)")
-_OF_A_PROJECTION = re.compile(r"quantizer\.project_(in|out)\.(weight|bias)")
+_CODER_KEY = re.compile(r"enc_dec\.(encoder|decoder)s\.(\d{1,4})\.(.+)")
+_PROJECTION_KEY = re.compile(r"quantizer\.project_(in|out)\.(weight|bias)")
 
 
-class _Found(NamedTuple):
+class _Contents(NamedTuple):
     """Arguments and weights of our models; None for a discriminator that is not in the file."""
 
     arguments: dict[str, Any]
@@ -52,34 +52,34 @@ def load_public_vqgan(path: Path, *, weights: str = "best") -> VQGAN:
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `VQGAN` lacks.
     """
-    found = _read(path, weights)
-    return VQGAN.with_weights(path, found.arguments, found.weights)
+    contents = _read(path, weights)
+    return VQGAN.with_weights(path, contents.arguments, contents.weights)
 
 
 def load_public_discriminator(path: Path) -> Discriminator | None:
     """The discriminator in such a file, in eval mode, if it holds one. Errors: see `load_public_vqgan`."""
-    found = _read(path, "best").discriminator
-    return None if found is None else Discriminator.with_weights(path, *found)
+    discriminator = _read(path, "best").discriminator
+    return None if discriminator is None else Discriminator.with_weights(path, *discriminator)
 
 
 def describe_public_vqgan(path: Path) -> dict[str, Any]:
     """Facts about such a file. Errors: see `load_public_vqgan`."""
-    found = _read(path, "best")
+    contents = _read(path, "best")
     others = {}
-    if found.discriminator is not None:
-        arguments, weights = found.discriminator
+    if contents.discriminator is not None:
+        arguments, weights = contents.discriminator
         others["discriminator"] = {**arguments, **describe_weights(weights)}
-    return describe_file(path, PACKAGE, "VQGAN", found.arguments, found.weights, **others)
+    return describe_file(path, PACKAGE, "VQGAN", contents.arguments, contents.weights, **others)
 
 
 def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | None = None) -> str:
     """Write a state dict that ``VQGanVAE.load`` takes strictly; the file appears whole or not at all.
 
     Args:
-        discriminator: Written too, unless a VQGanVAE cannot have such a one.
+        discriminator: Written too, if a VQGanVAE can have such a one.
 
     Returns:
-        How to make the VQGanVAE that loads the file: it does not say its arguments.
+        The constructor call of the VQGanVAE that loads the file, which does not hold the arguments.
 
     Raises:
         ValueError: one line, if the public package has no such model.
@@ -90,24 +90,24 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
     for name, tensor in weights.items():
         part, index, rest = name.split(".", 2)
         if (part, index) in (("encoder", str(encoder)), ("decoder", "0")):
-            way = "in" if part == "encoder" else "out"
-            state[f"quantizer.project_{way}.{rest}"] = tensor[:, :, 0, 0].contiguous() if rest == "weight" else tensor
+            tensor = tensor[:, :, 0, 0].contiguous() if rest == "weight" else tensor
+            state[f"quantizer.project_{'in' if part == 'encoder' else 'out'}.{rest}"] = tensor
         else:
             state[f"enc_dec.{part}s.{int(index) - (part == 'decoder')}.{rest}"] = tensor
     bits = config["codebook_size"].bit_length() - 1
     state["quantizer.mask"] = 2 ** torch.arange(bits - 1, -1, -1)
     arguments = {name: config[name] for name in ("dim", "channels", "codebook_size")}
     arguments |= {"layers": config["num_layers"], "encdec_num_resnet_blocks": tuple(config["num_resnet_blocks"])}
-    why_not = _discriminator_obstacle(config, discriminator)
-    if discriminator is None or why_not:
+    obstacle = _discriminator_obstacle(config, discriminator)
+    if discriminator is None or obstacle:
         arguments["use_vgg_and_gan"] = False
     else:
         arguments["discr_layers"] = discriminator.config["layers"]
         state |= {f"discr.{name}": tensor for name, tensor in on_cpu(discriminator.state_dict()).items()}
     with replacing(path) as unfinished:
         torch.save(state, unfinished)
-    made = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return f"load it into VQGanVAE({made})" + (f"; {why_not}" if why_not else "")
+    arguments_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"load it into VQGanVAE({arguments_text})" + (f"; {obstacle}" if obstacle else "")
 
 
 def _check_has_public_form(model: VQGAN) -> None:
@@ -130,62 +130,62 @@ def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discrimina
     """Why a VQGanVAE of this `VQGAN.config` has no such discriminator; empty if it may have."""
     for name in ("dim", "channels"):
         if discriminator is not None and discriminator.config[name] != config[name]:
-            said = f"its {name} is {discriminator.config[name]}, and that of a VQGanVAE would have {config[name]}"
-            return f"its discriminator is left out: {said}"
+            difference = f"its {name} is {discriminator.config[name]}, and that of a VQGanVAE would have {config[name]}"
+            return f"its discriminator is left out: {difference}"
     return ""
 
 
-def _read(path: Path, weights: str) -> _Found:
-    state = _state_of(path, weights)
+def _read(path: Path, weights: str) -> _Contents:
+    state = _read_state(path, weights)
     try:
-        return _translated(state)
+        return _translate(state)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _state_of(path: Path, weights: str) -> dict[str, Tensor]:
+def _read_state(path: Path, weights: str) -> dict[str, Tensor]:
     """The state dict of a VQGanVAE: as its ``save`` writes it, in {"model": ...} of its trainer, or of an average."""
-    found = read_state_dict(check_regular(path), part="model")
+    content = read_state_dict(check_regular(path), part="model")
     prefix = "online_model." if weights == "online" else "ema_model."
-    state = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+    state = {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
     if not state and weights != "best":
         raise ValueError(f"--weights {weights}: {path} holds one set of weights; leave it out")
-    return {name: tensor for name, tensor in (state or found).items() if not name.startswith("_vgg.")}
+    return {name: tensor for name, tensor in (state or content).items() if not name.startswith("_vgg.")}
 
 
-def _translated(state: Mapping[str, Tensor]) -> _Found:
-    blocks, widths, channels = _levels(state)
+def _translate(state: Mapping[str, Tensor]) -> _Contents:
+    blocks, widths, channels = _infer_levels(state)
     layers = len(blocks)
-    bits = _bits(state, widths[-1])
+    bits = _infer_bits(state, widths[-1])
     identity = torch.eye(bits)[:, :, None, None]
     last = 1 + layers + sum(blocks)
     weights = {f"{layer}.weight": identity for layer in (f"encoder.{last}", "decoder.0")}
     weights |= {f"{layer}.bias": torch.zeros(bits) for layer in (f"encoder.{last}", "decoder.0")}
     discriminator: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if found := _OF_A_CODER.fullmatch(name):
-            weights[f"{found[1]}.{int(found[2]) + (found[1] == 'decoder')}.{found[3]}"] = tensor
-        elif found := _OF_A_PROJECTION.fullmatch(name):
-            layer = f"encoder.{last}" if found[1] == "in" else "decoder.0"
-            weights[f"{layer}.{found[2]}"] = tensor[:, :, None, None] if tensor.ndim == 2 else tensor
+        if match := _CODER_KEY.fullmatch(name):
+            weights[f"{match[1]}.{int(match[2]) + (match[1] == 'decoder')}.{match[3]}"] = tensor
+        elif match := _PROJECTION_KEY.fullmatch(name):
+            layer = f"encoder.{last}" if match[1] == "in" else "decoder.0"
+            weights[f"{layer}.{match[2]}"] = tensor[:, :, None, None] if tensor.ndim == 2 else tensor
         elif name.startswith("discr."):
             discriminator[name.removeprefix("discr.")] = tensor
         elif name != "quantizer.mask":
             raise ValueError(f"it holds {name[:80]}, which is no weight of a VQGanVAE of {PACKAGE} with LFQ")
     arguments = {
-        "image_size": max(256, 2**layers),  # any will do: the file does not say it
+        "image_size": max(256, 2**layers),  # any would do: the file does not hold it
         "dim": widths[0], "channels": channels, "num_layers": layers, "num_resnet_blocks": blocks, "quantizer": "lfq",
         "codebook_size": 2**bits, "centred": False,
         "diversity_gamma": 4.0, "inv_temperature": 100.0,  # those of the public package
     }  # fmt: skip
     if not discriminator:
-        return _Found(arguments, weights, None)
-    dim, of_images, *_ = shape_of(state, "discr.layers.0.0.weight", 4)
+        return _Contents(arguments, weights, None)
+    dim, image_channels, *_ = shape_of(state, "discr.layers.0.0.weight", 4)
     halvings = sum(re.fullmatch(r"layers\.\d+\.0\.weight", name) is not None for name in discriminator) - 1
-    return _Found(arguments, weights, ({"dim": dim, "channels": of_images, "layers": halvings}, discriminator))
+    return _Contents(arguments, weights, ({"dim": dim, "channels": image_channels, "layers": halvings}, discriminator))
 
 
-def _levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], int]:
+def _infer_levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], int]:
     """Residual blocks per level, finest first; channels at full resolution and of each level; channels of images."""
     dim, channels, *kernel = shape_of(state, "enc_dec.encoders.0.weight", 4)
     if kernel != [5, 5]:
@@ -207,7 +207,7 @@ def _levels(state: Mapping[str, Tensor]) -> tuple[list[int], list[int], int]:
     return blocks, widths, channels
 
 
-def _bits(state: Mapping[str, Tensor], width: int) -> int:
+def _infer_bits(state: Mapping[str, Tensor], width: int) -> int:
     """Bits of a code; the encoder's last level has ``width`` channels."""
     if any(name.startswith("quantizer._codebook") for name in state):
         raise ValueError("its codes are of a vector quantizer, and only those of LFQ can be taken over")

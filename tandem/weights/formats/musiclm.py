@@ -1,10 +1,9 @@
 """The MuLaN of musiclm-pytorch 0.2.8 as a `MuLaN` of the layout "musiclm", and back: the same weights by other names.
 
-Its files hold a plain state dict and no arguments, which follow from names and shapes; but for n_fft and hop_length,
-which leave no trace: they are taken to be the defaults there, 128 (or the window, if longer) and half the window.
-Neither do the sample rate, taken to be 16000 Hz, and the length of clips.
-Constants are in the files, too: the window, a table of a time stretch that is never made, and the numbers of the
-intermediate layers.
+Its files hold a plain state dict and no arguments. They follow from names and shapes, except for n_fft, hop_length, the
+sample rate and the length of clips. The first two are assumed to be the defaults there, 128 (or the window, if longer)
+and half the window; the sample rate is assumed to be 16000 Hz. The files also hold constants: the window, a table of a
+time stretch that is never used, and the indices of the intermediate layers.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from .description import describe_file
 PACKAGE = "musiclm-pytorch 0.2.8"
 _N_FFT, _FF_MULT = 128, 4  # the public defaults
 _TOWERS = ("audio", "text")
-# Of the intermediate layers, all in one: the lowest layer comes first, and with us the highest.
+# The tensors of all intermediate layers are stacked, the lowest layer first; here the highest comes first.
 _LAYERS = "multi_layer_contrastive_learning"
-_OF_LAYERS = ("gamma", "latent_weight", "latent_bias")
+_LAYER_PARTS = ("gamma", "latent_weight", "latent_bias")
 _WINDOW, _STRETCH = "audio.spec.window", "audio.aug.0.phase_advance"
-_NUMBERS = "{}_layers_indices"  # of the intermediate layers of a tower
-_CONSTANTS = (_WINDOW, _STRETCH, *map(_NUMBERS.format, _TOWERS))
+_INDICES = "{}_layers_indices"  # of the intermediate layers of a tower
+_CONSTANTS = (_WINDOW, _STRETCH, *map(_INDICES.format, _TOWERS))
 # torchaudio.transforms.TimeStretch(hop_length=0.8), with its default of 201 frequencies.
 _STRETCH_HOP, _STRETCH_FREQUENCIES = 0.8, 201
 _LONGEST_WINDOW = 1 << 16
@@ -64,7 +63,7 @@ def describe_public_mulan(path: Path) -> dict[str, Any]:
 
 
 def assumed(config: Mapping[str, Any]) -> str:
-    """What such a file does not say, and what was taken for it: of arguments of the model, or its `config`."""
+    """The values that were assumed, because such a file lacks them, from the model's arguments or `config`."""
     names = {"n_fft": 0, "hop_length": 0, "sample_rate": 16000, "clip_seconds": 0}
     values = ", ".join(f"{name} {config.get(name, default)}" for name, default in names.items())
     return f"{values}, because the file does not say them"
@@ -74,7 +73,7 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
     """Write a state dict that the public MuLaN loads strictly; the file appears whole or not at all.
 
     Returns:
-        How to make the MuLaN that loads the file: it does not say its arguments.
+        The constructor calls of the MuLaN that loads the file, which does not hold the arguments.
 
     Raises:
         ValueError: one line, if the model is of another layout.
@@ -102,26 +101,26 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
             "hierarchical_contrastive_loss": True,
             "hierarchical_contrastive_loss_layers": config["hierarchical_layers"],
         }
-    towers = f"AudioSpectrogramTransformer({_said(audio)}), TextTransformer({_said(text)})"
-    return f"load it into MuLaN({towers}, {_said(options)}); its sounds have {config['sample_rate']} Hz"
+    towers = f"AudioSpectrogramTransformer({_format_arguments(audio)}), TextTransformer({_format_arguments(text)})"
+    return f"load it into MuLaN({towers}, {_format_arguments(options)}); its sounds have {config['sample_rate']} Hz"
 
 
-def _names(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _name_pairs(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Our name and the public one of every weight that is the same in both."""
-    parts = [
+    modules = [
         ("audio.embed.norm_before", "audio.to_patch_tokens.1"), ("audio.embed.project", "audio.to_patch_tokens.2"),
         ("audio.embed.norm_after", "audio.to_patch_tokens.3"),
         *((f"audio.relative_bias.mlp.{index}", f"audio.dynamic_pos_bias_mlp.{index}") for index in (0, 2, 4)),
         *((f"{tower}_latents.projections.0", f"{tower}_to_latents") for tower in _TOWERS),
     ]  # fmt: skip
-    for ours, theirs in parts:
+    for ours, theirs in modules:
         yield from ((f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias"))
     yield from (("text.tokens.weight", "text.token_emb.weight"), ("text.positions.weight", "text.pos_emb.weight"))
     yield "text.cls", "text.cls_token"
     for tower in _TOWERS:
         yield f"{tower}.norms.0.weight", f"{tower}.norm.learned_gamma"
         for layer in range(config[f"{tower}_depth"]):
-            attention, feed_forward, theirs = _of_layer(tower, layer)
+            attention, feed_forward, theirs = _layer_names(tower, layer)
             yield f"{attention}.norm.weight", f"{theirs}.0.norm.learned_gamma"
             yield from ((f"{attention}.{scale}", f"{theirs}.0.{scale}") for scale in ("q_scale", "k_scale"))
             yield f"{attention}.to_out.weight", f"{theirs}.0.to_out.0.weight"
@@ -130,84 +129,84 @@ def _names(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{feed_forward}.contract.weight", f"{theirs}.1.4.weight"
 
 
-def _of_layer(tower: str, layer: int) -> tuple[str, str, str]:
+def _layer_names(tower: str, layer: int) -> tuple[str, str, str]:
     """Our names of a layer's attention and feed-forward, and the public one of both."""
     ours = f"{tower}.transformer"
     return f"{ours}.attention.{layer}", f"{ours}.feed_forward.{layer}", f"{ours}.layers.{layer}"
 
 
-def _our_weights(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by our names, of those by the public names. Raises ValueError, in one line, if one is missing, or there
-    are others."""
-    left = {name: tensor for name, tensor in state.items() if name not in _CONSTANTS}
+def _convert_weights(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by our names from those by the public names. Raises ValueError, in one line, for a missing or unknown
+    name."""
+    remaining = {name: tensor for name, tensor in state.items() if name not in _CONSTANTS}
 
     def take(name: str) -> Tensor:
-        if name not in left:
+        if name not in remaining:
             raise ValueError(f"it lacks {name}")
-        return left.pop(name)
+        return remaining.pop(name)
 
-    weights = {ours: take(theirs) for ours, theirs in _names(config)}
+    weights = {ours: take(theirs) for ours, theirs in _name_pairs(config)}
     for tower in _TOWERS:
         for layer in range(config[f"{tower}_depth"]):
-            attention, _, theirs = _of_layer(tower, layer)
+            attention, _, theirs = _layer_names(tower, layer)
             parts = [take(f"{theirs}.0.{part}.weight") for part in ("to_q", "to_kv")]
             weights[f"{attention}.to_qkv.weight"] = torch.cat(parts)
-    count, contrasts = config["hierarchical_layers"], _contrasts(config)
+    count, contrasts = config["hierarchical_layers"], _contrast_names(config)
     weights["tau"] = torch.cat([take(f"{name}.temperatures").flatten().flip(0) for name in contrasts])
     weights["bias"] = torch.full_like(weights["tau"], MuLaNConfig.init_bias)
-    if "contrast.bias" in left:
+    if "contrast.bias" in remaining:
         weights["bias"] = torch.cat([take(f"{name}.bias").flatten().flip(0) for name in contrasts])
     for tower in _TOWERS if count else ():
-        gamma, weight, bias = (take(f"{_LAYERS}.{tower}_{part}").flip(0) for part in _OF_LAYERS)
+        gamma, weight, bias = (take(f"{_LAYERS}.{tower}_{part}").flip(0) for part in _LAYER_PARTS)
         for layer in range(count):
             projection = f"{tower}_latents.projections.{layer + 1}"
             weights[f"{tower}.norms.{layer + 1}.weight"] = gamma[layer, 0]
             weights |= {f"{projection}.weight": weight[layer].T, f"{projection}.bias": bias[layer, 0]}
-    if left:
-        raise ValueError(f"it holds {min(left)[:80]}, which is no weight of a MuLaN of {PACKAGE}")
+    if remaining:
+        raise ValueError(f"it holds {min(remaining)[:80]}, which is no weight of a MuLaN of {PACKAGE}")
     return weights
 
 
 def _public_weights(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `_our_weights`. Biases that no loss has moved are left out: only the sigmoid loss has some."""
-    state = {theirs: weights[ours] for ours, theirs in _names(config)}
+    """The inverse of `_convert_weights`. Untrained biases are left out: only the sigmoid loss has some."""
+    state = {theirs: weights[ours] for ours, theirs in _name_pairs(config)}
     for tower in _TOWERS:
         for layer in range(config[f"{tower}_depth"]):
-            attention, _, theirs = _of_layer(tower, layer)
+            attention, _, theirs = _layer_names(tower, layer)
             q, k, v = weights[f"{attention}.to_qkv.weight"].chunk(3)
             state |= {f"{theirs}.0.to_q.weight": q.clone(), f"{theirs}.0.to_kv.weight": torch.cat([k, v])}
     has_biases = bool((weights["bias"] != config["init_bias"]).any())
     for ours, theirs in [("tau", "temperatures"), ("bias", "bias")][: 1 + has_biases]:
-        for name, values in zip(_contrasts(config), (weights[ours][:1], weights[ours][1:]), strict=False):
+        for name, values in zip(_contrast_names(config), (weights[ours][:1], weights[ours][1:]), strict=False):
             state[f"{name}.{theirs}"] = values.flip(0)[:, None, None]
     for tower in _TOWERS if config["hierarchical_layers"] else ():
-        below = range(config["hierarchical_layers"], 0, -1)
+        layers = range(config["hierarchical_layers"], 0, -1)
         projections = f"{tower}_latents.projections"
-        gamma = torch.stack([weights[f"{tower}.norms.{layer}.weight"] for layer in below])
-        weight = torch.stack([weights[f"{projections}.{layer}.weight"].T for layer in below])
-        bias = torch.stack([weights[f"{projections}.{layer}.bias"] for layer in below])
-        for part, values in zip(_OF_LAYERS, (gamma[:, None], weight, bias[:, None]), strict=True):
+        gamma = torch.stack([weights[f"{tower}.norms.{layer}.weight"] for layer in layers])
+        weight = torch.stack([weights[f"{projections}.{layer}.weight"].T for layer in layers])
+        bias = torch.stack([weights[f"{projections}.{layer}.bias"] for layer in layers])
+        for part, values in zip(_LAYER_PARTS, (gamma[:, None], weight, bias[:, None]), strict=True):
             state[f"{_LAYERS}.{tower}_{part}"] = values
     return state
 
 
-def _contrasts(config: Mapping[str, Any]) -> list[str]:
-    """What holds the temperatures of the final output, and of the intermediate layers, the lowest first."""
+def _contrast_names(config: Mapping[str, Any]) -> list[str]:
+    """The modules of the temperatures of the final output, and of the intermediate layers, the lowest first."""
     return ["contrast", *([f"{_LAYERS}.contrast"] if config["hierarchical_layers"] else [])]
 
 
-def _said(arguments: Mapping[str, Any]) -> str:
+def _format_arguments(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 def _constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the public package saves beside the weights, by name."""
+    """The tensors that the public package saves beside the weights, by name."""
     stretch = torch.linspace(0, math.pi * _STRETCH_HOP, _STRETCH_FREQUENCIES)[:, None]
-    found = {_WINDOW: torch.hann_window(config["win_length"]), _STRETCH: stretch}
+    constants = {_WINDOW: torch.hann_window(config["win_length"]), _STRETCH: stretch}
     count = config["hierarchical_layers"]
     for tower in _TOWERS if count else ():
-        found[_NUMBERS.format(tower)] = torch.tensor(layers_read(config[f"{tower}_depth"], count, "even")[:0:-1])
-    return found
+        constants[_INDICES.format(tower)] = torch.tensor(layers_read(config[f"{tower}_depth"], count, "even")[:0:-1])
+    return constants
 
 
 def _read(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -217,14 +216,14 @@ def _read(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if state and all(name.startswith("module.") for name in state):  # saved while DistributedDataParallel held it
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     try:
-        arguments = _arguments(state)
+        arguments = _infer_arguments(state)
         _check_constants(state, arguments)
-        return arguments, _our_weights(arguments, state)
+        return arguments, _convert_weights(arguments, state)
     except (ValueError, RuntimeError, IndexError) as error:
         raise ValueError(f"{path}: {one_line(error)}") from None
 
 
-def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
+def _infer_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
     audio_dim, patch = shape_of(state, "audio.to_patch_tokens.2.weight", 2)
     (window,) = shape_of(state, _WINDOW, 1)
     if not 2 <= window <= _LONGEST_WINDOW:
@@ -237,7 +236,7 @@ def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
     _, inner = shape_of(state, "audio.transformer.layers.0.1.4.weight", 2)
     vocab_size, text_dim = shape_of(state, "text.token_emb.weight", 2)
     layers = shape_of(state, f"{_LAYERS}.audio_gamma", 3)[0] if f"{_LAYERS}.audio_gamma" in state else 0
-    depths = {tower: _depth(state, tower) for tower in _TOWERS}
+    depths = {tower: _infer_depth(state, tower) for tower in _TOWERS}
     if layers >= max(1, *depths.values()):
         raise ValueError(f"it has heads for {layers} layers of towers of {depths['audio']} and {depths['text']}")
     n_fft, side = max(_N_FFT, window), math.isqrt(patch)
@@ -258,13 +257,13 @@ def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _clip_seconds(n_fft: int, hop_length: int, patch_size: int, heads: int) -> float:
-    """Of a clip for whose patches attention takes 16 MB, at most 10: any will do, because the file does not say it."""
+    """The length of a clip for which attention takes 16 MB, at most 10 s. Any would do: the file does not hold it."""
     rows = max(1, (n_fft // 2 + 1) // patch_size)
     columns = math.isqrt(2**22 // max(1, heads)) // rows
     return max(0.01, min(10.0, columns * patch_size * hop_length // 160 / 100))
 
 
-def _depth(state: Mapping[str, Tensor], tower: str) -> int:
+def _infer_depth(state: Mapping[str, Tensor], tower: str) -> int:
     scale = re.compile(rf"{tower}\.transformer\.layers\.\d{{1,4}}\.0\.q_scale")
     return sum(scale.fullmatch(name) is not None for name in state)
 

@@ -1,8 +1,8 @@
 """Autoencoders of taming-transformers, latent diffusion, LlamaGen and IBQ as a `VQGAN` with taming's body, and back:
 the same weights by other names.
 
-The files say no arguments, which follow from names and shapes; but for the groups of GroupNorms, 32 in all of these
-packages. IBQ's files have the names of taming's: they are known by a moving average of the codebook, which all of IBQ's
+The files hold no arguments. They follow from names and shapes, except for the groups of GroupNorms, 32 in all of these
+packages. IBQ's files have taming's names; they are recognised by a moving average of the codebook, which all of IBQ's
 configurations keep, and those of the published vector quantizers do not.
 """
 
@@ -30,16 +30,16 @@ from .description import describe_weights
 
 GROUPS = 32
 _CODEBOOK = "quantize.embedding.weight"
-# Entries that LlamaGen scales to length 1 wherever it uses them begin with that, and no gradient makes them shorter.
-# Others begin with less than 1 / codebook_size in each place, and stay there where nothing chooses them.
+# Entries that LlamaGen scales to length 1 at each use start with length 1, and no gradient makes them shorter. Other
+# entries start with channels below 1 / codebook_size, and those that are never chosen stay so.
 _SHORTEST = 0.5
-_BODY_OF_LLAMAGEN = "ch 128, num_res_blocks 2"  # no arguments there, but numbers in its code
+_LLAMAGEN_BODY = "ch 128, num_res_blocks 2"  # no arguments there, but numbers in its code
 _LAYER = re.compile(r"(down|up|mid)(?:_(\d+))?_(block|attn|downsample|upsample)(?:_(\d+))?")
-_OF_DIFFUSION, _AVERAGE = "first_stage_model.", "model_ema."
-_FIRST = "encoder.conv_in.weight"
-# What stands beside an autoencoder in its own file (of VA-VAE, what aligns its latents), in that of a whole latent
-# diffusion, and is not needed for it.
-_OTHERS = (
+_DIFFUSION_PREFIX, _EMA_PREFIX = "first_stage_model.", "model_ema."
+_FIRST_WEIGHT = "encoder.conv_in.weight"
+# Weights beside the autoencoder that it does not need, in its own file (in VA-VAE's, those that align its latents) or
+# in that of a whole latent diffusion.
+_OTHER_PREFIXES = (
     "loss.", "colorize", "linear_proj.", "foundation_model.", "model.diffusion_model.", "model_ema.diffusion_model",
     "cond_stage_model.", "conditioner.", "text_encoders.",
 )  # fmt: skip
@@ -53,13 +53,13 @@ class Layout(NamedTuple):
     """(path, "best", "ema" or "online") -> the state dict of an autoencoder, and the arguments that do not follow from
     it."""
     quantizers: tuple[str, ...]
-    """Those that it has."""
+    """Names of the quantizers that it has."""
     level: str
     """Name of a layer of a level; `index` counts the levels in the order in which pictures go through them."""
     middle: str
     """Name of a layer between the levels; `order` counts all of them, `before` those of its kind."""
     words: Mapping[str, str] = MappingProxyType({})
-    """Layers and parts of layers that have other names than taming's."""
+    """The package's names of layers and parts of layers, by taming's, where they differ."""
     cosine: tuple[bool, ...] = (False,)
     """Whether codes are chosen by their angle; both, where it has the choice."""
     has_matrices: bool = False
@@ -67,28 +67,28 @@ class Layout(NamedTuple):
     key: str = "state_dict"
     """Where the weights are in a file."""
     unused: Mapping[str, int] = MappingProxyType({})
-    """Names and lengths of what is in a file and has no effect."""
+    """Names and lengths of tensors in a file that have no effect."""
 
 
 def public_name(name: str, layout: Layout, levels: int) -> str:
-    """The name in a public package of a weight of a `VQGAN` with so many levels; it is one that both have."""
+    """The name in a public package of a weight that it shares with a `VQGAN` of so many levels."""
     if name.startswith("quantizer."):
         return _CODEBOOK
     part, layer, rest = name.split(".", 2)
     if layer.endswith("quant_conv"):
         return f"{layer}.{rest}"
-    words, found = layout.words, _LAYER.fullmatch(layer)
-    if found is None:
+    words, match = layout.words, _LAYER.fullmatch(layer)
+    if match is None:
         return f"{part}.{words.get(layer, layer)}.{rest}"
-    side, level, what, number = found[1], int(found[2] or 0), found[3], found[4]
+    side, level, what, number = match[1], int(match[2] or 0), match[3], match[4]
     before = int(number or 1) - 1
-    place = (layout.middle if side == "mid" else layout.level).format(
+    public_layer = (layout.middle if side == "mid" else layout.level).format(
         side=side, level=level, index=level if side == "down" else levels - 1 - level, what=words.get(what, what),
         number=number, before=before, order=2 * before + (what == "attn"),
     )  # fmt: skip
-    place += f".{number}" if number and side != "mid" else ""
+    public_layer += f".{number}" if number and side != "mid" else ""
     first, _, last = rest.partition(".")
-    return f"{part}.{place}.{words.get(first, first)}.{last}"
+    return f"{part}.{public_layer}.{words.get(first, first)}.{last}"
 
 
 def load_autoencoder(layout: Layout, path: Path, weights: str = "best") -> VQGAN:
@@ -123,34 +123,34 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     state, config = public_state(model, layout), model.config
     if config["norm_groups"] != GROUPS:
         raise ValueError(f"{layout.package} has {GROUPS} groups in a GroupNorm, this model {config['norm_groups']}")
-    attended, last, side = list(config["attention_levels"] or ()), len(config["ch_mult"]) - 1, config["image_size"]
-    if layout is LLAMAGEN and attended != [last]:
+    levels, last, side = list(config["attention_levels"] or ()), len(config["ch_mult"]) - 1, config["image_size"]
+    if layout is LLAMAGEN and levels != [last]:
         raise ValueError(f"{layout.package} has attention at the last level alone: --attention_levels {last}")
-    if config["quantizer"] == "ibq":  # by these its files are known
-        state |= {_AVERAGE + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
+    if config["quantizer"] == "ibq":  # its files are recognised by the averages
+        state |= {_EMA_PREFIX + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
     with replacing(path) as unfinished:
         torch.save({layout.key: state}, unfinished)
-    (code, z_channels), sides = channels_of(config), [side >> level for level in attended]
+    (code_dim, z_channels), sides = channels_of(config), [side >> level for level in levels]
     body = f"ch {config['dim']}, num_res_blocks {config['num_resnet_blocks'][0]}"
     if layout is LLAMAGEN:
-        said = f"encoder_ch_mult and decoder_ch_mult {config['ch_mult']}, z_channels {z_channels}, codebook_size "
-        said += f"{model.num_codes}, codebook_embed_dim {code}, codebook_l2_norm {config['vq_cosine']}"
-        return f"its arguments there: {said}" + ("" if body == _BODY_OF_LLAMAGEN else f"; change its code to {body}")
-    said = f"{body}, ch_mult {config['ch_mult']}, attn_resolutions {sides} of {side}, z_channels {z_channels}, "
-    said += f"embed_dim {code}, " + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
-    return f"its arguments there: {said}"
+        text = f"encoder_ch_mult and decoder_ch_mult {config['ch_mult']}, z_channels {z_channels}, codebook_size "
+        text += f"{model.num_codes}, codebook_embed_dim {code_dim}, codebook_l2_norm {config['vq_cosine']}"
+        return f"its arguments there: {text}" + ("" if body == _LLAMAGEN_BODY else f"; change its code to {body}")
+    text = f"{body}, ch_mult {config['ch_mult']}, attn_resolutions {sides} of {side}, z_channels {z_channels}, "
+    text += f"embed_dim {code_dim}, " + (f"n_embed {model.num_codes}" if model.num_codes else "double_z True")
+    return f"its arguments there: {text}"
 
 
 def assumed_of_llamagen(config: Mapping[str, Any]) -> str:
-    """What a file of LlamaGen does not say, and what was taken for it: of the `config` of its model."""
-    because = "no entry is" if config["vq_cosine"] else "entries are"
-    return f"codebook_l2_norm {config['vq_cosine']}, because {because} shorter than {_SHORTEST:g}"
+    """The value that was assumed, because a file of LlamaGen lacks it, from the `config` of its model."""
+    reason = "no entry is" if config["vq_cosine"] else "entries are"
+    return f"codebook_l2_norm {config['vq_cosine']}, because {reason} shorter than {_SHORTEST:g}"
 
 
 def channels_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Of a `VQGAN.config`: channels of a code or a latent, and between the encoder and quant_conv."""
-    code = config["latent_dim" if config["quantizer"] == KL else "codebook_dim"]
-    return code, config["z_channels"] or code
+    """From a `VQGAN.config`, the channels of a code or a latent, and those between the encoder and quant_conv."""
+    code_dim = config["latent_dim" if config["quantizer"] == KL else "codebook_dim"]
+    return code_dim, config["z_channels"] or code_dim
 
 
 def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
         raise ValueError(f"{package} has a quant_conv beside its codebook, and this model has none")
     state = {name: torch.zeros(length) for name, length in layout.unused.items()}
     for name, tensor in on_cpu(model.state_dict()).items():
-        if not _is_ours_alone(name):
+        if not _is_quantizer_state(name):
             is_matrix = layout.has_matrices and "_attn_" in name and tensor.ndim == 4
             public = public_name(name, layout, len(config["ch_mult"]))
             state[public] = tensor[:, :, 0, 0].contiguous() if is_matrix else tensor
@@ -176,14 +176,14 @@ def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
 def _read(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Constructor arguments and weights of a `VQGAN`. Every error is a ValueError of one line that names the path."""
     try:
-        return _translated(*layout.read(path, weights), layout)
+        return _translate(*layout.read(path, weights), layout)
     except (OSError, ValueError, RuntimeError) as error:
-        said = one_line(error)
-        raise ValueError(said if str(path) in said else f"{path}: {said}") from None
+        error_text = one_line(error)
+        raise ValueError(error_text if str(path) in error_text else f"{path}: {error_text}") from None
 
 
-def _translated(
-    state: Mapping[str, Tensor], said: Mapping[str, Any], layout: Layout
+def _translate(
+    state: Mapping[str, Tensor], extra_arguments: Mapping[str, Any], layout: Layout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if any(name.startswith("encoder.down_blocks.") for name in state) and layout is OF_TAMING:
         raise ValueError("it is of diffusers: give its folder, in which config.json is")
@@ -191,12 +191,12 @@ def _translated(
         raise ValueError("it is of Open-MAGVIT2, whose body is not taming's: it has adaptive GroupNorms, no attention")
     if "quantize.embed.weight" in state:
         raise ValueError("it is of taming's GumbelVQ, and no VQGAN has a Gumbel quantizer")
-    arguments = {**_arguments(state, layout), **said}
+    arguments = {**_infer_arguments(state, layout), **extra_arguments}
     check_arguments(arguments, state)
     expected, levels = build_on_meta(lambda: VQGAN.made(arguments)).state_dict(), len(arguments["ch_mult"])
-    names = {public_name(name, layout, levels): name for name in expected if not _is_ours_alone(name)}
-    if other := next((name for name in state if name not in names and name not in layout.unused), None):
-        raise ValueError(f"it holds {other[:80]}, which is no weight of such an autoencoder of {layout.package}")
+    names = {public_name(name, layout, levels): name for name in expected if not _is_quantizer_state(name)}
+    if unknown := next((name for name in state if name not in names and name not in layout.unused), None):
+        raise ValueError(f"it holds {unknown[:80]}, which is no weight of such an autoencoder of {layout.package}")
     if missing := next((name for name in names if name not in state), None):
         if ".attn" in missing and not any(".attn." in name for name in state if name.startswith("decoder.up.")):
             raise ValueError("its decoder has no attention where its encoder has some, as MAR's; no VQGAN is so")
@@ -205,17 +205,17 @@ def _translated(
         name: state[public][..., None, None] if state[public].ndim == 2 < expected[name].ndim else state[public]
         for public, name in names.items()
     }
-    return arguments, weights | _state_of_quantizer(arguments, weights)
+    return arguments, weights | _quantizer_state(arguments, weights)
 
 
-def _is_ours_alone(name: str) -> bool:
-    """Whether a weight of ours is state of a quantizer that no public file has."""
+def _is_quantizer_state(name: str) -> bool:
+    """Whether a weight is state of our quantizer that no public file has."""
     return name.startswith("quantizer.") and not name.startswith("quantizer.codebook")
 
 
-def _state_of_quantizer(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a quantizer of ours has beside the weights of a file: training goes on from these entries, of which each
-    counts as if one vector had chosen it."""
+def _quantizer_state(arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state of our quantizer that a file lacks. Training goes on from the file's entries, each with the count of
+    one vector."""
     if arguments["quantizer"] != "vq":
         return {"quantizer.moments": torch.zeros(3)} if arguments["quantizer"] == KL else {}
     entries = weights["quantizer.codebook"].float()
@@ -226,78 +226,79 @@ def _state_of_quantizer(arguments: Mapping[str, Any], weights: Mapping[str, Tens
     }  # fmt: skip
 
 
-class _Wanted:
+class _AutoencoderNames:
     """Holds the names of weights that an autoencoder may have."""
 
     def __contains__(self, name: object) -> bool:
-        return not str(name).startswith(_OTHERS)
+        return not str(name).startswith(_OTHER_PREFIXES)
 
 
 def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `Layout.read`. The autoencoder may be the first stage in the file of a whole latent diffusion, which says the
+    """As `Layout.read`. The autoencoder may be the first stage in the file of a whole latent diffusion, which holds the
     scale of latents."""
-    found = read_state_dict(path, _Wanted(), "state_dict")
-    prefix = _prefix_of(found)
-    own = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
-    state = {name: tensor for name, tensor in own.items() if not name.startswith((_AVERAGE, *_OTHERS))}
-    short = {name: _AVERAGE + name.replace(".", "") for name in state}
-    averages = {name: own[short[name]] for name in state if short[name] in own}
+    content = read_state_dict(path, _AutoencoderNames(), "state_dict")
+    prefix = _find_prefix(content)
+    own = {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
+    state = {name: tensor for name, tensor in own.items() if not name.startswith((_EMA_PREFIX, *_OTHER_PREFIXES))}
+    average_names = {name: _EMA_PREFIX + name.replace(".", "") for name in state}
+    averages = {name: own[average_names[name]] for name in state if average_names[name] in own}
     if weights == "ema" and not averages:
         raise ValueError("--weights ema: it holds no moving average; leave it out")
-    said: dict[str, Any] = {"quantizer": "ibq"} if _CODEBOOK in averages else {}
-    if prefix == _OF_DIFFUSION and "scale_factor" in found:
-        said["scaling_factor"] = found["scale_factor"].tolist()
-    return state if weights == "online" else {**state, **averages}, said
+    arguments: dict[str, Any] = {"quantizer": "ibq"} if _CODEBOOK in averages else {}
+    if prefix == _DIFFUSION_PREFIX and "scale_factor" in content:
+        arguments["scaling_factor"] = content["scale_factor"].tolist()
+    return state if weights == "online" else {**state, **averages}, arguments
 
 
-def _prefix_of(state: Mapping[str, Tensor]) -> str:
-    """What stands before the names of the autoencoder in a file: a trainer calls it as its author did, the first stage
-    of a latent diffusion has the name of it."""
-    prefixes = [name.removesuffix(_FIRST) for name in state if name.endswith(_FIRST)]
-    usual = next((prefix for prefix in ("", _OF_DIFFUSION) if prefix in prefixes), None)
-    if usual is None and len(prefixes) > 1:
+def _find_prefix(state: Mapping[str, Tensor]) -> str:
+    """The prefix of the autoencoder's names in a file: that of a latent diffusion's first stage, or any of a trainer's
+    author."""
+    prefixes = [name.removesuffix(_FIRST_WEIGHT) for name in state if name.endswith(_FIRST_WEIGHT)]
+    prefix = next((candidate for candidate in ("", _DIFFUSION_PREFIX) if candidate in prefixes), None)
+    if prefix is None and len(prefixes) > 1:
         raise ValueError(f"it holds {len(prefixes)} autoencoders: {', '.join(prefixes)[:80]}; give a file of one")
-    return usual if usual is not None else "".join(prefixes)
+    return prefix if prefix is not None else "".join(prefixes)
 
 
 def _read_llamagen(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `Layout.read`."""
     part = {"ema": "ema", "online": "model"}.get(weights, "ema model")
     state = read_state_dict(path, None, part)
-    prefix = _prefix_of(state)
+    prefix = _find_prefix(state)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}, {}
 
 
-def _arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
-    """Constructor arguments as names and shapes have them."""
+def _infer_arguments(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
+    """Constructor arguments from names and shapes."""
 
-    def public(layer: str) -> str:
+    def public_layer(layer: str) -> str:
         return public_name(f"encoder.{layer}", layout, 0)  # the encoder's are the same for any number of levels
 
-    def there(layer: str) -> list[str]:
+    def numbered_layers(layer: str) -> list[str]:
         """Public names of the layers with the numbers 0, 1, ..., as long as there are some."""
-        names = (public(layer.format(number)) for number in itertools.count())
+        names = (public_layer(layer.format(number)) for number in itertools.count())
         return list(itertools.takewhile(lambda name: name in state, names))
 
     dim, channels = shape_of(state, "encoder.conv_in.weight", 4)[:2]
-    widths = [shape_of(state, name, 4)[0] for name in there("down_{}_block_0.conv1.weight")]
+    widths = [shape_of(state, name, 4)[0] for name in numbered_layers("down_{}_block_0.conv1.weight")]
     if not widths or dim < 1 or any(width % dim for width in widths):
         raise ValueError(f"its levels have {widths[:12]} channels, and those of such a body are multiples of {dim}")
-    attended = [level for level in range(len(widths)) if public(f"down_{level}_attn_0.q.weight") in state]
+    levels = [level for level in range(len(widths)) if public_layer(f"down_{level}_attn_0.q.weight") in state]
     z_channels, has_conv = shape_of(state, "decoder.conv_in.weight", 4)[1], "quant_conv.weight" in state
     arguments: dict[str, Any] = {
-        "image_size": max(256, 2 ** (len(widths) - 1)),  # any will do: no file says it
-        "body": TAMING, "centred": True, "dim": dim, "channels": channels, "ch_mult": [each // dim for each in widths],
-        "num_resnet_blocks": [len(there("down_0_block_{}.conv1.weight"))], "attention_levels": attended or None,
-        "z_channels": z_channels, "quant_conv": has_conv, "norm_groups": GROUPS,
+        "image_size": max(256, 2 ** (len(widths) - 1)),  # any would do: no file holds it
+        "body": TAMING, "centred": True, "dim": dim, "channels": channels,
+        "ch_mult": [width // dim for width in widths], "attention_levels": levels or None, "z_channels": z_channels,
+        "num_resnet_blocks": [len(numbered_layers("down_0_block_{}.conv1.weight"))], "quant_conv": has_conv,
+        "norm_groups": GROUPS,
     }  # fmt: skip
     if _CODEBOOK not in state:
-        code = shape_of(state, "post_quant_conv.weight", 4)[1] if has_conv else z_channels
-        return {**arguments, "quantizer": KL, "latent_dim": code}
-    size, code = shape_of(state, _CODEBOOK, 2)
+        code_dim = shape_of(state, "post_quant_conv.weight", 4)[1] if has_conv else z_channels
+        return {**arguments, "quantizer": KL, "latent_dim": code_dim}
+    size, code_dim = shape_of(state, _CODEBOOK, 2)
     is_cosine = True in layout.cosine and bool((state[_CODEBOOK].float().norm(dim=1) > _SHORTEST).all())
-    of_codes = {"codebook_size": size, "codebook_dim": code, "vq_cosine": is_cosine}
-    return {**arguments, "quantizer": "vq", **of_codes}
+    codebook = {"codebook_size": size, "codebook_dim": code_dim, "vq_cosine": is_cosine}
+    return {**arguments, "quantizer": "vq", **codebook}
 
 
 OF_TAMING = Layout(

@@ -18,7 +18,7 @@ from tandem.models.base import CONFIG_FILE, holds_weights, read_weights
 from tandem.models.building import build_on_meta
 
 # Names of open_clip's text tower and those of the same network in transformers, in the order of their replacement.
-_OF_OPEN_CLIP = {
+_OPEN_CLIP_NAMES = {
     "positional_embedding": "embeddings.position_embedding.weight", "token_embedding": "embeddings.token_embedding",
     "transformer.resblocks": "encoder.layers", "ln_final": "final_layer_norm", ".attn.": ".self_attn.",
     ".ln_": ".layer_norm", ".c_fc.": ".fc1.", ".c_proj.": ".fc2.",
@@ -44,7 +44,7 @@ def read_text_tower(path: str | Path, quick_gelu: bool = False) -> Tower:
     Raises:
         ValueError: one line, if it is missing, damaged, hostile or something else, or transformers is missing.
     """
-    return _read(Path(path).expanduser(), "--text_tower", lambda path: _text(path, quick_gelu))
+    return _read(Path(path).expanduser(), "--text_tower", lambda path: _read_text(path, quick_gelu))
 
 
 def read_audio_tower(path: str | Path) -> Tower:
@@ -54,22 +54,22 @@ def read_audio_tower(path: str | Path) -> Tower:
     Raises:
         ValueError: one line, if it is missing, damaged, hostile or something else, or transformers is missing.
     """
-    return _read(Path(path).expanduser(), "--audio_tower", _ast)
+    return _read(Path(path).expanduser(), "--audio_tower", _read_ast)
 
 
 def read_towers(text: str | None, audio: str | None, quick_gelu: bool) -> dict[str, Tower]:
-    """`read_text_tower` and `read_audio_tower` of the paths that are given, by argument of `MuLaN`."""
-    found = {"text_tower": read_text_tower(text, quick_gelu)} if text else {}
-    return found | ({"audio_tower": read_audio_tower(audio)} if audio else {})
+    """The towers at the paths that are not None, by argument of `MuLaN`."""
+    encoders = {"text_tower": read_text_tower(text, quick_gelu)} if text else {}
+    return encoders | ({"audio_tower": read_audio_tower(audio)} if audio else {})
 
 
-def take_towers(model: Any, found: Mapping[str, Tower], tokenizer: Any) -> None:
+def take_towers(model: Any, encoders: Mapping[str, Tower], tokenizer: Any) -> None:
     """Give a `MuLaN` the weights of its towers. Raises ValueError, in one line, if the text tower knows fewer tokens
     than the tokenizer, which has a `vocab_size` and a `name`."""
-    if tokenizer.vocab_size > (known := model.config["vocab_size"]):
-        has = f"--tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens"
-        raise ValueError(f"{has}, and --text_tower knows {known}: give the tokenizer of that tower")
-    for name, tower in found.items():
+    if tokenizer.vocab_size > (vocab_size := model.config["vocab_size"]):
+        actual = f"--tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens"
+        raise ValueError(f"{actual}, and --text_tower knows {vocab_size}: give the tokenizer of that tower")
+    for name, tower in encoders.items():
         getattr(model, name.removesuffix("_tower")).encoder.load_state_dict(tower.weights)
 
 
@@ -77,7 +77,7 @@ def _read(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], di
     towers.transformers()
     try:
         config, state = read(path)
-        return Tower(config, _weights_of(config, state))
+        return Tower(config, _convert_weights(config, state))
     except OSError as error:
         raise ValueError(f"cannot read {flag} {path}: {error.filename or ''} {error.strerror or error}") from None
     except Exception as error:  # transformers can raise anything for a stranger's values
@@ -85,100 +85,101 @@ def _read(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], di
         raise ValueError(f"{flag} {path} holds no encoder that can be used: {reason}") from None
 
 
-def _text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_text(path: Path, quick_gelu: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if path.is_file():
-        return _open_clip(read_state_dict(path, part="state_dict"), {}, quick_gelu)
+        return _convert_open_clip(read_state_dict(path, part="state_dict"), {}, quick_gelu)
     if (path / "open_clip_config.json").is_file():
         content = read_json(path / "open_clip_config.json")
         config = content.get("model_cfg", content)
         names = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
         file = next((path / name for name in names if (path / name).is_file()), path / names[0])
-        return _open_clip(read_state_dict(file), config["text_cfg"], quick_gelu or bool(config.get("quick_gelu")))
+        quick_gelu = quick_gelu or bool(config.get("quick_gelu"))
+        return _convert_open_clip(read_state_dict(file), config["text_cfg"], quick_gelu)
     config = read_json(path / CONFIG_FILE)
     if config.get("position_embedding_type", "absolute") != "absolute" or config.get("is_decoder"):
         raise ValueError("it is a decoder, or has relative positions; only a plain encoder can be taken")
     if config.get("model_type") == "clip":
         config = {**config, **(config.get("text_config") or {}), "model_type": "clip_text_model"}
-    return _said(config, TEXT_KINDS), _state(path)
+    return _select_fields(config, TEXT_KINDS), _read_state(path)
 
 
-def _ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_ast(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, features = read_json(path / CONFIG_FILE), read_json(path / "preprocessor_config.json")
-    found = _said(config, AUDIO_KINDS)
+    tower_config = _select_fields(config, AUDIO_KINDS)
     if (rate := features.get("sampling_rate", SAMPLE_RATE)) != SAMPLE_RATE:
         raise ValueError(f"its sampling_rate is {rate}; only {SAMPLE_RATE} can be used")
     sizes = features.get("num_mel_bins", 128), features.get("max_length", 1024)
-    if sizes != (found["num_mel_bins"], found["max_length"]):
+    if sizes != (tower_config["num_mel_bins"], tower_config["max_length"]):
         raise ValueError("its preprocessor_config.json is of spectrograms of another size than its config.json")
     normalised = {"mean": features.get("mean", -4.2677393), "std": features.get("std", 4.5689974)}
-    as_it_is = {"mean": 0.0, "std": 0.5}  # minus 0 and over 1
-    return {**found, **(normalised if features.get("do_normalize", True) else as_it_is)}, _state(path)
+    unchanged = {"mean": 0.0, "std": 0.5}  # minus 0 and over 1
+    return {**tower_config, **(normalised if features.get("do_normalize", True) else unchanged)}, _read_state(path)
 
 
-def _said(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
-    """What a published config.json says of a tower's network, with the defaults of its type."""
-    kind: Any = config.get("model_type")
-    if kind not in kinds:
-        raise ValueError(f"its model_type is {str(kind)[:40]!r}; use {', '.join(kinds)}")
-    known = getattr(towers.transformers(), kinds[kind]).config_class().to_dict()
-    return {"model_type": kind, **{name: config.get(name, known[name]) for name in FIELDS if name in known}}
+def _select_fields(config: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a tower's network in a published config.json, with the defaults of its type."""
+    model_type: Any = config.get("model_type")
+    if model_type not in kinds:
+        raise ValueError(f"its model_type is {str(model_type)[:40]!r}; use {', '.join(kinds)}")
+    defaults = getattr(towers.transformers(), kinds[model_type]).config_class().to_dict()
+    return {"model_type": model_type, **{name: config.get(name, defaults[name]) for name in FIELDS if name in defaults}}
 
 
-def _state(path: Path) -> dict[str, Tensor]:
+def _read_state(path: Path) -> dict[str, Tensor]:
     old = path / "pytorch_model.bin"
     return read_state_dict(old) if old.is_file() and not holds_weights(path) else read_weights(path)
 
 
-def _open_clip(
+def _convert_open_clip(
     state: Mapping[str, Tensor], config: Mapping[str, Any], quick_gelu: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """open_clip's text tower as transformers' CLIPTextModel, which is the same network: layers of open_clip choose the
-    kernel of attention by themselves, and so give other bits with a graph than without."""
-    usual = {"embed_cls": False, "no_causal_mask": False, "ls_init_value": None, "hf_model_name": None,
+    """open_clip's text tower as transformers' CLIPTextModel, which is the same network. open_clip's own layers choose
+    the kernel of attention themselves, and so give other bits with a graph than without."""
+    defaults = {"embed_cls": False, "no_causal_mask": False, "ls_init_value": None, "hf_model_name": None,
              "act_kwargs": None, "norm_kwargs": None, "block_type": None, "final_ln_after_pool": False}  # fmt: skip
-    for name, value in usual.items():
+    for name, value in defaults.items():
         if config.get(name, value) not in (value, {}):
             raise ValueError(f"its {name} is {str(config[name])[:40]}; only the plain text tower of CLIP can be taken")
     anchor = "token_embedding.weight"
-    places = [name.removesuffix(anchor) for name in state if name == anchor or name.endswith(f".{anchor}")]
-    if len(places) != 1:
-        raise ValueError(f"it has {len(places)} tensors {anchor}, not 1")
-    found: dict[str, Tensor] = {}
+    prefixes = [name.removesuffix(anchor) for name in state if name == anchor or name.endswith(f".{anchor}")]
+    if len(prefixes) != 1:
+        raise ValueError(f"it has {len(prefixes)} tensors {anchor}, not 1")
+    weights: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        ours = name.removeprefix(places[0])
-        for old, new in _OF_OPEN_CLIP.items():
-            ours = ours.replace(old, new)
-        start, in_projection, end = ours.partition("in_proj_")
-        names = [f"{start}{part}_proj.{end}" for part in "qkv"] if in_projection else [ours]
-        if name.startswith(places[0]):
-            found |= zip(names, tensor.chunk(3) if in_projection else [tensor], strict=True)
-    tokens, dim = found["embeddings.token_embedding.weight"].shape
-    layers = {name.split(".")[2] for name in found if name.startswith("encoder.layers.")}
+        our_name = name.removeprefix(prefixes[0])
+        for old, new in _OPEN_CLIP_NAMES.items():
+            our_name = our_name.replace(old, new)
+        start, in_projection, end = our_name.partition("in_proj_")
+        names = [f"{start}{part}_proj.{end}" for part in "qkv"] if in_projection else [our_name]
+        if name.startswith(prefixes[0]):
+            weights |= zip(names, tensor.chunk(3) if in_projection else [tensor], strict=True)
+    tokens, dim = weights["embeddings.token_embedding.weight"].shape
+    layers = {name.split(".")[2] for name in weights if name.startswith("encoder.layers.")}
     return {
         "model_type": "clip_text_model", "hidden_size": dim, "num_hidden_layers": len(layers),
         # All heads of CLIP are 64 wide.
         "num_attention_heads": config.get("heads", max(1, dim // 64)),
-        "intermediate_size": len(found["encoder.layers.0.mlp.fc1.weight"]),
+        "intermediate_size": len(weights["encoder.layers.0.mlp.fc1.weight"]),
         "vocab_size": tokens, "layer_norm_eps": 1e-5,
-        "max_position_embeddings": len(found["embeddings.position_embedding.weight"]),
-        # OpenAI's own files say their sizes, and have its activation.
+        "max_position_embeddings": len(weights["embeddings.position_embedding.weight"]),
+        # OpenAI's own files hold their sizes, and need its activation.
         "hidden_act": "quick_gelu" if quick_gelu or "input_resolution" in state else "gelu",
-    }, found  # fmt: skip
+    }, weights  # fmt: skip
 
 
-def _weights_of(config: Mapping[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an encoder by the names that it has here, in fp32: transformers knows those of its earlier
-    versions and of models with a head. Raises ValueError that names the first one that is missing."""
+def _convert_weights(config: Mapping[str, Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of an encoder by their present names, in fp32; transformers renames those of its earlier versions and
+    of models with a head. Raises ValueError that names the first one that is missing."""
     check_tower(config, AUDIO_KINDS if config["model_type"] in AUDIO_KINDS else TEXT_KINDS)
-    kind, of_kind, options = towers.network_of(config)
-    expected = build_on_meta(lambda: kind(of_kind, **options)).state_dict()
+    model_class, model_config, options = towers.network_of(config)
+    expected = build_on_meta(lambda: model_class(model_config, **options)).state_dict()
     if sum(weight.numel() for weight in expected.values()) > sum(tensor.numel() for tensor in state.values()):
         raise ValueError("it lacks tensors, or its config.json is of a larger encoder")
-    model, info = kind.from_pretrained(
-        None, config=of_kind, state_dict=state, dtype=torch.float32, output_loading_info=True,
+    model, info = model_class.from_pretrained(
+        None, config=model_config, state_dict=state, dtype=torch.float32, output_loading_info=True,
         ignore_mismatched_sizes=True, **options,
     )  # fmt: skip
-    if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
-        raise ValueError(f"it has no tensor {wrong[0]}, or one of another shape than config.json says")
+    if bad_names := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
+        raise ValueError(f"it has no tensor {bad_names[0]}, or one of another shape than config.json says")
     weights: dict[str, Tensor] = model.state_dict()
     return weights
