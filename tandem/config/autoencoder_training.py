@@ -25,13 +25,13 @@ _MOST_ALONE = 0.3  # the largest --gan_weight_scale that cost little without a p
 
 _PERCEPTUAL = when("perceptual", "vgg", "lpips")
 
-#: Of flags that only a validation needs.
+#: The requirement of flags for the validation.
 VALIDATION = Needs("valid_fraction", "above 0", lambda args: args.valid_fraction > 0 or args.valid_folder is not None)
 
 
 @dataclass
 class PerceptualFlags:
-    """Of every script that compares features of images."""
+    """Flags of every script that compares features of images."""
 
     lpips_weights: str | None = flag(
         None,
@@ -58,8 +58,8 @@ class PerceptualFlags:
 
 @dataclass
 class AdversaryFlags(PerceptualFlags):
-    """Of every script that trains against a discriminator (`tandem.training.losses.gan`). `generator_width` is the
-    flag of the generator's first channels."""
+    """Flags of every script that trains against a discriminator (`tandem.training.losses.gan`). `generator_width` is
+    the flag of the generator's first channels."""
 
     generator_width: ClassVar[str] = "dim"
 
@@ -144,7 +144,7 @@ class AdversaryFlags(PerceptualFlags):
 
 
 def without_perceptual_loss(args: argparse.Namespace) -> str | None:
-    """What to expect of a run without a perceptual loss, in one line; None for one that has it."""
+    """A line that warns about a run without a perceptual loss; None for a run that has it."""
     if args.perceptual != "none":
         return None
     line = "no perceptual loss (--perceptual none): reconstructions will be smoother than with one"

@@ -1,4 +1,4 @@
-"""Flags of a cascade of Unets, of which some have a value for each Unet. Imports the standard library only."""
+"""Flags with a value for each Unet of a cascade. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def per_unet(
     """A flag of one value for all Unets, or of one for each; in a run it has one for each, or is None.
 
     Args:
-        first: What the first of several Unets has if one value is given; None: that one, too.
+        first: The value of the first of several Unets if one value is given; None: that value, too.
         options: Others of `flag`.
     """
-    said = flag(default, help, convert, nargs="+", **options)
-    said.metadata = {**said.metadata, "first": first}
-    return said
+    field = flag(default, help, convert, nargs="+", **options)
+    field.metadata = {**field.metadata, "first": first}
+    return field
 
 
-def spread(kind: type, holder: Any) -> None:
+def spread(config_class: type, holder: Any) -> None:
     """Give each field of `kind` that is `per_unet` a value for each Unet, in a configuration or in arguments. Raises
     ValueError, in one line, for another number of values."""
     count, sides = len(holder.image_sizes), " ".join(map(str, holder.image_sizes))
-    needed = f"1 or {count}" if count > 1 else "1"
-    for each in dataclasses.fields(kind):
-        values = getattr(holder, each.name) if "first" in each.metadata else None
+    expected = f"1 or {count}" if count > 1 else "1"
+    for field in dataclasses.fields(config_class):
+        values = getattr(holder, field.name) if "first" in field.metadata else None
         if values is not None and len(values) not in (1, count):
             raise ValueError(
-                f"--{each.name} has {len(values)} values for {count} Unets (--image_sizes {sides}): give {needed}"
+                f"--{field.name} has {len(values)} values for {count} Unets (--image_sizes {sides}): give {expected}"
             )
         if values is not None and len(values) < count:
-            first = each.metadata["first"]
-            setattr(holder, each.name, [values[0] if first is None else first, *values * (count - 1)])
+            first = field.metadata["first"]
+            setattr(holder, field.name, [values[0] if first is None else first, *values * (count - 1)])

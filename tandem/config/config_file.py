@@ -25,7 +25,7 @@ def read_flags(
     command_line_only: Container[str],
     hint: Callable[[str, list[str], list[str]], str],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values, and the keys that said them, by dest name from a YAML mapping.
+    """Values, and the keys that set them, by dest name from a YAML mapping.
 
     A scalar is converted from its text in the file: `1e-4` (a string in YAML 1.1) is a number, and a folder may be
     called 2024. A switch needs a YAML boolean, a flag with several values a list. null is accepted for flags whose
@@ -35,44 +35,44 @@ def read_flags(
         path: Of a file, or of one in configs/ (`shipped`).
         flags: Flags by name with underscores; aliases of a flag map to the same action.
         command_line_only: Names of flags that a config file may not set.
-        hint: What to do instead of a name that is none of the flags, as the end of a line; it is given the name, the
-            flags, and all keys of the file.
+        hint: Called with a name that is no flag, the flags, and all keys of the file; returns advice, as the end of a
+            line.
 
     Raises:
         ValueError: one line with file, line and key, for anything that is not a known flag with a fitting value.
     """
     config: dict[str, Any] = {}
-    said: dict[str, str] = {}
-    nodes = _mapping(shipped(path))
+    keys: dict[str, str] = {}
+    nodes = _read_mapping(shipped(path))
     for key_node, value_node in nodes:
-        where = f"{path}, line {key_node.start_mark.line + 1}"
+        position = f"{path}, line {key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ValueError(f"{where}: a key must be the name of a flag")
+            raise ValueError(f"{position}: a key must be the name of a flag")
         key = key_node.value
         name = key.replace("-", "_")
         if name in command_line_only:
-            raise ValueError(f"{where}: {key} belongs on the command line, not in a config file")
+            raise ValueError(f"{position}: {key} belongs on the command line, not in a config file")
         if name not in flags:
-            keys = [str(node.value).replace("-", "_") for node, _ in nodes]
-            instead = hint(name, list(flags), keys)
-            if isinstance(value_node, yaml.MappingNode) and not instead.startswith(":"):
-                instead = f": it holds keys of its own, and a config holds flags; {_TO_CONVERT}"
-            raise ValueError(f"{where}: unknown key {key!r}{instead}")
+            file_keys = [str(node.value).replace("-", "_") for node, _ in nodes]
+            suggestion = hint(name, list(flags), file_keys)
+            if isinstance(value_node, yaml.MappingNode) and not suggestion.startswith(":"):
+                suggestion = f": it holds keys of its own, and a config holds flags; {_TO_CONVERT}"
+            raise ValueError(f"{position}: unknown key {key!r}{suggestion}")
         action = flags[name]
-        if action.dest in said:
-            raise ValueError(f"{where}: {key} was already set by the key {said[action.dest]!r}; keep one of them")
-        said[action.dest] = name
+        if action.dest in keys:
+            raise ValueError(f"{position}: {key} was already set by the key {keys[action.dest]!r}; keep one of them")
+        keys[action.dest] = name
         if value_node.tag == _NULL and action.default is None:
             continue
         try:
-            config[action.dest] = _value(value_node, action)
+            config[action.dest] = _convert(value_node, action)
         except ValueError as error:
-            raise ValueError(f"{where}: {key}: {error}") from None
-    return config, said
+            raise ValueError(f"{position}: {key}: {error}") from None
+    return config, keys
 
 
 def converted(value: Any, action: argparse.Action) -> Any:
-    """What a flag becomes that has this value of JSON's types.
+    """A value of JSON's types, converted as the flag converts text.
 
     Raises:
         ValueError: one line, if the value does not fit the flag.
@@ -82,10 +82,10 @@ def converted(value: Any, action: argparse.Action) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(words_of(error)) from None
     assert node is not None
-    return _value(node, action)
+    return _convert(node, action)
 
 
-def _mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
+def _read_mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
         root = compose_yaml(path)
     except (OSError, ValueError) as error:
@@ -97,41 +97,41 @@ def _mapping(path: str) -> list[tuple[yaml.Node, yaml.Node]]:
     return root.value
 
 
-def _value(node: yaml.Node, action: argparse.Action) -> Any:
+def _convert(node: yaml.Node, action: argparse.Action) -> Any:
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         if node.tag != _BOOL:
-            raise ValueError(f"expected true or false, got {_text(node)}")
+            raise ValueError(f"expected true or false, got {_describe(node)}")
         is_true = node.value.lower() in _TRUE
         if isinstance(action, argparse.BooleanOptionalAction):
             return is_true
         return action.const if is_true else action.default
     if action.nargs in (None, "?"):
-        return _scalar(node, action)
+        return _convert_scalar(node, action)
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if len(nodes) != action.nargs and (action.nargs != "+" or not nodes):
         expected = "at least one value" if action.nargs == "+" else f"{action.nargs} values"
         raise ValueError(f"expected a list of {expected}, got {len(nodes)}")
-    return [_scalar(each, action) for each in nodes]
+    return [_convert_scalar(element, action) for element in nodes]
 
 
-def _scalar(node: yaml.Node, action: argparse.Action) -> Any:
+def _convert_scalar(node: yaml.Node, action: argparse.Action) -> Any:
     convert = action.type if callable(action.type) else str
     if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"expected a single value, got {_text(node)}")
+        raise ValueError(f"expected a single value, got {_describe(node)}")
     if getattr(convert, "convert", convert) is str and node.tag in (_BOOL, _NULL):
-        raise ValueError(f"expected text, quoted where YAML reads a word otherwise; got {_text(node)}")
+        raise ValueError(f"expected text, quoted where YAML reads a word otherwise; got {_describe(node)}")
     try:
         value = convert(node.value)
     except argparse.ArgumentTypeError as error:
         raise ValueError(str(error)) from None
     except (ValueError, TypeError):
-        raise ValueError(f"expected {getattr(convert, '__name__', 'another value')}, got {_text(node)}") from None
+        raise ValueError(f"expected {getattr(convert, '__name__', 'another value')}, got {_describe(node)}") from None
     if action.choices is not None and value not in action.choices:
         raise ValueError(no_choice(value, action.choices))
     return value
 
 
-def _text(node: yaml.Node) -> str:
+def _describe(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
         return repr(node.value) if node.value else "nothing"
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

@@ -43,7 +43,7 @@ class Kind:
         return self.convert(text)
 
 
-def _up_to(maximum: int, minimum: int = 1, metavar: str = "N") -> Kind:
+def _bounded_int(maximum: int, minimum: int = 1, metavar: str = "N") -> Kind:
     expected = f"a whole number from {minimum} to {maximum}"
     return Kind(metavar, partial(_whole_number, minimum=minimum, expected=expected, maximum=maximum))
 
@@ -58,7 +58,7 @@ def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float
     return number
 
 
-def _that(accepts: Callable[[float], bool], expected: str, metavar: str = "NUMBER") -> Kind:
+def _bounded_float(accepts: Callable[[float], bool], expected: str, metavar: str = "NUMBER") -> Kind:
     return Kind(metavar, partial(_number, accepts=accepts, expected=expected))
 
 
@@ -71,26 +71,26 @@ positive_int, non_negative_int = Kind("N", _from_1), Kind("N", _from_0)
 several = Kind("N", partial(_whole_number, minimum=2, expected="a whole number above 1"))
 step_count, step_count_or_0 = Kind("UPDATES", _from_1), Kind("UPDATES", _from_0)
 
-# Whole numbers of what takes memory or time for each one. They are refused beyond what any machine has room for, so
-# that a slip of the keyboard gets a line and not a machine without memory. `weights.formats` has the same limit for the
-# numbers in strangers' files.
+# Whole numbers of things that each take memory or time. Numbers beyond the memory of any machine are refused, so that a
+# typo gives an error and not a machine without memory. `weights.formats` has the same limit for numbers in untrusted
+# files.
 MOST = 1 << 22
-size, size_or_0, width = _up_to(MOST), _up_to(MOST, minimum=0), _up_to(MOST, metavar="DIM")
-pixels, pixels_or_0 = _up_to(1 << 14, metavar="PIXELS"), _up_to(1 << 14, minimum=0, metavar="PIXELS")
-worker_count, thread_count = _up_to(1024, minimum=0), _up_to(1024)
-digit_count = _up_to(18, metavar="DIGITS")
+size, size_or_0, width = _bounded_int(MOST), _bounded_int(MOST, minimum=0), _bounded_int(MOST, metavar="DIM")
+pixels, pixels_or_0 = _bounded_int(1 << 14, metavar="PIXELS"), _bounded_int(1 << 14, minimum=0, metavar="PIXELS")
+worker_count, thread_count = _bounded_int(1024, minimum=0), _bounded_int(1024)
+digit_count = _bounded_int(18, metavar="DIGITS")
 
 # Finite numbers.
-any_float = _that(lambda number: True, "a number")
-positive_float = _that(lambda number: number > 0, "a number above 0")
-non_negative_float = _that(lambda number: number >= 0, "a number, 0 or more")
-frame_rate = _that(lambda number: 0 < number <= 1000, "a number above 0 and at most 1000", "HZ")
+any_float = _bounded_float(lambda number: True, "a number")
+positive_float = _bounded_float(lambda number: number > 0, "a number above 0")
+non_negative_float = _bounded_float(lambda number: number >= 0, "a number, 0 or more")
+frame_rate = _bounded_float(lambda number: 0 < number <= 1000, "a number above 0 and at most 1000", "HZ")
 # PyTorch cannot count much longer than two years.
-timeout = _that(lambda number: 0 < number <= 1e6, "a number above 0 and at most 1e6", "MINUTES")
-epoch_count = _that(lambda number: 0 < number <= 1e9, "a number above 0 and at most 1e9", "EPOCHS")
-fraction = _that(lambda number: 0 <= number < 1, "a number from 0 to below 1", "FRACTION")
+timeout = _bounded_float(lambda number: 0 < number <= 1e6, "a number above 0 and at most 1e6", "MINUTES")
+epoch_count = _bounded_float(lambda number: 0 < number <= 1e9, "a number above 0 and at most 1e9", "EPOCHS")
+fraction = _bounded_float(lambda number: 0 <= number < 1, "a number from 0 to below 1", "FRACTION")
 # 0.2886 is the length of the plain mean, see `tandem.training.power_function`.
-average_length = _that(lambda number: 0 < number <= 0.2886, "a number above 0 and at most 0.2886", "LENGTH")
+average_length = _bounded_float(lambda number: 0 < number <= 0.2886, "a number above 0 and at most 0.2886", "LENGTH")
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Joined(Generic[T]):
 
     Args:
         metavar: What --help shows.
-        convert: Makes each of them.
-        count: How many values there must be; None: any number, at least one.
+        convert: Converts each value.
+        count: The required number of values; None: any number, at least one.
         is_ascending: No value may be smaller than the one before it.
     """
 
@@ -121,7 +121,7 @@ class Joined(Generic[T]):
         return values
 
     def text(self, values: Iterable[T]) -> str:
-        """What a config file says for these values."""
+        """These values as a config file holds them."""
         return self.separator.join(map(str, values))
 
 
@@ -143,7 +143,7 @@ class Names:
         return tuple(sorted(names - {"none"}))
 
     def text(self, names: Iterable[str]) -> str:
-        """What a config file says for these names."""
+        """These names as a config file holds them."""
         return ",".join(names) or "none"
 
 
@@ -156,8 +156,8 @@ def _template(text: str) -> str:
 sizes = Joined("N,...", ",", size_or_0)
 epoch_counts = Joined("EPOCHS,...", ",", epoch_count)
 two_fractions = Joined("B1,B2", ",", fraction, count=2)
-# A smaller share would be a few pixels, and the frames of which it is cut far larger than those that are read.
-_area = _that(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1")
+# A smaller share would be a few pixels, or need frames that are far larger than those that are read.
+_area = _bounded_float(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1")
 area_range = Joined("MIN,MAX", ",", _area, count=2, is_ascending=True)
 templates = Joined("TEXT|...", "|", _template)
 words = Joined("WORD,...", ",", str)
@@ -177,7 +177,7 @@ def number_or(word: str) -> Kind:
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
-# What other trainers call a flag -> what it is called here, the first of these that the script has.
+# Names of flags in other trainers -> names here, of which the first that the script has is suggested.
 _OTHER_NAMES = {
     "accumulate_grad_batches": ("grad_accum_steps",), "amp": ("precision",), "batch": ("batch_size",),
     "bf16": ("precision",), "checkpoint": ("init_from", "model"), "clip_grad": ("max_grad_norm",),
@@ -194,21 +194,21 @@ _OTHER_NAMES = {
     "use_ema": ("ema_decay",), "use_wandb": ("report_to",), "wandb": ("report_to",), "warmup": ("lr_warmup_steps",),
     "warmup_steps": ("lr_warmup_steps",), "wd": ("weight_decay",), "workers": ("num_workers",),
 }  # fmt: skip
-_FOR_DATA = ("data_dir", "data_path", "dataset", "dataset_path", "train_data", "train_data_dir")
-_OTHER_NAMES.update(dict.fromkeys(_FOR_DATA, _OTHER_NAMES["data"]))
-_NEAR = 0.66  # of the ratio of difflib: one wrong letter in three
+_DATA_NAMES = ("data_dir", "data_path", "dataset", "dataset_path", "train_data", "train_data_dir")
+_OTHER_NAMES.update(dict.fromkeys(_DATA_NAMES, _OTHER_NAMES["data"]))
+_NEAR = 0.66  # least ratio of difflib: one wrong letter in three
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """`"; did you mean x?"` for the known word that other trainers call so, that begins like this one, or that differs
-    in a letter or two; `""` if there is none. Words may begin with dashes."""
-    bare = {name.lstrip("-").replace("-", "_").lower(): name for name in reversed(known)}
-    asked = word.lstrip("-").replace("-", "_").lower()
-    if same := [name for name in _OTHER_NAMES.get(asked, ()) if name in bare]:
-        return f"; did you mean {bare[same[0]]}?"
-    begun = [name for name in bare if len(asked) > 2 and name.startswith(asked)]
-    matches = begun if len(begun) == 1 else difflib.get_close_matches(asked, bare, n=1, cutoff=_NEAR)
-    return f"; did you mean {bare[matches[0]]}?" if matches else ""
+def nearest(word: str, choices: Sequence[str]) -> str:
+    """`"; did you mean x?"` for the known word that has this name in other trainers, begins like it, or differs in a
+    letter or two; `""` if there is none. Words may begin with dashes."""
+    names_by_plain = {name.lstrip("-").replace("-", "_").lower(): name for name in reversed(choices)}
+    plain = word.lstrip("-").replace("-", "_").lower()
+    if synonyms := [name for name in _OTHER_NAMES.get(plain, ()) if name in names_by_plain]:
+        return f"; did you mean {names_by_plain[synonyms[0]]}?"
+    longer = [name for name in names_by_plain if len(plain) > 2 and name.startswith(plain)]
+    matches = longer if len(longer) == 1 else difflib.get_close_matches(plain, names_by_plain, n=1, cutoff=_NEAR)
+    return f"; did you mean {names_by_plain[matches[0]]}?" if matches else ""
 
 
 def no_choice(value: Any, choices: Iterable[Any]) -> str:
@@ -219,21 +219,21 @@ def no_choice(value: Any, choices: Iterable[Any]) -> str:
 
 def config_names(action: argparse.Action) -> list[str]:
     """Keys of a flag in a config file: its long names with underscores, in their order; `--no-x` is `x: false`."""
-    negatable = isinstance(action, argparse.BooleanOptionalAction)
+    is_negatable = isinstance(action, argparse.BooleanOptionalAction)
     return [
         option[2:].replace("-", "_")
         for option in action.option_strings
-        if option.startswith("--") and not (negatable and option.startswith("--no-"))
+        if option.startswith("--") and not (is_negatable and option.startswith("--no-"))
     ]
 
 
 def config_value(action: argparse.Action, value: Any) -> Any:
-    """How a config file says a value of a flag, which may be of JSON's types: joined text for the values of a flag that
-    splits text."""
+    """A flag's value, which may be of JSON's types, as a config file holds it: joined text for a flag that splits
+    text."""
     if not isinstance(action.type, (Joined, Names)) or not isinstance(value, (list, tuple)):
         return value
     if action.nargs:
-        return [action.type.text(each) if isinstance(each, (list, tuple)) else each for each in value]
+        return [action.type.text(element) if isinstance(element, (list, tuple)) else element for element in value]
     return action.type.text(value)
 
 
@@ -243,7 +243,7 @@ def shown_default(action: argparse.Action) -> str:
 
 
 def said_as_flag(action: argparse.Action, value: Any) -> str:
-    """A flag with a value as a command line says it, such as "--dim 64"; "no --x" where it is to be left out."""
+    """A flag with a value as on a command line, such as "--dim 64"; "no --x" if the flag is to be left out."""
     flag = action.option_strings[0]
     if value is None or (value is False and not isinstance(action, argparse.BooleanOptionalAction)):
         return f"no {flag}"
@@ -255,4 +255,4 @@ def said_as_flag(action: argparse.Action, value: Any) -> str:
 def _as_text(action: argparse.Action, value: Any) -> str:
     value = config_value(action, value)
     values = value if isinstance(value, list) else [value]
-    return "" if value is None else " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    return "" if value is None else " ".join(f"{x:g}" if isinstance(x, float) else str(x) for x in values)

@@ -22,13 +22,13 @@ from .converters import (
 )
 from .fields import DATA, Needs, flag, given, when, without
 
-_PLACES = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
+_FOLDERS = {"image_folder": "photos/", "video_folder": "clips/", "audio_data": "sounds/"}
 
 
 @dataclass
 class DatasetFlags:
-    """Of every script: a user's own dataset, which is given instead of the flag `data_flag`; the order of samples that
-    are in shards, and where shards from servers are kept."""
+    """Flags of every script: a user's own dataset, an alternative to the flag `data_flag`; the order of samples in
+    shards, and the cache of shards from servers."""
 
     data_flag: ClassVar[str]
 
@@ -63,10 +63,10 @@ class DatasetFlags:
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        """Let --dataset and the flag of the data exclude one another, and the command line win over a config file."""
-        name, said = cls.data_flag, args.on_command_line
-        off = None if name in said and "dataset" not in said else parser.get_default(name)
-        parser.choose(args, dataset=None, **{name: off})
+        """Let --dataset and the flag of the data exclude one another; the command line wins over a config file."""
+        name, on_command_line = cls.data_flag, args.on_command_line
+        unset = None if name in on_command_line and "dataset" not in on_command_line else parser.get_default(name)
+        parser.choose(args, dataset=None, **{name: unset})
         if args.shuffle == "shards" and hasattr(args, "split_by"):
             if "split_by" in args.explicit and args.split_by == "sample":
                 parser.error("--shuffle shards holds out whole shards: leave out --split_by sample")
@@ -74,21 +74,21 @@ class DatasetFlags:
 
 
 def place_of(args: argparse.Namespace, data_flag: str) -> str:
-    """Where the samples of a run are, for a command that reads some: a folder to choose if they are an own dataset."""
-    return _PLACES[data_flag] if args.dataset else getattr(args, data_flag)
+    """The path of a run's samples for an example command: a placeholder if they are an own dataset."""
+    return _FOLDERS[data_flag] if args.dataset else getattr(args, data_flag)
 
 
-def _is_of_files(args: Any, *folders: str) -> bool:
+def _has_files(args: Any, *folders: str) -> bool:
     """Whether samples of any of these flags come from files."""
     return any(not (getattr(args, name, None) or "demo:").startswith("demo:") for name in folders)
 
 
-_CUT = Needs(DATA, "PATH", lambda args: args.dataset is not None or _is_of_files(args, "video_folder", "image_folder"))
+_CUT = Needs(DATA, "PATH", lambda args: args.dataset is not None or _has_files(args, "video_folder", "image_folder"))
 
 
 @dataclass
 class PictureFlags(DatasetFlags):
-    """Of every script that trains on squares of pictures. Its fields stand under the last heading of a subclass."""
+    """Flags of every script that trains on squares of pictures. In --help, a subclass's last heading is theirs."""
 
     random_flip: bool = flag(False, "mirror each training sample with probability 1/2")
     crop: str = flag(
@@ -108,7 +108,7 @@ class PictureFlags(DatasetFlags):
 
 @dataclass
 class ImageFlags(PictureFlags):
-    """Of every script that trains on images."""
+    """Flags of every script that trains on images."""
 
     data_flag = "image_folder"
 
@@ -125,7 +125,7 @@ class ImageFlags(PictureFlags):
 
 @dataclass
 class ConditionedImageFlags(ImageFlags):
-    """Of every script that trains on images with captions and embeddings, and how they are split."""
+    """Flags of every script that trains on images with captions and embeddings, and how they are split."""
 
     image_folder: str = flag(
         "demo:shapes",
@@ -182,7 +182,7 @@ class ConditionedImageFlags(ImageFlags):
 
 @dataclass
 class VideoFlags(PictureFlags):
-    """Of every script that trains on videos, perhaps with images between them."""
+    """Flags of every script that trains on videos, perhaps with images between them."""
 
     data_flag = "video_folder"
 
@@ -203,13 +203,13 @@ class VideoFlags(PictureFlags):
         "repeat",
         "a video that is shorter than a clip is repeated, held at its last frame, or left out",
         choices=("repeat", "hold", "skip"),
-        needs=Needs(DATA, "PATH", lambda args: args.dataset is not None or _is_of_files(args, "video_folder")),
+        needs=Needs(DATA, "PATH", lambda args: args.dataset is not None or _has_files(args, "video_folder")),
     )
     clip_starts: str = flag(
         "anywhere",
         "where clips begin in training: keyframe, the last key frame before a random time, is faster to read",
         choices=("anywhere", "keyframe"),
-        needs=Needs(DATA, "PATH", lambda args: _is_of_files(args, "video_folder")),
+        needs=Needs(DATA, "PATH", lambda args: _has_files(args, "video_folder")),
     )
     image_folder: str | None = flag(
         None,
@@ -225,7 +225,7 @@ class VideoFlags(PictureFlags):
 
 @dataclass
 class SoundFlags(DatasetFlags):
-    """Of every script that trains on sounds and texts."""
+    """Flags of every script that trains on sounds and texts."""
 
     data_flag = "audio_data"
 

@@ -27,7 +27,7 @@ _BLURRED = (when("lowres_condition", "blur"), SEVERAL)
 
 @dataclass
 class DecoderFlags:
-    """How the Unets of a cascade are trained and judged. Stands behind `DecoderConfig`."""
+    """Flags of the training and the evaluation of a cascade of Unets, used together with `DecoderConfig`."""
 
     image_cond_drop_prob: float = flag(
         0.1, "share of samples trained without image embedding (guidance)", fraction, needs=BY_IMAGE, title="conditions"
@@ -134,9 +134,9 @@ class DecoderFlags:
             parser.error("--logit_normal: the standard deviation has to be above 0")
         if len(args.blur_sigma) > 2 or args.blur_sigma[0] > args.blur_sigma[-1]:
             parser.error("--blur_sigma: give one width, or the least and the greatest")
-        never = [kind for kind in args.condition_on if not getattr(args, f"{kind}_cond_drop_prob")]
-        if args.cond_scale[0] != 1 and never:
+        kinds = [kind for kind in args.condition_on if not getattr(args, f"{kind}_cond_drop_prob")]
+        if args.cond_scale[0] != 1 and kinds:
             parser.error(
                 f"--cond_scale {args.cond_scale[0]:g} guides away from what the model draws without a condition, which "
-                f"it never learns with --{never[0]}_cond_drop_prob 0: give 0.1, for example"
+                f"it never learns with --{kinds[0]}_cond_drop_prob 0: give 0.1, for example"
             )

@@ -1,6 +1,6 @@
-"""Dataclasses whose fields are flags: from one declaration come the flag, its help, its key in a config file and in
-config.json, what it needs to have an effect, and what of it a resumed run may not change. Imports the standard library
-only, so that `--help` is fast."""
+"""Dataclasses whose fields are flags. One declaration gives the flag, its help, its key in a config file and in
+config.json, its requirements, and whether a resumed run may change it. Imports the standard library only, so that
+`--help` is fast."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DATA = "DATA"  # in `Needs`, the flag of the data: `data_flag` of the dataclass 
 
 
 class Needs(NamedTuple):
-    """What a flag needs to have an effect.
+    """A requirement without which a flag has no effect.
 
     Args:
-        flag: Another flag on which it depends, without dashes, or `DATA`.
-        value: What that one has to be, in words; "" if it may not be given.
-        is_met: Whether it is so, of the arguments of a run.
+        flag: The other flag on which it depends, without dashes, or `DATA`.
+        value: The values of that flag that meet it, in words; "" if that flag may not be given.
+        is_met: Whether the arguments of a run meet it.
     """
 
     flag: str
@@ -28,22 +28,22 @@ class Needs(NamedTuple):
 
 
 def when(flag: str, *values: Any) -> Needs:
-    """A flag has one of these values; of one with several values, any of them."""
+    """The flag has one of these values, or several values of which one is."""
 
     def is_met(args: Any) -> bool:
         value = getattr(args, flag)
-        return any(each in values for each in (value if isinstance(value, (list, tuple)) else [value]))
+        return any(element in values for element in (value if isinstance(value, (list, tuple)) else [value]))
 
     return Needs(flag, " or ".join(map(str, values)), is_met)
 
 
 def given(flag: str, what: str) -> Needs:
-    """A flag is given: `what` it takes, in a word."""
+    """The flag is given; `what` is a word for its value."""
     return Needs(flag, what, lambda args: bool(getattr(args, flag)))
 
 
 def without(flag: str) -> Needs:
-    """A flag is not given, which decides the same."""
+    """The flag is not given, because it sets the same."""
     return Needs(flag, "", lambda args: not getattr(args, flag))
 
 
@@ -54,7 +54,7 @@ def above_0(flag: str) -> Needs:
 
 @dataclass(frozen=True)
 class Flag:
-    """What `flag` says of a field; see there."""
+    """The specification of a field that is a flag; see `flag`."""
 
     help: str
     convert: Callable[[str], Any] | None
@@ -86,56 +86,56 @@ def flag(
     """A field of a dataclass that is a flag.
 
     Args:
-        default: Its value if nobody says another one. False: the flag is a switch; True: a switch with a --no- of its
-            own; None: `help` says what happens then. In a subclass a plain value changes the default alone.
+        default: Its value if it is not given. False: the flag is a switch; True: a switch with a --no- form; None:
+            `help` says what happens then. In a subclass a plain value changes the default alone.
         help: A line of --help.
-        convert: Makes the value from text, and says what --help shows for it (`converters`); without one it is
+        convert: Converts text to the value, and has the `metavar` of --help (`converters`); without one the value is
             text, in lower case if there are `choices`.
         also: Further names, such as that of a public trainer.
-        needs: What it needs to have an effect: on the command line it is refused without, so that nobody takes a flag
-            that does nothing for what was asked for. A config file may say it: that of a run holds every flag.
-        lasting: A resumed run may not change it, or what this function makes of it.
-        in_weights: Weights fit no model in which it differs; a resumed run may not change it either.
+        needs: Requirements without which it has no effect. Then it is refused on the command line, but not in a config
+            file, because that of a run holds every flag.
+        lasting: A resumed run may not change it, or the result of this function of it.
+        in_weights: Weights fit only models with the same value; a resumed run may not change it either.
         title: Heading in --help of this field, and of those after it, up to the next one in its class or its bases.
         options: Others of argparse's: choices, metavar, nargs.
     """
     names = (also,) if isinstance(also, str) else tuple(also)
-    needed = (needs,) if isinstance(needs, Needs) else tuple(needs)
-    if shown := getattr(convert, "metavar", None):
-        options.setdefault("metavar", shown)
-    compared = lasting if callable(lasting) else itself if lasting or in_weights else None
-    said = Flag(help, convert, names, needed, compared, in_weights, title, options)
+    requirements = (needs,) if isinstance(needs, Needs) else tuple(needs)
+    if metavar := getattr(convert, "metavar", None):
+        options.setdefault("metavar", metavar)
+    compare = lasting if callable(lasting) else itself if lasting or in_weights else None
+    spec = Flag(help, convert, names, requirements, compare, in_weights, title, options)
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata={"flag": said})
-    return dataclasses.field(default=default, metadata={"flag": said})
+        return dataclasses.field(default_factory=lambda: list(default), metadata={"flag": spec})
+    return dataclasses.field(default=default, metadata={"flag": spec})
 
 
 def flags_of(config: type) -> Iterator[tuple[str, str, Flag, Any]]:
     """(heading, name, flag, default) of each flag of a dataclass, in the order of its base classes."""
     fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(config)}
-    seen: set[str] = set()
+    names: set[str] = set()
     title = ""
-    for kind in config.__mro__:
-        for name in vars(kind).get("__annotations__", ()):
-            said = vars(kind)["__dataclass_fields__"][name].metadata.get("flag")
-            if said is None:  # the class only changes the default of a base class
+    for base in config.__mro__:
+        for name in vars(base).get("__annotations__", ()):
+            spec = vars(base)["__dataclass_fields__"][name].metadata.get("flag")
+            if spec is None:  # the class only changes the default of a base class
                 continue
-            title = said.title or title
-            if name not in seen:
-                seen.add(name)
+            title = spec.title or title
+            if name not in names:
+                names.add(name)
                 default = fields[name].default
-                yield title, name, said, fields[name].default_factory() if default is dataclasses.MISSING else default
+                yield title, name, spec, fields[name].default_factory() if default is dataclasses.MISSING else default
 
 
-def add_flag(group: argparse._ArgumentGroup, name: str, said: Flag, default: Any) -> argparse.Action:
+def add_flag(group: argparse._ArgumentGroup, name: str, spec: Flag, default: Any) -> argparse.Action:
     """Add a flag to a group of argparse's."""
-    options, convert = dict(said.options), said.convert
+    options, convert = dict(spec.options), spec.convert
     if isinstance(default, bool) and convert is None:
         options["action"] = argparse.BooleanOptionalAction if default else "store_true"
     elif convert is not None or "choices" in options:
         options["type"] = convert or str.lower
-    names = [f"--{each}" for each in (name, *said.also)]
-    return group.add_argument(*names, dest=name, default=default, help=said.help, **options)
+    names = [f"--{alias}" for alias in (name, *spec.also)]
+    return group.add_argument(*names, dest=name, default=default, help=spec.help, **options)
 
 
 @dataclass
@@ -144,33 +144,33 @@ class ModelConfig:
 
     @classmethod
     def of(cls, args: Any) -> Any:
-        """Those that a run's arguments say; the others, which are no flags, at their defaults."""
+        """The configuration in a run's arguments; fields that are no flags have their defaults."""
         return cls(**{name: getattr(args, name) for _, name, _, _ in flags_of(cls)})
 
     @classmethod
     def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        """The lasting flags that make a model again that has this `config`: what a run with the arguments `args` adopts
-        of the model that it starts from."""
-        return {name: model[name] for _, name, said, _ in flags_of(cls) if said.lasting and name in model}
+        """The lasting flags that build a model of this `config` again. A run with the arguments `args` takes them from
+        the model that it starts from."""
+        return {name: model[name] for _, name, spec, _ in flags_of(cls) if spec.lasting and name in model}
 
     @classmethod
     def idle(cls, args: Any) -> frozenset[str]:
-        """Names of those that have no effect beside the values that other arguments have."""
+        """Names of fields that have no effect with the values of the other arguments."""
         return frozenset(
             name
-            for _, name, said, _ in flags_of(cls)
-            if any(need.value and hasattr(args, need.flag) and not need.is_met(args) for need in said.needs)
+            for _, name, spec, _ in flags_of(cls)
+            if any(need.value and hasattr(args, need.flag) and not need.is_met(args) for need in spec.needs)
         )
 
     @classmethod
     def not_in_the_weights(cls) -> frozenset[str]:
-        """Names of those that have no effect on the weights."""
-        return frozenset(name for _, name, said, _ in flags_of(cls) if not said.is_of_weights)
+        """Names of fields that have no effect on the weights."""
+        return frozenset(name for _, name, spec, _ in flags_of(cls) if not spec.is_of_weights)
 
     def plain(self) -> dict[str, Any]:
-        """By name, of JSON's types."""
+        """The fields by name, as JSON types."""
         return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [_plain(element) for element in value] if isinstance(value, (list, tuple)) else value

@@ -22,19 +22,19 @@ from .shell import HelpAll, Version, complete, short_help
 # A config file may not set these: `config` would include another file, `fresh` would start over at every resume.
 _COMMAND_LINE_ONLY = frozenset({"help", "help_all", "version", "config", "fresh", "dry_run", "profile_steps"})
 
-# A launcher ends all processes when the first one fails, so the others wait until the root has printed its error. If
-# they are still there much later, the root made no mistake.
-_ROOT_SPEAKS_FIRST_SECONDS, _OTHERS_SPEAK_AFTER_SECONDS = 2.0, 10.0
+# Seconds. A launcher ends all processes when the first one fails, so the others wait until the root has printed its
+# error. If they still run much later, the root has no error.
+_ROOT_DELAY, _OTHERS_DELAY = 2.0, 10.0
 
-# Who gives one of these has a run in mind: without data it is no demonstration, but refused.
-_WITHOUT_DATA_NO_RUN = (
+# Flags of real runs: with one of these and no data the command is refused instead of running the demonstration.
+_NEEDS_DATA = (
     "config", "init_from", "image_folder", "valid_folder", "image_embeddings", "text_embeddings"
 )  # fmt: skip
 
 _UNSET = object()
 
-# Flags of other trainers for what takes none here.
-_NO_FLAG = {
+# Flags of other trainers that have no counterpart here, and what to do instead.
+_ADVICE = {
     **dict.fromkeys(
         ("resume", "resume_from", "resume_from_checkpoint", "continue"),
         "a run is resumed by the same command again, with the same --output_dir",
@@ -54,7 +54,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if any(action.default is nothing for nothing in (None, False, argparse.SUPPRESS)) or "%(default)" in text:
+        if any(action.default is hidden for hidden in (None, False, argparse.SUPPRESS)) or "%(default)" in text:
             return text
         return f"{text} (default: {shown_default(action)})"
 
@@ -83,27 +83,27 @@ class ArgumentParser(argparse.ArgumentParser):
         self._script, self._is_root = prog or self.prog, is_root
         self.add_argument("--help_all", action=HelpAll, default=argparse.SUPPRESS, help="explain every flag and exit")
         self.add_argument("--version", action=Version, default=argparse.SUPPRESS, help="print the version and exit")
-        #: Which other scripts have all of some flags, by their names; for the message about one that is none here.
+        #: Names of flags -> the other scripts that have all of them, for the message about an unknown flag.
         self.scripts_with: Callable[[Sequence[str]], list[str]] = lambda names: []
-        self._raises = False  # by `error`: the processes are connected, and have to agree on it
-        #: The dataclass of the flags, if there is one, and of these the flag of the data.
+        self._raises = False  # whether `error` raises, because the processes are connected and have to agree
+        #: The dataclass of the flags, if there is one, and the name of its flag of the data.
         self.config: Any = None
         self.data_flag: str | None = None
         self._fields: dict[str, Flag] = {}
-        #: What a resumed run may not change: names of flags, each with what of its value is compared.
+        #: Flags that a resumed run may not change: name -> function whose result for the value is compared.
         self.lasting: dict[str, Callable[[Any], Any]] = {}
 
     def error(self, message: str, *, is_agreed: bool = False) -> NoReturn:
         """Print `prog: error: message` as one line on stderr, and exit with code 2.
 
-        `is_agreed`: all processes end with this message, so the root alone prints it. Otherwise it may be that of one
-        process, such as one on a machine that lacks a file: the others print it too, but so late that their launcher
+        `is_agreed`: all processes end with this message, so the root alone prints it. Otherwise it may concern one
+        process, such as one on a machine that lacks a file. Then the others print it too, but so late that the launcher
         has ended them if the root printed it.
         """
         if self._raises:
             raise ValueError(message)
         if not self._is_root():
-            time.sleep(_ROOT_SPEAKS_FIRST_SECONDS if is_agreed else _OTHERS_SPEAK_AFTER_SECONDS)
+            time.sleep(_ROOT_DELAY if is_agreed else _OTHERS_DELAY)
         if self._is_root() or not is_agreed:
             self._print_message(f"{self.prog}: error: {printable(' '.join(message.splitlines()))}\n", sys.stderr)
         leave(MISTAKE)
@@ -113,11 +113,11 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def print_help(self, file: Any = None, *, whole: bool = False) -> None:
-        """Print what people need first, if there are many flags; the `whole` help explains all."""
+        """Print the help, a short one if there are many flags; the `whole` help explains all."""
         if self._is_root():
             text = (None if whole else short_help(self)) or self.format_help()
-            where = f"\nThe files of docs/ are in {HOME / 'docs'}.\n" if IS_INSTALLED and "docs/" in text else ""
-            self._print_message(text + where, file or sys.stdout)
+            docs_note = f"\nThe files of docs/ are in {HOME / 'docs'}.\n" if IS_INSTALLED and "docs/" in text else ""
+            self._print_message(text + docs_note, file or sys.stdout)
 
     def print_version(self) -> None:
         """Print the name of the package and its version."""
@@ -132,13 +132,13 @@ class ArgumentParser(argparse.ArgumentParser):
         `data_flag`, the name of the flag without which a script runs its demonstration.
         """
         groups: dict[str, argparse._ArgumentGroup] = {}
-        for title, name, said, default in flags_of(config):
+        for title, name, spec, default in flags_of(config):
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
-            add_flag(groups[title], name, said, default)
-            self._fields[name] = said
-            if said.lasting:
-                self.lasting[name] = said.lasting
+            add_flag(groups[title], name, spec, default)
+            self._fields[name] = spec
+            if spec.lasting:
+                self.lasting[name] = spec.lasting
         self.config, self.data_flag = config, getattr(config, "data_flag", None)
 
     def parse(
@@ -147,100 +147,100 @@ class ArgumentParser(argparse.ArgumentParser):
         """Arguments from `argv` (None: sys.argv[1:]), then from the file of `--config`, then the defaults.
 
         If neither `argv` nor the file of `--config` has the flag of the data or `--dataset`, the config file
-        `demonstration` is read, and --help says so; but it is a mistake if `argv` has `--config`, a model to start from
-        or samples of another flag, because the run would end as if it had been trained on the user's data.
+        `demonstration` is read, and --help says so. But it is an error if `argv` has `--config`, a model to start from
+        or samples of another flag, because the user would take the result for a model of the user's data.
 
         The namespace also holds `explicit`, the frozenset of the dest names that were set in either place,
-        `on_command_line`, that of those set in `argv`, `said_as`, the name of the flag that was used for each of them,
-        `script`, the script's file name, `lasting`, as the attribute, `config_in_force`, a line that says which file
-        was read, or None, and `resumed`, None, where `hub.start_training` puts config.yaml of a run that goes on. A
-        mistake ends the process through `error`.
+        `on_command_line`, that of those set in `argv`, `said_as`, the alias that was used for each of them, `script`,
+        the script's file name, `lasting`, as the attribute, `config_in_force`, a line that names the file that was
+        read, or None, and `resumed`, None until `launch.start_training` sets it to config.yaml of a resumed run. An
+        error ends the process through `error`.
         """
         data = [str(self.data_flag), "dataset"]
         if demonstration:
             self.epilog = (
                 f"Without {' and '.join(f'--{name}' for name in (*data, 'config'))} it runs its demonstration: the "
-                f"flags of {_shown(demonstration)}, which differ from the defaults above."
+                f"flags of {_display_path(demonstration)}, which differ from the defaults above."
             )
-        given, said_as = self._from_command_line(sys.argv[1:] if argv is None else argv)
-        on_command_line = frozenset(given)
-        in_force = f"configuration: {given['config']}" if "config" in given else None
-        settings, keys = self._from_config_file(given["config"]) if "config" in given else ({}, {})
-        if demonstration and (settings.keys() | given.keys()).isdisjoint(data):
-            if other := next((name for name in _WITHOUT_DATA_NO_RUN if name in given), None):
+        values, aliases = self._parse_command_line(sys.argv[1:] if argv is None else argv)
+        on_command_line = frozenset(values)
+        note = f"configuration: {values['config']}" if "config" in values else None
+        settings, keys = self._read_config_file(values["config"]) if "config" in values else ({}, {})
+        if demonstration and (settings.keys() | values.keys()).isdisjoint(data):
+            if name := next((name for name in _NEEDS_DATA if name in values), None):
                 flag = f"--{self.data_flag}"
                 self.error(
-                    f"--{said_as[other]} {given[other]} alone does not say what to train on: give {flag} PATH as well, "
+                    f"--{aliases[name]} {values[name]} alone does not say what to train on: give {flag} PATH as well, "
                     f"or {flag} {self.get_default(data[0])}, which this script makes itself"
                 )
-            given["config"] = os.fspath(demonstration)
-            settings, keys = self._from_config_file(given["config"])
-            in_force = (
-                f"demonstration: {_shown(demonstration)}, because neither --{self.data_flag} nor --config was given"
-            )
-        explicit = {**settings, **given}
+            values["config"] = os.fspath(demonstration)
+            settings, keys = self._read_config_file(values["config"])
+            path = _display_path(demonstration)
+            note = f"demonstration: {path}, because neither --{self.data_flag} nor --config was given"
+        explicit = {**settings, **values}
         args = argparse.Namespace(**{**self._defaults_by_dest(), **explicit})
         args.explicit, args.on_command_line = frozenset(explicit), on_command_line
-        args.script, args.config_in_force, args.lasting = self._script, in_force, dict(self.lasting)
-        args.said_as, args.resumed = {**keys, **said_as}, None
-        if not getattr(args, "init_from", None):  # the shape of the model that it starts from comes first: `adopt`
-            self._settled(args)
+        args.script, args.config_in_force, args.lasting = self._script, note, dict(self.lasting)
+        args.said_as, args.resumed = {**keys, **aliases}, None
+        if not getattr(args, "init_from", None):  # with it, `adopt` validates
+            self._validate(args)
         return args
 
-    def _settled(self, args: argparse.Namespace) -> None:
-        """Fill in what follows from other flags, and refuse contradictions, and flags of the command line without
-        effect. In a config file these are allowed: config.yaml of a run holds every flag."""
-        for kind in self.config.__mro__ if self.config else ():
-            if "settle" in vars(kind):
-                vars(kind)["settle"].__func__(self.config, args, self)
-        for name, said in self._fields.items():
-            for needed in said.needs:
-                if name in args.on_command_line and not needed.is_met(args):
-                    self._refuse_idle(args, name, needed)
+    def _validate(self, args: argparse.Namespace) -> None:
+        """Fill in values that follow from other flags, and refuse contradictions and, on the command line, flags
+        without effect. A config file may have them, because config.yaml of a run holds every flag."""
+        for base in self.config.__mro__ if self.config else ():
+            if "settle" in vars(base):
+                vars(base)["settle"].__func__(self.config, args, self)
+        for name, spec in self._fields.items():
+            for requirement in spec.needs:
+                if name in args.on_command_line and not requirement.is_met(args):
+                    self._refuse_idle(args, name, requirement)
 
     def adopt(self, args: argparse.Namespace, values: Mapping[str, Any], source: str) -> list[str]:
-        """Give flags that nobody has set these values, which may be a stranger's, of the model that the run starts
-        from; and settle, for the first time, what follows from all flags.
+        """Take these values, which are not trusted, of the model that the run starts from, for flags that the user did
+        not set; then validate all flags, for the first time.
 
         Args:
             values: Of JSON's types, by name.
-            source: Where they stand, as the user calls it.
+            source: Their file or folder, as the user names it.
 
         Returns:
-            What was adopted and is no default, as a command line says it.
+            The values that were taken and are no defaults, as flags on a command line.
 
         Raises:
-            ValueError: one line, if a value does not fit its flag, or what the user has set does not fit the weights.
+            ValueError: one line, if a value does not fit its flag, or a flag of the user does not fit the weights.
         """
-        taken = {  # of flags that are not of the weights, what the user says holds
+        model_values = {  # without those that the weights do not depend on and the user has set
             name: values[name]
-            for name, said in self._fields.items()
-            if name in values and (said.is_of_weights or name not in args.explicit)
+            for name, spec in self._fields.items()
+            if name in values and (spec.is_of_weights or name not in args.explicit)
         }
-        model = argparse.Namespace(**vars(args))  # the arguments, if the user had said nothing else
-        model.on_command_line, model.lasting = frozenset(), dict(args.lasting)
-        vars(model).update(self._converted(taken, source))
-        before = {name: getattr(args, name) for name in taken if name not in args.explicit}
-        vars(args).update({name: getattr(model, name) for name in before})
-        args.explicit |= before.keys()
-        model.explicit = args.explicit
+        model_args = argparse.Namespace(**vars(args))  # the arguments, if all values of the model are taken
+        model_args.on_command_line, model_args.lasting = frozenset(), dict(args.lasting)
+        vars(model_args).update(self._convert(model_values, source))
+        defaults = {name: getattr(args, name) for name in model_values if name not in args.explicit}
+        vars(args).update({name: getattr(model_args, name) for name in defaults})
+        args.explicit |= defaults.keys()
+        model_args.explicit = args.explicit
         self._raises = True
         try:
-            for each in (args, model):
-                self._settled(each)
+            for namespace in (args, model_args):
+                self._validate(namespace)
         finally:
             self._raises = False
-        differing = [name for name in taken if getattr(args, name) != getattr(model, name)]
-        if needed := self._said(model, [name for name in differing if name not in self.config.idle(model)]):
-            raise ValueError(f"the weights in {source} are of another model; they need {', '.join(needed)}")
-        idle = self.config.idle(args)  # a command line that says them is refused
-        return self._said(args, [name for name in before if getattr(args, name) != before[name] and name not in idle])
+        conflicts = [name for name in model_values if getattr(args, name) != getattr(model_args, name)]
+        if flags := self._as_flags(model_args, conflicts):
+            raise ValueError(f"the weights in {source} are of another model; they need {', '.join(flags)}")
+        return self._as_flags(args, [name for name in defaults if getattr(args, name) != defaults[name]])
 
-    def _said(self, args: argparse.Namespace, names: Sequence[str]) -> list[str]:
-        return [said_as_flag(self._config_flags[name], getattr(args, name)) for name in names]
+    def _as_flags(self, args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+        """The arguments of these names that have an effect, as a command line gives them; others would be refused."""
+        idle = self.config.idle(args)
+        return [said_as_flag(self._config_flags[name], getattr(args, name)) for name in names if name not in idle]
 
-    def _converted(self, flags: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Values of JSON's types, which stand in ``source``, as their flags have them."""
+    def _convert(self, flags: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Values of JSON's types from ``source``, converted as their flags do it."""
         from .config_file import converted
 
         values = {}
@@ -252,58 +252,58 @@ class ArgumentParser(argparse.ArgumentParser):
                 raise ValueError(f"{source} has {name} {repr(value)[:40]}: {error}") from None
         return values
 
-    def _hint(self, name: str, known: Sequence[str], keys: Sequence[str] = ()) -> str:
-        """What to do instead of a name that is no flag, as the end of a line; "" if that is not known. ``keys``: all of
-        the config file that has the name, if one has it."""
+    def _hint(self, name: str, names: Sequence[str], keys: Sequence[str] = ()) -> str:
+        """Advice about a name that is no flag, as the end of a line; "" without any. ``keys``: all keys of the config
+        file that has the name, if it is in one."""
         from .public_names import instead_of
 
-        bare = name.lstrip("-").replace("-", "_")
-        others = self.scripts_with(keys or [bare])
-        if keys and others:
-            return f": the file is a config of {' or '.join(others)}"
-        instead = _NO_FLAG.get(bare) or instead_of(bare, self._script)
-        if not instead and others:
-            instead = f"it is a flag of {' and '.join(others)}"
-        return f": {instead}" if instead else nearest(name, known)
+        plain = name.lstrip("-").replace("-", "_")
+        scripts = self.scripts_with(keys or [plain])
+        if keys and scripts:
+            return f": the file is a config of {' or '.join(scripts)}"
+        advice = _ADVICE.get(plain) or instead_of(plain, self._script)
+        if not advice and scripts:
+            advice = f"it is a flag of {' and '.join(scripts)}"
+        return f": {advice}" if advice else nearest(name, names)
 
     def knows(self, names: Sequence[str]) -> bool:
         """Whether a config file may have all of these keys."""
         return self._config_flags.keys() >= set(names)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse, with the choice that was probably meant."""
+        """As argparse, with a suggestion for a misspelt choice."""
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, no_choice(value, action.choices))
 
     def with_values(self, flags: Mapping[str, Any]) -> argparse.Namespace:
-        """The defaults, but for these flags, which are as a config file has them. Raises ValueError, in one line, for a
-        value that does not fit."""
+        """The defaults, with these values of flags from a config file. Raises ValueError, in one line, for a value that
+        does not fit."""
         from .config_file import converted
 
-        known = self._config_flags
-        said = {known[name].dest: converted(value, known[name]) for name, value in flags.items() if value is not None}
-        return argparse.Namespace(**{**self._defaults_by_dest(), **said})
+        actions = {self._config_flags[name]: value for name, value in flags.items() if value is not None}
+        values = {action.dest: converted(value, action) for action, value in actions.items()}
+        return argparse.Namespace(**{**self._defaults_by_dest(), **values})
 
     def choose(self, args: argparse.Namespace, **off: Any) -> None:
-        """Switch off all but one of some flags of which only one can have an effect, each named with the value that it
-        has then. One on the command line wins over one in the config file, and either over a default; two in the same
-        place are an error."""
-        on = [name for name, value in off.items() if getattr(args, name) != value]
-        places = ([name for name in on if name in said] for said in (args.on_command_line, args.explicit, on))
-        chosen, *others = next(filter(None, places), [None])
+        """Switch off all but one of some flags that exclude one another, each named with its value when it is off. A
+        flag on the command line wins over one in the config file, and either over a default; two in the same place are
+        an error."""
+        active = [name for name, value in off.items() if getattr(args, name) != value]
+        sources = (args.on_command_line, args.explicit, active)
+        winner, *others = next(filter(None, ([name for name in active if name in s] for s in sources)), [None])
         if others:
-            self.error(f"--{chosen} and --{others[0]} exclude one another; give one of them")
-        for name in set(on) - {chosen}:
+            self.error(f"--{winner} and --{others[0]} exclude one another; give one of them")
+        for name in set(active) - {winner}:
             setattr(args, name, off[name])
 
-    def _refuse_idle(self, args: argparse.Namespace, flag: str, needed: Needs) -> NoReturn:
-        other = self.data_flag if needed.flag == DATA else needed.flag
+    def _refuse_idle(self, args: argparse.Namespace, flag: str, requirement: Needs) -> NoReturn:
+        other = self.data_flag if requirement.flag == DATA else requirement.flag
         value = getattr(args, str(other))
-        each = value if isinstance(value, list) else [value]
-        now = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in each)
-        state = f"without --{other}" if value is None else f"with --{other} {now}"
-        leave = f"it out, or give --{other} {needed.value}" if needed.value else "out one of them"
-        self.error(f"--{args.said_as.get(flag, flag)} has no effect {state}; leave {leave}")
+        values = value if isinstance(value, list) else [value]
+        value_text = " ".join((",".join(part) or "none") if isinstance(part, tuple) else str(part) for part in values)
+        state = f"without --{other}" if value is None else f"with --{other} {value_text}"
+        advice = f"it out, or give --{other} {requirement.value}" if requirement.value else "out one of them"
+        self.error(f"--{args.said_as.get(flag, flag)} has no effect {state}; leave {advice}")
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Every argument that describes the run, by flag name, as config.yaml holds it and `--config` reads it.
@@ -315,8 +315,8 @@ class ArgumentParser(argparse.ArgumentParser):
             for action in self._config_flags.values()
         }
 
-    def _from_command_line(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Values, and the names that said them, by dest name."""
+    def _parse_command_line(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Values, and the aliases that were used, by dest name."""
         # argparse sets no default for an attribute that exists: a flag that is still _UNSET afterwards was not in argv.
         # A flag that appends starts from None, because argparse would append to _UNSET.
         unset = {
@@ -329,22 +329,22 @@ class ArgumentParser(argparse.ArgumentParser):
             flag = unknown[0].split("=")[0]
             if flag.startswith("-"):
                 self.error(f"unknown flag {flag}{self._hint(flag, list(self._option_string_actions))}")
-            before = argv[max(argv.index(unknown[0]) - 1, 0)]
-            switch = self._option_string_actions.get(before)
+            previous = argv[max(argv.index(unknown[0]) - 1, 0)]
+            switch = self._option_string_actions.get(previous)
             if switch is not None and switch.nargs == 0:
-                off = f"--no-{before[2:]}" if isinstance(switch, argparse.BooleanOptionalAction) else "nothing"
-                self.error(f"{before} is a switch without a value, got {flag!r}: give {before} or {off} alone")
+                off = f"--no-{previous[2:]}" if isinstance(switch, argparse.BooleanOptionalAction) else "nothing"
+                self.error(f"{previous} is a switch without a value, got {flag!r}: give {previous} or {off} alone")
             self.error(f"unexpected argument {flag!r}: every value follows a flag")
-        said_as: dict[str, str] = {}
+        aliases: dict[str, str] = {}
         for name in (token.split("=")[0] for token in argv):
             if action := self._option_string_actions.get(name):
-                first = f"--{said_as.get(action.dest, name[2:])}"
+                first = f"--{aliases.get(action.dest, name[2:])}"
                 if first != name and not isinstance(action, argparse.BooleanOptionalAction):
                     self.error(f"{first} and {name} are two names of one flag; give one of them")
-                said_as[action.dest] = name[2:]
-        return {dest: value for dest, value in vars(namespace).items() if value is not unset.get(dest)}, said_as
+                aliases[action.dest] = name[2:]
+        return {dest: value for dest, value in vars(namespace).items() if value is not unset.get(dest)}, aliases
 
-    def _from_config_file(self, path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    def _read_config_file(self, path: str) -> tuple[dict[str, Any], dict[str, str]]:
         from .config_file import read_flags
 
         try:
@@ -363,16 +363,16 @@ class ArgumentParser(argparse.ArgumentParser):
     @property
     def _config_flags(self) -> dict[str, argparse.Action]:
         """Flags that a config file may set, by each of their names there."""
-        shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
+        actions = (action for action in self._actions if action.help is not argparse.SUPPRESS)
         return {
-            name: action for action in shown if action.dest not in _COMMAND_LINE_ONLY for name in config_names(action)
+            name: action for action in actions if action.dest not in _COMMAND_LINE_ONLY for name in config_names(action)
         }
 
 
-def _shown(path: str | os.PathLike[str]) -> str:
-    """A path as people write it: relative to the working folder if it is below it, and as `shipped` finds it if it is
-    below configs/."""
-    relative, at_home = os.path.relpath(path), os.path.relpath(path, HOME)
+def _display_path(path: str | os.PathLike[str]) -> str:
+    """A path for messages: relative to the working folder if it is below it, and as `shipped` finds it if it is below
+    configs/."""
+    relative, shipped_path = os.path.relpath(path), os.path.relpath(path, HOME)
     if not relative.startswith(".."):
         return relative
-    return os.fspath(path) if at_home.startswith("..") else at_home
+    return os.fspath(path) if shipped_path.startswith("..") else shipped_path

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClipFlags:
-    """Of every script that computes embeddings by a CLIP."""
+    """Flags of every script that computes embeddings by a CLIP."""
 
     clip: str | None = flag(
         None,
@@ -70,20 +70,20 @@ class ClipFlags:
 _SWITCHED = {**dict.fromkeys(("true", "yes", "on"), "cosine"), **dict.fromkeys(("false", "no", "off"), "constant")}
 
 
-def _shape(text: str) -> str:
-    """The shape of the learning rate that is meant."""
+def _lr_shape(text: str) -> str:
+    """The shape of the learning rate in a flag's text, which may be a YAML boolean."""
     return _SWITCHED.get(text.lower(), text.lower())
 
 
 @dataclass
 class ScheduleFlags:
-    """Of every script whose learning rate may have one of several shapes."""
+    """Flags of every script whose learning rate may have one of several shapes."""
 
     lr_schedule: str = flag(
         "constant",
         "after the warm-up, keep the learning rate, or let it fall along a cosine to 0, of a VQGAN to a tenth; "
         "--lr_cosine alone: cosine",
-        _shape,
+        _lr_shape,
         choices=tuple(SHAPES),
         also="lr_cosine",
         nargs="?",
@@ -94,7 +94,7 @@ class ScheduleFlags:
 
 @dataclass
 class RateFlags(ScheduleFlags):
-    """Of every script with one learning rate that is warmed up (`tandem.schedules`)."""
+    """Flags of every script with one learning rate that is warmed up (`tandem.schedules`)."""
 
     learning_rate: float = flag(0.0003, "highest learning rate", positive_float, title="schedule", also="lr")
     lr_warmup_steps: int = flag(
@@ -104,7 +104,7 @@ class RateFlags(ScheduleFlags):
 
 @dataclass
 class OptimizerFlags:
-    """Of every script that trains by AdamW or Lion (`make_optimizer`)."""
+    """Flags of every script that trains by AdamW or Lion (`make_optimizer`)."""
 
     betas: tuple[float, ...] = flag((0.9, 0.99), "betas of the optimizer", two_fractions, title="optimizer")
     use_lion: bool = flag(False, "use Lion instead of AdamW")
@@ -125,7 +125,7 @@ _WANDB = when("report_to", "wandb")
 
 @dataclass
 class RunFlags:
-    """Of every script."""
+    """Flags of every script."""
 
     output_dir: str = flag(
         "runs/", "run folder; a run in it goes on", FOLDER, title="run", also=("results_folder", "checkpoints_folder")
@@ -287,7 +287,7 @@ def add_places(parser: argparse.ArgumentParser, model_help: str) -> None:
 def add_computation_arguments(
     parser: argparse.ArgumentParser, *, batch_size: int, unit: str, num_workers_help: str
 ) -> None:
-    """Add the flags of the forward pass. `unit` is what a batch is counted in: "IMAGES"."""
+    """Add the flags of the forward pass. `unit` is the unit of a batch, such as "IMAGES"."""
     # fmt: off
     add = parser.add_argument_group("computation").add_argument
     add("--batch_size", type=size, default=batch_size, metavar=unit, help="per forward pass of a process")
@@ -300,7 +300,7 @@ def add_computation_arguments(
 
 
 def kernel_settings(args: argparse.Namespace, processes: Backend) -> dict[str, Any]:
-    """Settings that choose the kernels, so that the last bits of a result depend on them besides model and input."""
+    """Settings that choose the kernels, and so influence the last bits of a result."""
     device = processes.device.type
     threads = args.cpu_threads if device == "cpu" else None
     precision = processes.options.precision

@@ -1,5 +1,5 @@
-"""What models of this package are built from: a dataclass for each, whose fields are the arguments of its
-constructor, the entries of its config.json, and flags of its script. Imports no PyTorch, so that `--help` is fast."""
+"""Configurations of models: a dataclass for each, whose fields are the arguments of its constructor, the entries of its
+config.json, and flags of its script. Imports no PyTorch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tandem.config.fields import ModelConfig, Needs, above_0, flag, flags_of, wh
 
 from .taming import BodyConfig, LatentConfig
 
-#: What each quantizer is, in a few words, by name.
+#: Short descriptions of the quantizers, by name.
 QUANTIZERS = {
     "lfq": "lookup-free",
     "vq": "vector (EMA codebook)",
@@ -31,14 +31,14 @@ QUANTIZERS = {
     "bsq": "binary spherical",
     "ibq": "index backpropagation",
 }
-#: And what there is beside them where latents may be continuous.
+#: The same for models whose latents may be continuous.
 LATENTS = {**QUANTIZERS, "kl": "or no codes: continuous latents"}
-# What a quantizer is trained with by its authors, and lfq by what was measured, where it differs from the others.
-_USUAL_OF: dict[str, dict[str, float]] = {
+# Defaults of a quantizer that differ from those of the flags: those of its authors.
+_QUANTIZER_DEFAULTS: dict[str, dict[str, float]] = {
     "bsq": {"inv_temperature": 1.0, "commitment_loss_weight": 0.0, "diversity_gamma": 1.0},
     "ibq": {"commitment_loss_weight": 1.0, "entropy_loss_weight": 0.05, "diversity_gamma": 1.0},
 }
-# Entries that were trained stay: at 0.8, one that no vector chooses in 21 updates is revived elsewhere.
+# High enough to keep trained entries: at 0.8, an entry that no vector chooses in 21 updates is revived elsewhere.
 _LOADED_VQ_DECAY = 0.99
 _ENTROPY = when("quantizer", "lfq", "bsq", "ibq")  # those that have an entropy loss
 _LAYERS = (
@@ -49,15 +49,15 @@ _LAYERS = (
 
 def check_choices(config: ModelConfig) -> None:
     """Raise a ValueError, in one line, if a field has a value that is none of its choices."""
-    for _, name, said, _ in flags_of(type(config)):
-        value, choices = getattr(config, name), said.options.get("choices")
+    for _, name, spec, _ in flags_of(type(config)):
+        value, choices = getattr(config, name), spec.options.get("choices")
         if choices and value not in choices:
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(choices)}")
 
 
 @dataclass
 class DiscreteVAEConfig(ModelConfig):
-    """Of a `DiscreteVAE`."""
+    """Configuration of a `DiscreteVAE`."""
 
     image_size: int = flag(128, "a power of two", pixels, lasting=True, title="images")
     transparent: bool = flag(False, "RGBA instead of RGB", title="model", in_weights=True)
@@ -79,7 +79,7 @@ class DiscreteVAEConfig(ModelConfig):
 
 @dataclass
 class QuantizerConfig(ModelConfig):
-    """Of the quantizer of a VQGAN or a video tokenizer. Each kind has options of its own; the others have no effect."""
+    """Configuration of the quantizer of a VQGAN or a video tokenizer. Options of other kinds have no effect."""
 
     quantizer: str = flag(
         "lfq", ", ".join(QUANTIZERS.values()), choices=tuple(QUANTIZERS), title="quantizer", in_weights=True
@@ -130,7 +130,7 @@ class QuantizerConfig(ModelConfig):
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        for name, value in _USUAL_OF.get(args.quantizer, {}).items():
+        for name, value in _QUANTIZER_DEFAULTS.get(args.quantizer, {}).items():
             if name not in args.explicit:
                 setattr(args, name, value)
         if args.init_from and args.quantizer == "vq" and args.train == "all" and "vq_decay" not in args.explicit:
@@ -139,7 +139,7 @@ class QuantizerConfig(ModelConfig):
 
 @dataclass
 class QuantizerLossFlags:
-    """What the losses of a quantizer weigh. They are no arguments of a model."""
+    """Weights of a quantizer's losses. They are no arguments of a model."""
 
     commitment_loss_weight: float = flag(
         0.25,
@@ -166,7 +166,7 @@ class QuantizerLossFlags:
 
 @dataclass
 class RecomputingConfig(ModelConfig):
-    """Of a model that is deep enough to gain by computing its layers again."""
+    """Configuration of a model that can recompute its layers in the backward pass."""
 
     gradient_checkpointing: bool = flag(
         False, "compute activations again in the backward pass: slower, and far less memory", title="precision"
@@ -175,7 +175,7 @@ class RecomputingConfig(ModelConfig):
 
 @dataclass
 class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
-    """Of a `VQGAN`."""
+    """Configuration of a `VQGAN`."""
 
     quantizer: str = flag(
         "lfq", ", ".join(LATENTS.values()), choices=tuple(LATENTS), title="quantizer", in_weights=True
@@ -210,14 +210,14 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
 
     @classmethod
     def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        judge = model.get("discriminator", {})
-        of_judge = {f"discr_{name}": judge[name] for name in ("dim", "layers") if judge}
-        return {**super().shape_of(model, args), **of_judge}
+        discriminator = model.get("discriminator", {})
+        discriminator_flags = {f"discr_{name}": discriminator[name] for name in ("dim", "layers") if discriminator}
+        return {**super().shape_of(model, args), **discriminator_flags}
 
 
 @dataclass
 class DiscriminatorConfig(ModelConfig):
-    """Of a `Discriminator`.
+    """Configuration of a `Discriminator`.
 
     Args:
         dim: Channels after the first convolution and the first halving; they double with each further halving.
@@ -231,7 +231,7 @@ class DiscriminatorConfig(ModelConfig):
 
 @dataclass
 class VideoDiscriminatorConfig(ModelConfig):
-    """Of a `VideoDiscriminator`.
+    """Configuration of a `VideoDiscriminator`.
 
     Args:
         dim: Channels of the first layer of each head.
@@ -244,7 +244,7 @@ class VideoDiscriminatorConfig(ModelConfig):
 
 @dataclass
 class VideoTokenizerConfig(QuantizerConfig, RecomputingConfig):
-    """Of a `VideoTokenizer`."""
+    """Configuration of a `VideoTokenizer`."""
 
     image_size: int = flag(
         128, "a multiple of patch_size x 2^(compress_space layers)", pixels, lasting=True, title="images"

@@ -1,5 +1,5 @@
-"""What a `Decoder` is built from: flags of train_decoder.py, whose Unets are numbered from 1, and what no flag says.
-Imports no PyTorch, so that `--help` is fast."""
+"""The configuration of a `Decoder`: flags of train_decoder.py, whose Unets are numbered from 1, and fields without a
+flag. Imports no PyTorch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tandem.config.fields import ModelConfig, Needs, flag, flags_of, when
 from .autoencoders import RecomputingConfig
 
 _SWITCHES = ("sparse_attn", "memory_efficient", "coordinates", "plain_init_conv")
-# Fields of `UnetConfig` of which a cascade has a value for each Unet.
-_EACH = (
+# Fields of `UnetConfig` for which `DecoderConfig` has a list with a value for each Unet.
+_PER_UNET = (
     "dim", "dim_mults", "cond_dim", "num_resnet_blocks", "self_attn", "attn_heads", "attn_dim_head",
     "cross_attn_heads", "cross_attn_dim_head", "resnet_groups",
 )  # fmt: skip
-_OF_CLIP = {"name", "weights", "sha256"}
+_CLIP_KEYS = {"name", "weights", "sha256"}
 SCHEDULES = ("cosine", "linear", "sigmoid", "flow")
 OBJECTIVES = ("noise", "x_start", "v", "flow")
 LOWRES_CONDITIONS = ("noise", "blur", "none")
@@ -30,7 +30,7 @@ LOWRES_CONDITIONS = ("noise", "blur", "none")
 
 @dataclass
 class UnetConfig(ModelConfig):
-    """Of a `Unet`. Once it is made, `num_resnet_blocks` and `self_attn` have a value for each level.
+    """Configuration of a `Unet`. Once it is made, `num_resnet_blocks` and `self_attn` have a value for each level.
 
     Args:
         dim: Channels at full resolution; level n, finest first, has dim x dim_mults[n].
@@ -45,12 +45,12 @@ class UnetConfig(ModelConfig):
         resnet_groups: Groups of the GroupNorms.
         memory_efficient: Halve the sides before the blocks of a level instead of after them (Saharia et al. 2022,
             "Imagen", Efficient U-Net).
-        coordinates: Two more channels of the input hold the place of each pixel, across and down, from -1 to 1 (Liu et
-            al. 2018, "CoordConv"). Otherwise places are known from the edges alone. The public Unet has no such thing.
+        coordinates: Two more channels of the input hold the position of each pixel, across and down, from -1 to 1 (Liu
+            et al. 2018, "CoordConv"). Otherwise only padding shows positions. The public Unet has no such channels.
         plain_init_conv: The first convolution has one kernel, of side 7, instead of three of the sides 3, 7 and 15.
         image_embed_dim, text_embed_dim: Widths of the image embedding and of the text encodings on which it is
             conditioned; None: it is not. The two blocks in the middle alone attend to texts.
-        max_text_len: Tokens of a text; longer ones are cut off, the place of missing ones has learned tokens.
+        max_text_len: Tokens of a text; longer ones are cut off, learned tokens replace missing ones.
         image_embed_scale: Factor of the image embedding; sqrt(image_embed_dim) gives unit vectors entries of about 1.
         lowres_cond: Conditioned on an image of lower resolution ...
         lowres_noise_cond: ... and on the noise level of that image.
@@ -98,7 +98,7 @@ class UnetConfig(ModelConfig):
             if (
                 not isinstance(values, (list, tuple))
                 or not values
-                or not all(_is_whole(each, least) and each <= most for each in values)
+                or not all(_is_whole(element, least) and element <= most for element in values)
             ):
                 limits = f"{least} or {most}" if most == 1 else f"whole numbers of at least {least}"
                 raise ValueError(f"{name} {values}: give {limits}, for each level, finest first")
@@ -119,10 +119,10 @@ class UnetConfig(ModelConfig):
 
 @dataclass
 class DecoderConfig(RecomputingConfig):
-    """Of a `Decoder`.
+    """Configuration of a `Decoder`.
 
     Args:
-        image_embed_dim, text_embed_dim: Widths of what the first Unet is conditioned on; None for what it is not.
+        image_embed_dim, text_embed_dim: Widths of the conditions of the first Unet; None for those that it lacks.
         clip: {"name", "weights", "sha256"} of the CLIP that computed it in training (`Clip.origin`); None if none did.
     """
 
@@ -223,23 +223,23 @@ class DecoderConfig(RecomputingConfig):
             raise ValueError("image_sizes: a decoder has at least one Unet")
         if self.clip is not None:
             names = self.clip if isinstance(self.clip, dict) else {}
-            if names.keys() != _OF_CLIP or not all(isinstance(text, str) and text for text in names.values()):
-                raise ValueError(f"clip {str(self.clip)[:80]}: it has to say {', '.join(sorted(_OF_CLIP))} of a CLIP")
+            if names.keys() != _CLIP_KEYS or not all(isinstance(text, str) and text for text in names.values()):
+                raise ValueError(f"clip {str(self.clip)[:80]}: it has to say {', '.join(sorted(_CLIP_KEYS))} of a CLIP")
         spread(type(self), self)
         self.cond_dim = self.cond_dim or list(self.dim)
         for name in ("num_resnet_blocks", "self_attn"):  # "2,2" of two levels is "2"
-            values = [each[:1] if len(each) > 1 and len(set(each)) == 1 else each for each in getattr(self, name)]
-            setattr(self, name, values)
+            lists = getattr(self, name)
+            setattr(self, name, [levels[:1] if len(set(levels)) == 1 < len(levels) else levels for levels in lists])
 
     @classmethod
     def of_data(
         cls, args: argparse.Namespace, widths: Mapping[str, Any], clip: Mapping[str, str] | None = None
     ) -> DecoderConfig:
-        """What a run's arguments say, for data of these widths.
+        """The configuration in a run's arguments, for data of these widths.
 
         Args:
-            widths: {"image_embed": d, "text_encodings": (L, d)}; None for what is not used.
-            clip: The `Clip.origin` of what makes the conditions of the data; None if they are stored.
+            widths: {"image_embed": d, "text_encodings": (L, d)}; None for unused ones.
+            clip: The `Clip.origin` of the CLIP that computes the conditions; None if they are stored.
 
         Raises:
             ValueError: one line, if texts have more tokens than --max_text_len.
@@ -259,9 +259,9 @@ class DecoderConfig(RecomputingConfig):
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
         try:
             spread(cls, args)
-            filled = DecoderConfig.of(args)
+            config = DecoderConfig.of(args)
             for _, name, _, _ in flags_of(DecoderConfig):
-                setattr(args, name, getattr(filled, name))
+                setattr(args, name, getattr(config, name))
         except ValueError as error:
             parser.error(str(error))
         if any(larger <= side for side, larger in itertools.pairwise(args.image_sizes)):
@@ -272,23 +272,23 @@ class DecoderConfig(RecomputingConfig):
     def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
         sizes = model["image_sizes"]
         if "image_sizes" in args.explicit and len(args.image_sizes) != len(sizes):  # no other flag can be compared
-            needed = f"they need --image_sizes {' '.join(map(str, sizes))}"
-            raise ValueError(f"the weights in {args.init_from} are of another model; {needed}")
+            hint = f"they need --image_sizes {' '.join(map(str, sizes))}"
+            raise ValueError(f"the weights in {args.init_from} are of another model; {hint}")
         return {**super().shape_of(model, args), "lowres_noise_level": model["lowres_noise_level"]}
 
     def unets(self) -> list[UnetConfig]:
-        """Of each Unet, the smallest first; that one has the conditions."""
+        """The configuration of each Unet, the smallest first; only that one has the conditions."""
         scale = self.image_embed_scale or math.sqrt(self.image_embed_dim or 1)
         first: dict[str, Any] = {"image_embed_dim": self.image_embed_dim, "text_embed_dim": self.text_embed_dim}
         others: dict[str, Any] = {"lowres_cond": True, "lowres_noise_cond": self.lowres_condition == "noise"}
         return [
             UnetConfig(
-                **{name: getattr(self, name)[index] for name in _EACH},
-                **{name: name in on for name in _SWITCHES},  # type: ignore[arg-type]
+                **{name: getattr(self, name)[index] for name in _PER_UNET},
+                **{name: name in switches for name in _SWITCHES},  # type: ignore[arg-type]
                 **(others if index else first), max_text_len=self.max_text_len, image_embed_scale=scale,
-                learned_variance=bool(learned), gradient_checkpointing=self.gradient_checkpointing,
+                learned_variance=bool(is_learned), gradient_checkpointing=self.gradient_checkpointing,
             )
-            for index, (on, learned) in enumerate(zip(self.switches, self.learned_variance, strict=True))
+            for index, (switches, is_learned) in enumerate(zip(self.switches, self.learned_variance, strict=True))
         ]  # fmt: skip
 
 
@@ -299,8 +299,7 @@ GUIDED = Needs("cond_scale", "other than 1, such as 3", lambda args: any(scale !
 
 @dataclass
 class Sampling(ModelConfig):
-    """How noise becomes pictures, see `diffusion.sampling`.
-    `cond_scale` and `sample_timesteps` have a value for all Unets, or one for each."""
+    """Options of `diffusion.sampling`; `cond_scale` and `sample_timesteps` have one value, or one for each Unet."""
 
     sampler: str = flag(
         "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm"), title="sampling"

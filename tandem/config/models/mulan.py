@@ -1,4 +1,4 @@
-"""What a `MuLaN` is made from: the fields are flags of train_mulan.py. Imports no PyTorch."""
+"""The configuration of a `MuLaN`, whose fields are flags of train_mulan.py. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from .autoencoders import RecomputingConfig, check_choices
 from .towers import AUDIO_KINDS, SAMPLE_RATE, TEXT_KINDS, check_tower, max_tokens
 
 MAX_SCALE = 100.0  # of the similarities of a MuLaN (Radford et al. 2021, section 2.5)
-_TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # a tower of one's own
+_TEXT, _AUDIO = without("text_tower"), without("audio_tower")  # requirements: the tower is not pretrained
 _BANDS = (when("spectrogram", "log_mel"), _AUDIO)
-_OF_MUSICLM = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
-_WINDOWS_OF_MUSICLM = {"n_fft": 128, "win_length": 24, "hop_length": 12}
-#: What a file of musiclm-pytorch does not say.
+_MUSICLM_FIXED = {"spectrogram": "power", "spectrogram_padding": "reflect", "hierarchical_spacing": "even"}
+_MUSICLM_WINDOWS = {"n_fft": 128, "win_length": 24, "hop_length": 12}
+#: Arguments that a file of musiclm-pytorch lacks.
 UNSAID = ("sample_rate", "n_fft", "hop_length")
 
 
 @dataclass
 class MuLaNConfig(RecomputingConfig):
-    """Of a `MuLaN`. Sizes that are None take the value of those of both towers, and the window that of the Fourier
-    transform. The towers are its own, unless there is the configuration of a `PretrainedTextTower` or a
-    `PretrainedAudioTower`, which then decides sizes, vocabulary and spectrogram.
+    """Configuration of a `MuLaN`. Sizes of a tower that are None take the value for both towers, and the window that of
+    the Fourier transform. `text_tower` and `audio_tower` are the configurations of a `PretrainedTextTower` and a
+    `PretrainedAudioTower`, which then decide sizes, vocabulary and spectrogram.
 
     Raises:
         ValueError: one line, if a tower has no configuration that is possible.
@@ -196,8 +196,8 @@ class MuLaNConfig(RecomputingConfig):
                 check_tower(tower, AUDIO_KINDS if name == "audio" else TEXT_KINDS)
                 dim, heads = tower["hidden_size"], tower["num_attention_heads"]
                 sizes = {"dim": dim, "depth": tower["num_hidden_layers"], "heads": heads, "dim_head": dim // heads}
-                for size, value in sizes.items():
-                    setattr(self, f"{name}_{size}", value)
+                for field, value in sizes.items():
+                    setattr(self, f"{name}_{field}", value)
                 if name == "text":
                     self.vocab_size = tower["vocab_size"]
 
@@ -208,23 +208,23 @@ class MuLaNConfig(RecomputingConfig):
                 raise ValueError(f"{args.init_from} has a pretrained tower: give its file, too, by --{name}")
         shape = super().shape_of(model, args)
         shape |= {"tokenizer": model["tokenizer"]} if "tokenizer" in model else {}
-        if "assumed" in model:  # a file of musiclm-pytorch does not say these: then the flags do
+        if "assumed" in model:  # a file of musiclm-pytorch lacks these: then the flags give them
             shape["clip_seconds"] = model["clip_seconds"]
             return {name: value for name, value in shape.items() if name not in args.explicit.intersection(UNSAID)}
         return shape
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
-        """Take what the layout "musiclm" has: its windows, unless one is given, and what it always has. Fill in the
+        """Set the values of the layout "musiclm": its windows, unless one is given, and the fixed ones. Fill in the
         sizes that are not given."""
         if args.layout == "musiclm":
-            windows = {} if args.explicit & _WINDOWS_OF_MUSICLM.keys() else _WINDOWS_OF_MUSICLM
-            for name, value in {**_OF_MUSICLM, **windows}.items():
+            windows = {} if args.explicit & _MUSICLM_WINDOWS.keys() else _MUSICLM_WINDOWS
+            for name, value in {**_MUSICLM_FIXED, **windows}.items():
                 if name not in args.explicit:
                     setattr(args, name, value)
-        filled = MuLaNConfig.of(args)
+        config = MuLaNConfig.of(args)
         for _, name, _, _ in flags_of(MuLaNConfig):
-            setattr(args, name, getattr(filled, name))
+            setattr(args, name, getattr(config, name))
 
     def transformer(self, tower: str) -> dict[str, Any]:
         """Arguments of the `Transformer` of the "audio" or the "text" tower."""
@@ -239,27 +239,27 @@ class MuLaNConfig(RecomputingConfig):
             if str(field.type).startswith("int") and (type(value) is not int or value < least):
                 raise ValueError(f"{field.name} {value!r} is not a whole number of at least {least}")
         check_choices(self)
-        for _, name, said, _ in flags_of(type(self)):
-            if said.convert is fraction and not 0 <= (value := getattr(self, name)) < 1:
+        for _, name, spec, _ in flags_of(type(self)):
+            if spec.convert is fraction and not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} {value} is not in [0, 1)")
         depth = min(self.audio_depth, self.text_depth)
         if self.hierarchical_layers >= depth:
-            below = f"a tower of {depth} layers has {depth - 1} below its output"
+            limit = f"a tower of {depth} layers has {depth - 1} below its output"
             raise ValueError(
-                f"hierarchical_layers {self.hierarchical_layers}: {below}; use at most {depth - 1} or more layers"
+                f"hierarchical_layers {self.hierarchical_layers}: {limit}; use at most {depth - 1} or more layers"
             )
         if not 0 < self.clip_seconds < math.inf:
             raise ValueError(f"clip_seconds {self.clip_seconds} is no positive length")
         visible = (1 - self.time_mask_fraction) * (1 - self.frequency_mask_fraction)
         if visible <= self.patch_dropout:
-            left = f"the largest masks leave {visible:.2g} of a spectrogram, and all of that could be dropped"
+            problem = f"the largest masks leave {visible:.2g} of a spectrogram, and all of that could be dropped"
             lower = "lower it, time_mask_fraction or frequency_mask_fraction"
-            raise ValueError(f"patch_dropout {self.patch_dropout}: {left}; {lower}")
+            raise ValueError(f"patch_dropout {self.patch_dropout}: {problem}; {lower}")
         if not 0 < self.init_temperature <= MAX_SCALE:
             raise ValueError(f"init_temperature {self.init_temperature} is not in (0, {MAX_SCALE:g}]")
         if not math.isfinite(self.init_bias):
             raise ValueError(f"init_bias {self.init_bias} is not finite")
-        for name, fixed in _OF_MUSICLM.items() if self.layout == "musiclm" else ():
+        for name, fixed in _MUSICLM_FIXED.items() if self.layout == "musiclm" else ():
             if (value := getattr(self, name)) != fixed:
                 raise ValueError(f"{name} {value}: layout musiclm has {fixed} alone; leave it out")
         text, audio = self.text_tower, self.audio_tower
@@ -281,7 +281,7 @@ class MuLaNConfig(RecomputingConfig):
 
 @dataclass
 class TowerFlags:
-    """Which towers come from files. They are no arguments of a model."""
+    """Files of pretrained towers. They are no arguments of a model."""
 
     text_tower: str | None = flag(
         None,

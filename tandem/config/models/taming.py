@@ -1,4 +1,4 @@
-"""What the body of taming-transformers and latent diffusion, and a continuous latent, are made from. Imports no
+"""Configurations of the body of taming-transformers and latent diffusion, and of a continuous latent. Imports no
 PyTorch, so that `--help` is fast."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from tandem.config.converters import any_float, non_negative_float, positive_flo
 from tandem.config.fields import ModelConfig, flag, given, when
 
 TAMING, KL = "taming", "kl"
-MEASURED = "scale_is_measured"  # in config.json: the scale follows from averages among the weights, and moves with them
-_OF_TAMING = when("body", TAMING)
+MEASURED = "scale_is_measured"  # in config.json: the scale is computed from averages that are saved with the weights
+_IS_TAMING = when("body", TAMING)
 _LARGEST_SCALE = 1e6
 
 
 @dataclass
 class BodyConfig(ModelConfig):
-    """Which layers an autoencoder of images has around its quantizer."""
+    """The layers around the quantizer of an autoencoder of images."""
 
     body: str = flag(
         "muse",
@@ -34,7 +34,7 @@ class BodyConfig(ModelConfig):
         "channels of each level in units of --dim, finest first; every level but the last halves the side",
         sizes,
         in_weights=True,
-        needs=_OF_TAMING,
+        needs=_IS_TAMING,
     )
     attention_levels: tuple[int, ...] | None = flag(
         None,
@@ -42,25 +42,25 @@ class BodyConfig(ModelConfig):
         "attn_resolutions 16 of a resolution of 256 is level 4",
         sizes,
         in_weights=True,
-        needs=_OF_TAMING,
+        needs=_IS_TAMING,
     )
     z_channels: int | None = flag(
         None,
         "channels between encoder and quant_conv (default: those of a code or a latent)",
         width,
         in_weights=True,
-        needs=_OF_TAMING,
+        needs=_IS_TAMING,
     )
     quant_conv: bool = flag(
-        True, "1 x 1 convolutions around the quantizer; SD3 and FLUX have none", in_weights=True, needs=_OF_TAMING
+        True, "1 x 1 convolutions around the quantizer; SD3 and FLUX have none", in_weights=True, needs=_IS_TAMING
     )
     force_upcast: bool = flag(
         True,
         "let --to diffusers write that diffusers decodes in fp32 where all else is fp16",
         lasting=True,
-        needs=_OF_TAMING,
+        needs=_IS_TAMING,
     )
-    norm_groups: int = flag(32, "groups of every GroupNorm; they divide --dim", size, in_weights=True, needs=_OF_TAMING)
+    norm_groups: int = flag(32, "groups of every GroupNorm; they divide --dim", size, in_weights=True, needs=_IS_TAMING)
 
     @classmethod
     def settle(cls, args: argparse.Namespace, parser: Any) -> None:
@@ -72,7 +72,7 @@ class BodyConfig(ModelConfig):
 
 @dataclass
 class LatentConfig(ModelConfig):
-    """Of a continuous latent (--quantizer kl). Its scale is measured while a model trains, unless it is given."""
+    """Configuration of a continuous latent (--quantizer kl). Its scale is measured in training, unless it is given."""
 
     latent_dim: int = flag(
         4, "channels of a latent (kl)", width, title="quantizer", in_weights=True, needs=when("quantizer", KL)
@@ -95,13 +95,13 @@ class LatentConfig(ModelConfig):
 
     @classmethod
     def shape_of(cls, model: Mapping[str, Any], args: Any) -> dict[str, Any]:
-        """Without a scale that the model has measured: the run measures on, from the averages in the weights."""
+        """Without a measured scale: the run goes on measuring, from the averages in the weights."""
         return super().shape_of(unmeasured(model), args)
 
 
 def check_scale(config: LatentConfig) -> None:
-    """Check the numbers, which may be a stranger's. Raises ValueError, in one line, if one is no number below 1e6, or
-    the factor is not above 0."""
+    """Check the scale, which is not trusted. Raises ValueError, in one line, if a value is no number below 1e6, or the
+    factor is not above 0."""
     for name in ("scaling_factor", "shift_factor"):
         number = getattr(config, name)
         if number is not None and (type(number) not in (int, float) or not abs(number) < _LARGEST_SCALE):
@@ -111,14 +111,14 @@ def check_scale(config: LatentConfig) -> None:
 
 
 def unmeasured(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a model as config.json has them, without the scale if the model has measured it itself."""
+    """The arguments of a model from config.json, without the scale if the model has measured it itself."""
     config = dict(config)
     return {**config, "scaling_factor": None, "shift_factor": None} if config.pop(MEASURED, False) else config
 
 
 @dataclass
 class LatentLossFlags:
-    """What trains a continuous latent."""
+    """Flags of the losses of a continuous latent."""
 
     latent: str = flag(
         "sample",

@@ -1,4 +1,4 @@
-"""What the configuration of a published encoder says that MuLan takes for a tower, and which ones fit: see
+"""Configurations of published encoders that are towers of MuLan, and their checks: see
 `models.audio_text.pretrained_towers`."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ TEXT_KINDS = {
 }  # fmt: skip
 AUDIO_KINDS = {"audio-spectrogram-transformer": "ASTModel"}
 
-# What the configuration of a tower says, by transformers' names, beside its model_type. The numbers are at least 1.
+# Fields of a tower's configuration beside its model_type, by transformers' names. Sizes are at least 1.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_OF_TEXTS = (*_SIZES, "vocab_size", "max_position_embeddings")
-_OF_SOUNDS = (*_SIZES, "num_mel_bins", "max_length", "patch_size", "frequency_stride", "time_stride")
+_TEXT_SIZES = (*_SIZES, "vocab_size", "max_position_embeddings")
+_AUDIO_SIZES = (*_SIZES, "num_mel_bins", "max_length", "patch_size", "frequency_stride", "time_stride")
 FIELDS = (
-    *_OF_TEXTS, *_OF_SOUNDS, "hidden_act", "layer_norm_eps", "type_vocab_size", "pad_token_id", "qkv_bias",
+    *_TEXT_SIZES, *_AUDIO_SIZES, "hidden_act", "layer_norm_eps", "type_vocab_size", "pad_token_id", "qkv_bias",
 )  # fmt: skip
 
 SAMPLE_RATE = 16000
@@ -45,7 +45,7 @@ def check_tower(config: Any, kinds: Mapping[str, str]) -> None:
     """Raise ValueError, in one line, unless this is the configuration of a tower of these kinds."""
     if not isinstance(config, Mapping) or config.get("model_type") not in kinds:
         raise ValueError(f"this is no configuration of a tower of the kind {' or '.join(kinds)}: {str(config)[:80]}")
-    for name in _OF_SOUNDS if kinds is AUDIO_KINDS else _OF_TEXTS:
+    for name in _AUDIO_SIZES if kinds is AUDIO_KINDS else _TEXT_SIZES:
         if type(config.get(name)) is not int or config[name] < 1:
             raise ValueError(f"{name} {config.get(name)!r} of a tower is not a whole number of at least 1")
     if config["hidden_size"] % config["num_attention_heads"]:
