@@ -4,9 +4,8 @@
     python report.py runs/vae runs/vae-lr3e-4 --output both.html # the runs laid over one another
     python report.py runs/vae --watch                            # serves the page on this machine while the run goes on
 
-The page needs no network and no server: it can be sent by mail and opened on a phone. A folder of any of the training
-scripts is read, also of a run that goes on or was killed; nothing in it is changed. What cannot be read is named on the
-page.
+The page needs no network and no server: it can be sent by mail and opened on a phone. It reads run folders of all
+training scripts, also of unfinished and killed runs, changes nothing in them, and names files that it cannot read.
 """
 
 from __future__ import annotations
@@ -85,14 +84,14 @@ def write(path: Path, readers: Sequence[Any], is_default: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     except OSError as error:
-        other = "--output FILE" if is_default else "another --output"
-        raise ValueError(f"cannot write {path}: {error.strerror or error}; give {other}") from None
+        option = "--output FILE" if is_default else "another --output"
+        raise ValueError(f"cannot write {path}: {error.strerror or error}; give {option}") from None
     for run in data["runs"]:
         for note in run["notes"]:
             say(f"{run['name']}: {note}")
     pictures = sum("src" in picture for run in data["runs"] for picture in run["pictures"])
-    number = counted(len(data["runs"]), "run")
-    say(f"wrote {path}: {len(content) / 1e6:.2f} MB, {number}, {counted(pictures, 'picture')}")
+    run_count = counted(len(data["runs"]), "run")
+    say(f"wrote {path}: {len(content) / 1e6:.2f} MB, {run_count}, {counted(pictures, 'picture')}")
 
 
 def watch(readers: Sequence[Any], port: int) -> None:

@@ -1,5 +1,5 @@
-"""The scripts by their names: they stand beside this package in a checkout, and inside of it when installed. The
-package installs a command for each: `tandem-train-vae` is the `main` of train_vae.py, and so on."""
+"""The scripts by their names: they lie beside this package in a checkout, and inside of it when installed. The package
+installs a command for each: `tandem-train-vae` is the `main` of train_vae.py, and so on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def script_module(script: str) -> ModuleType:
-    """The module of a script, which is named with its ending. Raises ImportError if there is none."""
+    """The module of a script, such as train_vae.py. Raises ImportError if there is none."""
     name = script.removesuffix(".py")
     if IS_INSTALLED:
         return importlib.import_module(f"tandem.{name}")
@@ -31,7 +31,7 @@ def script_module(script: str) -> ModuleType:
 
 
 def parser_of(script: str) -> ArgumentParser:
-    """The parser of a training script, which is named with its ending."""
+    """The parser of a training script, such as train_vae.py."""
     parser: ArgumentParser = script_module(script).build_parser()
     return parser
 

@@ -17,12 +17,12 @@ MOST_METRICS = 400  # of a run; the memory grows with them
 _LONGEST_NAME = 200  # characters of a metric
 _LONGEST_LINE = 1 << 20  # bytes
 _LARGEST_STEP = 1 << 53  # beyond it a browser's numbers are not exact
-_NAMED = 8  # names that a note lists
-_TAIL_BYTES = 256  # of what was read last, by which a file is known again
-_MOST_RISES = 100  # places where a count rose, of which neighbours are put together beyond that
+_MOST_NAMES = 8  # names that a note lists
+_TAIL_BYTES = 256  # read last, by which an unchanged file is recognised
+_MOST_RISES = 100  # more rises of a count are merged with their neighbours
 
 CLOCK = ("step", "samples", "epoch", "seconds", "time")
-"""What a line of metrics says about when it was written; these have no curve."""
+"""Keys of a line of metrics about its time; these have no curve."""
 
 
 class Curve:
@@ -51,38 +51,37 @@ class Curve:
             size *= 2
         first = np.arange(0, len(values), size)  # value of each point
         counts = np.add.reduceat(finite, first, dtype=int)
-        shown = np.where(finite, values, np.nan)
+        valid = np.where(finite, values, np.nan)
         # Not sum / n, which overflows for values near the largest number that there is.
-        parts = np.where(finite, values, 0) / np.repeat(counts.clip(1), size)[: len(values)]
-        means = np.where(counts, np.add.reduceat(parts, first), np.nan)
+        shares = np.where(finite, values, 0) / np.repeat(counts.clip(1), size)[: len(values)]
+        means = np.where(counts, np.add.reduceat(shares, first), np.nan)
         sizes = np.diff([*first, len(values)])
         x = np.add.reduceat(steps, first) / sizes
         with np.errstate(over="ignore"):
-            total = np.nan_to_num(np.nansum(shown))
-        found: dict[str, Any] = {
-            "x": _short(x), "y": _short(means), "nan": _short(x[counts < sizes]), "size": size,
+            total = np.nan_to_num(np.nansum(valid))
+        curve: dict[str, Any] = {
+            "x": _shorten(x), "y": _shorten(means), "nan": _shorten(x[counts < sizes]), "size": size,
             "count": int(finite.sum()), "missing": int((~finite).sum()), "sum": float(total),
             **dict.fromkeys(("last", "low", "high")),
         }  # fmt: skip
         if finite.any():
-            places = {"last": np.flatnonzero(finite)[-1], "low": np.nanargmin(shown), "high": np.nanargmax(shown)}
-            found |= {name: [short(values[at]), int(steps[at])] for name, at in places.items()}
+            extremes = {"last": np.flatnonzero(finite)[-1], "low": np.nanargmin(valid), "high": np.nanargmax(valid)}
+            curve |= {name: [short(values[index]), int(steps[index])] for name, index in extremes.items()}
         if size > 1:
-            found |= {"lo": _short(np.fmin.reduceat(shown, first)), "hi": _short(np.fmax.reduceat(shown, first))}
-        return found
+            curve |= {"lo": _shorten(np.fmin.reduceat(valid, first)), "hi": _shorten(np.fmax.reduceat(valid, first))}
+        return curve
 
     def rises(self) -> list[list[float]]:
-        """Where a count rose: [first update, last update, by how much]; neighbours are put together if there are
-        many."""
-        found, before = [], 0.0
+        """The rises of a count, [first update, last update, by how much]; if there are many, neighbours are merged."""
+        rises, previous = [], 0.0
         for step, value in zip(self._steps, self._values, strict=True):
-            if math.isfinite(value) and value > before:
-                found.append([step, step, value - before])
-                before = value
-        while len(found) > _MOST_RISES:
-            pairs = (found[n : n + 2] for n in range(0, len(found), 2))
-            found = [[pair[0][0], pair[-1][1], sum(each[2] for each in pair)] for pair in pairs]
-        return found
+            if math.isfinite(value) and value > previous:
+                rises.append([step, step, value - previous])
+                previous = value
+        while len(rises) > _MOST_RISES:
+            pairs = (rises[n : n + 2] for n in range(0, len(rises), 2))
+            rises = [[pair[0][0], pair[-1][1], sum(rise[2] for rise in pair)] for pair in pairs]
+        return rises
 
 
 def short(value: float) -> float | int | None:
@@ -92,7 +91,7 @@ def short(value: float) -> float | int | None:
     return int(value) if value == int(value) and abs(value) < _LARGEST_STEP else float(f"{value:.6g}")
 
 
-def _short(values: Any) -> list[float | int | None]:
+def _shorten(values: Any) -> list[float | int | None]:
     return [short(value) for value in values.tolist()]
 
 
@@ -115,11 +114,11 @@ class MetricsFile:
         self._is_incomplete, self._failure = False, ""
 
     def read(self) -> None:
-        """Read on. What cannot be read is a note."""
+        """Read the lines that were added. Errors become notes."""
         self._failure, self._is_incomplete = "", False
         try:
             with open_regular(self.path) as file:
-                # Not by its inode, which a file that replaces another may get from one that was there before.
+                # Compare the content, because a file that replaces another may get the inode of an earlier one.
                 if self._tail != self._before(file):
                     self._forget()
                 file.seek(self._offset)
@@ -136,14 +135,14 @@ class MetricsFile:
                 self._tail = self._before(file)
         except FileNotFoundError:
             self._forget()
-            # A run that has just begun has none; one that is finished had one.
+            # A new run has no file yet; a finished one had one.
             is_finished = (self.path.parent / "model" / "training.json").exists()
             self._failure = "metrics.jsonl is missing: no curves" if is_finished else ""
         except (OSError, ValueError) as error:
             self._failure = f"metrics.jsonl cannot be read: {words_of(error)}"
 
     def _before(self, file: BinaryIO) -> bytes:
-        """What the file has just before the place where reading goes on."""
+        """The bytes of the file just before the next one to read."""
         start = max(0, self._offset - _TAIL_BYTES)
         return os.pread(file.fileno(), self._offset - start, start)
 
@@ -165,7 +164,7 @@ class MetricsFile:
         for name, value in values.items():
             if value is None or type(value) in (int, float):
                 if curve := self._curve(name):
-                    # null is how a run writes what is not finite; float(value) would fail for an endless whole number.
+                    # A run writes null for what is not finite. float(value) would fail for a very large whole number.
                     curve.add(step, math.nan if value is None else float(repr(value)))
             elif name not in CLOCK and len(self._texts) < MOST_METRICS:
                 self._texts.add(name[:_LONGEST_NAME])
@@ -180,7 +179,7 @@ class MetricsFile:
         return self.curves.get(name)
 
     def notes(self) -> Iterator[str]:
-        """What could not be read, in words."""
+        """Texts about what could not be read."""
         if self._failure or self.last_step < 0:
             yield self._failure or "metrics.jsonl has no line yet"
         for reason, count in self._lines_out.items():
@@ -188,7 +187,7 @@ class MetricsFile:
         if self._is_incomplete:
             yield "metrics.jsonl: the last line is incomplete"
         if self._texts:
-            names = ", ".join(sorted(self._texts)[:_NAMED]) + (", ..." if len(self._texts) > _NAMED else "")
+            names = ", ".join(sorted(self._texts)[:_MOST_NAMES]) + (", ..." if len(self._texts) > _MOST_NAMES else "")
             yield f"metrics.jsonl: no curves of what is no number: {names}"
         if self._names_out:
             many = f"{'at least ' if len(self._names_out) >= MOST_METRICS else ''}{len(self._names_out)}"

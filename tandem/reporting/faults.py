@@ -9,45 +9,45 @@ from typing import Any
 from tandem.io.reading import counted
 from tandem.training.run_folder.starts import place
 
-# Kind of mark, what is counted, and what was done with it.
+# Kind of mark, noun for what is counted, and the action of the run.
 _COUNTS = {"skipped_updates": ("skipped", "update", "skipped"), "bad_samples": ("bad", "bad sample", "replaced")}
 
 
-def marks(begun: Sequence[Mapping[str, Any]], rises: Mapping[str, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
-    """What happened, in the order of updates: {"step", "kind", "text"}.
+def marks(starts: Sequence[Mapping[str, Any]], rises: Mapping[str, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
+    """Marks in the order of updates: {"step", "kind", "text"}.
 
-    Kinds: "killed" (what came after the last save was lost), "resumed" (went on from a save that was made because the
-    run was asked to stop), "extended", "skipped" and "bad". A resume on other processes says so in its text.
+    Kinds: "killed" (the updates after the last save were lost), "resumed" (from a save that was made because the run
+    was asked to stop), "extended", "skipped" and "bad". The text of a resume names a change of machine or processes.
 
     Args:
-        begun: The lines of starts.jsonl.
-        rises: Of each count of faults, where it rose: first and last update, and by how much.
+        starts: The lines of starts.jsonl.
+        rises: For each count of faults its rises: first and last update, and by how much.
     """
-    found = [*_resumes(begun)]
-    for name, places in rises.items():
-        kind, what, done = _COUNTS[name]
-        for first, last, count in places:
-            where = f"update {last:,.0f}" if first == last else f"updates {first:,.0f} to {last:,.0f}"
-            found.append({"step": last, "kind": kind, "text": f"{counted(int(count), what)} {done} by {where}"})
-    return sorted(found, key=lambda mark: mark["step"])
+    events = [*_resume_marks(starts)]
+    for name, intervals in rises.items():
+        kind, noun, action = _COUNTS[name]
+        for first, last, count in intervals:
+            updates = f"update {last:,.0f}" if first == last else f"updates {first:,.0f} to {last:,.0f}"
+            events.append({"step": last, "kind": kind, "text": f"{counted(int(count), noun)} {action} by {updates}"})
+    return sorted(events, key=lambda event: event["step"])
 
 
-def _resumes(begun: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    for before, now in pairwise(begun):
-        step, changed = now.get("step"), now.get("changed")
+def _resume_marks(starts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for previous, start in pairwise(starts):
+        step, changed = start.get("step"), start.get("changed")
         if type(step) is not int or step < 0:
             continue
-        other_length = isinstance(changed, dict) and not {"max_steps", "epochs"}.isdisjoint(changed)
-        ended = str(before.get("ended"))
-        if ended.startswith("finished"):
-            kind, how = "extended", "had finished"
-        elif ended.startswith("asked to stop"):
-            kind, how = "resumed", "was asked to stop"
+        is_other_length = isinstance(changed, dict) and not {"max_steps", "epochs"}.isdisjoint(changed)
+        end_text = str(previous.get("ended"))
+        if end_text.startswith("finished"):
+            kind, cause = "extended", "had finished"
+        elif end_text.startswith("asked to stop"):
+            kind, cause = "resumed", "was asked to stop"
         else:
-            lost = "had saved nothing" if step == 0 else "lost what came after it"
-            kind, how = "killed", f"was killed or failed, and {lost}"
-        was, is_now = place(before), place(now)
-        moved = f"; from {was} to {is_now}" if was != is_now else f", on {is_now}" if is_now else ""
-        with_length = " with another length" if other_length else ""
-        text = f"started again from update {step:,}{with_length}: the start before {how}{moved}"
+            loss_text = "had saved nothing" if step == 0 else "lost what came after it"
+            kind, cause = "killed", f"was killed or failed, and {loss_text}"
+        old_machine, machine = place(previous), place(start)
+        move = f"; from {old_machine} to {machine}" if old_machine != machine else f", on {machine}" if machine else ""
+        with_length = " with another length" if is_other_length else ""
+        text = f"started again from update {step:,}{with_length}: the start before {cause}{move}"
         yield {"step": step, "kind": kind, "text": text}

@@ -19,13 +19,13 @@ from tandem.training.run_folder.starts import now
 from .grouping import groups
 
 GENERATOR = "report.py of tandem-training"
-_MARK = f'<meta name="generator" content="{GENERATOR}">'
-_HEAD_BYTES = 4096  # in which a page has its mark
-_PARTS = Path(__file__).parent / "page"
-# Signs of the Unicode bidirectional algorithm, which work beyond the name that holds them:
+_GENERATOR_TAG = f'<meta name="generator" content="{GENERATOR}">'
+_HEAD_BYTES = 4096  # that hold the tag of a page
+_FOLDER = Path(__file__).parent / "page"
+# Control characters of the Unicode bidirectional algorithm, which affect the text after the name that holds them:
 # https://www.unicode.org/reports/tr9/, section 2.
-_TURNS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_ESCAPED_TURNS = re.compile(r"\\u(061c|200[ef]|202[a-e]|206[6-9])")  # in JSON
+_BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_ESCAPED_BIDI = re.compile(r"\\u(061c|200[ef]|202[a-e]|206[6-9])")  # in JSON
 _SCRIPTS = ("tools.js", "charts.js", "sections.js", "main.js")
 
 
@@ -41,26 +41,26 @@ def library() -> dict[str, str]:
 
 
 def data_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All that a page shows, from what `RunReader.read` gave of each run."""
+    """The data of a page, from those of `RunReader.read` of each run."""
     metrics = [name for run in runs for name in run["curves"]]
     not_zero = {name for run in runs for name, curve in run["curves"].items() if not _is_zero(curve)}
     return {
         "made": now(),
         "runs": list(runs),
         "groups": groups(metrics, {*metrics} - not_zero),
-        "directions": {name: found for name in dict.fromkeys(metrics) if (found := better(name))},
+        "directions": {name: direction for name in dict.fromkeys(metrics) if (direction := better(name))},
     }
 
 
 def _is_zero(curve: Mapping[str, Any]) -> bool:
-    """Whether a curve is 0 in several lines, and nothing else."""
+    """Whether a curve has several values, all 0."""
     return curve["count"] > 1 and not curve["missing"] and curve["low"][0] == curve["high"][0] == 0
 
 
 def as_text(data: Any) -> str:
-    """JSON that may stand in a <script> of an HTML page, in ASCII: no part of it ends the script or begins a comment. A
-    sign that turns the text after it around becomes a replacement character."""
-    text = _ESCAPED_TURNS.sub(r"\\ufffd", json.dumps(data, allow_nan=False, separators=(",", ":")))
+    """JSON for a <script> of an HTML page, in ASCII: no part of it ends the script or begins a comment. Control
+    characters that reverse text become replacement characters."""
+    text = _ESCAPED_BIDI.sub(r"\\ufffd", json.dumps(data, allow_nan=False, separators=(",", ":")))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -68,26 +68,26 @@ def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
     """The page.
 
     Args:
-        watched: Version of the data, for a page that asks the server that sent it for newer data; else empty.
+        watched: Version of the data, for a page that asks its server for newer data; else empty.
 
     Raises:
         ValueError: one line, if the library that draws the curves is not installed.
     """
-    drawing = library()
-    scripts = [drawing["js"], *((_PARTS / name).read_text() for name in _SCRIPTS)]
+    uplot = library()
+    scripts = [uplot["js"], *((_FOLDER / name).read_text() for name in _SCRIPTS)]
     assert not any("</script" in script.lower() for script in scripts)
     names = ", ".join(run["name"] for run in data["runs"])
-    parts = {
-        "generator": _MARK,
+    fields = {
+        "generator": _GENERATOR_TAG,
         "policy": _policy(scripts, is_watched=bool(watched)),
-        "title": html.escape(_TURNS.sub("\ufffd", names[:200]) + " - training report"),
-        "css": drawing["css"] + (_PARTS / "page.css").read_text(),
+        "title": html.escape(_BIDI.sub("\ufffd", names[:200]) + " - training report"),
+        "css": uplot["css"] + (_FOLDER / "page.css").read_text(),
         "watched": html.escape(watched),
         "data": as_text(data),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
-    template = (_PARTS / "page.html").read_text()
-    text = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    template = (_FOLDER / "page.html").read_text()
+    text = re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
     return text.encode("utf-8", errors="replace")  # names of folders may be no UTF-8
 
 
@@ -95,12 +95,12 @@ def _policy(scripts: Sequence[str], *, is_watched: bool) -> str:
     """Content-Security-Policy: nothing is loaded, and no other script runs than these, whatever a run folder holds.
     Source: https://www.w3.org/TR/CSP3/, section 8.4 (hashes of inline scripts)."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    sources = " ".join(f"'sha256-{digest}'" for digest in hashes)
     server = "; connect-src 'self'" if is_watched else ""
-    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}{server}"
+    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {sources}{server}"
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file is a page of ours, so that a new one may take its place. Raises OSError."""
+    """Whether a file is a page of report.py, which a new one may replace. Raises OSError."""
     with path.open("rb") as file:
-        return _MARK.encode() in file.read(_HEAD_BYTES)
+        return _GENERATOR_TAG.encode() in file.read(_HEAD_BYTES)

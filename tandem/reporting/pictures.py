@@ -22,7 +22,7 @@ _MOST_BYTES = 1 << 26  # of a file
 
 
 def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The pictures in samples/ by update, each {"step", "model"} with what `encoded` gives or an "error"; and notes.
+    """The pictures in samples/ by update, each {"step", "model"} with the result of `encoded` or an "error"; and notes.
 
     Args:
         most: Updates whose pictures are shown: the first, the last, and others evenly between them.
@@ -32,27 +32,27 @@ def pictures_in(folder: Path, most: int) -> tuple[list[dict[str, Any]], list[str
     except OSError as error:
         return [], [f"samples/ cannot be read: {words_of(error)}"]
     matches = ((_NAME.fullmatch(path.name), path) for path in paths)
-    found = sorted((int(match[1]), match[2] or "", path) for match, path in matches if match)
-    steps = sorted({step for step, _, _ in found})
-    chosen = set(evenly(steps, most))
-    made = []
-    for step, model, path in found:
-        if step in chosen:
+    files = sorted((int(match[1]), match[2] or "", path) for match, path in matches if match)
+    steps = sorted({step for step, _, _ in files})
+    shown_steps = set(evenly(steps, most))
+    pictures = []
+    for step, model, path in files:
+        if step in shown_steps:
             try:
                 status = path.stat()
-                shown = encoded(path, status.st_mtime_ns, status.st_size)
+                content = encoded(path, status.st_mtime_ns, status.st_size)
             except (OSError, ValueError) as error:
-                shown = {"error": words_of(error)[:200]}
-            made.append({"step": step, "model": model, **shown})
-    some = f"pictures of {len(chosen)} of {counted(len(steps), 'update')}; --pictures shows more"
-    notes = [some] if len(chosen) < len(steps) else []
-    broken = [picture for picture in made if "error" in picture]
+                content = {"error": words_of(error)[:200]}
+            pictures.append({"step": step, "model": model, **content})
+    note = f"pictures of {len(shown_steps)} of {counted(len(steps), 'update')}; --pictures shows more"
+    notes = [note] if len(shown_steps) < len(steps) else []
+    broken = [picture for picture in pictures if "error" in picture]
     if broken:
         notes.append(
-            f"{len(broken)} of {len(made)} pictures cannot be shown; the first is of update "
+            f"{len(broken)} of {len(pictures)} pictures cannot be shown; the first is of update "
             f"{broken[0]['step']}: {broken[0]['error']}"
         )
-    return made, notes
+    return pictures, notes
 
 
 def evenly(items: Sequence[int], most: int) -> list[int]:
@@ -63,10 +63,10 @@ def evenly(items: Sequence[int], most: int) -> list[int]:
     return [items[round(last * n / (most - 1)) if most > 1 else last] for n in range(most)]
 
 
-@functools.lru_cache(maxsize=128)  # so that a page that is made again is made soon
+@functools.lru_cache(maxsize=128)  # makes the next page of the same runs faster
 def encoded(path: Path, changed: int, size: int) -> dict[str, Any]:
-    """{"src", "key", "width", "height"} of a PNG: a data: URL, of the file's own bytes unless it is large, and a name
-    that no other content has. When the file was `changed`, and its `size`, tell its contents apart. Raises OSError, and
+    """{"src", "key", "width", "height"} of a PNG: a data: URL, of the file's own bytes unless it is large, and a hash
+    of its content. `changed`, the time of the last change, and `size` are for the cache. Raises OSError, and
     ValueError, in one line, if it is broken or too large."""
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""What a page says of a run: everything in its folder but the weights, as JSON values."""
+"""The data of a run for the page: everything in its folder but the weights, as JSON values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .curves import MetricsFile
 from .faults import marks
 from .pictures import pictures_in
 
-_PARTS = ("config.yaml", "metrics.jsonl", "starts.jsonl", "samples", "checkpoints")  # any of a run
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "starts.jsonl", "samples", "checkpoints")  # any of a run
 _MOST_STARTS = 200
 _LONGEST_VALUE = 2000  # characters of a setting
 _LABELS = {
@@ -26,7 +26,7 @@ _LABELS = {
     "platform": "platform", "cpus": "CPUs", "python": "Python", "packages": "packages", "git_commit": "commit",
     "command": "command", "changed": "changed flags", "ended": "ended",
 }  # fmt: skip
-_NOTHING: tuple[Any, ...] = (None, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _RATES = {
     "gflop_per_sample": "10^9 operations per sample", "tflops_per_second": "10^12 operations per second",
     "mfu": "share of the devices' peak (MFU)",
@@ -38,13 +38,12 @@ class RunReader:
     """A run folder that is read again and again.
 
     Args:
-        name: What the page calls the run.
+        name: Name of the run on the page.
         pictures: Updates whose pictures are shown.
-        defaults_of: The settings of a script by its file name, as config.yaml has them, if no flag is given; {} if that
-            is not known.
+        defaults_of: File name of a script -> its default settings, as config.yaml has them; {} for an unknown script.
 
     Raises:
-        ValueError: one line, if the folder is that of no run.
+        ValueError: one line, if the folder is no run folder.
     """
 
     def __init__(
@@ -55,25 +54,25 @@ class RunReader:
             raise ValueError(f"there is no run folder {path}")
         if not self.path.is_dir():
             raise ValueError(f"{path} is no run folder but a file; give the folder that holds its metrics.jsonl")
-        if not any((self.path / part).exists() for part in _PARTS):
-            raise ValueError(f"{path} is no run folder: it holds none of {', '.join(_PARTS)}")
+        if not any((self.path / file).exists() for file in _RUN_FILES):
+            raise ValueError(f"{path} is no run folder: it holds none of {', '.join(_RUN_FILES)}")
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
         self._pictures = pictures
 
     def read(self) -> dict[str, Any]:
-        """What the page says of the run now. What cannot be read is named in "notes"."""
+        """The present data of the run. Files that cannot be read are named in "notes"."""
         self._metrics.read()
         config, note = _config(self.path / "config.yaml")
         notes = [*self._metrics.notes(), *note]
-        begun = starts(self.path)
-        if not begun:
+        history = starts(self.path)
+        if not history:
             notes.append("starts.jsonl is missing or cannot be read: machine, versions and resumes are not known")
-        if len(begun) > _MOST_STARTS:
-            notes.append(f"starts.jsonl: the newest {_MOST_STARTS} of {len(begun)} starts are shown")
-        pictures, more = pictures_in(self.path / "samples", self._pictures)
+        if len(history) > _MOST_STARTS:
+            notes.append(f"starts.jsonl: the newest {_MOST_STARTS} of {len(history)} starts are shown")
+        pictures, picture_notes = pictures_in(self.path / "samples", self._pictures)
         metrics, script = self._metrics, script_of(self.path)
         defaults = self._defaults_of(script) if script else {}
-        chosen = [name for name, value in config.items() if name in defaults and value != defaults[name]]
+        changed = [name for name, value in config.items() if name in defaults and value != defaults[name]]
         curves = {name: curve.as_json() for name, curve in metrics.curves.items()}
         return {
             "name": self.name,
@@ -81,13 +80,13 @@ class RunReader:
             "script": script,
             "status": self._status(metrics.last_step, metrics.last_time),
             "step": metrics.last_step,
-            "notes": [*notes, *more],
+            "notes": [*notes, *picture_notes],
             "curves": curves,
             "clock": {name: metrics.clock[name].as_json() for name in ("samples", "seconds")},
-            "marks": marks(begun, {name: metrics.curves[name].rises() for name in FAULTS if name in metrics.curves}),
+            "marks": marks(history, {name: metrics.curves[name].rises() for name in FAULTS if name in metrics.curves}),
             "config": {name: text_of(value) for name, value in config.items()},
-            "chosen": chosen,  # of these, what is not the script's default
-            "starts": [_start(facts) for facts in begun[-_MOST_STARTS:]],
+            "chosen": changed,  # names of settings that are not the script's defaults
+            "starts": [_start(facts) for facts in history[-_MOST_STARTS:]],
             "costs": dict(_costs(metrics, curves)),
             "best": _best(self.path / "best" / "best.json"),
             "pictures": pictures,
@@ -95,30 +94,30 @@ class RunReader:
         }
 
     def _status(self, last_step: int, last_time: str) -> str:
-        finished = read_json_or_empty(self.path / "model" / "training.json").get("step")
-        if type(finished) is int and finished >= last_step:
-            return f"finished at update {finished:,}"
-        at = f"at update {last_step:,}, {last_time or 'at an unknown time'}" if last_step >= 0 else "before any line"
+        final_step = read_json_or_empty(self.path / "model" / "training.json").get("step")
+        if type(final_step) is int and final_step >= last_step:
+            return f"finished at update {final_step:,}"
+        step = f"at update {last_step:,}, {last_time or 'at an unknown time'}" if last_step >= 0 else "before any line"
         if is_left_behind(self.path / ".lock"):
-            return f"ended without finishing, {at}"
-        return f"not finished: last line {at}" if last_step >= 0 else "not finished: no line yet"
+            return f"ended without finishing, {step}"
+        return f"not finished: last line {step}" if last_step >= 0 else "not finished: no line yet"
 
 
 def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The settings in config.yaml by name, and notes."""
     try:
-        found = read_yaml(path)
+        config = read_yaml(path)
     except FileNotFoundError:
         return {}, ["config.yaml is missing"]
     except (OSError, ValueError) as error:
         return {}, [f"config.yaml cannot be read: {words_of(error)[:300]}"]
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         return {}, ["config.yaml holds no settings"]
-    return {str(name)[:_LONGEST_VALUE]: value for name, value in found.items()}, []
+    return {str(name)[:_LONGEST_VALUE]: value for name, value in config.items()}, []
 
 
 def text_of(value: Any) -> str:
-    """A value of YAML or JSON as people write it."""
+    """A value of YAML or JSON as text for people."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
@@ -127,15 +126,14 @@ def text_of(value: Any) -> str:
 
 
 def _start(facts: Mapping[str, Any]) -> dict[str, str]:
-    """A line of starts.jsonl as words by label, in the order in which the page shows them."""
-    told = {label: _words(facts.get(name)) for name, label in _LABELS.items()}
-    told["other facts"] = {name: value for name, value in facts.items() if name not in _LABELS}
-    return {label: text_of(value) for label, value in told.items() if value not in _NOTHING}
+    """A line of starts.jsonl as texts by label, in the order of the page."""
+    facts_by_label = {label: _words(facts.get(name)) for name, label in _LABELS.items()}
+    facts_by_label["other facts"] = {name: value for name, value in facts.items() if name not in _LABELS}
+    return {label: text_of(value) for label, value in facts_by_label.items() if value not in _EMPTY}
 
 
 def _words(fact: Any) -> Any:
-    """Lists and mappings, such as a command, versions and what changed from one value to another, as text; a command as
-    a shell takes it."""
+    """Mappings, such as versions and changed flags, as text; a list, which is a command, as text for a shell."""
     if isinstance(fact, dict):
         pairs = {name: " -> ".join(map(text_of, value)) if isinstance(value, list) else text_of(value)
                  for name, value in fact.items()}  # fmt: skip
@@ -144,7 +142,7 @@ def _words(fact: Any) -> Any:
 
 
 def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What the run has cost, by label."""
+    """The costs of the run, by label."""
     samples, seconds = (metrics.clock[name].as_json()["high"] for name in ("samples", "seconds"))
     if metrics.last_step >= 0:
         yield "updates", f"{metrics.last_step:,}"
@@ -156,14 +154,14 @@ def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Ite
     if rate and rate["count"]:
         yield "samples per second, mean of the lines", f"{rate['sum'] / rate['count']:,.4g}"
         yield "samples per second, last line", f"{rate['last'][0]:,.4g}"
-    for name, what in _RATES.items():
+    for name, label in _RATES.items():
         if name in curves and curves[name]["count"]:
-            yield f"{what}, mean of the lines", f"{curves[name]['sum'] / curves[name]['count']:,.3g}"
-    for name, what in _WAITS.items():
+            yield f"{label}, mean of the lines", f"{curves[name]['sum'] / curves[name]['count']:,.3g}"
+    for name, label in _WAITS.items():
         if name in curves and curves[name]["count"]:
-            waited = curves[name]["sum"]
-            share = f" ({waited / seconds[0]:.1%} of all)" if seconds and seconds[0] else ""
-            yield f"seconds waited for {what}", f"{_rounded(waited, 1000)}{share}"
+            wait = curves[name]["sum"]
+            share = f" ({wait / seconds[0]:.1%} of all)" if seconds and seconds[0] else ""
+            yield f"seconds waited for {label}", f"{_rounded(wait, 1000)}{share}"
     for name, curve in curves.items():
         if name.startswith("peak_") and curve["high"]:
             yield f"peak {name[5:].replace('_gb', '').replace('_', ' ')}, GB", f"{curve['high'][0]:,.4g}"

@@ -1,4 +1,4 @@
-"""A page about runs that go on, served to this machine alone."""
+"""A server, for this machine alone, of a page about unfinished runs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from .page import as_text, page
 
 _HOST = "127.0.0.1"
-_READ_AGAIN_SECONDS = 2.0  # however many browsers ask
+_REFRESH_SECONDS = 2.0  # however many browsers ask
 
 
 class Server(ThreadingHTTPServer):
     """`/` is the page, without pictures; `/data?VERSION` newer data than that version, as JSON, or status 204; and
-    `/picture?KEY` the data: URL of a picture, of which data have the key alone, so that each is sent once.
+    `/picture?KEY` the data: URL of a picture. The data hold only keys of pictures, so that each picture is sent once.
 
     Args:
-        read: The data of the page; called again when they are asked for, but not more often than every 2 s.
-        port: 0 for one that is free.
+        read: Returns the data of the page; called at requests, but not more often than every 2 s.
+        port: 0 for a free one.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port is not available.
     """
 
     daemon_threads = True
@@ -34,19 +34,17 @@ class Server(ThreadingHTTPServer):
         super().__init__((_HOST, port), _Handler)
         self.url = f"http://{_HOST}:{self.server_address[1]}/"
         self.pictures: dict[str, str] = {}
-        self._read, self._lock, self._read_at = read, threading.Lock(), -_READ_AGAIN_SECONDS
+        self._read, self._lock, self._read_at = read, threading.Lock(), -_REFRESH_SECONDS
         self._newest: tuple[Mapping[str, Any], str] = ({}, "")
 
     def newest(self) -> tuple[Mapping[str, Any], str]:
         """The newest data, without the contents of pictures, and their version."""
         with self._lock:
-            if time.monotonic() - self._read_at >= _READ_AGAIN_SECONDS:
+            if time.monotonic() - self._read_at >= _REFRESH_SECONDS:
                 data = self._read()
                 pictures = [picture for run in data["runs"] for picture in run["pictures"] if "src" in picture]
                 self.pictures = {picture["key"]: picture["src"] for picture in pictures}
-                runs = [
-                    {**run, "pictures": [_without(each, "src") for each in run["pictures"]]} for run in data["runs"]
-                ]
+                runs = [{**run, "pictures": [_without(x, "src") for x in run["pictures"]]} for run in data["runs"]]
                 data = {**data, "runs": runs}
                 version = hashlib.sha256(as_text(_without(data, "made")).encode()).hexdigest()[:16]
                 if version != self._newest[1]:
@@ -55,7 +53,7 @@ class Server(ThreadingHTTPServer):
             return self._newest
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away amid an answer is no fault of this program."""
+        """Ignore browsers that disconnect during an answer."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -70,8 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, _, version = self.path.partition("?")
-        # This machine's name, at any port (of ssh -L, for example). Another site's name may lead here too, but such a
-        # site must not read the answer.
+        # Accept this machine's name only, at any port (of ssh -L, for example). The name of another site may resolve to
+        # this machine, too, but that site must not read the answer.
         if self.headers.get("Host", "").partition(":")[0] not in (_HOST, "localhost"):
             self.send_error(403)
         elif path == "/":
@@ -98,4 +96,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A line for each request would hide everything else on the terminal."""
+        """Print nothing: a line for each request would hide everything else on the terminal."""
