@@ -61,7 +61,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.g.shape, self.g)
 
 
-class Attention(nn.Module):  # of the places of a map to tokens; or to one another, with the same keys for all heads
+class Attention(nn.Module):  # of the positions of a map to tokens; or to one another, with the same keys for all heads
     def __init__(self, dim: int, heads: int, dim_head: int, cond_dim: int | None = None) -> None:
         super().__init__()
         self.dim_head, self.norm, self.null_kv = dim_head, LayerNorm(dim), nn.Parameter(torch.randn(2, dim_head))
@@ -70,9 +70,9 @@ class Attention(nn.Module):  # of the places of a map to tokens; or to one anoth
         self.to_out = nn.Sequential(nn.Linear(heads * dim_head, dim, bias=False), LayerNorm(dim))
 
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
-        places = self.norm(x.flatten(2).mT)
-        q = self.to_q(places).unflatten(2, (-1, self.dim_head)).transpose(1, 2)  # (b, heads, places, d)
-        kv = self.to_kv(places if tokens is None else tokens).unflatten(2, (2, -1, self.dim_head))  # keys and values
+        positions = self.norm(x.flatten(2).mT)
+        q = self.to_q(positions).unflatten(2, (-1, self.dim_head)).transpose(1, 2)  # (b, heads, positions, d)
+        kv = self.to_kv(positions if tokens is None else tokens).unflatten(2, (2, -1, self.dim_head))  # keys and values
         kv = kv.permute(2, 0, 3, 1, 4)
         null = self.null_kv[:, None, None, None].expand(-1, *kv.shape[1:3], -1, -1)  # to look at nothing
         k, v = torch.cat([null, kv], dim=3).expand(-1, -1, q.shape[1], -1, -1)
@@ -137,14 +137,14 @@ class Unet(nn.Module):
         angles = t[:, None] * torch.exp(torch.arange(half, device=t.device) * (-math.log(1e4) / (half - 1)))
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
-    def forward(self, x: Tensor, time: Tensor, given: Tensors) -> Tensor:
+    def forward(self, x: Tensor, time: Tensor, cond: Tensors) -> Tensor:
         """Noisy pictures (b, 3, h, w), their levels (b,), and conditions by name -> prediction (b, 3, h, w)."""
         hiddens = self.to_time_hiddens(self.sinusoids(time))
         t, tokens, lowres = self.to_time_cond(hiddens), self.to_time_tokens(hiddens), []
-        if "lowres_image" in given:
-            t, lowres = t + self.to_lowres_noise_cond(self.sinusoids(given["lowres_time"])), [given["lowres_image"]]
+        if "lowres_image" in cond:
+            t, lowres = t + self.to_lowres_noise_cond(self.sinusoids(cond["lowres_time"])), [cond["lowres_image"]]
         else:  # learned vectors take the place of an embedding that is dropped
-            embed, keep = given["image_embed"] * given["image_embed"].shape[1] ** 0.5, given["keep_image"][:, None]
+            embed, keep = cond["image_embed"] * cond["image_embed"].shape[1] ** 0.5, cond["keep_image"][:, None]
             t = t + torch.where(keep, self.to_image_hiddens(embed), self.null_image_hiddens)
             image = torch.where(keep[..., None], self.image_to_tokens(embed), self.null_image_embed)
             tokens = torch.cat([tokens, image], dim=1)
@@ -176,8 +176,8 @@ def resized(images: Tensor, side: int) -> Tensor:
 
 def schedule(name: str, timesteps: int, ends_in_noise: bool = False) -> Tensor:
     """Alpha and sigma (2, T + 1, 1, 1, 1) of x = alpha x0 + sigma noise, from the least noise on; [:, -1] is none."""
-    kept = torch.cos((torch.linspace(0, 1, timesteps + 1, dtype=torch.float64) + 0.008) / 1.008 * math.pi / 2) ** 2
-    betas = (1 - kept[1:] / kept[:-1]).clamp(max=0.999)  # cosine: Nichol and Dhariwal 2021, eq. 17
+    signal = torch.cos((torch.linspace(0, 1, timesteps + 1, dtype=torch.float64) + 0.008) / 1.008 * math.pi / 2) ** 2
+    betas = (1 - signal[1:] / signal[:-1]).clamp(max=0.999)  # cosine: Nichol and Dhariwal 2021, eq. 17
     if name == "linear":  # Ho et al. 2020, section 4
         betas = torch.linspace(1e-4, 0.02, timesteps, dtype=torch.float64) * 1000 / timesteps
     alpha = (1 - betas).cumprod(0).sqrt()
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
         self.register_buffer("lowres_levels", schedule("linear", LOWRES_TIMESTEPS), persistent=False)
 
     def lowres(self, small: Tensor, side: int, level: Tensor, noise: Tensor) -> Tensors:
-        """Condition of an upsampler. With noise, photos look as bad as what the Unet before draws (Ho et al. 2022)."""
+        """Condition of an upsampler. Noise makes photos as bad as the pictures of the Unet before (Ho et al. 2022)."""
         alpha, sigma = self.lowres_levels[:, level]
         return {"lowres_image": alpha * resized(small, side) + sigma * noise, "lowres_time": level}
 
@@ -215,16 +215,16 @@ def train(
         optimizers.append(torch.optim.AdamW([*groups.values()], s.learning_rate, (0.9, 0.99), fused=True))
     for step, batch in zip(range(s.max_steps), batches, strict=False):
         images, values = batch["images"].float() / 127.5 - 1, dict[str, Tensor]()
-        for index, drawn in enumerate(noise(step, len(images))):
+        for index, draw in enumerate(noise(step, len(images))):
             side, unet, optimizer = s.image_sizes[index], decoder.unets[index], optimizers[index]
             if index == 0:
-                given: Tensors = {"image_embed": batch["image_embed"], "keep_image": drawn["keep_image"]}
+                cond: Tensors = {"image_embed": batch["image_embed"], "keep_image": draw["keep_image"]}
             else:
                 small = resized(images, s.image_sizes[index - 1])
-                given = decoder.lowres(small, side, drawn["lowres_time"], drawn["lowres_noise"])
-            x0, (alpha, sigma) = resized(images, side), decoder.levels[:, drawn["times"]]
-            prediction = unet(alpha * x0 + sigma * drawn["noise"], drawn["times"], given)
-            loss = F.mse_loss(prediction, alpha * drawn["noise"] - sigma * x0)  # v of Salimans and Ho 2022
+                cond = decoder.lowres(small, side, draw["lowres_time"], draw["lowres_noise"])
+            x0, (alpha, sigma) = resized(images, side), decoder.levels[:, draw["times"]]
+            prediction = unet(alpha * x0 + sigma * draw["noise"], draw["times"], cond)
+            loss = F.mse_loss(prediction, alpha * draw["noise"] - sigma * x0)  # v of Salimans and Ho 2022
             optimizer.zero_grad()
             loss.backward()
             norm = nn.utils.clip_grad_norm_(unet.parameters(), s.max_grad_norm)
@@ -238,20 +238,20 @@ def train(
 def sample(decoder: Decoder, image_embed: Tensor, s: Settings) -> list[Tensor]:
     """Pictures (b, 3, side, side) in [-1, 1] of every Unet, by DDIM (Song et al. 2021); the first one is guided."""
     b, device, pictures = len(image_embed), image_embed.device, list[Tensor]()
-    given: Tensors = {"image_embed": image_embed.repeat(2, 1), "keep_image": torch.arange(2 * b, device=device) < b}
+    cond: Tensors = {"image_embed": image_embed.repeat(2, 1), "keep_image": torch.arange(2 * b, device=device) < b}
     levels = [*torch.linspace(s.timesteps - 1, 0, s.sample_timesteps).round().long().tolist(), -1]
     for unet, side in zip(decoder.unets, s.image_sizes, strict=True):
         if pictures:
-            level = torch.full((b,), int(s.lowres_noise_level * LOWRES_TIMESTEPS), device=device)
-            given = decoder.lowres(pictures[-1], side, level, torch.randn(b, 3, side, side, device=device))
+            lowres_level = torch.full((b,), int(s.lowres_noise_level * LOWRES_TIMESTEPS), device=device)
+            cond = decoder.lowres(pictures[-1], side, lowres_level, torch.randn(b, 3, side, side, device=device))
         x, copies = torch.randn(b, 3, side, side, device=device), 1 if pictures else 2
-        for now, then in pairwise(levels):
-            prediction = unet(x.repeat(copies, 1, 1, 1), torch.full((copies * b,), now, device=device), given)
+        for level, next_level in pairwise(levels):
+            prediction = unet(x.repeat(copies, 1, 1, 1), torch.full((copies * b,), level, device=device), cond)
             if copies == 2:  # away from what is drawn without the condition (Ho and Salimans 2022)
                 prediction = prediction[b:] + s.cond_scale * (prediction[:b] - prediction[b:])
-            alpha, sigma = decoder.levels[:, now]
+            alpha, sigma = decoder.levels[:, level]
             x0 = (alpha * x - sigma * prediction).clamp(-1, 1)
-            x = decoder.levels[0, then] * x0 + decoder.levels[1, then] * (x - alpha * x0) / sigma
+            x = decoder.levels[0, next_level] * x0 + decoder.levels[1, next_level] * (x - alpha * x0) / sigma
         pictures.append(x)
     return pictures
 
@@ -263,9 +263,9 @@ def noise_of(s: Settings, b: int, device: str) -> list[Tensors]:
 
 def draws(s: Settings, side: int, b: int, device: str) -> Tensors:
     times = ((torch.randperm(b) + torch.rand(b)) / b * s.timesteps).long()
-    drawn = {"times": times, "keep_image": torch.rand(b) >= s.image_cond_drop_prob}
-    drawn |= {"lowres_time": torch.randint(LOWRES_TIMESTEPS, (b,)), "lowres_noise": torch.randn(b, 3, side, side)}
-    return {name: x.to(device) for name, x in {**drawn, "noise": torch.randn(b, 3, side, side)}.items()}
+    tensors = {"times": times, "keep_image": torch.rand(b) >= s.image_cond_drop_prob}
+    tensors |= {"lowres_time": torch.randint(LOWRES_TIMESTEPS, (b,)), "lowres_noise": torch.randn(b, 3, side, side)}
+    return {name: x.to(device) for name, x in {**tensors, "noise": torch.randn(b, 3, side, side)}.items()}
 
 
 def main() -> None:
@@ -288,14 +288,14 @@ def main() -> None:
     images = torch.from_numpy(np.stack(pixels)).movedim(-1, 1).to(device)
     embeddings = F.normalize(torch.from_numpy(np.stack(vectors)).float()).to(device)
     decoder = Decoder(s, embeddings.shape[1]).to(device)
-    chosen = (torch.randint(len(images), (s.batch_size,), device=device) for _ in range(s.max_steps))
-    batches = ({"images": images[rows], "image_embed": embeddings[rows]} for rows in chosen)
+    row_batches = (torch.randint(len(images), (s.batch_size,), device=device) for _ in range(s.max_steps))
+    batches = ({"images": images[rows], "image_embed": embeddings[rows]} for rows in row_batches)
     for step, values in enumerate(train(decoder, batches, lambda _, b: noise_of(s, b, device), s)):
         if step % 50 == 0:
             print(step, {name: round(value.item(), 4) for name, value in values.items()})
     save_file(decoder.state_dict(), "decoder.safetensors")
-    shown = [images[:8].float() / 127.5 - 1, *sample(decoder, embeddings[:8], s)]  # a row of photos, and of each Unet
-    grid = torch.cat([torch.cat([*resized(row, side)], dim=2) for row in shown], dim=1)
+    rows = [images[:8].float() / 127.5 - 1, *sample(decoder, embeddings[:8], s)]  # a row of photos, and of each Unet
+    grid = torch.cat([torch.cat([*resized(row, side)], dim=2) for row in rows], dim=1)
     Image.fromarray(((grid + 1) * 127.5).round().byte().movedim(0, -1).cpu().numpy()).save("decoder.png")
 
 

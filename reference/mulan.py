@@ -111,8 +111,8 @@ def masked(noise: Tensor, size: int, fraction: float) -> Tensor:
     """SpecAugment (Park et al. 2019): a range of up to fraction x size places in each row; (b, 2) -> bool (b, size)."""
     length = (noise[:, :1] * (int(fraction * size) + 1)).floor()
     start = (noise[:, 1:] * (size - length + 1)).floor()
-    place = torch.arange(size, device=noise.device)
-    return (start <= place) & (place < start + length)
+    position = torch.arange(size, device=noise.device)
+    return (start <= position) & (position < start + length)
 
 
 class AudioTransformer(nn.Module):  # Gong et al. 2021, AST
@@ -130,24 +130,25 @@ class AudioTransformer(nn.Module):  # Gong et al. 2021, AST
         """(b, n) -> (b, dim). Uniform noise (b, 4 + patches) chooses masks and patches to leave out; None: neither."""
         s, p, x = self.s, self.s.patch_size, log_mel(waveforms, self.s)
         rows, columns = x.shape[1] // p, x.shape[2] // p
-        x, kept = x[:, : rows * p, : columns * p], torch.arange(rows * columns, device=x.device)[None]
+        x, indices = x[:, : rows * p, : columns * p], torch.arange(rows * columns, device=x.device)[None]
         if noise is not None:
             frames = masked(noise[:, :2], columns * p, s.time_mask_fraction)
             bands = masked(noise[:, 2:4], rows * p, s.frequency_mask_fraction)
             x = x.masked_fill(frames[:, None, :] | bands[:, :, None], 0.0)
-            kept = noise[:, 4:].argsort(dim=1, stable=True)[:, : kept.numel() - int(kept.numel() * s.patch_dropout)]
-        patches = F.unfold(x[:, None], p, stride=p).mT.take_along_dim(kept[..., None], dim=1)
+            count = rows * columns - int(rows * columns * s.patch_dropout)
+            indices = noise[:, 4:].argsort(dim=1, stable=True)[:, :count]
+        patches = F.unfold(x[:, None], p, stride=p).mT.take_along_dim(indices[..., None], dim=1)
         # A norm on either side (Kumar et al. 2023). The first one removes how loud a patch is: that is added again.
         levels = torch.stack([patches.mean(-1), patches.std(-1, correction=0)], dim=-1).asinh()
         projected = self.embed["project"](self.embed["norm_before"](patches)) + self.embed["levels"](levels)
         # Fixed positions: half of the width encodes the row, half the column (Vaswani et al. 2017, section 3.5).
-        row, column, quarter = kept // columns, kept % columns, s.audio_dim // 4
+        row, column, quarter = indices // columns, indices % columns, s.audio_dim // 4
         frequencies = torch.exp(torch.arange(quarter, device=x.device) * (-math.log(1e4) / quarter))
-        waves = [wave(place[..., None] * frequencies) for place in (row, column) for wave in (torch.sin, torch.cos)]
+        waves = [wave(axis[..., None] * frequencies) for axis in (row, column) for wave in (torch.sin, torch.cos)]
         # Relative ones: a small network makes a bias for each head of a displacement d, given as sign(d) ln(1 + |d|).
         all_d = torch.cartesian_prod(torch.arange(1 - rows, rows), torch.arange(1 - columns, columns)).to(x.device)
         table = self.relative_bias["mlp"](all_d.sign() * all_d.abs().log1p())
-        dy, dx = (place[:, :, None] - place[:, None, :] for place in (row, column))
+        dy, dx = (axis[:, :, None] - axis[:, None, :] for axis in (row, column))
         bias = table[(dy + rows - 1) * (2 * columns - 1) + dx + columns - 1].permute(0, 3, 1, 2)
         tokens = self.embed["norm_after"](projected) + torch.cat(waves, dim=-1)
         return self.norms(self.transformer(tokens, bias).mean(dim=1))
@@ -164,9 +165,9 @@ class TextTransformer(nn.Module):  # bidirectional, read out at a class token (D
         self.norms = nn.Sequential(nn.LayerNorm(s.text_dim, bias=False))
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:  # (b, t), of which the first so many (b,) count
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        x = torch.cat([self.cls.expand(len(tokens), 1, -1), self.tokens(tokens) + self.positions(place)], dim=1)
-        is_padding = F.pad(place >= lengths[:, None], (1, 0))[:, None, None]  # the class token is none
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        x = torch.cat([self.cls.expand(len(tokens), 1, -1), self.tokens(tokens) + self.positions(position)], dim=1)
+        is_padding = F.pad(position >= lengths[:, None], (1, 0))[:, None, None]  # the class token is none
         return self.norms(self.transformer(x, torch.where(is_padding, -torch.inf, 0.0))[:, 0])
 
 
@@ -197,13 +198,13 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = s.learning_rate * ((step + 1) / warmup if step < warmup else cosine)
         audio, text = model(batch, noise(step, len(batch["waveforms"])))
-        scale, left_out = model.tau.exp(), batch["caption_ids"][:, None] == batch["caption_ids"]
+        scale, excluded = model.tau.exp(), batch["caption_ids"][:, None] == batch["caption_ids"]
         logits = scale * audio @ text.T
         # Cross-entropy of each sound among all texts and of each text among all sounds. The denominators lack the pair
         # itself, whose pull would fade as it is found (Yeh et al. 2022), and other pairs of the same caption.
-        others = logits.masked_fill(left_out, -torch.inf)
-        losses = (others.logsumexp(dim=1) + others.logsumexp(dim=0)) / 2 - logits.diagonal()
-        loss = torch.where(left_out.all(dim=1), 0.0, losses).mean()  # without any other, a pair learns nothing
+        negatives = logits.masked_fill(excluded, -torch.inf)
+        losses = (negatives.logsumexp(dim=1) + negatives.logsumexp(dim=0)) / 2 - logits.diagonal()
+        loss = torch.where(excluded.all(dim=1), 0.0, losses).mean()  # without any other, a pair learns nothing
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), s.max_grad_norm)
@@ -239,17 +240,17 @@ def main() -> None:
     def batch_of(rows: Tensor) -> dict[str, Tensor]:
         return {name: entries[rows].to(device) for name, entries in pairs.items()}
 
-    held_out, trained = torch.randperm(len(texts)).tensor_split([max(1, len(texts) // 10)])
-    batches = (batch_of(trained[torch.randperm(len(trained))[: s.batch_size]]) for _ in range(s.max_steps))
+    test, rest = torch.randperm(len(texts)).tensor_split([max(1, len(texts) // 10)])
+    batches = (batch_of(rest[torch.randperm(len(rest))[: s.batch_size]]) for _ in range(s.max_steps))
     model = MuLaN(256, s).to(device)
     for step, values in enumerate(train(model, batches, lambda _, b: noise_of(s, b, device), s)):
         if step % 50 == 0:
             print(step, {name: round(value.item(), 4) for name, value in values.items()})
     save_file(model.state_dict(), "mulan.safetensors")
     with torch.no_grad():
-        audio, text = model(batch_of(held_out))
-    is_right = ids[held_out][(audio @ text.T).argmax(dim=1).cpu()] == ids[held_out]
-    print(f"R@1 of {len(is_right)} unheard sounds, {len(ids[held_out].unique())} texts: {is_right.double().mean():.2f}")
+        audio, text = model(batch_of(test))
+    is_right = ids[test][(audio @ text.T).argmax(dim=1).cpu()] == ids[test]
+    print(f"R@1 of {len(is_right)} unheard sounds, {len(ids[test].unique())} texts: {is_right.double().mean():.2f}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python reference/tokenizer.py clips/ --image_size 32 --num_frames 9 --init_dim 16 --discr_layers 2 --max_steps 500
 
 No code depends on a later frame: convolutions in time are padded in front alone, and 1 + 2n frames become 1 + n. So the
-first grid of codes is that of an image. A code is the signs of d numbers (LFQ). Discriminators judge frames and motion.
-train_tokenizer.py trains the same, with more to choose from, such as attention, which the paper does without.
+first grid of codes is that of an image. A code is the signs of d numbers (LFQ). Discriminators see frames and motion.
+train_tokenizer.py trains the same model with more options, such as attention, which the paper does not have.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Up(nn.Module):
 
     def __init__(self, fan_in: int, fan_out: int, in_time: bool) -> None:
         super().__init__()
-        self.in_time, parts = in_time, 2 if in_time else 4
-        self.expand = nn.Conv3d(fan_in, parts * fan_out, 1)
-        one = nn.init.kaiming_uniform_(torch.empty(fan_out, fan_in, 1, 1, 1))
-        self.expand.weight.data = one.repeat_interleave(parts, dim=0)  # the parts begin equal: no checkerboard
+        self.in_time, copies = in_time, 2 if in_time else 4
+        self.expand = nn.Conv3d(fan_in, copies * fan_out, 1)
+        filters = nn.init.kaiming_uniform_(torch.empty(fan_out, fan_in, 1, 1, 1))
+        self.expand.weight.data = filters.repeat_interleave(copies, dim=0)  # the parts begin equal: no checkerboard
         nn.init.zeros_(self.expand.get_parameter("bias"))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Up(nn.Module):
 
 class ResidualUnit(nn.Module):
     """x + y times gates in (0, 2) for each channel and frame, from a weighted mean over the frame (global context, Cao
-    et al. 2020). Gates begin as 1: almost shut, as those of the public code, they would take too long to open."""
+    et al. 2020). Gates start as 1; almost closed, as in the public code, they would have almost no gradient."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class VideoTokenizer(nn.Module):
         )
 
     def encode(self, clips: Tensor) -> Tensor:
-        """The layers see and make frames in [-1, 1]. The clamp is soft, and keeps entropies from vanishing."""
+        """The layers work on frames in [-1, 1]. The soft clamp keeps entropies from vanishing."""
         return 10 * torch.tanh(self.encoder(2 * clips - 1) / 10)
 
     def decode(self, signs: Tensor) -> Tensor:
@@ -153,18 +153,18 @@ class VideoTokenizer(nn.Module):
 class Head(nn.Module):
     """A discriminator of overlapping patches of frames (b, 3, h, w) or of clips: positive where one looks real."""
 
-    def __init__(self, dim: int, halvings: int, of_clips: bool) -> None:
+    def __init__(self, dim: int, halvings: int, is_3d: bool) -> None:
         super().__init__()
-        conv: Any = nn.Conv3d if of_clips else nn.Conv2d
-        widths = [3 if of_clips else dim, *(dim * 2**level for level in range(halvings))]
+        conv: Any = nn.Conv3d if is_3d else nn.Conv2d
+        widths = [3 if is_3d else dim, *(dim * 2**level for level in range(halvings))]
         self.layers, self.to_logits = nn.Sequential(), nn.Sequential()
-        if not of_clips:
+        if not is_3d:
             self.layers.append(nn.Sequential(conv(3, dim, 5, padding=2), nn.LeakyReLU(0.1)))
         for level, (i, o) in enumerate(itertools.pairwise(widths)):
-            kernel, stride = ((3, 4, 4), (2 if level in (1, 2) else 1, 2, 2)) if of_clips else (4, 2)
-            norm = nn.Identity() if of_clips and level == 0 else nn.GroupNorm(math.gcd(16, o), o)
+            kernel, stride = ((3, 4, 4), (2 if level in (1, 2) else 1, 2, 2)) if is_3d else (4, 2)
+            norm = nn.Identity() if is_3d and level == 0 else nn.GroupNorm(math.gcd(16, o), o)
             self.layers.append(nn.Sequential(conv(i, o, kernel, stride, padding=1), norm, nn.LeakyReLU(0.1)))
-        self.to_logits.extend([conv(o, o, 1), nn.LeakyReLU(0.1), conv(o, 1, (1, 4, 4) if of_clips else 4)])
+        self.to_logits.extend([conv(o, o, 1), nn.LeakyReLU(0.1), conv(o, 1, (1, 4, 4) if is_3d else 4)])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.to_logits(self.layers(x))
@@ -175,13 +175,13 @@ class VideoDiscriminator(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.frame_head = Head(settings.init_dim, settings.discr_layers, of_clips=False)
-        self.clip_heads = nn.ModuleList(Head(settings.init_dim, settings.discr_layers, of_clips=True) for _ in "12")
+        self.frame_head = Head(settings.init_dim, settings.discr_layers, is_3d=False)
+        self.clip_heads = nn.ModuleList(Head(settings.init_dim, settings.discr_layers, is_3d=True) for _ in "12")
 
     def forward(self, clips: Tensor, frames: Tensor) -> list[Tensor]:
         """frames: int64 (b,), the one of each clip that the first head sees."""
-        shown = clips[torch.arange(len(clips), device=clips.device), :, frames]
-        return [self.frame_head(shown), self.clip_heads[0](clips), self.clip_heads[1](clips[:, :, ::2])]
+        images = clips[torch.arange(len(clips), device=clips.device), :, frames]
+        return [self.frame_head(images), self.clip_heads[0](clips), self.clip_heads[1](clips[:, :, ::2])]
 
 
 def quantize(z: Tensor) -> Tensor:
@@ -190,14 +190,14 @@ def quantize(z: Tensor) -> Tensor:
 
 
 def entropy_loss(z: Tensor, settings: Settings) -> Tensor:
-    """E H(p) - gamma H(E p) over all latents z, in nats: each shall choose a code clearly, and all of them all codes. p
-    is the softmax of -t |z - c|^2, or of 2 t <z, c>, over the 2^d codes c; t is the inverse temperature. For large
-    codebooks, vqgan.py shows how to do without a table of all latents x 2^d codes."""
+    """E H(p) - gamma H(E p) over all latents z, in nats: each should choose one code clearly, and all together all
+    codes. p is the softmax of -t |z - c|^2, or of 2 t <z, c>, over the 2^d codes c; t is the inverse temperature. For
+    large codebooks, vqgan.py avoids the table of all latents x 2^d codes."""
     corners = torch.tensor([*itertools.product((-1.0, 1.0), repeat=z.shape[1])], device=z.device)
     log_p = (2 * settings.inv_temperature * z.movedim(1, -1).flatten(0, -2) @ corners.T).log_softmax(dim=1)
     mean = log_p.exp().mean(dim=0)
-    of_each = -(log_p.exp() * log_p).sum(dim=1).mean()
-    return of_each + settings.diversity_gamma * (mean * mean.clamp_min(1e-37).log()).sum()
+    sample_entropy = -(log_p.exp() * log_p).sum(dim=1).mean()
+    return sample_entropy + settings.diversity_gamma * (mean * mean.clamp_min(1e-37).log()).sum()
 
 
 def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, last: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def gradient_penalty(discriminator: VideoDiscriminator, clips: Tensor, frames: T
 
 
 def adam_of(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Matrices and kernels decay; gains, biases and what else has one dimension above 1 do not."""
+    """Matrices and kernels decay; gains, biases and other tensors with one dimension above 1 do not."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         groups[sum(size > 1 for size in parameter.shape) > 1].append(parameter)
@@ -228,9 +228,9 @@ def train(
     generator: VideoTokenizer, discriminator: VideoDiscriminator, batches: Iterable[Tensor],
     noise: Callable[[int, int], Tensor], settings: Settings,
 ) -> Iterator[dict[str, Tensor]]:  # fmt: skip
-    """Train on uint8 clips (b, 3, f, h, w); yields what an update was like, after each.
+    """Train on uint8 clips (b, 3, f, h, w); yields the metrics of each update.
 
-    noise: (number of the update, b) -> uniform in [0, 1), (b,): which frame of each clip is judged by itself."""
+    noise: (number of the update, b) -> uniform in [0, 1), (b,), which chooses the frame for the frame head."""
     last, models = generator.get_parameter("decoder.conv_out.conv.weight"), (generator, discriminator)
     adams, warmup = [adam_of(m, settings) for m in models], min(settings.lr_warmup_steps, settings.max_steps // 2)
     for step, batch in enumerate(batches):
@@ -239,13 +239,13 @@ def train(
         for group in (*adams[0].param_groups, *adams[1].param_groups):
             group["lr"] = settings.learning_rate * min(1.0, (step + 1) / max(warmup, 1))
 
-        # The generator: rebuild the clips, stay near the codes, and deceive the discriminator, which stays as it is.
+        # The generator: reconstruct the clips, stay near the codes, and fool the discriminator, which is frozen.
         discriminator.requires_grad_(False)
         z = generator.encode(clips)
         fake = generator.decode(quantize(z))
         error = F.mse_loss(fake, clips)
-        deceit = -torch.stack([logits.mean() for logits in discriminator(fake, frames)]).sum()
-        loss = error + settings.gan_weight_scale * adaptive_weight(error, deceit, last) * deceit
+        adversarial = -torch.stack([logits.mean() for logits in discriminator(fake, frames)]).sum()
+        loss = error + settings.gan_weight_scale * adaptive_weight(error, adversarial, last) * adversarial
         loss = loss + settings.commitment_loss_weight * F.mse_loss(z, quantize(z).detach())
         loss = loss + settings.entropy_loss_weight * entropy_loss(z, settings)
         adams[0].zero_grad()
@@ -253,7 +253,7 @@ def train(
         grad_norm = nn.utils.clip_grad_norm_(generator.parameters(), math.inf)
         adams[0].step()
 
-        # The discriminator: tell the same clips from what the generator made of them.
+        # The discriminator: tell the same clips from their reconstructions.
         discriminator.requires_grad_(True)
         fake = fake.detach()
         logits = zip(discriminator(clips, frames), discriminator(fake, frames), strict=True)
@@ -286,7 +286,7 @@ def clips_of(folder: str, side: int, num_frames: int) -> Iterator[Tensor]:
             with av.open(str(paths[index])) as file:
                 file.seek(int(float(torch.rand(())) * (file.duration or 0)))  # to the key frame before
                 frames = [frame.to_image() for frame in itertools.islice(file.decode(video=0), num_frames)]
-            if not frames:  # a place behind the last frame, where a sound goes on
+            if not frames:  # behind the last frame, where only sound is left
                 continue
             squares = [np.array(ImageOps.fit(frame, (side, side))) for frame in frames]
             clip = [squares[min(i, len(squares) - 1)] for i in range(num_frames)]  # near the end the last frame stays
@@ -312,9 +312,9 @@ def main() -> None:
         if step % 10 == 0:
             print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)
     save_file(generator.state_dict(), "tokenizer.safetensors")
-    shown = next(clips)[None].to(device).float() / 255
+    clip = next(clips)[None].to(device).float() / 255
     with torch.no_grad():
-        rows = torch.cat([shown, generator.decode(quantize(generator.encode(shown)))])  # frames above reconstructions
+        rows = torch.cat([clip, generator.decode(quantize(generator.encode(clip)))])  # frames above reconstructions
     pixels = rearrange(rows.clamp(0, 1), "row c f h w -> (row h) (f w) c")
     Image.fromarray((255 * pixels).byte().cpu().numpy()).save("tokenizer.png")
 

@@ -8,8 +8,8 @@ vectors at the chosen codes. A choice has no gradient. So while the model trains
 temperature T choose a mixture of all vectors (Jang et al. 2017, Maddison et al. 2017); as T falls, the mixture comes
 closer to a single one.
 
-This is what train_vae.py trains, on one process and without what surrounds a run; tests/test_references.py holds the
-two against each other. As in DALLE-pytorch, whose names the weights have, the error is the squared one instead of the
+This is the model and the training of train_vae.py, on one process and without run folders; tests/test_references.py
+compares the two. As in DALLE-pytorch, whose names the weights have, the loss is the squared error instead of the
 paper's logit-Laplace likelihood. Of the script's options, RGBA and ReinMax are left out.
 """
 
@@ -96,21 +96,21 @@ class DiscreteVAE(nn.Module):
         return self.decoder(torch.einsum("bkhw,kd->bdhw", weights, self.codebook.weight))
 
     def forward(self, images: Tensor, gumbel: Tensor, temperature: float) -> Tensor:
-        """Images (b, 3, H, W) in [0, 1] -> loss, 0-d: what stands for the likelihood, and the KL of the evidence lower
+        """Images (b, 3, H, W) in [0, 1] -> loss, 0-d: the reconstruction error, and the KL of the evidence lower
         bound."""
         x, settings = 2 * images - 1, self.settings
         logits = self.encoder(x)
         out = self.decode(relaxed_choice(logits, gumbel, temperature, settings.straight_through))
         error = F.smooth_l1_loss(out, x) if settings.smooth_l1_loss else F.mse_loss(out, x)
-        # KL(q || uniform) = sum_k q log(q K), in nats, averaged over images and places. It keeps codes from dying out.
-        # The temperature has no part in it: q is what the encoder says, not what is decoded.
+        # KL(q || uniform) = sum_k q log(q K), in nats, averaged over images and positions, keeps all codes in use. It
+        # has no temperature, because q is the encoder's distribution and not the relaxed choice that is decoded.
         log_q = logits.log_softmax(dim=1)
         kl = (log_q.exp() * (log_q + math.log(settings.num_tokens))).sum(dim=1).mean()
         return error + settings.kl_loss_weight * kl
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor) -> Tensor:
-        """Images -> images, through the likeliest code at every place: what the model is used for."""
+        """Images -> images, through the likeliest code at every position, as the trained model is used."""
         return self.decode(one_hot(self.encoder(x)))
 
 
@@ -130,7 +130,7 @@ def relaxed_choice(logits: Tensor, gumbel: Tensor, temperature: float, straight_
 
 def schedule(settings: Settings) -> Iterator[tuple[float, float]]:
     """Learning rate and temperature of the updates 0, 1, 2, ...; both change after the updates 0, 100, 200, ... only.
-    The exponent has the number of all updates so far, so the temperature falls like exp(-rate x n^2 / 200)."""
+    The exponent holds the number of all updates so far, so the temperature falls like exp(-rate x n^2 / 200)."""
     rate, temperature = settings.learning_rate, settings.starting_temp
     for step in itertools.count():
         yield rate, temperature
@@ -142,7 +142,7 @@ def schedule(settings: Settings) -> Iterator[tuple[float, float]]:
 def train(
     model: DiscreteVAE, batches: Iterable[Tensor], noise: Callable[[int, int], Tensor], settings: Settings
 ) -> Iterator[dict[str, Tensor | float]]:
-    """Train on uint8 images (b, 3, H, W); yields what an update was like, after each.
+    """Train on uint8 images (b, 3, H, W); yields the metrics of each update.
 
     noise: (number of the update, b) -> standard Gumbel noise (b, K, h, w).
     """
@@ -200,8 +200,8 @@ def main() -> None:
             print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)
 
     save_file(model.state_dict(), "vae.safetensors")
-    shown = torch.stack([*itertools.islice(images, 4)]).to(device).float() / 255
-    rows = [shown, (model.reconstruct(2 * shown - 1) + 1) / 2]  # originals above reconstructions
+    originals = torch.stack([*itertools.islice(images, 4)]).to(device).float() / 255
+    rows = [originals, (model.reconstruct(2 * originals - 1) + 1) / 2]  # originals above reconstructions
     pixels = torch.cat([torch.cat([*row], dim=2) for row in rows], dim=1).clamp(0, 1)
     Image.fromarray((255 * pixels).byte().permute(1, 2, 0).cpu().numpy()).save("vae.png")
 

@@ -5,7 +5,7 @@
 
 The convolutions are those of Muse's tokenizer (Chang et al. 2023), and the quantizer is lookup-free (LFQ; Yu et al.
 2024, MAGVIT-v2, section 3.1): a code is the signs of d numbers, so that 2^d codes need neither vectors nor a search for
-the nearest. train_vqgan.py trains the same, with more to choose from; tests/test_references.py compares the two.
+the nearest. train_vqgan.py trains the same model with more options; tests/test_references.py compares the two.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ResBlock(nn.Module):
         layers: list[nn.Module] = []
         for _ in range(2):
             norm = nn.GroupNorm(math.gcd(16, dim), dim)
-            after = [nn.GLU(dim=1), norm] if is_gated else [norm, nn.LeakyReLU(0.1)]
-            layers += [nn.Conv2d(dim, 2 * dim if is_gated else dim, 3, padding=1), *after]
+            activation = [nn.GLU(dim=1), norm] if is_gated else [norm, nn.LeakyReLU(0.1)]
+            layers += [nn.Conv2d(dim, 2 * dim if is_gated else dim, 3, padding=1), *activation]
         self.net = nn.Sequential(*layers, nn.Conv2d(dim, dim, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class VQGAN(nn.Module):
         )
 
     def encode(self, images: Tensor) -> Tensor:
-        # The layers see and make images in [-1, 1]: the zeros that a convolution pads with then mean grey, not black.
+        # The layers work on images in [-1, 1], so that the zeros of a convolution's padding are grey, not black.
         return self.encoder(2 * images - 1)
 
     def decode(self, signs: Tensor) -> Tensor:
@@ -125,18 +125,18 @@ def quantize(z: Tensor) -> Tensor:
 
 
 def entropy_loss(z: Tensor, settings: Settings) -> Tensor:
-    """E H(p) - gamma H(E p) over all latents z (b, d, h, w), in nats: each shall choose a code clearly, and all of them
-    all codes. p is the softmax of -t |z - c|^2, or of 2 t <z, c>, over the 2^d codes c; t is the inverse temperature.
+    """E H(p) - gamma H(E p) over all latents z (b, d, h, w), in nats: each should choose one code, all together all
+    codes. p is the softmax of -t |z - c|^2, or of 2 t <z, c>, over the 2^d codes c; t is the inverse temperature.
 
     As <z, c> is a sum over the bits, p is the outer product of the distributions of the first and of the second half of
     them. So the entropies of the halves add up, and the mean of p is a product of two matrices, without a table of all
     latents x 2^d codes (Zhao et al. 2024, "Image and video tokenization with binary spherical quantization")."""
     halves = z.movedim(1, -1).flatten(0, -2).tensor_split(2, dim=1)  # (n, d / 2)
     corners = [torch.tensor([*itertools.product((-1.0, 1.0), repeat=half.shape[1])]).to(z) for half in halves]
-    log_p = [(2 * settings.inv_temperature * x @ c.T).log_softmax(1) for x, c in zip(halves, corners, strict=True)]
-    of_each = -sum((each.exp() * each).sum(dim=1).mean() for each in log_p)
+    log_p = [(2 * settings.inv_temperature * h @ c.T).log_softmax(1) for h, c in zip(halves, corners, strict=True)]
+    sample_entropy = -sum((x.exp() * x).sum(dim=1).mean() for x in log_p)
     mean = log_p[0].exp().T @ log_p[1].exp() / len(log_p[0])
-    return of_each + settings.diversity_gamma * (mean * mean.clamp_min(1e-37).log()).sum()
+    return sample_entropy + settings.diversity_gamma * (mean * mean.clamp_min(1e-37).log()).sum()
 
 
 def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, last: Tensor) -> Tensor:
@@ -153,18 +153,18 @@ def gradient_penalty(discriminator: Discriminator, images: Tensor) -> Tensor:
 
 
 def lecam(real: Tensor, fake: Tensor, averages: Tensor) -> Tensor:
-    """Real logits are drawn down to the average generated one, and those up to the average real one, against too sure
-    a discriminator (Tseng et al. 2021). `averages`: of D(real), D(fake) and the constant 1, which corrects the others
-    for their start from 0, as in Adam."""
-    of_real, of_fake = averages[:2] / averages[2]
-    return F.relu(real - of_fake).square().mean() + F.relu(of_real - fake).square().mean()
+    """Pull real logits down to the average generated one, and those up to the average real one, which regularises the
+    discriminator (Tseng et al. 2021). `averages`: of D(real), D(fake) and the constant 1, which corrects the others for
+    their start from 0, as in Adam."""
+    real_mean, fake_mean = averages[:2] / averages[2]
+    return F.relu(real - fake_mean).square().mean() + F.relu(real_mean - fake).square().mean()
 
 
 def train(
     generator: VQGAN, discriminator: Discriminator, average: VQGAN, batches: Iterable[Tensor], settings: Settings
 ) -> Iterator[dict[str, Tensor]]:
-    """Train on uint8 images (b, 3, H, W); yields what an update was like, after each. `average`, a copy of the
-    generator at first, becomes the exponential moving average of its weights."""
+    """Train on uint8 images (b, 3, H, W); yields the metrics of each update. `average`, a copy of the generator at
+    first, becomes the exponential moving average of its weights."""
     last, clip = generator.decoder[-1].get_parameter("weight"), settings.max_grad_norm or math.inf
     adams = [torch.optim.Adam(model.parameters(), fused=True) for model in (generator, discriminator)]
     averages, warmup = torch.zeros(3, device=last.device), min(settings.lr_warmup_steps, settings.max_steps // 2)
@@ -174,25 +174,25 @@ def train(
             adam.param_groups[0]["lr"] = settings.learning_rate * min(1.0, (step + 1) / max(warmup, 1))
             adam.zero_grad()
 
-        # The generator: rebuild the images, stay near the codes, and deceive the discriminator, which stays as it is.
+        # The generator: reconstruct the images, stay near the codes, and fool the discriminator, which is frozen.
         discriminator.requires_grad_(False)
         z = generator.encode(images)
         fake = generator.decode(quantize(z))
         loss = F.l1_loss(fake, images)
         if is_adversarial:
-            deceit = -discriminator(fake).mean()
-            loss = loss + settings.gan_weight_scale * adaptive_weight(loss, deceit, last) * deceit
+            adversarial = -discriminator(fake).mean()
+            loss = loss + settings.gan_weight_scale * adaptive_weight(loss, adversarial, last) * adversarial
         loss = loss + settings.commitment_loss_weight * F.mse_loss(z, quantize(z).detach())
         loss = loss + settings.entropy_loss_weight * entropy_loss(z, settings)
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(generator.parameters(), clip)
         adams[0].step()
         update = {"loss": loss.detach(), "grad_norm": grad_norm}
-        share = max(1 - settings.ema_decay, 9 / (step + 11))  # more at first: the initial weights are to be forgotten
+        share = max(1 - settings.ema_decay, 9 / (step + 11))  # larger at first, to forget the initial weights
         for old, new in zip(average.parameters(), generator.parameters(), strict=True):
             old.data.lerp_(new.data, share)
 
-        # The discriminator: tell the same images from what the generator made of them.
+        # The discriminator: tell the same images from their reconstructions.
         if is_adversarial:
             discriminator.requires_grad_(True)
             real_logits, fake_logits = discriminator(images), discriminator(fake.detach())
@@ -241,9 +241,9 @@ def main() -> None:
         if step % 10 == 0:
             print(f"update {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in update.items()), flush=True)
     save_file(average.state_dict(), "vqgan.safetensors")
-    shown = torch.stack([*itertools.islice(images, 4)]).to(device).float() / 255
+    originals = torch.stack([*itertools.islice(images, 4)]).to(device).float() / 255
     with torch.no_grad():
-        rows = [shown, average.decode(quantize(average.encode(shown)))]  # originals above reconstructions
+        rows = [originals, average.decode(quantize(average.encode(originals)))]  # originals above reconstructions
     pixels = torch.cat([torch.cat([*row], dim=2) for row in rows], dim=1).clamp(0, 1)
     Image.fromarray((255 * pixels).byte().permute(1, 2, 0).cpu().numpy()).save("vqgan.png")
 

@@ -26,17 +26,17 @@ from benchmarks.launching import AS_A_USER, CHOSEN_ON_TWO, ONE_PROCESS, Job, Job
 
 # fp32 sums in another order differ by about 1e-7; Adam amplifies that a little from update to update.
 FIRST_TOLERANCE, LAST_TOLERANCE = 1e-6, 1e-5
-_AGAINST = "--discr_start_step 2 --lecam_weight 0.1 --apply_grad_penalty_every 2"
+_GAN_FLAGS = "--discr_start_step 2 --lecam_weight 0.1 --apply_grad_penalty_every 2"
 SMALL_MODELS = {
     "train_vae.py": "--image_folder demo:shapes --image_size 32 --num_tokens 128 --emb_dim 32 --hidden_dim 32 "
     "--num_layers 2",
     "train_vqgan.py": "--image_folder demo:shapes:64 --image_size 16 --num_layers 2 --dim 8 --codebook_size 64 "
-    f"--discr_layers 2 {_AGAINST}",
+    f"--discr_layers 2 {_GAN_FLAGS}",
     "train_tokenizer.py": "--video_folder demo:moving:64 --image_size 16 --num_frames 5 --patch_size 2 --norm rms "
     "--layers compress_space:8,residual,linear_attend_space,compress_time:8,attend_space,attend_time,gateloop_time,"
     "adaptive --init_dim 4 --input_kernel 3 "
     "--codebook_size 64 --discr_layers 1 --image_folder demo:shapes:64 --image_every 3 --lr_warmup_steps 0 "
-    f"{_AGAINST}",
+    f"{_GAN_FLAGS}",
     "train_decoder.py": "--image_folder demo:shapes:64 --image_sizes 8 16 --dim 8 --dim_mults 1,2 "
     "--num_resnet_blocks 1 --attn_heads 2 --attn_dim_head 8 --cross_attn_heads 2 --cross_attn_dim_head 8 "
     "--resnet_groups 4 --switches coordinates sparse_attn --loss_weight min_snr none --learned_variance 0 1 "
@@ -46,8 +46,8 @@ SMALL_MODELS = {
     "--n_mels 32 --patch_size 8 --audio_dim 32 --audio_depth 2 --text_dim 32 --text_depth 2 --heads 2 --dim_head 16 "
     "--dim_latent 16 --max_text_tokens 24 --lr_warmup_steps 5 --valid_fraction 0.05",
 }
-# Where rounding changes the sign of a latent, its code jumps, and that makes another run. Without equal bits, such
-# models are compared while they hardly move.
+# Where rounding changes the sign of a latent, its code jumps, and the runs diverge. Without equal bits, such models are
+# compared at a learning rate at which weights hardly change.
 STEADY = {name: ["--learning_rate", "1e-7"] for name in ("train_vqgan.py", "train_tokenizer.py")}
 SHARED = ["--batch_size", "8", "--max_steps", "20", "--epochs", "1000", "--seed", "0", "--log_every_n_steps", "1",
           "--save_every_n_steps", "0", "--sample_every_n_steps", "0", "--validate_every_n_steps", "0",
@@ -68,11 +68,11 @@ def run(launcher: Launcher, script: str, flags: Sequence[str], output: Path) -> 
     """Losses and gradient norms of every update of one run, on one CPU thread per process or OMP_NUM_THREADS."""
     try:
         command = launcher.command(script, [*flags, "--output_dir", str(output)])
-        finished = finish(Job(command, script, None, **AS_A_USER), math.inf)
+        outcome = finish(Job(command, script, None, **AS_A_USER), math.inf)
     except JobFailed as error:
         sys.exit(f"{launcher}: {error}")
-    if finished.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{finished.output[-3000:]}")
+    if outcome.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{outcome.output[-3000:]}")
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -103,22 +103,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         flags = [*flags, "--batch_parts", str(args.batch_parts)]
         first_tolerance, last_tolerance = 0.0, 0.0
         print(f"--batch_parts {args.batch_parts}: every loss has to have the same bits")
-    chosen = [each for n in args.processes for each in launchers(n) if args.launchers in str(each)]
-    failed = False
+    candidates = [launcher for n in args.processes for launcher in launchers(n) if args.launchers in str(launcher)]
+    has_failed = False
     print(f"{'run':38s} {'update 1':>10s} {'update 20':>10s} {'worst':>10s} {'grad norm':>10s}  (relative)")
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
-        for variant, more in VARIANTS.items():
-            of_run = [*SHARED, *more, *flags]
-            reference = run(ONE_PROCESS, args.script, of_run, Path(folder, variant.replace(" ", "_")))
-            for launcher in chosen:
+        for variant, variant_flags in VARIANTS.items():
+            run_flags = [*SHARED, *variant_flags, *flags]
+            reference = run(ONE_PROCESS, args.script, run_flags, Path(folder, variant.replace(" ", "_")))
+            for launcher in candidates:
                 output = Path(folder, f"{variant}-{launcher}".replace(" ", "_"))
-                ours = run(launcher, args.script, of_run, output)
+                ours = run(launcher, args.script, run_flags, output)
                 losses, norms = difference(ours, reference, "loss"), difference(ours, reference, "grad_norm")
-                ok = losses[0] <= first_tolerance and max(losses) <= last_tolerance
-                failed |= not ok
+                is_close = losses[0] <= first_tolerance and max(losses) <= last_tolerance
+                has_failed |= not is_close
                 numbers = f"{losses[0]:10.1e} {losses[-1]:10.1e} {max(losses):10.1e} {max(norms):10.1e}"
-                print(f"{f'{launcher}, {variant}':38s} {numbers}   {'ok' if ok else 'DIFFERS'}", flush=True)
-    sys.exit(1 if failed else 0)
+                print(f"{f'{launcher}, {variant}':38s} {numbers}   {'ok' if is_close else 'DIFFERS'}", flush=True)
+    sys.exit(1 if has_failed else 0)
 
 
 if __name__ == "__main__":
