@@ -85,7 +85,7 @@ def model_card(
     Args:
         name: USER/NAME on the Hub.
         model: The class of the model.
-        weights: What they are, in words.
+        weights: A description of them, which continues "Its weights are".
         run: The folder of the run that trained it, or None if it is not known.
         settings: `public_settings` of the run; empty without one.
         has_picture: Whether PICTURE lies beside the card.

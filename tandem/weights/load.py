@@ -177,13 +177,13 @@ def write_model(model: Any, source: Path, folder: Path) -> None:
     if file is not None:
         write_atomically(folder / FILE, read_bytes(file, LONGEST_JSON_BYTES))
     else:
-        (folder / FILE).unlink(missing_ok=True)  # of the model that was there before
+        (folder / FILE).unlink(missing_ok=True)  # an earlier model's
     model.save_pretrained(folder)
 
 
 def tokenizer_file(path: Path) -> Path | None:
     """The tokenizer.json that belongs to the MuLaN at ``path``; None for the tokenizer of CLIP, which has no file, for
-    a model without words, and for a public package's file, which does not say its tokenizer. Raises ValueError, in one
+    a model without words, and for a public package's file, which does not name its tokenizer. Raises ValueError, in one
     line, if a checkpoint's tokenizer is gone."""
     from tandem.data.tokenizers import FILE, sha256_of_tokenizer
     from tandem.training.checkpoint.format import read_checkpoint

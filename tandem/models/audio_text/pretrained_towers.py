@@ -104,8 +104,8 @@ class PretrainedTextTower(_Tower):
     first of BERT and RoBERTa. Of the same interface as `TextTransformer`.
 
     Args:
-        config: One that `check_tower` knows: "model_type" of TEXT_KINDS, and what else transformers' configuration of
-            that type says of FIELDS.
+        config: One that `check_tower` accepts: "model_type", one of TEXT_KINDS, and those of FIELDS that transformers'
+            configuration of that type has.
         frozen: Give the weights no gradient.
     """
 
@@ -135,9 +135,9 @@ class PretrainedAudioTower(_Tower):
     `AudioTransformer`, but without patch dropout.
 
     Args:
-        config: One that `check_tower` knows: "model_type" of AUDIO_KINDS, what else transformers' configuration of that
-            type says of FIELDS (shorter clips than "max_length" frames are padded with silence), and "mean" and "std"
-            of `Fbank`.
+        config: One that `check_tower` accepts: "model_type", one of AUDIO_KINDS, those of FIELDS that transformers'
+            configuration of that type has (clips shorter than "max_length" frames are padded with silence), and "mean"
+            and "std" of `Fbank`.
         frozen: Give the weights no gradient.
     """
 

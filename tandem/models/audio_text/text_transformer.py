@@ -60,8 +60,8 @@ class TextTransformer(nn.Module):
 
 
 def checked_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Tokens (b, t) with 0 in place of those beyond lengths (b,), and which ones count, bool (b, t). Raises ValueError
-    as `TextTransformer.forward` says."""
+    """Tokens (b, t) with 0 in place of those beyond lengths (b,), and a mask of the others, bool (b, t). Raises
+    ValueError as `TextTransformer.forward`."""
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
         shapes = f"tokens of shape {tuple(tokens.shape)} and lengths of shape {tuple(lengths.shape)}"
         raise ValueError(f"{shapes}: give (b, t), (b,)")

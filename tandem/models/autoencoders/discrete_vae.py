@@ -106,7 +106,7 @@ class DiscreteVAE(Pretrained):
 
     @property
     def codebook_summary(self) -> str:
-        """What the codebook is, in a few words."""
+        """A short description of the codebook."""
         return f"{self.num_codes} codes"
 
     @property

@@ -1,5 +1,5 @@
 """The patch discriminator (PatchGAN: Isola et al. 2017) of Muse's VQGAN (Chang et al. 2023; Esser et al. 2021, section
-3.1), and one of videos with several heads: one judges single frames, the others how frames follow one another, as in
+3.1), and one of videos with several heads: one sees single frames, the others how frames follow one another, as in
 MoCoGAN (Tulyakov et al. 2018)."""
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class VideoDiscriminator(Pretrained):
     to slow motion or to fast motion. No sample influences another's logits, and all operations can be differentiated
     twice, as a gradient penalty needs.
 
-    A clip head with time stride s judges clips of more than s frames and gives no logits for shorter ones. So one-frame
-    videos, which are images, are judged by the frame head alone; the momentum of an optimizer still moves the others.
+    A clip head with time stride s takes clips of more than s frames and gives no logits for shorter ones. So only the
+    frame head takes one-frame videos, which are images; the momentum of an optimizer still moves the others.
 
     Raises:
         ValueError: a number that is not positive.

@@ -97,7 +97,7 @@ class VideoTokenizer(Autoencoder):
 
     @property
     def codebook_summary(self) -> str:
-        """What the codebook is, in a few words, such as "fsq: 1000 codes, levels 8,5,5,5"."""
+        """A short description of the codebook, such as "fsq: 1000 codes, levels 8,5,5,5"."""
         return f"{self.config['quantizer']}: {self.quantizer.summary()}"
 
     def forward(self, videos: Tensor, *, observe: bool = False) -> VideoTokenizerOutput | None:
@@ -259,7 +259,7 @@ class EdgeConv(nn.Module):
     """The encoder's first or the decoder's last convolution, k x k x k and causal.
 
     Args:
-        separate_first_frame: The first frame has a convolution of its own, 1 x k x k. What the other frames become may
+        separate_first_frame: The first frame has a convolution of its own, 1 x k x k. The outputs of other frames may
             depend on the first one nevertheless.
     """
 

@@ -124,7 +124,7 @@ class VQGAN(Autoencoder):
 
     @property
     def codebook_summary(self) -> str:
-        """What the codebook is, in a few words, such as "fsq: 1000 codes, levels 8,5,5,5"."""
+        """A short description of the codebook, such as "fsq: 1000 codes, levels 8,5,5,5"."""
         return f"{self._arguments['quantizer']}: {self.quantizer.summary()}"
 
     @property

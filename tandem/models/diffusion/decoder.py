@@ -27,7 +27,7 @@ from .variance import fraction_of
 # Schedule and levels of the noise on low-resolution conditions, whatever those of the Unets, as in DALLE2-pytorch.
 LOWRES_SCHEDULE, LOWRES_TIMESTEPS = "linear", 1000
 CONDITIONS = {"image_embed": "image_embed_dim", "text_encodings": "text_embed_dim"}
-"""Of each condition the field of `UnetConfig` that says how wide it is; None: the Unet does not take it."""
+"""For each condition, the field of `UnetConfig` with its width; the field is None if the Unet does not take it."""
 
 NoiseSource = Callable[[str, int, Sequence[int]], Tensor]
 """(name of the noise, number of the step, shape of one picture) -> standard normal noise (b, *shape)."""
@@ -235,7 +235,7 @@ class Decoder(Pretrained):
         return {"lowres_image": schedule.add_noise(image, noise, times), "lowres_time": times}
 
     def _denoise(self, index: int, conditions: Mapping[str, Tensor], lowres: Mapping[str, Tensor]) -> Denoise:
-        """Estimates of a Unet, from 0, with those of the conditions that it takes."""
+        """The estimator of a Unet, from 0, with those of the conditions that it takes."""
         unet, schedule, objective = self.unet(index), self.schedule(index), self.objectives[index]
         inputs = {name: value for name, value in conditions.items() if getattr(unet.spec, CONDITIONS[name])}
         inputs |= {name: x for name, x in lowres.items() if name != "lowres_time" or unet.spec.lowres_noise_cond}
@@ -256,8 +256,8 @@ def is_conditional(unet: Unet) -> bool:
 
 
 def check_guide(decoder: Decoder, guide: Decoder) -> None:
-    """Raise ValueError, in one line, unless the estimates of a guide can stand beside those of a decoder: as many
-    Unets, the same sizes and noise levels, and no condition that the decoder does not take. Objectives may differ."""
+    """Raise ValueError, in one line, unless a guide fits a decoder: as many Unets, the same sizes and noise levels, and
+    no condition that the decoder does not take. Objectives may differ."""
     if (count := len(guide.unets)) != len(decoder.unets):
         raise ValueError(f"the guide has {count} Unets and the decoder {len(decoder.unets)}: give one with as many")
     for index, (size, guide_size) in enumerate(zip(decoder.image_sizes, guide.image_sizes, strict=True)):
@@ -306,5 +306,5 @@ def blur(images: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _value_for_unet(values: Sequence[Any], index: int) -> Any:
-    """The value of a Unet: a single value is that of all."""
+    """The value for a Unet; a single value is for all."""
     return values[index if len(values) > 1 else 0]

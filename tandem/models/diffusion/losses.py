@@ -17,8 +17,8 @@ LOSS_WEIGHTS = ("none", "min_snr", "p2")
 
 
 def target_of(objective: str, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-    """What the network should predict for x = alpha x0 + sigma noise; shapes broadcast. v = alpha noise - sigma x0
-    (Salimans and Ho 2022, section 4); the flow's velocity dx / dsigma = noise - x0 (Lipman et al. 2023)."""
+    """The target of the network for x = alpha x0 + sigma noise; shapes broadcast. v = alpha noise - sigma x0 (Salimans
+    and Ho 2022, section 4); the flow's velocity dx / dsigma = noise - x0 (Lipman et al. 2023)."""
     if objective == "noise":
         return noise
     if objective == "x_start":
@@ -72,7 +72,7 @@ def loss_weights(
 
 
 def check_combination(schedule: Schedule, objective: str, weight: str) -> None:
-    """Refuse what cannot be trained or sampled.
+    """Refuse combinations that cannot be trained or sampled.
 
     Raises:
         ValueError: an unknown name; noise predicted where no picture is left; or "flow" without a flow schedule or the
@@ -139,7 +139,7 @@ class DiffusionLoss:
             times: int64 levels (b,).
             noise: Standard normal, like x0.
             lowres_time, lowres_noise: int64 levels (b,) of the noise, like the image, that is added to "lowres_image".
-                DALLE2-pytorch and `Decoder`: of "linear" with 1000 levels, of which sampling uses number 200.
+                In DALLE2-pytorch and `Decoder` levels are of "linear" with 1000 levels; sampling uses level 200.
             keep: "keep_image" and "keep_text", bool (b,); False drops the condition.
         """
         x = self.schedule.add_noise(x0, noise, times)

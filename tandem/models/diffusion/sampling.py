@@ -172,7 +172,7 @@ def sample(
         steps: Number of levels that are visited.
         eta: In [0, 1]: noise of ddim, 0 for none.
         threshold: Limits each estimate.
-        inpaint: What to keep of given pictures.
+        inpaint: Pictures, and the parts of them to keep.
         on_step: Called with the number of steps made and that of all.
 
     Raises:
@@ -232,8 +232,8 @@ def sampling_levels(schedule: Schedule, steps: int, sampler: str) -> list[Level]
 
 def _karras_levels(log_snr: Tensor, steps: int) -> list[int]:
     """Levels at which sigma / alpha to the power 1/7 is uniform as far as there are such levels (Karras et al. 2022,
-    eq. 5), after the first level if its SNR is below 1e-4. Where levels lie so far apart that one is the nearest of
-    several steps, the others of these take the levels beside it."""
+    eq. 5), after the first level if its SNR is below 1e-4. Where levels lie so far apart that several steps have the
+    same nearest level, they take its neighbours, too."""
     first_level = [len(log_snr) - 1] if steps > 1 and log_snr[-1] < _LEAST_LOG_SNR else []
     root = (-(log_snr[log_snr >= _LEAST_LOG_SNR] if first_level else log_snr) / 14).exp()  # (sigma / alpha)^(1/7)
     num_rest = steps - len(first_level)
@@ -263,5 +263,5 @@ def add_noise_again(x: Tensor, now: Level, noisier: Level, noise: Tensor) -> Ten
 
 
 def _step_length(now: Level, then: Level) -> float:
-    """Of a step, in half log SNR."""
+    """The length of a step, in half log SNR."""
     return (then.log_snr - now.log_snr) / 2

@@ -94,7 +94,7 @@ class Unet(Pretrained):
             lowres_image: (b, 3, h', w'); other sizes than h x w are brought to it by repeating pixels.
             lowres_time: (b,), int or float: index of the noise level of ``lowres_image``.
             keep_image, keep_text: bool (b,); False gives this sample the learned null condition.
-            coordinates: (b, 2, h, w), the places of the pixels if these are parts of pictures: the same parts of
+            coordinates: (b, 2, h, w), the positions of the pixels in crops of pictures: the same crops of
                 `coordinates_of` the whole pictures. None: the images are whole.
 
         Raises:
@@ -125,7 +125,7 @@ class Unet(Pretrained):
         return at_least_fp32(self.to_out(torch.cat([out, *lowres], dim=1)))
 
     def _image_condition(self, batch: int, embed: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Tokens (b, IMAGE_TOKENS, cond_dim), and what is added to the embedding of the noise level (b, 4 dim)."""
+        """Tokens (b, IMAGE_TOKENS, cond_dim), and a summand of the embedding of the noise level (b, 4 dim)."""
         nulls = self.null_image_embed.expand(batch, -1, -1), self.null_image_hiddens.expand(batch, -1)
         if embed is None:
             return nulls
@@ -135,7 +135,7 @@ class Unet(Pretrained):
         return tokens, torch.where(keep[:, None], self.to_image_hiddens(embed), self.null_image_hiddens)
 
     def _text_condition(self, batch: int, encodings: Tensor | None, keep: Tensor | None) -> Tensor:
-        """Tokens (b, max_text_len, cond_dim); learned ones in the places of those that are missing."""
+        """Tokens (b, max_text_len, cond_dim), with learned ones in place of missing ones."""
         if encodings is None:
             return self.null_text_embed.expand(batch, -1, -1)
         encodings = encodings[:, : self.spec.max_text_len]
@@ -176,7 +176,7 @@ class Unet(Pretrained):
                 below = max(side // multiple, 1) * multiple
                 hint = f"use {below} or {below + multiple}"
                 raise ValueError(f"side {side} must be a multiple of {multiple}, as the levels halve the sides; {hint}")
-        shapes = {  # -1: any; None: of what this Unet does not take
+        shapes = {  # -1: any size; None: this Unet does not take it
             "time": (batch,), "keep_image": (batch,), "keep_text": (batch,),
             "image_embed": (batch, spec.image_embed_dim) if spec.image_embed_dim else None,
             "text_encodings": (batch, -1, spec.text_embed_dim) if spec.text_embed_dim else None,
@@ -196,20 +196,20 @@ class Unet(Pretrained):
 
 
 class Down(nn.Module):
-    """A level on the way down: what comes before the blocks, a block, blocks that may attend to the condition,
-    self-attention, and what comes after them. The sides are halved after the blocks, with memory_efficient before."""
+    """A level on the way down: a block, blocks that may attend to the condition, and self-attention. The sides are
+    halved after them, or before them with memory_efficient."""
 
     def __init__(self, config: UnetConfig, level: int) -> None:
         super().__init__()
-        early, is_last = config.memory_efficient, level == len(config.dim_mults) - 1
+        halves_first, is_last = config.memory_efficient, level == len(config.dim_mults) - 1
         narrow, wide = _widths(config, level)
-        dim = wide if early else narrow
-        self.before = _make_halving(narrow, wide) if early else nn.Identity()
+        dim = wide if halves_first else narrow
+        self.before = _make_halving(narrow, wide) if halves_first else nn.Identity()
         self.first = ResnetBlock(dim, dim, config)
         blocks = (ResnetBlock(dim, dim, config, attends=level > 0) for _ in range(config.num_resnet_blocks[level]))
         self.blocks = nn.ModuleList(blocks)
         self.attention = _make_attention(config, level, dim)
-        self.after = nn.Conv2d(dim, wide, 1) if early or is_last else _make_halving(dim, wide)
+        self.after = nn.Conv2d(dim, wide, 1) if halves_first or is_last else _make_halving(dim, wide)
 
     def forward(self, x: Tensor, t: Tensor, tokens: Tensor, recompute: bool) -> tuple[Tensor, list[Tensor]]:
         """The level's output, and the maps after each block and after the attention, for the way up."""
@@ -225,8 +225,8 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """A level on the way up: a block, more blocks, self-attention, and what doubles the sides; each block also gets a
-    map of the way down."""
+    """A level on the way up: blocks, self-attention, and the doubling of the sides; each block also gets a map of the
+    way down."""
 
     def __init__(self, config: UnetConfig, level: int) -> None:
         super().__init__()
@@ -236,8 +236,8 @@ class Up(nn.Module):
         blocks = (ResnetBlock(dim_in, wide, config, attends) for _ in range(config.num_resnet_blocks[level]))
         self.blocks = nn.ModuleList(blocks)
         self.attention = _make_attention(config, level, wide)
-        doubles = config.memory_efficient or level > 0
-        self.after = PixelShuffleUpsample(wide, narrow) if doubles else nn.Identity()
+        is_upsampling = config.memory_efficient or level > 0
+        self.after = PixelShuffleUpsample(wide, narrow) if is_upsampling else nn.Identity()
 
     def forward(self, x: Tensor, skips: list[Tensor], t: Tensor, tokens: Tensor, recompute: bool) -> Tensor:
         """The level's output. ``skips`` are the maps of the level on the way down."""
@@ -445,7 +445,7 @@ def sinusoids(x: Tensor, dim: int) -> Tensor:
 
 
 def coordinates_of(like: Tensor) -> Tensor:
-    """Places of the pixels of whole pictures (b, c, h, w): (b, 2, h, w), across and down, from -1 to 1."""
+    """Positions of the pixels of whole pictures (b, c, h, w): (b, 2, h, w), across and down, from -1 to 1."""
     height, width = like.shape[-2:]
     down, across = (torch.linspace(-1, 1, side, device=like.device, dtype=like.dtype) for side in (height, width))
     grid = torch.stack([across.expand(height, width), down[:, None].expand(height, width)])

@@ -56,8 +56,8 @@ class LearnedVariance:
         difference = _rows(self._slope, t, fraction) * (x0 - x_start)
         ratio = _rows(self.log_small, t, fraction) - log_variance
         kl = (torch.expm1(ratio) - ratio + difference.square() * (-log_variance).exp()) / 2
-        surprise = -log_likelihood(x0, x_start, log_variance)
-        return torch.where(is_first, surprise, kl).flatten(1).mean(1) / math.log(2)
+        nll = -log_likelihood(x0, x_start, log_variance)
+        return torch.where(is_first, nll, kl).flatten(1).mean(1) / math.log(2)
 
 
 def log_likelihood(x0: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def log_likelihood(x0: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     # infinite number that nobody chooses has a NaN as its gradient.
     centre, half = ((x0 - mean) * scale).clamp(-2000, 2000), scale / 255
     is_first, is_last, is_above = x0 < -1 + 1 / 255, x0 > 1 - 1 / 255, centre > 0
-    # Of the two tails the smaller one, in which probabilities do not cancel: above the mean, everything is mirrored.
+    # Use the smaller of the two tails, where probabilities do not cancel: above the mean, mirror everything.
     centre = -centre.abs()
     low_is_open = torch.where(is_above, is_last, is_first)
     high_is_open = torch.where(is_above, is_first, is_last)

@@ -35,10 +35,10 @@ class Clip(nn.Module):
         embed_dim: Width d of embeddings of images and of texts.
         text_shape: (L, text_dim): tokens of a text, and the width of the encoding of a token.
         tokenize: b texts -> int64 (b, L), by the tokenizer that this model was trained with; longer texts are cut off.
-        cosines: Names of what `compared` gives.
+        cosines: Keys of the result of `compared`.
         file: The path of its weights.
-        origin: {"name", "weights", "sha256"}: which CLIP it is, as the config of a model says that was trained with it.
-            Of files the names alone, because such a model may be published, and the SHA-256 of its weights.
+        origin: {"name", "weights", "sha256"}, its identity for the config of a model that is trained with it: of files
+            the names alone, because such a model may be published, and the SHA-256 of its weights.
     """
 
     cosines: Sequence[str] = ("clip_score", "clip_image_score")
@@ -149,9 +149,9 @@ class Clip(nn.Module):
         return F.normalize(embeddings.float(), dim=-1), encodings
 
     def compared(self, pictures: Tensor, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Two unit vectors each (n, d) of drawn pictures (b, 3, h, w) in [0, 1]: clip_score, those of the pictures that
-        have a caption and of their captions (Hessel et al. 2021); clip_image_score, those of the b pictures and of the
-        batch's images."""
+        """Pairs of unit vectors (n, d) for generated pictures (b, 3, h, w) in [0, 1]: clip_score, those of the pictures
+        that have a caption and of their captions (Hessel et al. 2021); clip_image_score, those of the b pictures and of
+        the batch's images."""
         embeds, tokens = self.embed_images(pictures), batch["tokens"]
         rows = [row for row, caption in enumerate(batch["captions"]) if caption]
         texts = self.embed_text(tokens[rows])[0] if rows else embeds[:0]
@@ -167,16 +167,16 @@ def with_embeddings(batch: Mapping[str, Any], clip: Clip | None, condition_on: C
         condition_on: "image" adds image_embed (b, d) of the images, "text" text_encodings (b, L, text_dim) of the
             tokens.
     """
-    extended = dict(batch)
+    embedded_batch = dict(batch)
     if clip is not None and "image" in condition_on:
-        extended["image_embed"] = clip.embed_images(batch["images"])
+        embedded_batch["image_embed"] = clip.embed_images(batch["images"])
     if clip is not None and "text" in condition_on:
-        extended["text_encodings"] = clip.embed_text(batch["tokens"])[1]
-    return extended
+        embedded_batch["text_encodings"] = clip.embed_text(batch["tokens"])[1]
+    return embedded_batch
 
 
 def is_published(origin: Mapping[str, str]) -> bool:
-    """Whether `Clip.from_file` can have the CLIP of this `Clip.origin` by its names alone, without files of a user."""
+    """Whether the names in this `Clip.origin` are enough for `Clip.from_file`, without files of a user."""
     is_file = origin["name"].lower().endswith(".json") or Path(origin["weights"]).suffix or "/" in origin["weights"]
     return not is_file
 

@@ -48,7 +48,7 @@ class I3D(nn.Module):
     does, behind more than in front if the padding is odd.
 
     Args:
-        eps: What batch normalisations add to a variance.
+        eps: Added to the variance by batch normalisations.
     """
 
     def __init__(self, eps: float = EPS) -> None:

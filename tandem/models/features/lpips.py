@@ -33,7 +33,7 @@ class PerceptualLoss(nn.Module):
 
     "vgg": mean squared difference of the last convolution's output after its ReLU (Ledig et al. 2017, section 2.2.1).
     "lpips": LPIPS 0.1 (Zhang et al. 2018): squared differences of the unit-length activations of all five blocks,
-    weighted by learned heads, averaged over places and summed over blocks.
+    weighted by learned heads, averaged over positions and summed over blocks.
 
     It stays in eval mode and no parameter requires a gradient; gradients flow to the reconstructions only.
 
@@ -125,7 +125,7 @@ def load_perceptual(
             does not hold, or all with None or "published", comes from torch.hub's cache, into which it is fetched.
         side: Side of the images in pixels, to check that it is large enough; None if it is not known yet.
         widths: Channels of the five blocks; see `PerceptualLoss`.
-        flag: What the user names the weights with, for messages.
+        flag: The user's flag for the weights, for messages.
         mark: Called during the fetching, to show that this process is alive.
 
     Returns:
@@ -146,14 +146,14 @@ def load_perceptual(
         own_names = {_published_name(name): name for name in PerceptualLoss(kind, widths).state_dict()}
     files = {"features": VGG16, **({"lin": LPIPS_HEADS} if kind == "lpips" else {})}
     published = " and ".join(map(str, files.values()))
-    root = None if weights in (None, PUBLISHED) else Path(weights)
-    paths = [root] if root and not root.is_dir() else [file.inside(root) for file in files.values() if root]
+    source = None if weights in (None, PUBLISHED) else Path(weights)
+    paths = [source] if source and not source.is_dir() else [file.inside(source) for file in files.values() if source]
     state: dict[str, Tensor] = {}
     try:
         for path in filter(None, paths):
             state |= read_state_dict(path, own_names.keys() - state.keys(), published=published)
-        if root and not state:
-            raise ValueError(f"{root} holds no weights of {kind}; give {published}")
+        if source and not state:
+            raise ValueError(f"{source} holds no weights of {kind}; give {published}")
         for prefix, file in files.items():
             if not any(name.startswith(prefix) for name in state):
                 state |= read_state_dict(fetched(file, mark), {name for name in own_names if name.startswith(prefix)})

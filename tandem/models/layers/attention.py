@@ -40,7 +40,7 @@ class Attention(nn.Module):
     Normalising queries and keys bounds the logits (Henry et al. 2020, "Query-key normalization for transformers").
 
     Args:
-        rate: Part of the weights of attention, and of the numbers of the output, that is dropped in training.
+        rate: Share of the attention weights, and of the output, that is dropped in training.
     """
 
     def __init__(self, dim: int, heads: int, dim_head: int, rate: float = 0.0) -> None:
@@ -64,7 +64,7 @@ class Attention(nn.Module):
             with sdpa_kernel(SDPA_KERNELS):
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=LOGIT_SCALE)
             return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
-        logits = at_least_fp32(q @ k.mT) * LOGIT_SCALE  # PyTorch's kernels have a dropout of their own draws alone
+        logits = at_least_fp32(q @ k.mT) * LOGIT_SCALE  # the dropout of PyTorch's kernels takes no mask
         weights = (logits if mask is None else logits + mask).softmax(dim=-1)
         out = dropout(weights, self.rate, derived(dropout_keys, 0)).to(v.dtype) @ v
         return dropout(self.to_out(rearrange(out, "b h n d -> b n (h d)")), self.rate, derived(dropout_keys, 1))
@@ -74,7 +74,7 @@ class FeedForward(nn.Module):
     """Pre-norm GEGLU (Shazeer 2020, "GLU variants improve transformer") of inner width int(mult dim 2/3).
 
     Args:
-        rate: Part of the inner numbers that is dropped in training.
+        rate: Share of the inner activations that is dropped in training.
     """
 
     def __init__(self, dim: int, mult: int = 4, rate: float = 0.0) -> None:
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
     Args:
         recompute: In training, compute each layer again in the backward pass instead of keeping what is inside of it.
         ff_mult: Inner width of a feed-forward, as a multiple of dim, before the 2/3 of GEGLU.
-        attn_dropout, ff_dropout: What attention and feed-forward drop in training, in [0, 1).
+        attn_dropout, ff_dropout: Dropout rates of attention and feed-forward in training, in [0, 1).
     """
 
     def __init__(

@@ -25,6 +25,6 @@ def recomputed(function: Callable[..., Result], *inputs: Any, when: bool) -> Res
         contexts: dict[str, Any] = {}
         if not torch.compiler.is_compiling():
             contexts["context_fn"] = lambda: (nullcontext(), repeated())
-        result: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
-        return result
+        output: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
+        return output
     return function(*inputs)

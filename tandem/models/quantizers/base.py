@@ -45,7 +45,7 @@ class GlobalMean:
         self._local_sum = packed if self._local_sum is None else self._local_sum + packed
 
     def pool(self, all_reduce: AllReduce) -> None:
-        """Fix the mean over what all processes observed, until `clear`. Collective."""
+        """Fix the mean over the items of all processes, until `clear`. Collective."""
         if self._local_sum is None:
             raise RuntimeError("pool() before observe(): nothing was observed, so there is nothing to pool")
         self._global_sum, self._local_sum = all_reduce(self._local_sum), None
@@ -85,7 +85,7 @@ class Bottleneck(nn.Module):
 
     Args:
         num_codes: Entries of the codebook; 0 if latents are continuous.
-        dim: Channels of what the decoder gets.
+        dim: Channels of the decoder's input.
 
     Raises:
         ValueError: less than 1 channel.
@@ -127,7 +127,7 @@ class Bottleneck(nn.Module):
 
     @property
     def in_dim(self) -> int:
-        """Channels of what the encoder gives."""
+        """Channels of the encoder's output."""
         return self.dim
 
     def connect(self, processes: Any) -> None:
@@ -179,7 +179,7 @@ class Quantizer(Bottleneck, ABC):
         self._mean = mean
 
     def summary(self) -> str:
-        """What the codebook is, in a few words."""
+        """A short description of the codebook."""
         return f"{self.num_codes} codes"
 
     @property

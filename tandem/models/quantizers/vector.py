@@ -113,7 +113,7 @@ class VectorQuantizer(Quantizer):
             old.copy_(new if skipped is None else torch.where(skipped, old, new))
 
     def _candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
-        """For each entry a vector drawn from the whole batch, (K, d) fp64; zeros where another process holds it."""
+        """A random vector of the whole batch for each entry, (K, d) fp64; zeros where another process holds it."""
         indices = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
         rows = indices - self.rank * len(vectors)
         is_local = (rows >= 0) & (rows < len(vectors))

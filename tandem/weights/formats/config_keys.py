@@ -37,10 +37,10 @@ def known_of(rows: Sequence[Row], equivalents: Mapping[str, Sequence[Any]]) -> K
 
 
 def without_counterpart(config: Section, known: Known) -> Iterator[str]:
-    """A line for each key that is unknown, or has a value to which nothing here corresponds.
+    """A line for each key that is unknown, or has a value without a counterpart here.
 
     Raises:
-        ValueError: one line that names a key whose value should hold keys, and does not.
+        ValueError: one line that names a key whose value should be a mapping.
     """
     sections = {key.rpartition(".")[0] for key in known}
     sections |= {path.rpartition(".")[0] for path in sections} - {""}
@@ -57,9 +57,9 @@ def without_counterpart(config: Section, known: Known) -> Iterator[str]:
                 siblings = [element.removeprefix(prefix) for element in known if element.startswith(prefix)]
                 yield f"{path}: unknown key{nearest(str(key), siblings)}"
             else:
-                values, why = known.get(name) or known[f"{prefix}*"]
+                values, reason = known.get(name) or known[f"{prefix}*"]
                 if values is not None and value not in (None, "", *values):
-                    yield f"{path} {short(value)}: {why}"
+                    yield f"{path} {short(value)}: {reason}"
 
     return check_section(config, "", "")
 

@@ -25,8 +25,8 @@ def save_dalle(model: DiscreteVAE, path: str | Path) -> None:
     content = io.BytesIO()  # given a path, torch.save would hide the reason of a disk error
     hparams = {**model.config, "channels": 4 if model.config["transparent"] else 3}
     torch.save({"hparams": {key: hparams[key] for key in HPARAMS}, "weights": on_cpu(model.state_dict())}, content)
-    with replacing(Path(path)) as unfinished:
-        unfinished.write_bytes(content.getbuffer())
+    with replacing(Path(path)) as temporary:
+        temporary.write_bytes(content.getbuffer())
 
 
 def load_dalle(path: str | Path) -> DiscreteVAE:

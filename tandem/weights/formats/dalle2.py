@@ -76,8 +76,8 @@ def save_public_decoder(decoder: Decoder, path: Path) -> None:
     all. Raises ValueError, in one line, if the public package has no such decoder."""
     config = public_config(DecoderConfig(**decoder.config))
     content = {"version": _VERSION, "config": config, "model": on_cpu(public_state(decoder))}
-    with replacing(path) as unfinished:
-        torch.save(content, unfinished)
+    with replacing(path) as temporary:
+        torch.save(content, temporary)
 
 
 def public_state(decoder: Decoder) -> dict[str, Tensor]:

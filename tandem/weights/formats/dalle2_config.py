@@ -83,13 +83,13 @@ def decoder_config(decoder: Mapping[str, Any], count: int | None = None, width: 
     for name, value in widths.items():
         if value is None:
             raise ValueError(f"its first unet has no {name}, the width of what it is conditioned on")
-    starts, vs = (for_each(decoder, name, False) for name in ("predict_x_start", "predict_v"))
-    objectives = ["v" if v else "x_start" if start else "noise" for start, v in zip(starts, vs, strict=True)]
+    pairs = zip(*(for_each(decoder, name, False) for name in ("predict_x_start", "predict_v")), strict=True)
+    objectives = ["v" if is_v else "x_start" if is_x_start else "noise" for is_x_start, is_v in pairs]
     flags: dict[str, Any] = {
         **{name: [_unet_option(unet, name) for unet in unets] for name in _PER_UNET},
         "cross_attn_heads": [CROSS_ATTENTION[0]] * len(unets), "cross_attn_dim_head": [CROSS_ATTENTION[1]] * len(unets),
         "switches": [
-            tuple(sorted(flag for name, (flag, on) in _SWITCHES.items() if unet.get(name) == on))
+            tuple(sorted(flag for name, (flag, value) in _SWITCHES.items() if unet.get(name) == value))
             for unet in unets
         ],
         "image_sizes": _image_sizes(decoder), "noise_schedule": _schedule_names(decoder), "objective": objectives,
@@ -121,14 +121,14 @@ def public_config(config: DecoderConfig) -> dict[str, Any]:
             "unets": [
                 {
                     **{name: getattr(unet, name) for name in ("image_embed_dim", "text_embed_dim", *_PER_UNET)},
-                    **{name: getattr(unet, flag) == on for name, (flag, on) in _SWITCHES.items()},
-                    "self_attn": [bool(value) for value in unet.self_attn], "max_text_len": unet.max_text_len,
+                    **{name: getattr(unet, flag) == value for name, (flag, value) in _SWITCHES.items()},
+                    "self_attn": [bool(number) for number in unet.self_attn], "max_text_len": unet.max_text_len,
                     "cond_on_text_encodings": is_text and index == 0,
                 }
                 for index, unet in enumerate(unets)
             ],
             "image_sizes": config.image_sizes, "timesteps": config.timesteps, "beta_schedule": config.noise_schedule,
-            "learned_variance": [bool(value) for value in config.learned_variance],
+            "learned_variance": [bool(number) for number in config.learned_variance],
             "predict_x_start": [_OBJECTIVES[name][0] for name in config.objective],
             "predict_v": [_OBJECTIVES[name][1] for name in config.objective],
             "unconditional": not config.condition_on, "lowres_noise_sample_level": config.lowres_noise_level,

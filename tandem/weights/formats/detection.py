@@ -39,7 +39,7 @@ class PublicFormat(NamedTuple):
     """A kind of file. All of its functions raise ValueError, in one line, for files and models that do not fit."""
 
     model: str
-    """Name of the class of what it holds."""
+    """Class of its models."""
     is_format: Callable[[Path], bool]
     load: Callable[[Path, str], Any]
     """(path, "best", "ema" or "online") -> model in eval mode."""

@@ -78,10 +78,10 @@ def save_folder(model: VQGAN, folder: Path) -> str:
         public_config |= dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), config["quant_conv"])
         public_config |= {"shift_factor": config["shift_factor"]}
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / _FILES[0]) as unfinished:
-        save_file(state, unfinished, metadata={"format": "pt"})
-    with replacing(folder / _CONFIG) as unfinished:
-        unfinished.write_text(json.dumps(public_config, indent=2) + "\n")
+    with replacing(folder / _FILES[0]) as temporary:
+        save_file(state, temporary, metadata={"format": "pt"})
+    with replacing(folder / _CONFIG) as temporary:
+        temporary.write_text(json.dumps(public_config, indent=2) + "\n")
     hint = f"; its scaling_factor is unknown, and {_DEFAULT_SCALE}, that of Stable Diffusion 1, is written"
     is_known = bool(model.num_codes or config["scaling_factor"])
     return f"load it by {public_config['_class_name']}.from_pretrained" + ("" if is_known else hint)
@@ -109,7 +109,7 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     """The arguments in an untrusted configuration that do not follow from the weights.
 
     Raises:
-        OSError, ValueError: one line, if there is none, or it is of a model that no `VQGAN` is.
+        OSError, ValueError: one line, if there is none, or no `VQGAN` is such a model.
     """
     config = read_json(check_inside(folder / _CONFIG, folder))
     model, groups = config.get("_class_name"), config.get("norm_num_groups", GROUPS)

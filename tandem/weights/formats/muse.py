@@ -104,8 +104,8 @@ def save_public_vqgan(model: VQGAN, path: Path, discriminator: Discriminator | N
     else:
         arguments["discr_layers"] = discriminator.config["layers"]
         state |= {f"discr.{name}": tensor for name, tensor in on_cpu(discriminator.state_dict()).items()}
-    with replacing(path) as unfinished:
-        torch.save(state, unfinished)
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
     arguments_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"load it into VQGanVAE({arguments_text})" + (f"; {obstacle}" if obstacle else "")
 

@@ -82,8 +82,8 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
     if config["layout"] != "musiclm":
         raise ValueError(f"{PACKAGE} takes no MuLaN of --layout {config['layout']}: train one of --layout musiclm")
     state = {**_constants(config), **_public_weights(config, on_cpu(model.state_dict()))}
-    with replacing(path) as unfinished:
-        torch.save(state, unfinished)
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
     shared = {"ff_mult": config["ff_mult"]} if config["ff_mult"] != _FF_MULT else {}
     audio = {
         "dim": config["audio_dim"], "depth": config["audio_depth"], "patch_size": config["patch_size"],

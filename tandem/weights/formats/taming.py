@@ -115,7 +115,7 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
     """Write a state dict that the public package loads strictly; the file appears whole or not at all.
 
     Returns:
-        The arguments of the model there that loads the file, which does not say them.
+        The arguments of the model there that loads the file, which does not hold them.
 
     Raises:
         ValueError: one line, if the public package has no such model.
@@ -128,8 +128,8 @@ def save_autoencoder(layout: Layout, model: VQGAN, path: Path) -> str:
         raise ValueError(f"{layout.package} has attention at the last level alone: --attention_levels {last}")
     if config["quantizer"] == "ibq":  # its files are recognised by the averages
         state |= {_EMA_PREFIX + name.replace(".", ""): tensor.clone() for name, tensor in state.items()}
-    with replacing(path) as unfinished:
-        torch.save({layout.key: state}, unfinished)
+    with replacing(path) as temporary:
+        torch.save({layout.key: state}, temporary)
     (code_dim, z_channels), sides = channels_of(config), [side >> level for level in levels]
     body = f"ch {config['dim']}, num_res_blocks {config['num_resnet_blocks'][0]}"
     if layout is LLAMAGEN:
@@ -238,10 +238,10 @@ def _read_taming(path: Path, weights: str) -> tuple[dict[str, Tensor], dict[str,
     scale of latents."""
     content = read_state_dict(path, _AutoencoderNames(), "state_dict")
     prefix = _find_prefix(content)
-    own = {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
-    state = {name: tensor for name, tensor in own.items() if not name.startswith((_EMA_PREFIX, *_OTHER_PREFIXES))}
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in content.items() if name.startswith(prefix)}
+    state = {name: tensor for name, tensor in tensors.items() if not name.startswith((_EMA_PREFIX, *_OTHER_PREFIXES))}
     average_names = {name: _EMA_PREFIX + name.replace(".", "") for name in state}
-    averages = {name: own[average_names[name]] for name in state if average_names[name] in own}
+    averages = {name: tensors[average_names[name]] for name in state if average_names[name] in tensors}
     if weights == "ema" and not averages:
         raise ValueError("--weights ema: it holds no moving average; leave it out")
     arguments: dict[str, Any] = {"quantizer": "ibq"} if _CODEBOOK in averages else {}

@@ -33,13 +33,13 @@ class Tower(NamedTuple):
 
 
 def read_text_tower(path: str | Path, quick_gelu: bool = False) -> Tower:
-    """The text encoder of a file or folder, without what projects or classifies its output.
+    """The text encoder of a file or folder, without layers that project or classify its output.
 
     Args:
         path: A state dict of an open_clip model (.pt, .bin or .safetensors), or a checkpoint of its training; a folder
             with an open_clip_config.json beside such a file; or a folder of transformers, with a config.json of the
             type clip, clip_text_model, bert, roberta or xlm-roberta, and model.safetensors or pytorch_model.bin.
-        quick_gelu: The model has OpenAI's activation, which a state dict alone does not say.
+        quick_gelu: The model has OpenAI's activation, which a state dict does not show.
 
     Raises:
         ValueError: one line, if it is missing, damaged, hostile or something else, or transformers is missing.
@@ -80,7 +80,7 @@ def _read(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], di
         return Tower(config, _convert_weights(config, state))
     except OSError as error:
         raise ValueError(f"cannot read {flag} {path}: {error.filename or ''} {error.strerror or error}") from None
-    except Exception as error:  # transformers can raise anything for a stranger's values
+    except Exception as error:  # transformers can raise anything for untrusted values
         reason = f"{error} is missing or unknown" if isinstance(error, KeyError) else one_line(error)
         raise ValueError(f"{flag} {path} holds no encoder that can be used: {reason}") from None
 
@@ -136,7 +136,7 @@ def _convert_open_clip(
     """open_clip's text tower as transformers' CLIPTextModel, which is the same network. open_clip's own layers choose
     the kernel of attention themselves, and so give other bits with a graph than without."""
     defaults = {"embed_cls": False, "no_causal_mask": False, "ls_init_value": None, "hf_model_name": None,
-             "act_kwargs": None, "norm_kwargs": None, "block_type": None, "final_ln_after_pool": False}  # fmt: skip
+                "act_kwargs": None, "norm_kwargs": None, "block_type": None, "final_ln_after_pool": False}  # fmt: skip
     for name, value in defaults.items():
         if config.get(name, value) not in (value, {}):
             raise ValueError(f"its {name} is {str(config[name])[:40]}; only the plain text tower of CLIP can be taken")

@@ -41,9 +41,9 @@ class MemoryAttention(nn.Module):
     is own + past_gain (all - own), where own is the attention to the memories and the token itself.
 
     Args:
-        is_causal: A token sees no later one, and a stream goes on from the keys and values of earlier chunks.
-        window: With is_causal, tokens that a token sees, itself included; None: all earlier ones, so that what a stream
-            keeps grows.
+        is_causal: A token sees no later one, and a stream keeps the keys and values of earlier chunks.
+        window: With is_causal, the number of tokens that a token sees, itself included; None: all earlier ones, so that
+            the state of a stream grows.
     """
 
     stream_name = ""
@@ -205,8 +205,8 @@ class AdaptiveNorm(nn.Module):
     nearest in space, and latent ceil(f / frames) for frame f (after MAGVIT-v2's adaptive group norm). They start as 0.
 
     Args:
-        frames: Frames here that one latent frame stands for.
-        pixels: Height and width here of one latent.
+        frames: Number of frames of x for one latent frame.
+        pixels: Height and width in x of one latent.
     """
 
     def __init__(self, dim: int, dim_latent: int, frames: int, pixels: int) -> None:

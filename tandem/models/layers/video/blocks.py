@@ -1,4 +1,4 @@
-"""The layers of a video tokenizer as text: their names, the sizes of videos that fit, and their modules."""
+"""The layers of a video tokenizer from their text: names, the sizes of videos that fit, and modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS: dict[str, str | None] = {
     "gateloop_time": None,
     "adaptive": None,
 }
-"""Names of layers, and what the number after their colon says; None if they take none.
+"""Names of layers, and the meaning of the number after their colon; None if they take none.
 
 ``residual`` is a residual unit with a causal convolution, ``residual_space`` one whose convolution sees a frame alone,
 ``consecutive_residual:n`` n of the first. ``compress_space[:channels]`` halves height and width, ``compress_time``

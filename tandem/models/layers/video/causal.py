@@ -193,7 +193,7 @@ class TimeUp(nn.Module):
 
 
 def _replicating_conv(fan_in: int, fan_out: int, copies: int) -> nn.Conv3d:
-    """A 1 x 1 convolution to ``parts`` times fan_out channels, in which the parts of a channel start equal."""
+    """A 1 x 1 convolution to ``copies`` times fan_out channels, in which the copies of a channel start equal."""
     conv = nn.Conv3d(fan_in, copies * fan_out, 1)
     filters = torch.empty(fan_out, *conv.weight.shape[1:])
     nn.init.kaiming_uniform_(filters)
