@@ -17,7 +17,7 @@ _LARGEST_NUMBER = 10**18 - 1
 _LONGEST_QUOTE = 40
 
 
-def _whole_number(text: str, minimum: int, expected: str, maximum: int = _LARGEST_NUMBER) -> int:
+def _parse_int(text: str, minimum: int, expected: str, maximum: int = _LARGEST_NUMBER) -> int:
     try:
         number = decimal.Decimal(text)
     except decimal.InvalidOperation:
@@ -45,10 +45,10 @@ class Kind:
 
 def _bounded_int(maximum: int, minimum: int = 1, metavar: str = "N") -> Kind:
     expected = f"a whole number from {minimum} to {maximum}"
-    return Kind(metavar, partial(_whole_number, minimum=minimum, expected=expected, maximum=maximum))
+    return Kind(metavar, partial(_parse_int, minimum=minimum, expected=expected, maximum=maximum))
 
 
-def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float:
+def _parse_float(text: str, accepts: Callable[[float], bool], expected: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -59,16 +59,16 @@ def _number(text: str, accepts: Callable[[float], bool], expected: str) -> float
 
 
 def _bounded_float(accepts: Callable[[float], bool], expected: str, metavar: str = "NUMBER") -> Kind:
-    return Kind(metavar, partial(_number, accepts=accepts, expected=expected))
+    return Kind(metavar, partial(_parse_float, accepts=accepts, expected=expected))
 
 
 PATH, FILE, FOLDER, NAME = Kind("PATH", str), Kind("FILE", str), Kind("DIR", str), Kind("NAME", str)
 
 # Whole numbers; `1_000`, `1e6` and `8.0` are accepted.
-_from_1 = partial(_whole_number, minimum=1, expected="a whole number above 0")
-_from_0 = partial(_whole_number, minimum=0, expected="a whole number, 0 or more")
+_from_1 = partial(_parse_int, minimum=1, expected="a whole number above 0")
+_from_0 = partial(_parse_int, minimum=0, expected="a whole number, 0 or more")
 positive_int, non_negative_int = Kind("N", _from_1), Kind("N", _from_0)
-several = Kind("N", partial(_whole_number, minimum=2, expected="a whole number above 1"))
+several = Kind("N", partial(_parse_int, minimum=2, expected="a whole number above 1"))
 step_count, step_count_or_0 = Kind("UPDATES", _from_1), Kind("UPDATES", _from_0)
 
 # Whole numbers of things that each take memory or time. Numbers beyond the memory of any machine are refused, so that a
@@ -147,7 +147,7 @@ class Names:
         return ",".join(names) or "none"
 
 
-def _template(text: str) -> str:
+def _check_template(text: str) -> str:
     if "{}" not in text:
         raise argparse.ArgumentTypeError(f"expected {{}} for the name in every sentence, got {text!r}")
     return text
@@ -159,7 +159,7 @@ two_fractions = Joined("B1,B2", ",", fraction, count=2)
 # A smaller share would be a few pixels, or need frames that are far larger than those that are read.
 _area = _bounded_float(lambda number: 0.01 <= number <= 1, "a share of the area from 0.01 to 1")
 area_range = Joined("MIN,MAX", ",", _area, count=2, is_ascending=True)
-templates = Joined("TEXT|...", "|", _template)
+templates = Joined("TEXT|...", "|", _check_template)
 words = Joined("WORD,...", ",", str)
 # Updates, counted from 1, the last one included.
 step_range = Joined("FIRST:LAST", ":", _from_1, count=2, is_ascending=True)
@@ -170,7 +170,7 @@ def number_or(word: str) -> Kind:
 
     def convert(text: str) -> float | str:
         expected = f"{word}, or a number, 0 or more"
-        return word if text.lower() == word else _number(text, lambda number: number >= 0, expected)
+        return word if text.lower() == word else _parse_float(text, lambda number: number >= 0, expected)
 
     return Kind(f"{word}|NUMBER", convert)
 

@@ -169,8 +169,8 @@ class ModelConfig:
 
     def plain(self) -> dict[str, Any]:
         """The fields by name, as JSON types."""
-        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
+        return {name: _to_plain(value) for name, value in dataclasses.asdict(self).items()}
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(element) for element in value] if isinstance(value, (list, tuple)) else value
+def _to_plain(value: Any) -> Any:
+    return [_to_plain(element) for element in value] if isinstance(value, (list, tuple)) else value

@@ -70,7 +70,7 @@ class ClipFlags:
 _SWITCHED = {**dict.fromkeys(("true", "yes", "on"), "cosine"), **dict.fromkeys(("false", "no", "off"), "constant")}
 
 
-def _lr_shape(text: str) -> str:
+def _parse_shape(text: str) -> str:
     """The shape of the learning rate in a flag's text, which may be a YAML boolean."""
     return _SWITCHED.get(text.lower(), text.lower())
 
@@ -83,7 +83,7 @@ class ScheduleFlags:
         "constant",
         "after the warm-up, keep the learning rate, or let it fall along a cosine to 0, of a VQGAN to a tenth; "
         "--lr_cosine alone: cosine",
-        _lr_shape,
+        _parse_shape,
         choices=tuple(SHAPES),
         also="lr_cosine",
         nargs="?",

@@ -101,16 +101,16 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.clock = {name: Curve() for name in ("samples", "epoch", "seconds")}
         self.last_step, self.last_time = -1, ""
         self._offset, self._tail = 0, b""
-        self._lines_out = Counter[str]()  # lines that are left out, by the reason
-        self._texts: set[str] = set()  # names of what is no number
-        self._names_out: set[str] = set()  # of metrics beyond the limits
+        self._skipped_lines = Counter[str]()  # lines that are left out, by the reason
+        self._text_names: set[str] = set()  # names of what is no number
+        self._skipped_names: set[str] = set()  # of metrics beyond the limits
         self._is_incomplete, self._failure = False, ""
 
     def read(self) -> None:
@@ -119,8 +119,8 @@ class MetricsFile:
         try:
             with open_regular(self.path) as file:
                 # Compare the content, because a file that replaces another may get the inode of an earlier one.
-                if self._tail != self._before(file):
-                    self._forget()
+                if self._tail != self._read_tail(file):
+                    self._reset()
                 file.seek(self._offset)
                 while line := file.readline(_LONGEST_LINE):
                     length = len(line)
@@ -131,32 +131,32 @@ class MetricsFile:
                         self._is_incomplete = True
                         break
                     self._offset += length
-                    self._take(line if length <= _LONGEST_LINE else b"")
-                self._tail = self._before(file)
+                    self._add_line(line if length <= _LONGEST_LINE else b"")
+                self._tail = self._read_tail(file)
         except FileNotFoundError:
-            self._forget()
+            self._reset()
             # A new run has no file yet; a finished one had one.
             is_finished = (self.path.parent / "model" / "training.json").exists()
             self._failure = "metrics.jsonl is missing: no curves" if is_finished else ""
         except (OSError, ValueError) as error:
             self._failure = f"metrics.jsonl cannot be read: {words_of(error)}"
 
-    def _before(self, file: BinaryIO) -> bytes:
+    def _read_tail(self, file: BinaryIO) -> bytes:
         """The bytes of the file just before the next one to read."""
         start = max(0, self._offset - _TAIL_BYTES)
         return os.pread(file.fileno(), self._offset - start, start)
 
-    def _take(self, line: bytes) -> None:
+    def _add_line(self, line: bytes) -> None:
         try:
             values = parse_json(line)
             step = values["step"]
             if type(step) is not int or not 0 <= step <= _LARGEST_STEP:
                 raise ValueError(step)
         except (ValueError, LookupError, TypeError):
-            self._lines_out["which cannot be read"] += 1
+            self._skipped_lines["which cannot be read"] += 1
             return
         if step <= self.last_step:
-            self._lines_out["of updates that had a line before"] += 1
+            self._skipped_lines["of updates that had a line before"] += 1
             return
         self.last_step = step
         if isinstance(time := values.get("time"), str):
@@ -166,30 +166,31 @@ class MetricsFile:
                 if curve := self._curve(name):
                     # A run writes null for what is not finite. float(value) would fail for a very large whole number.
                     curve.add(step, math.nan if value is None else float(repr(value)))
-            elif name not in CLOCK and len(self._texts) < MOST_METRICS:
-                self._texts.add(name[:_LONGEST_NAME])
+            elif name not in CLOCK and len(self._text_names) < MOST_METRICS:
+                self._text_names.add(name[:_LONGEST_NAME])
 
     def _curve(self, name: str) -> Curve | None:
         if name in CLOCK:
             return self.clock.get(name)
         if name not in self.curves and len(self.curves) < MOST_METRICS and len(name) <= _LONGEST_NAME:
             self.curves[name] = Curve()
-        elif name not in self.curves and len(self._names_out) < MOST_METRICS:
-            self._names_out.add(name[:_LONGEST_NAME])
+        elif name not in self.curves and len(self._skipped_names) < MOST_METRICS:
+            self._skipped_names.add(name[:_LONGEST_NAME])
         return self.curves.get(name)
 
     def notes(self) -> Iterator[str]:
         """Texts about what could not be read."""
         if self._failure or self.last_step < 0:
             yield self._failure or "metrics.jsonl has no line yet"
-        for reason, count in self._lines_out.items():
+        for reason, count in self._skipped_lines.items():
             yield f"metrics.jsonl: {counted(count, 'line')} left out, {reason}"
         if self._is_incomplete:
             yield "metrics.jsonl: the last line is incomplete"
-        if self._texts:
-            names = ", ".join(sorted(self._texts)[:_MOST_NAMES]) + (", ..." if len(self._texts) > _MOST_NAMES else "")
+        if self._text_names:
+            dots = ", ..." if len(self._text_names) > _MOST_NAMES else ""
+            names = ", ".join(sorted(self._text_names)[:_MOST_NAMES]) + dots
             yield f"metrics.jsonl: no curves of what is no number: {names}"
-        if self._names_out:
-            many = f"{'at least ' if len(self._names_out) >= MOST_METRICS else ''}{len(self._names_out)}"
+        if self._skipped_names:
+            many = f"{'at least ' if len(self._skipped_names) >= MOST_METRICS else ''}{len(self._skipped_names)}"
             limits = f"a page has at most {MOST_METRICS} of a run, with names up to {_LONGEST_NAME} characters"
             yield f"metrics.jsonl: {many} metrics left out; {limits}"

@@ -79,7 +79,7 @@ def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
     names = ", ".join(run["name"] for run in data["runs"])
     fields = {
         "generator": _GENERATOR_TAG,
-        "policy": _policy(scripts, is_watched=bool(watched)),
+        "policy": _security_policy(scripts, is_watched=bool(watched)),
         "title": html.escape(_BIDI.sub("\ufffd", names[:200]) + " - training report"),
         "css": uplot["css"] + (_FOLDER / "page.css").read_text(),
         "watched": html.escape(watched),
@@ -91,7 +91,7 @@ def page(data: Mapping[str, Any], *, watched: str = "") -> bytes:
     return text.encode("utf-8", errors="replace")  # names of folders may be no UTF-8
 
 
-def _policy(scripts: Sequence[str], *, is_watched: bool) -> str:
+def _security_policy(scripts: Sequence[str], *, is_watched: bool) -> str:
     """Content-Security-Policy: nothing is loaded, and no other script runs than these, whatever a run folder holds.
     Source: https://www.w3.org/TR/CSP3/, section 8.4 (hashes of inline scripts)."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)

@@ -62,7 +62,7 @@ class RunReader:
     def read(self) -> dict[str, Any]:
         """The present data of the run. Files that cannot be read are named in "notes"."""
         self._metrics.read()
-        config, note = _config(self.path / "config.yaml")
+        config, note = _read_config(self.path / "config.yaml")
         notes = [*self._metrics.notes(), *note]
         history = starts(self.path)
         if not history:
@@ -86,11 +86,11 @@ class RunReader:
             "marks": marks(history, {name: metrics.curves[name].rises() for name in FAULTS if name in metrics.curves}),
             "config": {name: text_of(value) for name, value in config.items()},
             "chosen": changed,  # names of settings that are not the script's defaults
-            "starts": [_start(facts) for facts in history[-_MOST_STARTS:]],
-            "costs": dict(_costs(metrics, curves)),
-            "best": _best(self.path / "best" / "best.json"),
+            "starts": [_describe_start(facts) for facts in history[-_MOST_STARTS:]],
+            "costs": dict(_cost_lines(metrics, curves)),
+            "best": _read_best(self.path / "best" / "best.json"),
             "pictures": pictures,
-            "profiles": _names(self.path / "profile"),
+            "profiles": _list_names(self.path / "profile"),
         }
 
     def _status(self, last_step: int, last_time: str) -> str:
@@ -103,7 +103,7 @@ class RunReader:
         return f"not finished: last line {step}" if last_step >= 0 else "not finished: no line yet"
 
 
-def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
+def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The settings in config.yaml by name, and notes."""
     try:
         config = read_yaml(path)
@@ -125,14 +125,14 @@ def text_of(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
-def _start(facts: Mapping[str, Any]) -> dict[str, str]:
+def _describe_start(facts: Mapping[str, Any]) -> dict[str, str]:
     """A line of starts.jsonl as texts by label, in the order of the page."""
-    facts_by_label = {label: _words(facts.get(name)) for name, label in _LABELS.items()}
+    facts_by_label = {label: _format_fact(facts.get(name)) for name, label in _LABELS.items()}
     facts_by_label["other facts"] = {name: value for name, value in facts.items() if name not in _LABELS}
     return {label: text_of(value) for label, value in facts_by_label.items() if value not in _EMPTY}
 
 
-def _words(fact: Any) -> Any:
+def _format_fact(fact: Any) -> Any:
     """Mappings, such as versions and changed flags, as text; a list, which is a command, as text for a shell."""
     if isinstance(fact, dict):
         pairs = {name: " -> ".join(map(text_of, value)) if isinstance(value, list) else text_of(value)
@@ -141,7 +141,7 @@ def _words(fact: Any) -> Any:
     return shlex.join(map(str, fact)) if isinstance(fact, list) else fact
 
 
-def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _cost_lines(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """The costs of the run, by label."""
     samples, seconds = (metrics.clock[name].as_json()["high"] for name in ("samples", "seconds"))
     if metrics.last_step >= 0:
@@ -149,7 +149,7 @@ def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Ite
     if samples:
         yield "samples", f"{samples[0]:,}"
     if seconds:
-        yield "seconds of all starts", _rounded(seconds[0], 100)
+        yield "seconds of all starts", _format_seconds(seconds[0], 100)
     rate = curves.get("samples_per_second")
     if rate and rate["count"]:
         yield "samples per second, mean of the lines", f"{rate['sum'] / rate['count']:,.4g}"
@@ -161,21 +161,21 @@ def _costs(metrics: MetricsFile, curves: Mapping[str, Mapping[str, Any]]) -> Ite
         if name in curves and curves[name]["count"]:
             wait = curves[name]["sum"]
             share = f" ({wait / seconds[0]:.1%} of all)" if seconds and seconds[0] else ""
-            yield f"seconds waited for {label}", f"{_rounded(wait, 1000)}{share}"
+            yield f"seconds waited for {label}", f"{_format_seconds(wait, 1000)}{share}"
     for name, curve in curves.items():
         if name.startswith("peak_") and curve["high"]:
             yield f"peak {name[5:].replace('_gb', '').replace('_', ' ')}, GB", f"{curve['high'][0]:,.4g}"
 
 
-def _rounded(seconds: float, whole_from: float) -> str:
+def _format_seconds(seconds: float, whole_from: float) -> str:
     return f"{seconds:,.0f}" if seconds >= whole_from else f"{seconds:.3g}"
 
 
-def _best(path: Path) -> dict[str, str]:
+def _read_best(path: Path) -> dict[str, str]:
     return {str(name)[:200]: text_of(value) for name, value in list(read_json_or_empty(path).items())[:20]}
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     try:
         return sorted(path.name for path in folder.iterdir())[:50] if folder.is_dir() else []
     except OSError:

@@ -44,9 +44,9 @@ class Server(ThreadingHTTPServer):
                 data = self._read()
                 pictures = [picture for run in data["runs"] for picture in run["pictures"] if "src" in picture]
                 self.pictures = {picture["key"]: picture["src"] for picture in pictures}
-                runs = [{**run, "pictures": [_without(x, "src") for x in run["pictures"]]} for run in data["runs"]]
+                runs = [{**run, "pictures": [_drop_key(x, "src") for x in run["pictures"]]} for run in data["runs"]]
                 data = {**data, "runs": runs}
-                version = hashlib.sha256(as_text(_without(data, "made")).encode()).hexdigest()[:16]
+                version = hashlib.sha256(as_text(_drop_key(data, "made")).encode()).hexdigest()[:16]
                 if version != self._newest[1]:
                     self._newest = data, version
                 self._read_at = time.monotonic()
@@ -58,7 +58,7 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _drop_key(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != name}
 
 

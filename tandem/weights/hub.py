@@ -94,10 +94,10 @@ def download(name: str) -> Path:
     except Exception as error:
         endpoint = library.constants.ENDPOINT
         raise ValueError(
-            f"{name} does not exist here, and cannot be had from the Hub ({endpoint}): {_reason(failure or error)}"
+            f"{name} does not exist here, and cannot be had from the Hub ({endpoint}): {_describe(failure or error)}"
         ) from None
     if failure and not library.constants.HF_HUB_OFFLINE:
-        say(f"{_reason(failure)}: taking {model} from the cache, commit {folder.name}")
+        say(f"{_describe(failure)}: taking {model} from the cache, commit {folder.name}")
     return folder
 
 
@@ -129,11 +129,11 @@ def upload(folder: Path, model: str, message: str, *, is_private: bool = False, 
         commit = api.create_commit(model, operations, commit_message=message, revision=branch)
     except Exception as error:
         endpoint = library.constants.ENDPOINT
-        raise ValueError(f"cannot push {model} to the Hub ({endpoint}): {_reason(error)}") from None
+        raise ValueError(f"cannot push {model} to the Hub ({endpoint}): {_describe(error)}") from None
     return str(commit.commit_url)
 
 
-def _cause(error: Exception) -> tuple[Exception, int | None]:
+def _find_cause(error: Exception) -> tuple[Exception, int | None]:
     """The original error, and the HTTP status of the Hub's answer, if there was one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -144,13 +144,13 @@ def _cause(error: Exception) -> tuple[Exception, int | None]:
 
 def _has_answered(error: Exception) -> bool:
     """Whether the Hub works, and answered that there is no such model or that this user may not read it."""
-    error, status = _cause(error)
+    error, status = _find_cause(error)
     return isinstance(error, ValueError) if status is None else status < 500 and status != 429
 
 
-def _reason(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Why a request to the Hub failed, in one line."""
-    error, status = _cause(error)
+    error, status = _find_cause(error)
     if type(error) is ValueError:
         return one_line(error)
     if status is None:

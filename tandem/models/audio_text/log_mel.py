@@ -94,7 +94,7 @@ class Spectrogram:
                 waveforms, self.n_fft, self.hop_length, self.win_length, window, center=False, return_complex=True
             )
             power = spectrum.real.square() + spectrum.imag.square()
-            return power if self.kind == "power" else (_decibels(filters @ power) - _CENTRE_DB) / _HALF_RANGE_DB
+            return power if self.kind == "power" else (_to_decibels(filters @ power) - _CENTRE_DB) / _HALF_RANGE_DB
 
     def prepare(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """The window (win_length,) and the filters (bands, n_fft / 2 + 1), made once for each device and dtype."""
@@ -109,7 +109,7 @@ class Spectrogram:
         return self._constants[key]
 
 
-def _decibels(power: Tensor) -> Tensor:
+def _to_decibels(power: Tensor) -> Tensor:
     """10 log10 of powers (b, ...), raised to no less than 80 dB below the largest value of each clip."""
     decibels = 10 * power.clamp(min=_AMIN).log10()
     loudest = decibels.flatten(1).amax(dim=1)

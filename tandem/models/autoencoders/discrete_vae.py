@@ -81,11 +81,11 @@ class DiscreteVAE(Pretrained):
             nn.Sequential(nn.Conv2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
             for fan_in, fan_out in itertools.pairwise(widths)
         ]
-        encoder += [ResBlock(hidden_dim, _half) for _ in range(num_resnet_blocks)]
+        encoder += [ResBlock(hidden_dim, _half_block) for _ in range(num_resnet_blocks)]
         encoder += [nn.Conv2d(hidden_dim, num_tokens, 1)]
 
         decoder: list[nn.Module] = [nn.Conv2d(codebook_dim, hidden_dim, 1)] if num_resnet_blocks else []
-        decoder += [ResBlock(hidden_dim, _half) for _ in range(num_resnet_blocks)]
+        decoder += [ResBlock(hidden_dim, _half_block) for _ in range(num_resnet_blocks)]
         widths = [hidden_dim if num_resnet_blocks else codebook_dim] + [hidden_dim] * num_layers
         decoder += [
             nn.Sequential(nn.ConvTranspose2d(fan_in, fan_out, 4, stride=2, padding=1), nn.ReLU())
@@ -201,7 +201,7 @@ class DiscreteVAE(Pretrained):
         return images * self._std + self._mean
 
 
-def _half(channels: int) -> list[nn.Module]:
+def _half_block(channels: int) -> list[nn.Module]:
     """Half of a residual block: a 3 x 3 convolution and a ReLU."""
     return [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()]
 

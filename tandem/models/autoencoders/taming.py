@@ -129,7 +129,7 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
                 encoder[f"down_{level}_attn_{number}"] = AttentionBlock(width, norm)
         if level < levels - 1:
             encoder[f"down_{level}_downsample"] = Downsample(width)
-    encoder |= _middle(channels, norm)
+    encoder |= _make_middle(channels, norm)
     num_moments = quantizer.in_dim // quantizer.dim  # 2 of a Gaussian, its mean and its log variance
     encoder["norm_out"] = norm(channels)
     encoder["conv_out"] = nn.Conv2d(channels, num_moments * z_channels, 3, padding=1)
@@ -139,7 +139,7 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
         encoder["quant_conv"] = nn.Conv2d(num_moments * z_channels, quantizer.in_dim, 1)
         decoder["post_quant_conv"] = nn.Conv2d(quantizer.dim, z_channels, 1)
     decoder["conv_in"] = nn.Conv2d(z_channels, channels, 3, padding=1)
-    decoder |= _middle(channels, norm)
+    decoder |= _make_middle(channels, norm)
     for level, width in reversed([*enumerate(widths)]):
         for number in range(blocks + 1):
             decoder[f"up_{level}_block_{number}"] = ResnetBlock(channels, width, norm)
@@ -153,7 +153,7 @@ def body(config: VQGANConfig) -> tuple[nn.Sequential, Any, nn.Sequential]:
     return nn.Sequential(encoder), quantizer, nn.Sequential(decoder)
 
 
-def _middle(channels: int, norm: Norm) -> OrderedDict[str, nn.Module]:
+def _make_middle(channels: int, norm: Norm) -> OrderedDict[str, nn.Module]:
     return OrderedDict(
         mid_block_1=ResnetBlock(channels, channels, norm),
         mid_attn_1=AttentionBlock(channels, norm),

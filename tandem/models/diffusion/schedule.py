@@ -14,14 +14,14 @@ from tandem.config.models.decoder import SCHEDULES
 from tandem.devices import widest
 
 
-def _line(start: float, end: float, timesteps: int) -> Tensor:
+def _linspace(start: float, end: float, timesteps: int) -> Tensor:
     return torch.linspace(start, end, timesteps, dtype=torch.float64)
 
 
 def _cosine(timesteps: int) -> Tensor:
     """Betas of Nichol and Dhariwal 2021, eq. 17: 1 - f(t) / f(t - 1), f(t) = cos^2(pi / 2 (t / T + s) / (1 + s)), with
     s = 0.008."""
-    signal = torch.cos((_line(0, 1, timesteps + 1) + 0.008) / 1.008 * math.pi / 2) ** 2
+    signal = torch.cos((_linspace(0, 1, timesteps + 1) + 0.008) / 1.008 * math.pi / 2) ** 2
     return 1 - signal[1:] / signal[:-1]
 
 
@@ -31,8 +31,8 @@ _FIRST, _LAST = 0.1, 20.0
 
 _BETAS: dict[str, Callable[[int], Tensor]] = {
     "cosine": _cosine,
-    "linear": lambda n: _line(_FIRST, _LAST, n) / n,
-    "sigmoid": lambda n: (_FIRST + (_LAST - _FIRST) * _line(-6, 6, n).sigmoid()) / n,
+    "linear": lambda n: _linspace(_FIRST, _LAST, n) / n,
+    "sigmoid": lambda n: (_FIRST + (_LAST - _FIRST) * _linspace(-6, 6, n).sigmoid()) / n,
 }
 
 
@@ -70,7 +70,7 @@ class Schedule:
         if timesteps < 2:
             raise ValueError(f"{timesteps} noise levels are too few: timesteps has to be 2 or more")
         if name == "flow":
-            time = _line(1 / timesteps, 1, timesteps)
+            time = _linspace(1 / timesteps, 1, timesteps)
             return cls(2 * (torch.log1p(-time) - time.log()), is_flow=True)
         # A beta of 1 would end the signal.
         log_signal = torch.log1p(-_BETAS[name](timesteps).clamp_max(0.999)).cumsum(0)

@@ -202,7 +202,7 @@ class Down(nn.Module):
     def __init__(self, config: UnetConfig, level: int) -> None:
         super().__init__()
         halves_first, is_last = config.memory_efficient, level == len(config.dim_mults) - 1
-        narrow, wide = _widths(config, level)
+        narrow, wide = _level_widths(config, level)
         dim = wide if halves_first else narrow
         self.before = _make_halving(narrow, wide) if halves_first else nn.Identity()
         self.first = ResnetBlock(dim, dim, config)
@@ -230,7 +230,7 @@ class Up(nn.Module):
 
     def __init__(self, config: UnetConfig, level: int) -> None:
         super().__init__()
-        narrow, wide = _widths(config, level)
+        narrow, wide = _level_widths(config, level)
         dim_in, attends = wide + (wide if config.memory_efficient else narrow), level > 0
         self.first = ResnetBlock(dim_in, wide, config, attends)
         blocks = (ResnetBlock(dim_in, wide, config, attends) for _ in range(config.num_resnet_blocks[level]))
@@ -459,7 +459,7 @@ def _resize_nearest(images: Tensor, like: Tensor) -> Tensor:
     return images if images.shape[-2:] == size else F.interpolate(images, size=size, mode="nearest")
 
 
-def _widths(config: UnetConfig, level: int) -> tuple[int, int]:
+def _level_widths(config: UnetConfig, level: int) -> tuple[int, int]:
     """Channels of a level's finer neighbour, and its own."""
     widths = [config.dim, *(config.dim * mult for mult in config.dim_mults)]
     return widths[level], widths[level + 1]

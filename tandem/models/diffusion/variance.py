@@ -36,7 +36,7 @@ class LearnedVariance:
 
     def log_variance(self, fraction: Tensor, t: Tensor) -> Tensor:
         """Log variance (b, c, h, w) of the steps from levels t, int64 (b,)."""
-        small, large = (_rows(table, t, fraction) for table in (self.log_small, self.log_large))
+        small, large = (_at_levels(table, t, fraction) for table in (self.log_small, self.log_large))
         return small + fraction * (large - small)
 
     def bits(self, x0: Tensor, x_start: Tensor, fraction: Tensor, t: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ class LearnedVariance:
         log_variance = self.log_variance(fraction, t)
         is_first = (t == 0).view(-1, *[1] * (x0.ndim - 1))
         x_start = x_start.detach()
-        difference = _rows(self._slope, t, fraction) * (x0 - x_start)
-        ratio = _rows(self.log_small, t, fraction) - log_variance
+        difference = _at_levels(self._slope, t, fraction) * (x0 - x_start)
+        ratio = _at_levels(self.log_small, t, fraction) - log_variance
         kl = (torch.expm1(ratio) - ratio + difference.square() * (-log_variance).exp()) / 2
         nll = -log_likelihood(x0, x_start, log_variance)
         return torch.where(is_first, nll, kl).flatten(1).mean(1) / math.log(2)
@@ -77,6 +77,6 @@ def log_likelihood(x0: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     return log_high + torch.log1p(-log_ratio.exp())
 
 
-def _rows(table: Tensor, t: Tensor, like: Tensor) -> Tensor:
+def _at_levels(table: Tensor, t: Tensor, like: Tensor) -> Tensor:
     """Entries of a table (T,) for levels t (b,), to broadcast with `like` (b, ...)."""
     return table[t].to(like.dtype).view(-1, *[1] * (like.ndim - 1))

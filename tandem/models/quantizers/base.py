@@ -195,7 +195,7 @@ class Quantizer(Bottleneck, ABC):
             ValueError: z has another number of channels.
         """
         with torch.autocast(z.device.type, enabled=False):
-            rows, codes, losses = self._quantize(self._project(self._rows(z)))
+            rows, codes, losses = self._quantize(self._project(self._to_rows(z)))
             grid = (z.shape[0], *z.shape[2:])
             quantized = rearrange(rows.unflatten(0, grid), "b ... d -> b d ...").contiguous()
             return Quantized(quantized, codes.view(grid), losses)
@@ -205,7 +205,7 @@ class Quantizer(Bottleneck, ABC):
         """z (b, dim, ...) -> codes (b, ...) int64, exactly those of forward in eval mode. Raises what forward raises;
         computes no losses and calls no collective."""
         with torch.autocast(z.device.type, enabled=False):
-            return self._choose(self._project(self._rows(z))).view(z.shape[0], *z.shape[2:])
+            return self._choose(self._project(self._to_rows(z))).view(z.shape[0], *z.shape[2:])
 
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Codes (b, ...) int64 in [0, num_codes) -> (b, dim, ...) fp32, bit for bit the `quantized` of forward."""
@@ -216,7 +216,7 @@ class Quantizer(Bottleneck, ABC):
         """Add a micro-batch of the coming update to the statistics of the whole batch. Calls no collective."""
         if self.needs_observation:
             with torch.autocast(z.device.type, enabled=False):
-                self._accumulate_stats(self._project(self._rows(z)))
+                self._accumulate_stats(self._project(self._to_rows(z)))
 
     @torch.no_grad()
     def pool(self) -> None:
@@ -237,7 +237,7 @@ class Quantizer(Bottleneck, ABC):
             self._mean.clear()
 
     @property
-    def _all_reduce_of_forward(self) -> AllReduce | None:
+    def _forward_all_reduce(self) -> AllReduce | None:
         """The all_reduce that a forward may use, or None if it must not call a collective."""
         return self.all_reduce if self.is_learning else None
 
@@ -261,7 +261,7 @@ class Quantizer(Bottleneck, ABC):
         length; by default, the vectors themselves."""
         return rows
 
-    def _rows(self, z: Tensor) -> Tensor:
+    def _to_rows(self, z: Tensor) -> Tensor:
         """(b, dim, ...) -> (n, dim) fp32."""
         if z.ndim < 2 or z.shape[1] != self.dim:
             expected = f"this quantizer takes (b, {self.dim}, ...): project to {self.dim} channels first"

@@ -102,14 +102,14 @@ class SignEntropy:
 
     def observe(self, x: Tensor) -> None:
         """Add x (n, d) of a micro-batch of the coming update to the mean."""
-        self.mean.observe(_totals(self._halves(self._scale * x)), len(x))
+        self.mean.observe(_sum_distributions(self._halves(self._scale * x)), len(x))
 
     def __call__(self, x: Tensor, all_reduce: AllReduce | None) -> Tensor:
         """H_sample - gamma H_batch, 0-d, of x (n, d); `all_reduce` as in `GlobalMean`."""
         logits = self._scale * x
         h_sample = bernoulli_entropy(logits).sum(1).mean()
         halves = self._halves(logits)
-        means = self.mean(_totals(halves), len(x), all_reduce).split([2**size for size in self._sizes])
+        means = self.mean(_sum_distributions(halves), len(x), all_reduce).split([2**size for size in self._sizes])
         h_batch = logits.new_zeros(())
         for (left, right), mean in zip(halves, means, strict=True):
             weights = negative_log(mean).view(left.shape[1], right.shape[1])
@@ -124,7 +124,7 @@ class SignEntropy:
 
 
 @torch.no_grad()
-def _totals(halves: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _sum_distributions(halves: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Sums over the items of the distributions of all groups, one after the other."""
     return torch.cat([(left.T @ right).flatten() for left, right in halves])
 

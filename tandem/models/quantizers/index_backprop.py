@@ -68,7 +68,7 @@ class IndexBackpropQuantizer(Quantizer):
         # Keep this order: the gradients of rows are added in it, so another order would round differently.
         commitment = F.mse_loss(quantized, rows) + F.mse_loss(rows, entries.detach())
         commitment = commitment + _BETA * F.mse_loss(entries, rows.detach())
-        entropy = self._entropy(logits, self._all_reduce_of_forward)
+        entropy = self._entropy(logits, self._forward_all_reduce)
         return quantized, codes, {"commitment": commitment, "entropy": entropy}
 
     def _choose(self, rows: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class LookupFreeQuantizer(Quantizer):
         codes = sign_codes(rows)
         entries = self._look_up(codes)
         # Keep this order: the gradients of rows are added in it, so another order would round differently.
-        commitment, entropy = F.mse_loss(rows, entries), self._entropy(rows, self._all_reduce_of_forward)
+        commitment, entropy = F.mse_loss(rows, entries), self._entropy(rows, self._forward_all_reduce)
         return straight_through(entries, rows), codes, {"commitment": commitment, "entropy": entropy}
 
     def _choose(self, rows: Tensor) -> Tensor:

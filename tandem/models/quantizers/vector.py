@@ -95,7 +95,7 @@ class VectorQuantizer(Quantizer):
         vectors, codes = torch.cat(self._vectors), torch.cat(self._codes)
         self._vectors, self._codes = [], []
         counts, sums = sums_by_code(vectors, codes, self.num_codes)
-        candidates = self._candidates(vectors, step, seed)
+        candidates = self._draw_candidates(vectors, step, seed)
         packed = self.all_reduce(torch.cat([counts[:, None], sums, candidates], dim=1))
         counts, sums, candidates = packed.float().split([1, self.dim, self.dim], dim=1)
 
@@ -112,7 +112,7 @@ class VectorQuantizer(Quantizer):
         for old, new in ((self.codebook, codebook), (self.code_counts, counts), (self.code_sums, sums)):
             old.copy_(new if skipped is None else torch.where(skipped, old, new))
 
-    def _candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
+    def _draw_candidates(self, vectors: Tensor, step: int, seed: int) -> Tensor:
         """A random vector of the whole batch for each entry, (K, d) fp64; zeros where another process holds it."""
         indices = random_indices(self.num_codes, len(vectors) * self.world_size, seed, step, device=vectors.device)
         rows = indices - self.rank * len(vectors)

@@ -87,7 +87,7 @@ def save_folder(model: VQGAN, folder: Path) -> str:
     return f"load it by {public_config['_class_name']}.from_pretrained" + ("" if is_known else hint)
 
 
-def _read(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_folder(folder: Path, weights: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `Layout.read`."""
     arguments = read_folder_config(folder)
     check_has_one_set(folder, weights)
@@ -136,7 +136,7 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
 
 
 DIFFUSERS = Layout(
-    "diffusers", _read, ("vq", KL), "{side}_blocks.{index}.{what}", "mid_block.{what}.{before}",
+    "diffusers", _read_folder, ("vq", KL), "{side}_blocks.{index}.{what}", "mid_block.{what}.{before}",
     {"block": "resnets", "attn": "attentions", "downsample": "downsamplers.0", "upsample": "upsamplers.0",
      "nin_shortcut": "conv_shortcut", "norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v",
      "proj_out": "to_out.0", "norm_out": "conv_norm_out"},

@@ -52,19 +52,19 @@ def load_public_vqgan(path: Path, *, weights: str = "best") -> VQGAN:
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `VQGAN` lacks.
     """
-    contents = _read(path, weights)
+    contents = _read_file(path, weights)
     return VQGAN.with_weights(path, contents.arguments, contents.weights)
 
 
 def load_public_discriminator(path: Path) -> Discriminator | None:
     """The discriminator in such a file, in eval mode, if it holds one. Errors: see `load_public_vqgan`."""
-    discriminator = _read(path, "best").discriminator
+    discriminator = _read_file(path, "best").discriminator
     return None if discriminator is None else Discriminator.with_weights(path, *discriminator)
 
 
 def describe_public_vqgan(path: Path) -> dict[str, Any]:
     """Facts about such a file. Errors: see `load_public_vqgan`."""
-    contents = _read(path, "best")
+    contents = _read_file(path, "best")
     others = {}
     if contents.discriminator is not None:
         arguments, weights = contents.discriminator
@@ -135,7 +135,7 @@ def _discriminator_obstacle(config: Mapping[str, Any], discriminator: Discrimina
     return ""
 
 
-def _read(path: Path, weights: str) -> _Contents:
+def _read_file(path: Path, weights: str) -> _Contents:
     state = _read_state(path, weights)
     try:
         return _translate(state)

@@ -53,12 +53,12 @@ def load_public_mulan(path: Path, *, weights: str = "best") -> MuLaN:
         ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `MuLaN`
             lacks; or ``weights``, of a checkpoint, is not "best".
     """
-    return MuLaN.with_weights(path, *_read(path, weights))
+    return MuLaN.with_weights(path, *_read_file(path, weights))
 
 
 def describe_public_mulan(path: Path) -> dict[str, Any]:
     """Facts about such a file. Errors: see `load_public_mulan`."""
-    arguments, state = _read(path, "best")
+    arguments, state = _read_file(path, "best")
     return describe_file(path, PACKAGE, "MuLaN", arguments, state, assumed=assumed(arguments))
 
 
@@ -81,7 +81,7 @@ def save_public_mulan(model: MuLaN, path: Path) -> str:
     config = model.config
     if config["layout"] != "musiclm":
         raise ValueError(f"{PACKAGE} takes no MuLaN of --layout {config['layout']}: train one of --layout musiclm")
-    state = {**_constants(config), **_public_weights(config, on_cpu(model.state_dict()))}
+    state = {**_make_constants(config), **_public_weights(config, on_cpu(model.state_dict()))}
     with replacing(path) as temporary:
         torch.save(state, temporary)
     shared = {"ff_mult": config["ff_mult"]} if config["ff_mult"] != _FF_MULT else {}
@@ -199,7 +199,7 @@ def _format_arguments(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
-def _constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
+def _make_constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors that the public package saves beside the weights, by name."""
     stretch = torch.linspace(0, math.pi * _STRETCH_HOP, _STRETCH_FREQUENCIES)[:, None]
     constants = {_WINDOW: torch.hann_window(config["win_length"]), _STRETCH: stretch}
@@ -209,7 +209,7 @@ def _constants(config: Mapping[str, Any]) -> dict[str, Tensor]:
     return constants
 
 
-def _read(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_file(path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Constructor arguments and weights of a `MuLaN`."""
     check_has_one_set(path, weights)
     state = read_state_dict(check_regular(path), part="model")
@@ -269,7 +269,7 @@ def _infer_depth(state: Mapping[str, Tensor], tower: str) -> int:
 
 
 def _check_constants(state: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
-    for name, expected in _constants(arguments).items():
+    for name, expected in _make_constants(arguments).items():
         if name not in state or state[name].shape != expected.shape:
             raise ValueError(f"it lacks {name} of {tuple(expected.shape)}, a constant of a MuLaN of {PACKAGE}")
         if not torch.allclose(state[name].to(torch.float64), expected.to(torch.float64), rtol=0, atol=1e-2):

@@ -100,12 +100,12 @@ def load_autoencoder(layout: Layout, path: Path, weights: str = "best") -> VQGAN
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile, of something else, or has what a `VQGAN` lacks.
     """
-    return VQGAN.with_weights(path, *_read(layout, path, weights))
+    return VQGAN.with_weights(path, *_read_file(layout, path, weights))
 
 
 def describe_autoencoder(layout: Layout, path: Path) -> dict[str, Any]:
     """Facts about such a file or folder. Errors: see `load_autoencoder`."""
-    arguments, weights = _read(layout, path, "best")
+    arguments, weights = _read_file(layout, path, "best")
     kind, files = ("folder", sorted(path.iterdir())) if path.is_dir() else ("file", [path])
     facts = {"kind": f"{layout.package} {kind}", "model": "VQGAN", "arguments": arguments, **describe_weights(weights)}
     return {**facts, "bytes": {file.name: file.stat().st_size for file in files}}
@@ -173,7 +173,7 @@ def public_state(model: VQGAN, layout: Layout) -> dict[str, Tensor]:
     return state
 
 
-def _read(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_file(layout: Layout, path: Path, weights: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Constructor arguments and weights of a `VQGAN`. Every error is a ValueError of one line that names the path."""
     try:
         return _translate(*layout.read(path, weights), layout)

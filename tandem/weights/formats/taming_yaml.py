@@ -93,7 +93,7 @@ def flags_of_yaml(config: Section, processes: int) -> tuple[Flags, list[str]]:
         "num_workers": ("data.num_workers", part_of(config, "data").get("num_workers")),
         "max_steps": ("lightning.trainer.max_steps", steps),
         "epochs": ("lightning.trainer.max_epochs", trainer.get("max_epochs") or (_ENDLESS if steps else _EPOCHS)),
-        "precision": ("lightning.trainer.precision", _precision(trainer.get("precision", 32))),
+        "precision": ("lightning.trainer.precision", _precision_flag(trainer.get("precision", 32))),
         "sample_every_n_steps": ("lightning.callbacks.image_logger.batch_frequency", pictures.get("batch_frequency")),
         "num_images_save": ("lightning.callbacks.image_logger.max_images", pictures.get("max_images")),
     }  # fmt: skip
@@ -218,7 +218,7 @@ def _batch_flags(model: Section, data: Section, trainer: Section, processes: int
     return flags
 
 
-def _precision(value: Any) -> str | None:
+def _precision_flag(value: Any) -> str | None:
     """The flag's value for Lightning's; None for fp32."""
     bits = str(value)
     return "bf16" if bits.startswith("bf16") else "fp16" if bits.startswith("16") else None

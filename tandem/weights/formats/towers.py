@@ -44,7 +44,7 @@ def read_text_tower(path: str | Path, quick_gelu: bool = False) -> Tower:
     Raises:
         ValueError: one line, if it is missing, damaged, hostile or something else, or transformers is missing.
     """
-    return _read(Path(path).expanduser(), "--text_tower", lambda path: _read_text(path, quick_gelu))
+    return _read_tower(Path(path).expanduser(), "--text_tower", lambda path: _read_text(path, quick_gelu))
 
 
 def read_audio_tower(path: str | Path) -> Tower:
@@ -54,7 +54,7 @@ def read_audio_tower(path: str | Path) -> Tower:
     Raises:
         ValueError: one line, if it is missing, damaged, hostile or something else, or transformers is missing.
     """
-    return _read(Path(path).expanduser(), "--audio_tower", _read_ast)
+    return _read_tower(Path(path).expanduser(), "--audio_tower", _read_ast)
 
 
 def read_towers(text: str | None, audio: str | None, quick_gelu: bool) -> dict[str, Tower]:
@@ -73,7 +73,7 @@ def take_towers(model: Any, encoders: Mapping[str, Tower], tokenizer: Any) -> No
         getattr(model, name.removesuffix("_tower")).encoder.load_state_dict(tower.weights)
 
 
-def _read(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], dict[str, Tensor]]]) -> Tower:
+def _read_tower(path: Path, flag: str, read: Callable[[Path], tuple[dict[str, Any], dict[str, Tensor]]]) -> Tower:
     towers.transformers()
     try:
         config, state = read(path)
