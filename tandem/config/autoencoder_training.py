@@ -65,13 +65,13 @@ class AdversaryFlags(PerceptualFlags):
 
     train: str = flag(
         "all",
-        "what learns: all, or the decoder alone; encoder and codes or latents then stay those of --init_from",
+        "what is trained: all, or the decoder alone; encoder and codes or latents then stay those of --init_from",
         choices=("all", "decoder"),
         title="model",
         lasting=True,
     )
     discr_dim: int | None = flag(
-        None, "first channels of the discriminator (default: the generator's)", width, title="adversary", lasting=True
+        None, "first channels of the discriminator (default: the generator's)", width, title="GAN", lasting=True
     )
     discr_layers: int = flag(
         4, "halvings of the image by the discriminator; its side must be at least 4 x 2^N pixels", size, lasting=True
@@ -112,7 +112,7 @@ class AdversaryFlags(PerceptualFlags):
     )
     penalty: str = flag(
         "one_centred",
-        "gradient penalty of the discriminator: one_centred draws the norm of its gradient at real images "
+        "gradient penalty of the discriminator: one_centred pulls the norm of its gradient at real images "
         "to 1, zero_centred those at real and at generated images to 0",
         choices=("one_centred", "zero_centred"),
         needs=above_0("penalty_weight"),

@@ -54,7 +54,7 @@ class DecoderFlags:
         [0.01], "weight decay of matrices; biases and scales do not decay", non_negative_float, also="wd"
     )
     n_evaluation_samples: int = flag(
-        0, "pictures to draw for the validation split and to judge by the measures below", size_or_0, title="evaluation"
+        0, "pictures of the validation split to draw and evaluate by the metrics below", size_or_0, title="evaluation"
     )
     evaluate_every_n_steps: int = flag(
         0, "updates between two evaluations; 0: only at the end", step_count_or_0, needs=above_0("n_evaluation_samples")

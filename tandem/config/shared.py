@@ -254,7 +254,7 @@ class RunFlags:
     )
     save_every_minutes: float = flag(
         20.0,
-        "save also when the newest checkpoint is so old; 0, which --save_every_n_steps 0 chooses as well: never",
+        "save also when the newest checkpoint is older than this; 0, the default with --save_every_n_steps 0: never",
         non_negative_float,
         metavar="MINUTES",
     )

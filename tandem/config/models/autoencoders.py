@@ -104,8 +104,8 @@ class QuantizerConfig(ModelConfig):
     )
     vq_gradient: str = flag(
         "straight_through",
-        "how the gradient of a codebook entry becomes that of the vector (vq): as it is, or turned and scaled as the "
-        "entry would have to be to lie on the vector (the rotation trick)",
+        "gradient of the vectors (vq): that of their codebook entries, or that gradient rotated and scaled as from "
+        "entry to vector (the rotation trick)",
         choices=("straight_through", "rotation"),
         needs=when("quantizer", "vq"),
     )
@@ -196,7 +196,7 @@ class VQGANConfig(BodyConfig, LatentConfig, QuantizerConfig, RecomputingConfig):
     )
     centred: bool = flag(
         True,
-        "let the layers see and make images in [-1, 1]; off for a model that muse-maskgit-pytorch is to load",
+        "map images to [-1, 1] for the layers, and back; off for a model for muse-maskgit-pytorch",
         in_weights=True,
         needs=when("body", "muse"),
     )

@@ -161,7 +161,7 @@ class DecoderConfig(RecomputingConfig):
     )
     condition_on: tuple[str, ...] = flag(
         ("image",),
-        "what the first Unet is given: none, or a comma list of image, text",
+        "conditions of the first Unet: none, or a comma list of image, text",
         Names("image", "text"),
         title="conditions",
         in_weights=True,
@@ -203,7 +203,7 @@ class DecoderConfig(RecomputingConfig):
     zero_terminal_snr: bool = flag(True, "the highest noise level is noise alone (Lin et al. 2023)", lasting=True)
     lowres_condition: str = flag(
         "blur",
-        "what is done to an upsampling Unet's condition in training, so that it bears mistakes of the Unet before",
+        "how an upsampling Unet's condition is degraded in training, so that it tolerates errors of the Unet before",
         choices=LOWRES_CONDITIONS,
         lasting=True,
         needs=SEVERAL,
@@ -302,7 +302,7 @@ class Sampling(ModelConfig):
     """Options of `diffusion.sampling`; `cond_scale` and `sample_timesteps` have one value, or one for each Unet."""
 
     sampler: str = flag(
-        "dpmpp_2m", "how noise becomes a picture", choices=("dpmpp_2m", "ddim", "ddpm"), title="sampling"
+        "dpmpp_2m", "algorithm that turns noise into a picture", choices=("dpmpp_2m", "ddim", "ddpm"), title="sampling"
     )
     sample_timesteps: list[int] = per_unet([20], "steps of the sampler, one number or one for each Unet", size)
     cond_scale: list[float] = per_unet(

@@ -79,7 +79,7 @@ class LatentConfig(ModelConfig):
     )
     scaling_factor: float | None = flag(
         None,
-        "what a generator's latents are multiplied by, after --shift_factor was taken off (kl; default: 1 / their "
+        "factor of a generator's latents, after --shift_factor is subtracted (kl; default: 1 / their "
         "standard deviation, measured over the training images)",
         positive_float,
         lasting=True,
