@@ -32,7 +32,7 @@ def available() -> dict[str, bool]:
     return {name: backend.is_available() for name, backend in all_backends().items()}
 
 
-def _launched() -> Launch:
+def _detect_launch() -> Launch:
     """The launch of this process, before it is connected. Of a wrong one, that of a single process: `from_args` says
     what is wrong."""
     try:
@@ -43,7 +43,7 @@ def _launched() -> Launch:
 
 def launched_as_root() -> bool:
     """Whether this process prints for all processes, according to its launcher; works before they are connected."""
-    return _launched().is_root
+    return _detect_launch().is_root
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> None:
@@ -71,14 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> No
     for backend in all_backends().values():
         backend.add_arguments(group)
     for action in group._group_actions:
-        if not trains and action.dest in _flags_of_training():
+        if not trains and action.dest in _training_flags():
             action.help = argparse.SUPPRESS
 
 
-def _flags_of_training() -> set[str]:
+def _training_flags() -> set[str]:
     """Names of the flags that have no effect in a script that trains nothing."""
-    of_backends = (backend.flags_of_training for backend in all_backends().values())
-    return {"check_replicas_every_n_steps", "batch_parts", "reduce_precision"}.union(*of_backends)
+    backend_flags = (backend.flags_of_training for backend in all_backends().values())
+    return {"check_replicas_every_n_steps", "batch_parts", "reduce_precision"}.union(*backend_flags)
 
 
 def launch(
@@ -98,7 +98,7 @@ def launch(
         previous_batch_plan: Takes an output folder and returns what ``Backend.describe`` returned when
             the run in that folder was last started.
     """
-    is_new = args.fresh and not _launched().is_restart
+    is_new = args.fresh and not _detect_launch().is_restart
     with exit_codes(parser.error, UserMistake):
         backend = from_args(args, {} if is_new else previous_batch_plan(args.output_dir))
     with exit_codes(partial(parser.error, is_agreed=True), UserMistake), backend:
@@ -141,7 +141,7 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
     if not backend.is_available():
         raise UserMistake(
             f"--distributed_backend {backend.name} is not installed; install it with `{backend.install_hint}`, "
-            f"or use one of: {', '.join(name for name, there in available().items() if there)}"
+            f"or use one of: {', '.join(name for name, is_installed in available().items() if is_installed)}"
         )
     backend.configure(args, launch)
     if args.batch_parts and args.reduce_precision != "fp32":
@@ -152,7 +152,7 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
     plan = plan_batches(
         args.batch_size, args.grad_accum_steps, launch.world_size, previous_batch_plan, args.batch_parts
     )
-    options = Options(plan, **{each.name: getattr(args, each.name) for each in fields(Options) if each.name != "plan"})
+    options = Options(plan, **{f.name: getattr(args, f.name) for f in fields(Options) if f.name != "plan"})
     return backend(launch, options, args)
 
 
@@ -160,14 +160,14 @@ def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse
     """Like `launch`, for a script that trains nothing: connect the processes and call ``run(backend)``. The processes
     share no batch, and `args` needs no flags of training, but `cpu_threads`, for PyTorch. Sets `args.fresh` to False if
     the launcher starts a job again."""
-    if idle := sorted(_flags_of_training() & args.on_command_line):
-        parser.error(f"--{idle[0]} is for training, and this script trains nothing: leave it out")
-    args.fresh = args.fresh and not _launched().is_restart
-    without_training = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
+    if unused_flags := sorted(_training_flags() & args.on_command_line):
+        parser.error(f"--{unused_flags[0]} is for training, and this script trains nothing: leave it out")
+    args.fresh = args.fresh and not _detect_launch().is_restart
+    training_defaults = {"grad_accum_steps": 1, "max_grad_norm": 0.0, "max_skipped_updates": 0, "compile": False}
     explicit = args.explicit - {"batch_size"}
     with exit_codes(parser.error, UserMistake):
         backend = from_args(
-            argparse.Namespace(**{**vars(args), **without_training, "batch_size": 0, "explicit": explicit})
+            argparse.Namespace(**{**vars(args), **training_defaults, "batch_size": 0, "explicit": explicit})
         )
     with exit_codes(partial(parser.error, is_agreed=True), UserMistake), backend:
         import torch

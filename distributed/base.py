@@ -92,13 +92,13 @@ class Backend(ABC):
         self.launch, self.is_restart, self.options = launch, launch.is_restart, options
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
         self._before_update: list[Callable[[], None]] = []
-        self._compiles = False  # as far as is known
+        self._can_compile = False  # as far as is known
         self.norms_are_logged = True
         """Whether somebody reads `Update.grad_norm` of the coming update; otherwise engines may leave it out."""
         self.total_updates: int | None = None
         """How many updates the run makes, where somebody has said it before ``wrap``."""
         self._own_flags = [getattr(args, name) for name in self.flags_of_training]
-        self._launched_by = self._launcher_processes()
+        self._launchers = self._launcher_processes()
         self._after_leaving: list[Callable[[], None]] = []
 
     # What a backend defines.
@@ -167,9 +167,9 @@ class Backend(ABC):
             use_deterministic_kernels(compiled=self.options.compile)
         self._signals = Signals(self._is_orphan, is_root=self.is_root, launcher=self.launch.launcher)
         try:
-            needed = FILES_OF_A_PROCESS + self.sockets_per_process * self.launch.world_size
-            if (too_few := allow_open_files(needed)) and self.local_rank == 0:
-                say(f"rank {self.rank} of {self.world_size}: {too_few}")
+            file_count = FILES_OF_A_PROCESS + self.sockets_per_process * self.launch.world_size
+            if (limit_text := allow_open_files(file_count)) and self.local_rank == 0:
+                say(f"rank {self.rank} of {self.world_size}: {limit_text}")
             self.connect()
             if self.options.plan.batch_parts and self.device.type == "cpu":
                 use_one_thread()
@@ -245,20 +245,20 @@ class Backend(ABC):
 
     def _agree_on_plan(self) -> None:
         options, plan = self.options, self.options.plan
-        mine = [
+        own_settings = [
             plan.global_batch_size, plan.asked_grad_accum_steps, plan.world_size, plan.batch_parts, options.precision,
             options.reduce_precision, options.compile, *self._own_flags,
         ]  # fmt: skip
-        found = self.comm.gather_objects([*mine, plan.grad_accum_steps])
+        all_settings = self.comm.gather_objects([*own_settings, plan.grad_accum_steps])
         # A machine that joins a run with --fresh does not know that the run accumulates more than was asked.
-        if (steps := max(each[-1] for each in found)) > plan.grad_accum_steps:
+        if (steps := max(settings[-1] for settings in all_settings)) > plan.grad_accum_steps:
             self.options = replace(options, plan=replace(plan, grad_accum_steps=steps))
-        for rank, (*theirs, _) in enumerate(found):
-            if theirs != mine:
-                own = "".join(f", {name}" for name in self.flags_of_training)
+        for rank, (*other_settings, _) in enumerate(all_settings):
+            if other_settings != own_settings:
+                flag_names = "".join(f", {name}" for name in self.flags_of_training)
                 raise ValueError(
-                    f"batch, accumulation, processes, parts, precision, reduce_precision, compile{own} are "
-                    f"{mine} on rank {self.rank}, {theirs} on rank {rank}; "
+                    f"batch, accumulation, processes, parts, precision, reduce_precision, compile{flag_names} are "
+                    f"{own_settings} on rank {self.rank}, {other_settings} on rank {rank}; "
                     "start all processes with the same flags, and an --output_dir on a disk that all of them see"
                 )
 
@@ -277,10 +277,10 @@ class Backend(ABC):
         model is to be compiled, and this machine cannot. Collective."""
         from .devices import check_compiler, choose_kernels_by_time
 
-        if self.options.compile and not self._compiles:
+        if self.options.compile and not self._can_compile:
             with self.agreement():
                 check_compiler(self.device)
-            self._compiles = True
+            self._can_compile = True
         if not (self.options.deterministic or self.options.plan.batch_parts):
             choose_kernels_by_time()
         engine = self.engine_class()(self, model, optimizer, name=name, max_grad_norm=max_grad_norm)
@@ -295,7 +295,7 @@ class Backend(ABC):
 
     def torchruns(self) -> list[str]:
         """Identifies each torchrun that started some of these processes (`torchrun_id`). Collective."""
-        return sorted({found for found in self.gather_objects(torchrun_id()) if found})
+        return sorted({launcher_id for launcher_id in self.gather_objects(torchrun_id()) if launcher_id})
 
     @contextmanager
     def _in_collective(self, phase: str) -> Iterator[None]:
@@ -347,11 +347,11 @@ class Backend(ABC):
         come before all that may fail on one process alone: a process that has failed waits at the end of the agreement,
         and the others would wait for it in the collective."""
         mistake: str | None = None
-        kind: type[UserMistake | TrainingStopped] = UserMistake
+        error_type: type[UserMistake | TrainingStopped] = UserMistake
         try:
             yield
         except CannotGoOn as error:
-            mistake, kind = first_line(error), TrainingStopped
+            mistake, error_type = first_line(error), TrainingStopped
         except (ValueError, OSError) as error:
             mistake = first_line(error)
         except (MemoryError, RuntimeError) as error:
@@ -361,10 +361,10 @@ class Backend(ABC):
         self.watchdog.meet()
         if not self.sum({"mistakes": float(mistake is not None)})["mistakes"]:
             return
-        for rank, (text, is_mistake) in enumerate(self.gather_objects([mistake, kind is UserMistake])):
+        for rank, (text, is_mistake) in enumerate(self.gather_objects([mistake, error_type is UserMistake])):
             if text is not None:
-                kind = UserMistake if is_mistake else TrainingStopped
-                raise kind(text if rank == 0 else f"{text} (on rank {rank})")
+                error_type = UserMistake if is_mistake else TrainingStopped
+                raise error_type(text if rank == 0 else f"{text} (on rank {rank})")
 
     def say(self, text: str, *, file: TextIO | None = None) -> None:
         """The root prints a line, which may quote a file, to ``file`` (default: stdout)."""
@@ -403,8 +403,8 @@ class Backend(ABC):
         """This process waits for its loader processes, which may hang. A signal that asks to stop ends the wait of a
         single process at once, with AskedToStop: it is between two updates and can save. Of several processes, others
         may be inside an update; there the watchdog ends the job if nothing comes within half a minute."""
-        alone = self._signals.raised() if self.world_size == 1 else contextlib.nullcontext()
-        with self.watchdog.loading(), alone:
+        interruption = self._signals.raised() if self.world_size == 1 else contextlib.nullcontext()
+        with self.watchdog.loading(), interruption:
             yield
 
     def each(self, what: str, items: Iterable[Any]) -> Iterator[Any]:
@@ -478,4 +478,4 @@ class Backend(ABC):
         self.finish_copies()
 
     def _is_orphan(self) -> bool:
-        return self.launch.launcher != "python" and self._launcher_processes() != self._launched_by
+        return self.launch.launcher != "python" and self._launcher_processes() != self._launchers

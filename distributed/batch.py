@@ -73,24 +73,24 @@ def plan_batches(
         return _plan_parts(global_batch_size, grad_accum_steps, world_size, batch_parts)
     unit = grad_accum_steps * world_size
     if global_batch_size % unit:
-        of_each = f", or {global_batch_size * unit} for micro-batches of {global_batch_size} on each process"
+        micro_batch_hint = f", or {global_batch_size * unit} for micro-batches of {global_batch_size} on each process"
         raise UserMistake(
             f"--batch_size {global_batch_size} is the number of samples per update over all processes and does not "
             f"divide: {global_batch_size} / ({counted(world_size, 'process')} x "
             f"{counted(grad_accum_steps, 'accumulation step')}) = "
             f"{global_batch_size / unit:.12g}; use --batch_size {_nearest(global_batch_size, unit)}"
-            f"{of_each if grad_accum_steps > 1 else ''}"
+            f"{micro_batch_hint if grad_accum_steps > 1 else ''}"
         )
-    needed = _needed_steps(global_batch_size, grad_accum_steps, world_size, previous_batch_plan or {})
-    return BatchPlan(global_batch_size, needed, world_size, asked_grad_accum_steps=grad_accum_steps)
+    accumulation_steps = _needed_steps(global_batch_size, grad_accum_steps, world_size, previous_batch_plan or {})
+    return BatchPlan(global_batch_size, accumulation_steps, world_size, asked_grad_accum_steps=grad_accum_steps)
 
 
-def _plan_parts(batch_size: int, asked: int, world_size: int, parts: int) -> BatchPlan:
-    unit = asked * world_size
+def _plan_parts(batch_size: int, flag_steps: int, world_size: int, parts: int) -> BatchPlan:
+    unit = flag_steps * world_size
     if parts % unit:
         raise UserMistake(
             f"--batch_parts {parts} does not divide: {parts} / ({counted(world_size, 'process')} x "
-            f"{counted(asked, 'accumulation step')}) = "
+            f"{counted(flag_steps, 'accumulation step')}) = "
             f"{parts / unit:.12g}; use --batch_parts {_nearest(parts, unit)}"
         )
     if batch_size % parts:
@@ -98,7 +98,7 @@ def _plan_parts(batch_size: int, asked: int, world_size: int, parts: int) -> Bat
             f"--batch_size {batch_size} does not divide into --batch_parts {parts}: {batch_size} / {parts} = "
             f"{batch_size / parts:.12g}; use --batch_size {_nearest(batch_size, parts)}"
         )
-    return BatchPlan(batch_size, parts // world_size, world_size, asked_grad_accum_steps=asked, batch_parts=parts)
+    return BatchPlan(batch_size, parts // world_size, world_size, asked_grad_accum_steps=flag_steps, batch_parts=parts)
 
 
 def _nearest(number: int, unit: int) -> str:
@@ -107,11 +107,12 @@ def _nearest(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-def _needed_steps(batch_size: int, asked: int, world_size: int, before: Mapping[str, Any]) -> int:
+def _needed_steps(batch_size: int, flag_steps: int, world_size: int, previous: Mapping[str, Any]) -> int:
     """The fewest accumulation steps with which micro-batches are no larger than before."""
-    same_flags = (before.get("batch_size"), before.get("asked_grad_accum_steps")) == (batch_size, asked)
-    micro = before.get("micro_batch_size")
-    if not (same_flags and isinstance(micro, int) and micro > 0):
-        return asked
+    flags = (batch_size, flag_steps)
+    has_same_flags = (previous.get("batch_size"), previous.get("asked_grad_accum_steps")) == flags
+    limit = previous.get("micro_batch_size")
+    if not (has_same_flags and isinstance(limit, int) and limit > 0):
+        return flag_steps
     local = batch_size // world_size
-    return next(steps for steps in range(asked, local + 1) if local % steps == 0 and local // steps <= micro)
+    return next(steps for steps in range(flag_steps, local + 1) if local % steps == 0 and local // steps <= limit)

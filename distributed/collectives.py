@@ -46,11 +46,11 @@ class Communicator:
         if not values:
             return {}
         tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
-        away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
-        read = numbers([*away.values()])
-        of_host = {**values, **tensors, **dict(zip(away, read, strict=True))}
+        device_tensors = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
+        device_numbers = numbers([*device_tensors.values()])
+        host_values = {**values, **tensors, **dict(zip(device_tensors, device_numbers, strict=True))}
         # Python's floats have 64 bits; without a dtype, torch would round them to fp32.
-        packed = torch.tensor([float(number) for number in of_host.values()], dtype=torch.float64)
+        packed = torch.tensor([float(number) for number in host_values.values()], dtype=torch.float64)
         self.all_reduce_(packed, "sum_scalars").wait()
         return dict(zip(values, packed.tolist(), strict=True))
 
@@ -59,9 +59,9 @@ class Communicator:
         numbers in fp64 and then rounded once, so that the order of the processes hardly ever changes the result."""
         is_floating = tensor.is_floating_point()
         dtype = widest(tensor.device) if is_floating else torch.int64 if tensor.dtype == torch.bool else tensor.dtype
-        work = tensor.detach().to(dtype, copy=True).contiguous()
-        self.all_reduce_(work, "sum_tensor").wait()
-        return work.to(tensor.dtype) if is_floating else work
+        total = tensor.detach().to(dtype, copy=True).contiguous()
+        self.all_reduce_(total, "sum_tensor").wait()
+        return total.to(tensor.dtype) if is_floating else total
 
     def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate along dimension 0, by rank; the sizes of dimension 0 may differ. Differentiable.
@@ -77,13 +77,13 @@ class Communicator:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """JSON-able values of all processes, by rank. The values are sent as JSON, not pickled."""
-        return [_from_bytes(text) for text in self._all_gather_ragged(_to_bytes(value))]
+        return [_decode_json(text) for text in self._all_gather_ragged(_encode_json(value))]
 
     def broadcast_object(self, value: Any) -> Any:
         """The root's JSON-able value. Each process receives this value alone, however many processes there are."""
-        own = _to_bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        own = _encode_json(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = int(self.sum_scalars({"size": len(own)})["size"])
-        return _from_bytes(self._sum_of_bytes(own, 0, size))
+        return _decode_json(self._join_bytes(own, 0, size))
 
     def _all_gather_ragged(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         """The tensors of all processes, by rank; the sizes of dimension 0 may differ. See `gather`."""
@@ -96,28 +96,28 @@ class Communicator:
         if 2 * total < self.world_size * largest:  # few processes have most of it; a sum sends every byte twice
             row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
             own = tensor.contiguous().view(-1).view(torch.uint8)
-            rows = self._sum_of_bytes(own, sum(sizes[: self.rank]) * row_bytes, total * row_bytes)
-            return list(rows.view(tensor.dtype).view(total, *tensor.shape[1:]).split(list(sizes)))
+            all_bytes = self._join_bytes(own, sum(sizes[: self.rank]) * row_bytes, total * row_bytes)
+            return list(all_bytes.view(tensor.dtype).view(total, *tensor.shape[1:]).split(list(sizes)))
         padded = tensor.new_zeros((largest, *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
-        return [part[:size] for part, size in zip(self.all_gather(padded), sizes, strict=True)]
+        return [gathered[:size] for gathered, size in zip(self.all_gather(padded), sizes, strict=True)]
 
-    def _sum_of_bytes(self, own: Tensor, start: int, total: int) -> Tensor:
+    def _join_bytes(self, own: Tensor, start: int, total: int) -> Tensor:
         """uint8 (total,), of which each process gives the bytes from its ``start`` on, and no byte is given twice."""
         words = torch.zeros(math.ceil(total / 8), dtype=torch.int64, device=own.device)  # Horovod adds no uint8
-        found = words.view(torch.uint8)[:total]
-        found[start : start + len(own)] = own
+        all_bytes = words.view(torch.uint8)[:total]
+        all_bytes[start : start + len(own)] = own
         if total:
             self.all_reduce_(words, "sum_of_bytes").wait()  # bits that nobody else has set are added without a carry
-        return found
+        return all_bytes
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Communicator, sizes: Sequence[int] | None) -> Tensor:
-        parts = comm._all_gather_ragged(tensor.detach(), sizes)
-        ctx.comm, ctx.sizes = comm, [len(part) for part in parts]
-        return torch.cat(parts)
+        tensors = comm._all_gather_ragged(tensor.detach(), sizes)
+        ctx.comm, ctx.sizes = comm, [len(gathered) for gathered in tensors]
+        return torch.cat(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -126,9 +126,9 @@ class _Gather(torch.autograd.Function):
         return total[start : start + ctx.sizes[ctx.comm.rank]], None, None
 
 
-def _to_bytes(value: Any) -> Tensor:
+def _encode_json(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _from_bytes(text: Tensor) -> Any:
-    return json.loads(text.numpy().tobytes())
+def _decode_json(encoded: Tensor) -> Any:
+    return json.loads(encoded.numpy().tobytes())

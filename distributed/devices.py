@@ -21,8 +21,8 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     Raises:
         ValueError: more processes than GPUs on this machine, unless `gpus_are_shared`.
     """
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if gpus_are_shared():
@@ -30,12 +30,12 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     if count == 1 and (launcher == "srun" or os.environ.get("CUDA_VISIBLE_DEVICES")):
         local_rank = 0  # where several processes see the same one, `shared_gpu` tells
     if local_rank >= count:
-        otherwise = ", or set CUDA_VISIBLE_DEVICES= to train on the CPU" if kind.type == "cuda" else ""
+        cpu_hint = ", or set CUDA_VISIBLE_DEVICES= to train on the CPU" if accelerator.type == "cuda" else ""
         raise ValueError(
             f"process {local_rank + 1} on a machine with {count} visible GPU{'s' * (count > 1)}; "
-            f"start one process per GPU{otherwise}"
+            f"start one process per GPU{cpu_hint}"
         )
-    device = torch.device(kind.type, local_rank)
+    device = torch.device(accelerator.type, local_rank)
     torch.accelerator.set_device_index(device)
     return device
 
@@ -61,11 +61,11 @@ def gpu_id(device: torch.device) -> str | None:
 def shared_gpu(by_rank: Sequence[str | None]) -> str | None:
     """One line that names two processes of one GPU, over which NCCL would fail; None if there are none. ``by_rank``
     holds what ``gpu_id`` returned on each process."""
-    first: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     for rank, gpu in enumerate(by_rank):
-        if gpu is not None and first.setdefault(gpu, rank) != rank:
+        if gpu is not None and ranks.setdefault(gpu, rank) != rank:
             return (
-                f"ranks {first[gpu]} and {rank} share one GPU, {gpu}; start one process per GPU, and let all processes "
+                f"ranks {ranks[gpu]} and {rank} share one GPU, {gpu}; start one process per GPU, and let all processes "
                 "of a machine see the same list in CUDA_VISIBLE_DEVICES, or each one only its own GPU"
             )
     return None
@@ -75,10 +75,10 @@ def allow_open_files(needed: int) -> str | None:
     """Raise the limit of files and sockets that this process may open to ``needed``, if it is lower. Returns one line
     if the machine does not allow that many; the limit is then as high as it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed == needed:
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == needed:
         return None
     return (
         f"a process may open {hard} files and sockets on this machine, and may need {needed}; raise the hard limit "
@@ -109,8 +109,8 @@ def own_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
         cores = os.sched_getaffinity(0)
     else:  # macOS ties no process to cores
         cores = set(range(os.cpu_count() or 1))
-    here = f"{socket.gethostname()} {sum(1 << core for core in cores):x}"
-    share = len(cores) // gather_objects(here).count(here)
+    machine_and_cores = f"{socket.gethostname()} {sum(1 << core for core in cores):x}"
+    share = len(cores) // gather_objects(machine_and_cores).count(machine_and_cores)
     return max(share, 1) if os.environ.get("OMP_NUM_THREADS", "1") == "1" else torch.get_num_threads()
 
 
@@ -120,12 +120,12 @@ def cpu_threads(count: int | None) -> Iterator[None]:
     if count is None:
         yield
         return
-    before = torch.get_num_threads()
+    previous_count = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_count)
 
 
 def choose_kernels_by_time() -> None:
@@ -136,16 +136,16 @@ def choose_kernels_by_time() -> None:
 
 def check_compiler(device: torch.device) -> None:
     """Compile something small. Raises ValueError, in one line, if that fails: PyTorch's own error has a hundred."""
-    trial = torch.nn.Sigmoid()
-    trial.compile()
+    module = torch.nn.Sigmoid()
+    module.compile()
     try:
-        trial(torch.zeros(8, device=device))
+        module(torch.zeros(8, device=device))
     except Exception as error:
-        inner = getattr(error, "inner_exception", None)  # of an error whose first line names the backend alone
-        reason = f"{type(inner).__name__}: {first_line(inner)}" if inner else first_line(error)
-        needed = "a C compiler and Triton" if device.type == "cuda" else "g++"
+        cause = getattr(error, "inner_exception", None)  # of an error whose first line names the backend alone
+        reason = f"{type(cause).__name__}: {first_line(cause)}" if cause else first_line(error)
+        requirements = "a C compiler and Triton" if device.type == "cuda" else "g++"
         raise ValueError(
-            f"--compile: PyTorch cannot compile here ({reason}): install {needed} and Python's headers "
+            f"--compile: PyTorch cannot compile here ({reason}): install {requirements} and Python's headers "
             "(apt-get install g++ python3-dev), or leave out --compile"
         ) from None
 

@@ -35,5 +35,5 @@ def first_line(error: BaseException) -> str:
 def lacks_memory(error: BaseException) -> bool:
     """Whether memory was asked for that there is not, on the CPU or on a GPU."""
     # PyTorch raises a plain RuntimeError if the CPU's memory is exhausted, or if a size overflows.
-    said = ("not enough memory", "can't allocate memory", "out of memory", "Storage size calculation overflowed")
-    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
+    phrases = ("not enough memory", "can't allocate memory", "out of memory", "Storage size calculation overflowed")
+    return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in phrases)

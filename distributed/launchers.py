@@ -44,42 +44,42 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     """
     env = os.environ if environ is None else environ
     if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
-        return Launch("horovodrun", *_place(env, "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_SIZE"))
+        return Launch("horovodrun", *_read_ranks(env, "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_SIZE"))
     # Some job scripts export only WORLD_SIZE, so it shows torchrun only together with another of torchrun's variables.
     if "RANK" in env or ("WORLD_SIZE" in env and "LOCAL_RANK" in env):
         # The deepspeed launcher sets torchrun's variables and two of its own.
         is_deepspeed = "CROSS_RANK" in env and "LOCAL_SIZE" in env and "TORCHELASTIC_RUN_ID" not in env
         launcher = "deepspeed" if is_deepspeed else "torchrun"
-        return Launch(launcher, *_place(env, "RANK", "LOCAL_RANK", "WORLD_SIZE"), *_master(env), _is_restart(env))
+        return Launch(launcher, *_read_ranks(env, "RANK", "LOCAL_RANK", "WORLD_SIZE"), *_master(env), _is_restart(env))
     # Test for mpirun before srun: mpirun starts its daemons with srun, so its processes inherit srun's variables.
-    if _integer(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
+    if _read_integer(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         if "MASTER_ADDR" not in env and env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]:
             raise UserMistake(
                 "mpirun started this on several machines without MASTER_ADDR; add `-x MASTER_ADDR=<first host>`"
             )
         names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE"))
-        return Launch("mpirun", *_place(env, *names), *_master(env))
+        return Launch("mpirun", *_read_ranks(env, *names), *_master(env))
     # SLURM_PROCID alone does not show srun: SLURM also sets it in a batch script, which is one process.
-    if _integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        place = _place(env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+    if _read_integer(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        ranks = _read_ranks(env, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
         host = env.get("MASTER_ADDR") or first_slurm_host(env.get("SLURM_STEP_NODELIST", ""))
         # Two jobs on one node need different ports.
-        port = _integer(env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 20000)
-        return Launch("srun", *place, host, port, _is_restart(env))
+        port = _read_integer(env, "MASTER_PORT", 20000 + _read_integer(env, "SLURM_JOB_ID", 0) % 20000)
+        return Launch("srun", *ranks, host, port, _is_restart(env))
     return Launch("python", is_restart=_is_restart(env))
 
 
-def _place(env: Mapping[str, str], rank: str, local_rank: str, world_size: str) -> tuple[int, int, int]:
-    return _integer(env, rank), _integer(env, local_rank, 0), _integer(env, world_size)
+def _read_ranks(env: Mapping[str, str], rank: str, local_rank: str, world_size: str) -> tuple[int, int, int]:
+    return _read_integer(env, rank), _read_integer(env, local_rank, 0), _read_integer(env, world_size)
 
 
 def _master(env: Mapping[str, str]) -> tuple[str, int]:
-    return env.get("MASTER_ADDR", "127.0.0.1"), _integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT)
+    return env.get("MASTER_ADDR", "127.0.0.1"), _read_integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT)
 
 
 def _is_restart(env: Mapping[str, str]) -> bool:
     """torchrun counts how often it started the processes again, SLURM how often it requeued the job."""
-    return any(_integer(env, f"{who}_RESTART_COUNT", 0) > 0 for who in ("TORCHELASTIC", "SLURM"))
+    return any(_read_integer(env, f"{launcher}_RESTART_COUNT", 0) > 0 for launcher in ("TORCHELASTIC", "SLURM"))
 
 
 def torchrun_id() -> str | None:
@@ -87,21 +87,21 @@ def torchrun_id() -> str | None:
     None if no torchrun started this process. --rdzv_id is no such text, because several launches may have the same."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError, IndexError):  # not Linux, or the launcher is gone
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             launcher = os.getppid()
-            since_boot = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime
-            return f"{socket.gethostname()}/{boot}/{launcher}/{since_boot}/{os.environ['TORCHELASTIC_RUN_ID']}"
+            ticks = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5): starttime
+            return f"{socket.gethostname()}/{boot_id}/{launcher}/{ticks}/{os.environ['TORCHELASTIC_RUN_ID']}"
     return None
 
 
 def first_slurm_host(nodelist: str) -> str:
     """``"gpu[03-05,9]-ib,cpu1"`` -> ``"gpu03-ib"``: the host of task 0 in SLURM's compressed list."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
-    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else "")
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group() if match else "")
     return host or "127.0.0.1"
 
 
-def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _read_integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     if name not in env:
         if default is not None:
             return default

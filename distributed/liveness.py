@@ -28,9 +28,9 @@ LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchru
 SILENT_TICKS = 10  # without an answer, for a process that holds up a job which is asked to end
 _LOADING_TICKS = 30  # without a sample, likewise
 _NO_ANSWER_TICKS = 3
-_STRANGER_TICKS = 30  # a connection that has not said for so long which process it is
+_UNIDENTIFIED_TICKS = 30  # a connection that has not said for so long which process it is
 _LONGEST_LINE = 1 << 16  # bytes
-_NAMED = 8  # ranks in a verdict, which is one line and goes out in one piece: machines may hold hundreds
+_MAX_NAMED_RANKS = 8  # ranks in a verdict, which is one line and goes out in one piece: machines may hold hundreds
 _ASK_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -81,14 +81,14 @@ class Judge:
     def __init__(self, world_size: int, timeout_ticks: float) -> None:
         self.now, self._timeout_ticks = 0, timeout_ticks
         self._ranks = [_Rank(0, 0) for _ in range(world_size)]
-        self._told: set[str] = set()
+        self._announced_phases: set[str] = set()
 
     def hear(self, rank: int, mark: dict[str, Any]) -> None:
         """A rank says what it is doing, and how many phases it has begun (``count``)."""
-        known = self._ranks[rank]
-        if known.mark["count"] != mark["count"]:
-            known.moved_at = self.now
-        known.mark, known.heard_at = mark, self.now
+        state = self._ranks[rank]
+        if state.mark["count"] != mark["count"]:
+            state.moved_at = self.now
+        state.mark, state.heard_at = mark, self.now
 
     def leave(self, rank: int) -> None:
         """A rank ends on purpose: it has done its work, or all end together, or another one is the reason."""
@@ -98,82 +98,82 @@ class Judge:
         """A rank has ended, with its own ``error`` or without a word, when the root was at ``update``: the rank was as
         far, because no update is made without it, though what it said last, up to a tick before, may be of an earlier
         update."""
-        known = self._ranks[rank]
-        if not known.has_left and known.lost is None:
-            known.lost = error
-            if update > known.mark["update"]:
-                known.mark = {**known.mark, "update": update, "phase": ""}
+        state = self._ranks[rank]
+        if not state.has_left and state.lost is None:
+            state.lost = error
+            if update > state.mark["update"]:
+                state.mark = {**state.mark, "update": update, "phase": ""}
 
     def tick(self, is_asked_to_end: bool = False) -> str | None:
         """The verdict, if there is one now. Those whose connections end within the same tick are lost together."""
         self.now += 1
-        if any(known.lost is not None for known in self._ranks):
-            return self._naming("lost contact with ", lambda known: known.lost is not None)
+        if any(state.lost is not None for state in self._ranks):
+            return self._name_ranks("lost contact with ", lambda state: state.lost is not None)
         if is_asked_to_end and any(map(self._lacks_data, self._ranks)):
-            return self._naming(f"asked to end, but for {_LOADING_TICKS} s no data has come to ", self._lacks_data)
+            return self._name_ranks(f"asked to end, but for {_LOADING_TICKS} s no data has come to ", self._lacks_data)
         # Before a job ends by itself nobody may need a rank that is silent, such as while the root saves.
-        if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._waits, self._ranks)):
-            return self._naming("no sign of life from ", self._is_silent)
-        return self._hold_up()
+        if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._is_waiting, self._ranks)):
+            return self._name_ranks("no sign of life from ", self._is_silent)
+        return self._find_stalled()
 
     def wait(self) -> str | None:
         """Which ranks others have waited for in a collective for 10 s: a line, once for each phase of these."""
-        waiting = sum(map(self._waits, self._ranks))
-        busy = [known for known in self._ranks if not known.has_left and not known.mark.get("collective")]
-        phases = {known.mark["phase"] for known in busy}
-        if not waiting or phases <= self._told:
+        waiting_count = sum(map(self._is_waiting, self._ranks))
+        busy = [state for state in self._ranks if not state.has_left and not state.mark.get("collective")]
+        phases = {state.mark["phase"] for state in busy}
+        if not waiting_count or phases <= self._announced_phases:
             return None
-        self._told |= phases
-        have = "process has" if waiting == 1 else "processes have"
-        words = f"{waiting} {have} waited for {SILENT_TICKS * TICK_SECONDS:g} s for "
-        return self._naming(words, lambda known: known in busy)
+        self._announced_phases |= phases
+        verb = "process has" if waiting_count == 1 else "processes have"
+        prefix = f"{waiting_count} {verb} waited for {SILENT_TICKS * TICK_SECONDS:g} s for "
+        return self._name_ranks(prefix, lambda state: state in busy)
 
-    def _naming(self, words: str, is_meant: Any) -> str:
-        return words + _listed(
-            f"rank {rank} {known.place}{': ' if known.lost else ''}{known.lost or ''}"
-            for rank, known in enumerate(self._ranks)
-            if is_meant(known)
+    def _name_ranks(self, prefix: str, is_named: Any) -> str:
+        return prefix + _join_first(
+            f"rank {rank} {state.place}{': ' if state.lost else ''}{state.lost or ''}"
+            for rank, state in enumerate(self._ranks)
+            if is_named(state)
         )
 
-    def _is_silent(self, known: _Rank, ticks: int = SILENT_TICKS) -> bool:
-        return not known.has_left and self.now - known.heard_at > ticks
+    def _is_silent(self, state: _Rank, ticks: int = SILENT_TICKS) -> bool:
+        return not state.has_left and self.now - state.heard_at > ticks
 
-    def _lacks_data(self, known: _Rank) -> bool:
+    def _lacks_data(self, state: _Rank) -> bool:
         """Whether a rank waits for loader processes, which may hang, so that it does not come to save."""
-        return not known.has_left and bool(known.mark.get("loads")) and self.now - known.moved_at > _LOADING_TICKS
+        return not state.has_left and bool(state.mark.get("loads")) and self.now - state.moved_at > _LOADING_TICKS
 
-    def _waits(self, known: _Rank) -> bool:
+    def _is_waiting(self, state: _Rank) -> bool:
         """Whether a rank that answers has made no progress in a collective."""
-        is_there = not known.has_left and not self._is_silent(known)
-        return is_there and bool(known.mark.get("collective")) and self.now - known.moved_at > SILENT_TICKS
+        is_there = not state.has_left and not self._is_silent(state)
+        return is_there and bool(state.mark.get("collective")) and self.now - state.moved_at > SILENT_TICKS
 
-    def _hold_up(self) -> str | None:
+    def _find_stalled(self) -> str | None:
         """Which ranks made no progress for the whole timeout and hold up the others."""
         stalled = [
             rank
-            for rank, known in enumerate(self._ranks)
-            if not known.has_left and self.now - known.moved_at > self._timeout_ticks
+            for rank, state in enumerate(self._ranks)
+            if not state.has_left and self.now - state.moved_at > self._timeout_ticks
         ]
         silent = [rank for rank in stalled if self._is_silent(self._ranks[rank], _NO_ANSWER_TICKS)]
         # A rank that waits for others in a collective is not to blame while a rank outside a collective stands still.
         busy = [rank for rank in stalled if not self._ranks[rank].mark.get("collective")]
         culprits = silent or busy
         if not culprits and len(stalled) == len(self._ranks):
-            behind = min(known.mark["update"] for known in self._ranks)
-            culprits = [rank for rank in stalled if self._ranks[rank].mark["update"] == behind]
+            lowest_update = min(state.mark["update"] for state in self._ranks)
+            culprits = [rank for rank in stalled if self._ranks[rank].mark["update"] == lowest_update]
         if not culprits:
             return None
-        named = _listed(
+        culprit_text = _join_first(
             f"rank {rank} stands at update {self._ranks[rank].mark['update']} ({self._ranks[rank].mark['phase']})"
             for rank in culprits
         )
-        return f"no progress for {counted(self._timeout_ticks * TICK_SECONDS / 60, 'minute')}: {named}"
+        return f"no progress for {counted(self._timeout_ticks * TICK_SECONDS / 60, 'minute')}: {culprit_text}"
 
 
-def _listed(found: Iterable[str]) -> str:
-    named = list(found)
-    more = [f"and {len(named) - _NAMED} more ranks"] if len(named) > _NAMED else []
-    return "; ".join([*named[:_NAMED], *more])
+def _join_first(descriptions: Iterable[str]) -> str:
+    entries = list(descriptions)
+    rest = [f"and {len(entries) - _MAX_NAMED_RANKS} more ranks"] if len(entries) > _MAX_NAMED_RANKS else []
+    return "; ".join([*entries[:_MAX_NAMED_RANKS], *rest])
 
 
 @dataclass
@@ -202,26 +202,26 @@ class Liveness:
 
     def __init__(self, host: str, world_size: int, timeout_ticks: float, update: Callable[[], int] = lambda: 0) -> None:
         self._update = update
-        self._world_size, self._judge = world_size, Judge(world_size, timeout_ticks)
+        self._world_size, self._monitor = world_size, Judge(world_size, timeout_ticks)
         self._listener = _listen(host, world_size)
         self.port, self.token = self._listener.getsockname()[1], secrets.token_hex(8)
         self._members: list[_Member] = []
-        self._arrived, self._verdict = 0, ""
+        self._meeting_arrivals, self._verdict = 0, ""
         self._is_asked_to_end = self._is_stopping = False
-        self._bell, self._rings = socket.socketpair()
+        self._wake_sender, self._wake_receiver = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for each in (self._listener, self._rings, self._bell):
-            each.setblocking(False)
-        self._selector.register(self._rings, selectors.EVENT_READ, self._hear_bell)
-        self._listen_again()
-        os.register_at_fork(after_in_child=self._forget)
+        for sock in (self._listener, self._wake_receiver, self._wake_sender):
+            sock.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._read_signals)
+        self._resume_accepting()
+        os.register_at_fork(after_in_child=self._close_in_child)
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._thread.start()
 
     def hear_signal(self, number: int) -> None:
         """A signal has reached the root: called by a thread, because the main one may hang in a collective."""
         with contextlib.suppress(OSError):
-            self._bell.send(bytes([number]))
+            self._wake_sender.send(bytes([number]))
 
     def stop(self) -> None:
         """Let the others know that the root leaves, and end the thread."""
@@ -229,75 +229,75 @@ class Liveness:
             return
         self._is_stopping = True
         with contextlib.suppress(OSError):  # the thread may notice by itself, and close the bell
-            self._bell.send(b"\0")
+            self._wake_sender.send(b"\0")
         self._thread.join(timeout=2 * TICK_SECONDS)
 
     def _run(self) -> None:
-        due = time.monotonic() + TICK_SECONDS
+        next_tick = time.monotonic() + TICK_SECONDS
         while not self._is_stopping:
-            self._look(max(due - time.monotonic(), 0.0))
-            if time.monotonic() >= due:
-                due = time.monotonic() + TICK_SECONDS
+            self._poll(max(next_tick - time.monotonic(), 0.0))
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + TICK_SECONDS
                 self._tick()
-        due = time.monotonic() + TICK_SECONDS
-        while self._look(0.0) and time.monotonic() < due:  # what the root itself has said last
+        next_tick = time.monotonic() + TICK_SECONDS
+        while self._poll(0.0) and time.monotonic() < next_tick:  # what the root itself has said last
             pass
         self._tick()
-        self._tell_all("left")
+        self._send_all("left")
         self._close()
 
     def _close(self) -> None:
-        for each in (self._listener, self._bell, self._rings, *(member.connection for member in self._members)):
-            each.close()
+        for sock in (self._listener, self._wake_sender, self._wake_receiver, *(m.connection for m in self._members)):
+            sock.close()
 
-    def _forget(self) -> None:
+    def _close_in_child(self) -> None:
         """In a process that was forked, such as a loader's worker: the connections must end with the root."""
         self._close()
 
-    def _look(self, seconds: float) -> bool:
+    def _poll(self, seconds: float) -> bool:
         """Hear who speaks now or within so many seconds; False if nobody did."""
-        found = self._selector.select(seconds)
-        for key, _ in found:
+        events = self._selector.select(seconds)
+        for key, _ in events:
             key.data()
-        return bool(found)
+        return bool(events)
 
     def _tick(self) -> None:
         for member in list(self._members):
             if member.rank < 0:
                 member.ticks += 1
-                if member.ticks > _STRANGER_TICKS:
+                if member.ticks > _UNIDENTIFIED_TICKS:
                     self._drop(member)
             elif not member.is_asked:
                 member.is_asked = True
                 member.send(to_line("beat"))
-        self._listen_again()
-        if not self._verdict and (verdict := self._judge.tick(self._is_asked_to_end)):
+        self._resume_accepting()
+        if not self._verdict and (verdict := self._monitor.tick(self._is_asked_to_end)):
             self._verdict = verdict
-            self._tell_all("end", verdict)
-        elif not self._verdict and (wait := self._judge.wait()):
+            self._send_all("end", verdict)
+        elif not self._verdict and (wait := self._monitor.wait()):
             tell(wait)
 
-    def _tell_all(self, *message: Any) -> None:
+    def _send_all(self, *message: Any) -> None:
         for member in self._members:
             if member.rank >= 0:
                 member.send(to_line(*message))
 
-    def _hear_bell(self) -> None:
-        self._is_asked_to_end |= any(number in _ASK_TO_END for number in self._rings.recv(4096))
+    def _read_signals(self) -> None:
+        self._is_asked_to_end |= any(number in _ASK_TO_END for number in self._wake_receiver.recv(4096))
 
-    def _listen_again(self) -> None:
+    def _resume_accepting(self) -> None:
         with contextlib.suppress(KeyError, ValueError):  # it listens; it is closed, because all are in
-            self._selector.register(self._listener, selectors.EVENT_READ, self._welcome)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _listen_no_more(self) -> None:
+    def _pause_accepting(self) -> None:
         with contextlib.suppress(KeyError):  # it does not listen
             self._selector.unregister(self._listener)
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:  # such as too many open files, which select would report again at once: wait for a tick
-            return self._listen_no_more()
+            return self._pause_accepting()
         with contextlib.suppress(OSError):
             connection.setblocking(False)
             watch_link(connection)
@@ -307,18 +307,18 @@ class Liveness:
 
     def _read(self, member: _Member) -> None:
         try:
-            found = member.connection.recv(_LONGEST_LINE)
+            received = member.connection.recv(_LONGEST_LINE)
         except BlockingIOError:
             return
         except OSError:
-            found = b""
-        *lines, member.text = (member.text + found).split(b"\n")
+            received = b""
+        *lines, member.text = (member.text + received).split(b"\n")
         try:
             for line in lines:
-                self._hear(member, *json.loads(line))
+                self._handle_message(member, *json.loads(line))
         except Exception:  # no process of this job: whatever it sends must not end this thread
-            found = b""
-        if not found or len(member.text) > _LONGEST_LINE:
+            received = b""
+        if not received or len(member.text) > _LONGEST_LINE:
             self._drop(member)
 
     def _drop(self, member: _Member) -> None:
@@ -326,25 +326,25 @@ class Liveness:
         member.connection.close()
         self._members.remove(member)
         if member.rank >= 0:
-            self._judge.lose(member.rank, "", self._update())
+            self._monitor.lose(member.rank, "", self._update())
 
-    def _hear(self, member: _Member, kind: str, *values: Any) -> None:
+    def _handle_message(self, member: _Member, kind: str, *values: Any) -> None:
         if member.rank < 0:
             token, rank = values
             if kind != "here" or token != self.token or rank not in range(self._world_size):
                 raise ValueError(kind)
             member.rank = int(rank)
-            if {each.rank for each in self._members} >= set(range(self._world_size)):
-                self._listen_no_more()
+            if {other.rank for other in self._members} >= set(range(self._world_size)):
+                self._pause_accepting()
                 self._listener.close()
         elif kind == "beat":
             member.is_asked = False
-            self._judge.hear(member.rank, *values)
+            self._monitor.hear(member.rank, *values)
         elif kind == "met":
-            self._arrived += 1
-            if self._arrived % self._world_size == 0:
-                self._tell_all("met")
+            self._meeting_arrivals += 1
+            if self._meeting_arrivals % self._world_size == 0:
+                self._send_all("met")
         elif kind == "left":
-            self._judge.leave(member.rank)
+            self._monitor.leave(member.rank)
         elif kind == "failed":
-            self._judge.lose(member.rank, values[0], self._update())
+            self._monitor.lose(member.rank, values[0], self._update())

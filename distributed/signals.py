@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # The processes of deepspeed have its terminal; torchrun and horovodrun start theirs in sessions of their own.
-_THAT_PASS_ON = ("python", "deepspeed")
-_ASKED_OF_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # mostly through the launcher
+_TERMINAL_LAUNCHERS = ("python", "deepspeed")
+_JOB_WIDE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # mostly through the launcher
 _WAKE_UP = b"\0"  # the number of no signal
-_LOOKS_FOR_LAUNCHER_SECONDS = 1.0
+_ORPHAN_CHECK_SECONDS = 1.0
 _VERDICT_SECONDS = 3.0  # until the watchdog has told that a process is lost: launchers then ask the others to stop
 
 
 # Weak: functions that are registered for forks are never released, and would keep a whole run.
-_hearing: weakref.WeakSet[Signals] = weakref.WeakSet()
+_open_instances: weakref.WeakSet[Signals] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    for signals in list(_hearing):
+    for signals in list(_open_instances):
         signals.forget()
 
 
@@ -63,7 +63,7 @@ class Signals:
     Args:
         is_orphan: Whether the launcher is gone, which before ``begin`` is taken for a signal.
         is_root: Whether this process speaks for all.
-        launcher: That of `Launch`. Of those in ``_THAT_PASS_ON``, each Ctrl-C in the terminal reaches the processes.
+        launcher: That of `Launch`. Each Ctrl-C in the terminal reaches the processes of ``_TERMINAL_LAUNCHERS``.
     """
 
     def __init__(self, is_orphan: Callable[[], bool], *, is_root: bool, launcher: str = "python") -> None:
@@ -72,18 +72,18 @@ class Signals:
         self.received: set[int] = set()
         #: Set as soon as there is one; it hears the signals, too.
         self.watchdog: Watchdog | None = None
-        self._has_begun = self._is_closed = self._has_told = self._is_raised = False
-        self._telling = threading.Lock()
+        self._has_begun = self._is_closed = self._has_announced = self._is_raised = False
+        self._announce_lock = threading.Lock()
         self._interrupts = 0
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        self._before: dict[int, Any] = {
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._previous_handlers: dict[int, Any] = {
             number: signal.signal(number, self._handle)
             for number in SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
-        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        _hearing.add(self)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        _open_instances.add(self)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
@@ -93,7 +93,7 @@ class Signals:
 
     def all_stop(self) -> None:
         """All processes have agreed to stop, so none is lost: tell it now, before the run says that it has saved."""
-        self._tell_once(min(self.received, default=None))
+        self._announce_once(min(self.received, default=None))
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
@@ -111,22 +111,22 @@ class Signals:
         if self._is_closed:
             return
         self._is_closed = True
-        signal.set_wakeup_fd(self._wakeup_before)
-        for number, handler in self._before.items():
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        for number, handler in self._previous_handlers.items():
             if handler is not None:  # Python cannot give back a handler that C has set
                 signal.signal(number, handler)
-        os.write(self._writing, _WAKE_UP)  # closing it would not do: forked processes may hold it
+        os.write(self._write_fd, _WAKE_UP)  # closing it would not do: forked processes may hold it
         self._thread.join()
-        os.close(self._reading)
-        os.close(self._writing)
+        os.close(self._read_fd)
+        os.close(self._write_fd)
 
     def _handle(self, number: int, frame: Any) -> None:
-        self._note(number)
+        self._record(number)
         if self._is_raised and self.received:
             self._is_raised = False
             raise AskedToStop
 
-    def _note(self, number: int) -> None:
+    def _record(self, number: int) -> None:
         if self._has_begun:
             self.received.add(number)
 
@@ -134,12 +134,12 @@ class Signals:
 
     def _listen(self) -> None:
         while True:
-            if select.select([self._reading], [], [], _LOOKS_FOR_LAUNCHER_SECONDS)[0]:
-                found = os.read(self._reading, 1)
-                if found == _WAKE_UP:
+            if select.select([self._read_fd], [], [], _ORPHAN_CHECK_SECONDS)[0]:
+                byte = os.read(self._read_fd, 1)
+                if byte == _WAKE_UP:
                     return
-                if found[0] in self._before:
-                    self._hear(signal.Signals(found[0]))
+                if byte[0] in self._previous_handlers:
+                    self._hear(signal.Signals(byte[0]))
                 continue
             if not self._has_begun and self._is_orphan():
                 self._end_start_up("the launcher is gone")
@@ -151,14 +151,14 @@ class Signals:
             self.watchdog.hear_signal(number)
         if not self._has_begun:
             self._end_start_up(number.name)
-        self._note(number)  # it may have begun meanwhile
+        self._record(number)  # it may have begun meanwhile
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             leave(INTERRUPTED, at_once=True)
         # torchrun and horovodrun send SIGTERM where a process is lost: then there will be no save.
         patience = _VERDICT_SECONDS if number == signal.SIGTERM else 0.0
-        if self._has_begun and self._is_root and not self._has_told and not self._is_explained(patience):
-            self._tell_once(number)
+        if self._has_begun and self._is_root and not self._has_announced and not self._is_explained(patience):
+            self._announce_once(number)
 
     def _is_explained(self, seconds: float = _VERDICT_SECONDS) -> bool:
         """Whether the watchdog says, now or in so many seconds, why the job ends."""
@@ -171,19 +171,19 @@ class Signals:
             say(f"{why}: stopped before there was anything to save; the same command starts again")
         leave(ASKED_TO_STOP, at_once=True)
 
-    def _tell_once(self, number: int | None) -> None:
+    def _announce_once(self, number: int | None) -> None:
         """The root says that it was asked to stop. ``number`` is None if it has heard no signal itself."""
-        with self._telling:
-            if not self._is_root or self._has_told:
+        with self._announce_lock:
+            if not self._is_root or self._has_announced:
                 return
-            self._has_told = True
-            then = ""
-            if number in _ASKED_OF_ALL and self._launcher not in _THAT_PASS_ON:
-                then = f"; {self._launcher} kills it if that takes too long"
+            self._has_announced = True
+            consequence = ""
+            if number in _JOB_WIDE_SIGNALS and self._launcher not in _TERMINAL_LAUNCHERS:
+                consequence = f"; {self._launcher} kills it if that takes too long"
             elif number == signal.SIGINT:
-                then = "; a second Ctrl-C ends it at once, without a save"
-            unheard = "the launcher is gone" if self._is_orphan() else "asked to stop"
-            tell(f"{unheard if number is None else signal.Signals(number).name}: saving before it stops{then}")
+                consequence = "; a second Ctrl-C ends it at once, without a save"
+            reason = "the launcher is gone" if self._is_orphan() else "asked to stop"
+            tell(f"{reason if number is None else signal.Signals(number).name}: saving before it stops{consequence}")
 
     # What a forked process runs.
 
@@ -192,11 +192,11 @@ class Signals:
         if self._is_closed:
             return
         self._is_closed = True
-        os.close(self._reading)
-        os.close(self._writing)
+        os.close(self._read_fd)
+        os.close(self._write_fd)
         with contextlib.suppress(ValueError):  # another thread than the main one has forked
             signal.set_wakeup_fd(-1)
-            for number in self._before:
+            for number in self._previous_handlers:
                 signal.signal(number, signal.SIG_DFL)
 
 
@@ -211,10 +211,10 @@ class StopRequest:
         self._comm, self._received = comm, received
         self._is_asked = False  # by the last caller of `agreed`
         self._pending: tuple[torch.Tensor, Handle] | None = None
-        self._arrived = self._is_carried = False
+        self._has_request_arrived = self._is_summed_with_gradients = False
         # Flags that are on their way from the device to the host, of this call and of the one before.
-        self._reading: list[tuple[torch.Tensor, Any]] = []
-        self._read_next: list[tuple[torch.Tensor, Any]] = []
+        self._readable_flags: list[tuple[torch.Tensor, Any]] = []
+        self._copied_flags: list[tuple[torch.Tensor, Any]] = []
 
     @property
     def is_asked_here(self) -> bool:
@@ -227,39 +227,39 @@ class StopRequest:
         call waits for a sum of its own.
         """
         self._is_asked = here
-        wanted = here or self.is_asked_here
+        is_requested = here or self.is_asked_here
         if self._comm.world_size == 1:
-            return wanted
-        answer = self.drain() or self._of_gradients()
-        if now or not self._is_carried:
-            flags = torch.tensor([int(wanted)], dtype=torch.int32)
+            return is_requested
+        answer = self.drain() or self._read_gradient_flags()
+        if now or not self._is_summed_with_gradients:
+            flags = torch.tensor([int(is_requested)], dtype=torch.int32)
             self._pending = (flags, self._comm.all_reduce_(flags, "stop_request"))
-        self._is_carried = False
+        self._is_summed_with_gradients = False
         return (self.drain() or answer) if now else answer
 
     def depart(self) -> bool:
         """The flag of this process, for a sum of gradients; see ``GradientReducer``."""
-        self._is_carried = True
+        self._is_summed_with_gradients = True
         return self._is_asked or self.is_asked_here
 
     def arrive(self, total: torch.Tensor) -> None:
         """What the sum of gradients has made of the flags. On a GPU the host reads it later, without a wait."""
         if not has_pinned_memory(total.device):
-            self._arrived |= bool(total)
+            self._has_request_arrived |= bool(total)
             return
         copy = torch.empty((), dtype=total.dtype, pin_memory=True)
         copy.copy_(total, non_blocking=True)
         event = torch.Event(total.device)
         event.record()
-        self._read_next.append((copy, event))
+        self._copied_flags.append((copy, event))
 
-    def _of_gradients(self) -> bool:
+    def _read_gradient_flags(self) -> bool:
         """Whether a flag has come with gradients; the same on all processes after the same update."""
-        for copy, event in self._reading:
+        for copy, event in self._readable_flags:
             event.synchronize()  # it was recorded an update ago, so this hardly waits
-            self._arrived |= bool(copy)
-        self._reading, self._read_next = self._read_next, []
-        return self._arrived
+            self._has_request_arrived |= bool(copy)
+        self._readable_flags, self._copied_flags = self._copied_flags, []
+        return self._has_request_arrived
 
     def drain(self) -> bool:
         """Wait for the sum that is under way, if there is one; return whether any process asked to stop."""

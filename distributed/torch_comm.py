@@ -32,7 +32,7 @@ from .launchers import DEFAULT_MASTER_PORT, Launch
 GRACE_SECONDS = 60
 _WITHOUT_LIMIT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
-TOLD_SECONDS, _NAMED = 10.0, 8  # of a wait, until it is told; ranks that are named
+TOLD_SECONDS, _MAX_NAMED_RANKS = 10.0, 8  # of a wait, until it is told; ranks that are named
 TRY_SECONDS, _PATIENCE_WITH_TORCHRUN = 1.0, 10  # tries
 _REST_SECONDS, _QUIET_LOOKS, LONGEST_REST_SECONDS = 0.005, 3, 2.0
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -61,9 +61,9 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     else:
         _reach_store(launch, options["timeout"])
         # PyTorch's own constructor (`rendezvous`) waits for all processes, says nothing, and ends with its own words.
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(
-            *place, is_master=launch.is_root and not _is_torchruns(), timeout=options["timeout"],
+            *address, is_master=launch.is_root and not _torchrun_holds_store(), timeout=options["timeout"],
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
         gpu = None if gpus_are_shared() else gpu_id(device)
@@ -116,38 +116,39 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     receives do not grow with the number of processes. Raises RuntimeError after the timeout, in one line that names a
     process that did not come. After 10 s the root says who has not come, or each machine that the root has not.
     """
-    mine, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
-    keys, found = [f"token/{rank}" for rank in ranks], []
+    own_token, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
+    keys, entries = [f"token/{rank}" for rank in ranks], []
     address = own_address(os.environ.get("MASTER_ADDR", launch.master_address))
-    store.set(f"token/{launch.rank}", json.dumps([mine, launch.is_restart, address, gpu]))
-    began, pause = time.monotonic(), 0.001
-    deadline, is_told = began + timeout.total_seconds(), False
-    listed = seen = ""
+    store.set(f"token/{launch.rank}", json.dumps([own_token, launch.is_restart, address, gpu]))
+    start_time, pause = time.monotonic(), 0.001
+    deadline, has_reported = start_time + timeout.total_seconds(), False
+    tokens_digest = returned_digest = ""
     while time.monotonic() < deadline:
-        if not is_told and time.monotonic() > began + TOLD_SECONDS:
-            is_told = True
-            _tell_of_absent(launch, [rank for rank, key in enumerate(keys) if not store.check([key])])
+        if not has_reported and time.monotonic() > start_time + TOLD_SECONDS:
+            has_reported = True
+            _report_absent(launch, [rank for rank, key in enumerate(keys) if not store.check([key])])
         if launch.is_root and store.check(keys):
-            found = [json.loads(text) for text in store.multi_get(keys)]
-            tokens = [token for token, *_ in found]
-            if (now := hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()) != listed:
-                listed = now
-                answers = [json.dumps([token, listed]) for token in tokens]
+            entries = [json.loads(text) for text in store.multi_get(keys)]
+            tokens = [token for token, *_ in entries]
+            digest = hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
+            if digest != tokens_digest:
+                tokens_digest = digest
+                answers = [json.dumps([token, tokens_digest]) for token in tokens]
                 store.multi_set([f"listed/{rank}" for rank in ranks], answers)  # type: ignore[attr-defined]
         if store.check([f"listed/{launch.rank}"]):
             token, digest = json.loads(store.get(f"listed/{launch.rank}"))
-            if token == mine and digest != seen:
-                seen = digest
-                store.set(f"seen/{launch.rank}", seen)
-        if found and _all_are(store, [f"seen/{rank}" for rank in ranks], listed):
+            if token == own_token and digest != returned_digest:
+                returned_digest = digest
+                store.set(f"seen/{launch.rank}", returned_digest)
+        if entries and _all_equal(store, [f"seen/{rank}" for rank in ranks], tokens_digest):
             number = store.add("starts", 1)
-            is_restart = number > 1 or any(again for _, again, *_ in found)
-            outside = next((address for _, _, address, _ in found if not _is_loopback(address)), None)
-            mistake = shared_gpu([own for *_, own in found])
-            store.set("start", json.dumps([listed, number, is_restart, outside, mistake]))
-        if seen and store.check(["start"]):
-            of, *start = json.loads(store.get("start"))
-            if of == seen:
+            is_restart = number > 1 or any(was_restarted for _, was_restarted, *_ in entries)
+            outside = next((address for _, _, address, _ in entries if not _is_loopback(address)), None)
+            mistake = shared_gpu([entry_gpu for *_, entry_gpu in entries])
+            store.set("start", json.dumps([tokens_digest, number, is_restart, outside, mistake]))
+        if returned_digest and store.check(["start"]):
+            start_digest, *start = json.loads(store.get("start"))
+            if start_digest == returned_digest:
                 return Start(*start)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
@@ -155,14 +156,14 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     raise RuntimeError(f"{absent} did not come within {timeout.total_seconds() / 60:g} minutes{_why_absent(launch)}")
 
 
-def _tell_of_absent(launch: Launch, absent: Sequence[int]) -> None:
+def _report_absent(launch: Launch, absent: Sequence[int]) -> None:
     """Say which processes are waited for: by the root, or by one process of each machine that waits for the root."""
     if launch.is_root if 0 not in absent else launch.local_rank == 0:
-        here = launch.world_size - len(absent)
-        named = ", ".join(map(str, absent[:_NAMED])) + (" ..." if len(absent) > _NAMED else "")
-        come = f"{here} of {launch.world_size} processes {'has' if here == 1 else 'have'} come"
-        where = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
-        say(f"rank {launch.rank} waits for rank {named} at {where}: {come}{_why_absent(launch)}")
+        present_count = launch.world_size - len(absent)
+        rank_text = ", ".join(map(str, absent[:_MAX_NAMED_RANKS])) + (" ..." if len(absent) > _MAX_NAMED_RANKS else "")
+        count_text = f"{present_count} of {launch.world_size} processes {'has' if present_count == 1 else 'have'} come"
+        address = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
+        say(f"rank {launch.rank} waits for rank {rank_text} at {address}: {count_text}{_why_absent(launch)}")
 
 
 def _why_absent(launch: Launch) -> str:
@@ -175,13 +176,13 @@ def _why_absent(launch: Launch) -> str:
     )
 
 
-def _is_torchruns() -> bool:
+def _torchrun_holds_store() -> bool:
     """Whether torchrun holds the store where the processes meet."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _all_are(store: dist.Store, keys: list[str], value: str) -> bool:
-    return bool(store.check(keys)) and all(found.decode() == value for found in store.multi_get(keys))
+def _all_equal(store: dist.Store, keys: list[str], value: str) -> bool:
+    return bool(store.check(keys)) and all(stored.decode() == value for stored in store.multi_get(keys))
 
 
 def _reach_store(launch: Launch, timeout: timedelta) -> None:
@@ -191,25 +192,25 @@ def _reach_store(launch: Launch, timeout: timedelta) -> None:
     Raises:
         ConnectionError: nobody answers.
     """
-    is_torchruns = _is_torchruns()
-    if launch.is_root and not is_torchruns:  # it holds the store itself
+    torchrun_holds_store = _torchrun_holds_store()
+    if launch.is_root and not torchrun_holds_store:  # it holds the store itself
         return
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     # A machine that is busy may refuse for a moment, another one may be slow to start.
-    began, is_told = time.monotonic(), False
-    end = began + (_PATIENCE_WITH_TORCHRUN * TRY_SECONDS if is_torchruns else timeout.total_seconds())
+    start_time, has_reported = time.monotonic(), False
+    deadline = start_time + (_PATIENCE_WITH_TORCHRUN * TRY_SECONDS if torchrun_holds_store else timeout.total_seconds())
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=TRY_SECONDS).close()
             return
         except OSError as error:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 absent = "torchrun has ended"
-                if not is_torchruns:
+                if not torchrun_holds_store:
                     absent = f"rank 0 did not come within {timeout.total_seconds() / 60:g} minutes"
                 raise ConnectionError(f"{absent}: nobody answers at {host}, port {port} ({error})") from None
-            if not is_told and time.monotonic() > began + TOLD_SECONDS and launch.local_rank == 0:
-                is_told = True
+            if not has_reported and time.monotonic() > start_time + TOLD_SECONDS and launch.local_rank == 0:
+                has_reported = True
                 say(f"rank {launch.rank} waits for rank 0: nobody answers at {host}, port {port} ({error})")
         time.sleep(TRY_SECONDS)
 
@@ -221,8 +222,8 @@ def let_gloo_use(outside: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
@@ -259,36 +260,36 @@ class TorchCommunicator(Communicator):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         # Into one tensor: NCCL would copy a list of tensors one by one. Gloo takes only flat ones.
         own = tensor.contiguous().view(-1)
-        gathered = own.new_empty(self.world_size * own.numel())
-        dist.all_gather_into_tensor(gathered, own)
-        return list(gathered.view(self.world_size, *tensor.shape).unbind(0))
+        flat = own.new_empty(self.world_size * own.numel())
+        dist.all_gather_into_tensor(flat, own)
+        return list(flat.view(self.world_size, *tensor.shape).unbind(0))
 
 
 def leave_process_group(gracefully: bool) -> None:
     """Destroy the process group, but not after an error, because the other processes may be gone."""
     if gracefully and dist.is_initialized():
         dist.destroy_process_group()
-    _let_threads_rest()
+    _wait_for_threads()
 
 
-def _let_threads_rest() -> None:
+def _wait_for_threads() -> None:
     """Wait until no other thread of this process runs, but not for long.
 
     FSDP's and DeepSpeed's objects keep process groups alive, whose threads free the tensors of a collective after it
     has returned. For that they need the interpreter's lock, and a thread that asks for it while the interpreter shuts
     down aborts the process (https://github.com/pytorch/pytorch/issues/190489)."""
-    own, end, looks = str(threading.get_native_id()), time.monotonic() + LONGEST_REST_SECONDS, 0
-    while looks < _QUIET_LOOKS and time.monotonic() < end:
+    own_thread, deadline, quiet_looks = str(threading.get_native_id()), time.monotonic() + LONGEST_REST_SECONDS, 0
+    while quiet_looks < _QUIET_LOOKS and time.monotonic() < deadline:
         time.sleep(_REST_SECONDS)  # who waits for the lock gets it
         try:
-            others = [thread for thread in os.listdir(_THREADS) if thread != own]
+            others = [thread for thread in os.listdir(_THREADS) if thread != own_thread]
         except OSError:  # not Linux
             time.sleep(_QUIET_LOOKS * _REST_SECONDS)
             return
-        looks = 0 if any(map(_runs, others)) else looks + 1
+        quiet_looks = 0 if any(map(_is_running, others)) else quiet_looks + 1
 
 
-def _runs(thread: str) -> bool:
+def _is_running(thread: str) -> bool:
     """Whether a thread computes or waits for a processor (proc_pid_stat(5): R), rather than for something to happen."""
     try:
         with open(f"{_THREADS}/{thread}/stat", "rb") as file:

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from .collectives import Communicator
 
 _CONNECT_SECONDS = 30.0
-_TOLD_SECONDS = 10.0
+_REPORT_SECONDS = 10.0
 _VERDICT_SECONDS = 5.0  # after a collective has failed; launchers give survivors 5 s (horovodrun) or more
 _UNWINDING_SECONDS = 2.0  # after the verdict: the error of a collective that has failed too says more
 _LEAVING_TICKS = 30  # after the root has left on purpose, which all do at the same time
-_STILL_TICKS = 30  # a thread that writes and did not use the processor for so long, even in one fsync, hangs
+_IDLE_TICKS = 30  # a thread that writes and did not use the processor for so long, even in one fsync, hangs
 _LONGEST_TEXT = 200
 
 
 @dataclass
-class _Mark:
+class _Heartbeat:
     count: int = 0
     phase: str = "starting"
     update: int = 0
@@ -57,20 +57,20 @@ class Watchdog:
     def __init__(self, comm: Communicator, launch: Launch, timeout_minutes: float) -> None:
         self._rank, self._world_size = comm.rank, comm.world_size
         self._timeout_ticks = timeout_minutes * 60 / TICK_SECONDS
-        self._mark = _Mark()
+        self._heartbeat = _Heartbeat()
         #: Seconds in which this process waited, by what it waited for.
         self.waited = dict.fromkeys(WAITS, 0.0)
-        self._waiting: str | None = None
-        self._loads_since, self._has_told_of_loading = math.inf, False
-        self._marked_at = time.monotonic()
-        self._stopping = threading.Event()
+        self._wait_kind: str | None = None
+        self._loads_since, self._has_reported_loading = math.inf, False
+        self._phase_start = time.monotonic()
+        self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         self._liveness: Liveness | None = None
-        self._news, self._sending, self._telling = threading.Condition(), threading.Lock(), threading.Lock()
-        self._verdict, self._has_told = "", False
-        self._meetings = self._met = 0  # that this process has come to, and at which all were
-        self._used: int | None = 0
-        self._worked = 0
+        self._condition, self._send_lock, self._report_lock = threading.Condition(), threading.Lock(), threading.Lock()
+        self._verdict, self._has_reported = "", False
+        self._meetings_entered = self._meetings_held = 0  # that this process has come to, and at which all were
+        self._time_used: int | None = 0
+        self._work_count = 0
         if self._world_size > 1:
             self._connection = self._connect(comm, launch)
             # A loader's worker that kept the connection open would hide the end of this process.
@@ -86,29 +86,29 @@ class Watchdog:
         With ``gathers`` it may too, but hardly does, so the time counts as computing. With ``writes`` it gets on as
         long as it uses the processor now and then, which it does not while a disk hangs."""
         now = time.monotonic()
-        if self._waiting:
-            self.waited[self._waiting] += now - self._marked_at
-        self._waiting = "communication" if collective and self._world_size > 1 else "data" if waits_for_data else None
-        self._marked_at = now
-        last = self._mark
-        self._mark = _Mark(
-            last.count + 1, phase, last.update if update is None else update, collective or gathers, writes
+        if self._wait_kind:
+            self.waited[self._wait_kind] += now - self._phase_start
+        self._wait_kind = "communication" if collective and self._world_size > 1 else "data" if waits_for_data else None
+        self._phase_start = now
+        previous = self._heartbeat
+        self._heartbeat = _Heartbeat(
+            previous.count + 1, phase, previous.update if update is None else update, collective or gathers, writes
         )
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Inside the phase, the main thread waits for loader processes."""
-        self._mark, self._loads_since = replace(self._mark, loads=True), time.monotonic()
+        self._heartbeat, self._loads_since = replace(self._heartbeat, loads=True), time.monotonic()
         yield
-        self._mark, self._loads_since = replace(self._mark, loads=False), math.inf
+        self._heartbeat, self._loads_since = replace(self._heartbeat, loads=False), math.inf
 
     def tell_of_loading(self) -> None:
         """Say, once, that no data has come for long. Called by another thread now and then."""
-        if time.monotonic() > self._loads_since + _TOLD_SECONDS:
+        if time.monotonic() > self._loads_since + _REPORT_SECONDS:
             self._loads_since = math.inf
-            if not self._has_told_of_loading:
-                self._has_told_of_loading = True
-                tell(f"rank {self._rank} has waited for data from its loader processes for {_TOLD_SECONDS:g} s")
+            if not self._has_reported_loading:
+                self._has_reported_loading = True
+                tell(f"rank {self._rank} has waited for data from its loader processes for {_REPORT_SECONDS:g} s")
 
     def meet(self) -> None:
         """Return when every process has called this. The others may have hours of work: as long as they make progress
@@ -119,12 +119,12 @@ class Watchdog:
         """
         if self._thread is None:
             return
-        self._meetings += 1
+        self._meetings_entered += 1
         self.mark("waiting for the other processes", collective=True)
         self._send(to_line("met"))
-        with self._news:
-            self._news.wait_for(lambda: self._met >= self._meetings or self._verdict)
-        if self._met < self._meetings:
+        with self._condition:
+            self._condition.wait_for(lambda: self._meetings_held >= self._meetings_entered or self._verdict)
+        if self._meetings_held < self._meetings_entered:
             raise TrainingStopped(f"rank {self._rank}: {self._verdict}", alone=True)
 
     def hear_signal(self, number: int) -> None:
@@ -134,9 +134,9 @@ class Watchdog:
 
     def verdict_within(self, seconds: float) -> bool:
         """Whether it is known, now or in so many seconds, why the job ends, or this process leaves anyway."""
-        with self._news:
-            return self._news.wait_for(
-                lambda: bool(self._verdict) or self._stopping.is_set(), seconds if self._thread else 0
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: bool(self._verdict) or self._leaving.is_set(), seconds if self._thread else 0
             )
 
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
@@ -144,25 +144,25 @@ class Watchdog:
         if ``error`` comes from a collective that failed because of the loss, and None otherwise."""
         stopped = error if isinstance(error, TrainingStopped) else None
         if stopped is None and self._thread is not None and isinstance(error, RuntimeError | ConnectionError):
-            with self._news:
-                if self._news.wait_for(lambda: self._verdict, _VERDICT_SECONDS):
-                    text = f"rank {self._rank}: {self._verdict} ({_short(error)})"
+            with self._condition:
+                if self._condition.wait_for(lambda: self._verdict, _VERDICT_SECONDS):
+                    text = f"rank {self._rank}: {self._verdict} ({_shorten_error(error)})"
                     stopped = TrainingStopped(text, alone=True)
-        if stopped is not None and not self._has_told:
-            self._telling.acquire()  # for good: the other thread says nothing more, or is ending this process
-            self._has_told = True
+        if stopped is not None and not self._has_reported:
+            self._report_lock.acquire()  # for good: the other thread says nothing more, or is ending this process
+            self._has_reported = True
         return stopped
 
     def stop(self, error: BaseException | None = None) -> None:
         """This process leaves: on purpose, or because of its own ``error``, which the others are told."""
-        if self._stopping.is_set():
+        if self._leaving.is_set():
             return
-        with self._news:
-            self._stopping.set()
-            self._news.notify_all()
+        with self._condition:
+            self._leaving.set()
+            self._condition.notify_all()
         if self._thread is None:
             return
-        reason = None if error is None or self._verdict else _named(error).removeprefix(f"rank {self._rank}: ")
+        reason = None if error is None or self._verdict else _describe_error(error).removeprefix(f"rank {self._rank}: ")
         self._send(to_line("left") if reason is None else to_line("failed", reason))
         if self._liveness is not None:
             self._liveness.stop()
@@ -172,21 +172,21 @@ class Watchdog:
 
     def _connect(self, comm: Communicator, launch: Launch) -> socket.socket:
         own_host = socket.gethostname()
-        machines = comm.gather_objects(_machine())
-        place, connection, problem = None, None, None
+        machines = comm.gather_objects(_machine_id())
+        endpoint, connection, problem = None, None, None
         try:
             if self._rank == 0:
                 host = own_host if launch.master_port is None else launch.master_address
                 is_one_machine = len(set(machines)) == 1
                 self._liveness = Liveness(
                     "127.0.0.1" if is_one_machine else "", self._world_size, self._timeout_ticks,
-                    lambda: self._mark.update,
+                    lambda: self._heartbeat.update,
                 )  # fmt: skip
-                place = ["127.0.0.1" if is_one_machine else host, self._liveness.port, self._liveness.token]
+                endpoint = ["127.0.0.1" if is_one_machine else host, self._liveness.port, self._liveness.token]
         except OSError as error:
             problem = f"rank 0 cannot listen: {first_line(error)}"
-        if place := comm.broadcast_object(place):
-            host, port, token = place
+        if endpoint := comm.broadcast_object(endpoint):
+            host, port, token = endpoint
             try:
                 connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
                 connection.settimeout(TICK_SECONDS)
@@ -195,7 +195,7 @@ class Watchdog:
             except OSError as error:
                 problem = f"rank {self._rank} cannot reach rank 0 at {host}, port {port}: {first_line(error)}"
         # Nobody may go on without one of them: a collective would wait for it without an end.
-        problems = [found for found in comm.gather_objects(problem) if found]
+        problems = [text for text in comm.gather_objects(problem) if text]
         if connection is None or problems:
             if connection is not None:
                 connection.close()
@@ -205,65 +205,65 @@ class Watchdog:
         return connection
 
     def _send(self, line: bytes) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the thread that listens notices it too
+        with self._send_lock, contextlib.suppress(OSError):  # the thread that listens notices it too
             self._connection.sendall(line)
 
     def beat(self) -> bytes:
         """What this process answers when the root asks how it goes."""
-        beat = asdict(self._mark)
+        beat = asdict(self._heartbeat)
         if beat.pop("writes"):
-            used = processor_time(threading.main_thread())
-            self._worked += _has_worked(self._used, used)
-            self._used = used
-        beat["count"] += self._worked
+            time_used = processor_time(threading.main_thread())
+            self._work_count += _has_worked(self._time_used, time_used)
+            self._time_used = time_used
+        beat["count"] += self._work_count
         return to_line("beat", beat)
 
     # What the thread runs.
 
     def _listen(self) -> None:
-        text, quiet = b"", 0
-        while not self._stopping.is_set():
+        buffer, silent_ticks = b"", 0
+        while not self._leaving.is_set():
             try:
-                found = self._connection.recv(1 << 16)
+                received = self._connection.recv(1 << 16)
             except TimeoutError:
                 # By ticks, not by the clock: while this process is stopped, no time passes.
-                quiet += 1
-                if quiet > self._timeout_ticks:
+                silent_ticks += 1
+                if silent_ticks > self._timeout_ticks:
                     minutes = self._timeout_ticks * TICK_SECONDS / 60
-                    return self._pronounce(f"rank 0 has not answered for {counted(minutes, 'minute')}, {self._place()}")
+                    return self._end_job(f"rank 0 has not answered for {counted(minutes, 'minute')}, {self._where()}")
                 continue
             except OSError:
-                found = b""
-            if not found:
-                return self._pronounce(f"lost contact with rank 0 {self._place()}")
-            quiet = 0
-            *lines, text = (text + found).split(b"\n")
+                received = b""
+            if not received:
+                return self._end_job(f"lost contact with rank 0 {self._where()}")
+            silent_ticks = 0
+            *lines, buffer = (buffer + received).split(b"\n")
             for line in lines:
                 kind, *values = json.loads(line)
                 if kind == "beat":
                     self._send(self.beat())
                 elif kind == "met":
-                    with self._news:
-                        self._met += 1
-                        self._news.notify_all()
+                    with self._condition:
+                        self._meetings_held += 1
+                        self._condition.notify_all()
                 elif kind == "end":
-                    return self._pronounce(values[0])
+                    return self._end_job(values[0])
                 elif kind == "left":
-                    return self._pronounce(f"rank 0 has ended, {self._place()}", _LEAVING_TICKS)
+                    return self._end_job(f"rank 0 has ended, {self._where()}", _LEAVING_TICKS)
         return None
 
-    def _place(self) -> str:
-        return f"at update {self._mark.update}"
+    def _where(self) -> str:
+        return f"at update {self._heartbeat.update}"
 
-    def _pronounce(self, verdict: str, patience_ticks: int = 0) -> None:
+    def _end_job(self, verdict: str, patience_ticks: int = 0) -> None:
         """The job ends. Let the main thread say so, which it does if it waits in a meeting or its collective fails;
         else end this process: it may hang inside a collective."""
-        if any(self._stopping.wait(TICK_SECONDS) for _ in range(patience_ticks)):
+        if any(self._leaving.wait(TICK_SECONDS) for _ in range(patience_ticks)):
             return
-        with self._news:
+        with self._condition:
             self._verdict = verdict
-            self._news.notify_all()
-        if self._stopping.wait(_UNWINDING_SECONDS) or not self._telling.acquire(blocking=False):
+            self._condition.notify_all()
+        if self._leaving.wait(_UNWINDING_SECONDS) or not self._report_lock.acquire(blocking=False):
             return
         tell(f"stopped: rank {self._rank}: {verdict}")
         self.leave_alone()
@@ -274,12 +274,12 @@ class Watchdog:
             if thread.name != WRITER:
                 continue
             tell(f"waiting until what is being written is on the disk: {thread.name}")
-            ticks = still = 0
-            used = processor_time(thread)
-            while thread.is_alive() and ticks < self._timeout_ticks and still < _STILL_TICKS:
+            ticks = idle_ticks = 0
+            before = processor_time(thread)
+            while thread.is_alive() and ticks < self._timeout_ticks and idle_ticks < _IDLE_TICKS:
                 thread.join(TICK_SECONDS)
                 now = processor_time(thread)
-                ticks, still, used = ticks + 1, 0 if _has_worked(used, now) else still + 1, now
+                ticks, idle_ticks, before = (ticks + 1, 0 if _has_worked(before, now) else idle_ticks + 1, now)
 
     def leave_alone(self) -> NoReturn:
         """End this process, which has told why, within a time: it waits for its own writes, and for no other process,
@@ -288,12 +288,12 @@ class Watchdog:
         leave(FAILED, at_once=True)
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """What only the processes that share this one's loopback device have: machines may have equal names."""
-    found = [socket.gethostname()]
+    identifiers = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
-    return " ".join(found)
+        identifiers += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    return " ".join(identifiers)
 
 
 def _has_worked(before: int | None, now: int | None) -> bool:
@@ -301,13 +301,13 @@ def _has_worked(before: int | None, now: int | None) -> bool:
     return now is None or now != before
 
 
-def _named(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Type and first line of an error."""
-    text, kind = _short(error), type(error).__name__
+    text, kind = _shorten_error(error), type(error).__name__
     return text if text == kind or isinstance(error, TrainingStopped) else f"{kind}: {text}"
 
 
-def _short(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     """The error's first line, cut between two words if it is long."""
     line = first_line(error)
     return line if len(line) <= _LONGEST_TEXT else line[:_LONGEST_TEXT].rsplit(" ", 1)[0] + " ..."

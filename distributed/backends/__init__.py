@@ -12,12 +12,12 @@ from tandem.distributed.base import Backend
 @cache
 def all_backends() -> dict[str, type[Backend]]:
     """Every backend by name, in the order in which ``--distributed_backend auto`` tries them."""
-    found: list[type[Backend]] = []
+    backends: list[type[Backend]] = []
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
-        found += [
-            value
-            for value in vars(module).values()
-            if isinstance(value, type) and issubclass(value, Backend) and value.__module__.startswith(module.__name__)
+        backends += [
+            cls
+            for cls in vars(module).values()
+            if isinstance(cls, type) and issubclass(cls, Backend) and cls.__module__.startswith(module.__name__)
         ]
-    return {backend.name: backend for backend in sorted(found, key=lambda backend: backend.launch_order)}
+    return {backend.name: backend for backend in sorted(backends, key=lambda backend: backend.launch_order)}

@@ -18,7 +18,7 @@ from tandem.io.reading import counted
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GROWTH_INTERVAL = 2000  # updates
-_PIECE = 2**17  # numbers
+_PIECE_SIZE = 2**17  # numbers
 
 
 @contextmanager
@@ -48,13 +48,13 @@ def split_batch(batch: Mapping[str, Any], plan: BatchPlan) -> list[dict[str, Any
                 f"batch[{key!r}] holds {len(value)} samples, this process was to get {plan.local_batch_size}"
             )
 
-    def part(value: Any, start: int) -> Any:
+    def cut(value: Any, start: int) -> Any:
         if isinstance(value, Tensor):
-            cut = value[start : start + size]
-            return cut.clone() if plan.batch_parts else cut
+            samples = value[start : start + size]
+            return samples.clone() if plan.batch_parts else samples
         return value[start : start + size] if isinstance(value, list) else value
 
-    return [{key: part(value, index * size) for key, value in batch.items()} for index in range(plan.grad_accum_steps)]
+    return [{key: cut(value, index * size) for key, value in batch.items()} for index in range(plan.grad_accum_steps)]
 
 
 def backward_weight(items: int | Tensor | None, total: int | Tensor | None, plan: BatchPlan) -> float | Tensor:
@@ -73,7 +73,7 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     flat = [gradient.flatten() for gradient in gradients]
     # In pieces that fit into a CPU's cache, because there PyTorch first makes an fp64 copy of each. A device makes
     # none, and a piece is one more tensor that the host has to name.
-    pieces = [piece for each in flat for piece in (each.split(_PIECE) if each.device.type == "cpu" else [each])]
+    pieces = [piece for grad in flat for piece in (grad.split(_PIECE_SIZE) if grad.device.type == "cpu" else [grad])]
     dtype = widest(gradients[0].device)
     return torch.stack(torch._foreach_norm(pieces, dtype=dtype)).square().sum().sqrt()
 
@@ -81,7 +81,7 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
 def all_finite(gradients: list[Tensor]) -> Tensor:
     """Whether no number in all tensors is infinite or NaN, 0-d bool. In half the time of the norm, which is not finite
     in the same cases: that of finite fp32 numbers does not overflow in fp64."""
-    return torch.isfinite(torch.stack([end for gradient in gradients for end in torch.aminmax(gradient)])).all()
+    return torch.isfinite(torch.stack([extreme for gradient in gradients for extreme in torch.aminmax(gradient)])).all()
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
@@ -106,9 +106,9 @@ class LossScaler:
         if not self.enabled:
             return
         self._finite_in_a_row = torch.where(finite, self._finite_in_a_row + 1, 0)
-        grow = self._finite_in_a_row >= GROWTH_INTERVAL
-        self._finite_in_a_row = torch.where(grow, 0, self._finite_in_a_row)
-        factor = torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
+        grows = self._finite_in_a_row >= GROWTH_INTERVAL
+        self._finite_in_a_row = torch.where(grows, 0, self._finite_in_a_row)
+        factor = torch.where(finite, torch.where(grows, 2.0, 1.0), 0.5)
         self.scale = (self.scale * factor).clamp(1.0, 2.0**24)
 
     def state_dict(self) -> dict[str, float]:
@@ -129,22 +129,22 @@ class SkipGuard:
     """
 
     def __init__(
-        self, watched: Callable[[], Iterable[tuple[str, Any]]], limit: int, device: torch.device,
+        self, parameters: Callable[[], Iterable[tuple[str, Any]]], limit: int, device: torch.device,
         gather_objects: Callable[[Any], list[Any]],
     ) -> None:  # fmt: skip
-        self._watched, self._limit, self._device, self._gather = watched, limit, device, gather_objects
+        self._parameters, self._limit, self._device, self._gather = (parameters, limit, device, gather_objects)
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.total = torch.zeros((), dtype=torch.int64, device=device)
-        self._reading: tuple[Tensor, Any] | None = None  # a copy to the host that is under way, and its event
-        self._findings: list[tuple[str, Tensor]] = []  # what may have been wrong, and numbers that tell; on the device
+        self._pending_count: tuple[Tensor, Any] | None = None  # a copy to the host that is under way, and its event
+        self._suspects: list[tuple[str, Tensor]] = []  # what may have been wrong, and numbers that tell; on the device
         self._hooks: list[Any] = []
         if limit <= 1:
-            self._watch()
+            self._add_hooks()
 
     def poison(self, loss: Tensor, factor: Tensor | float) -> Tensor:
         """The gradient to start backward with: ``factor``, or NaN if the loss is not finite."""
         if self._hooks:
-            self._findings.insert(0, ("the loss is", loss.detach().float().mean()))
+            self._suspects.insert(0, ("the loss is", loss.detach().float().mean()))
         if not isinstance(factor, Tensor):
             factor = torch.full((), factor, device=loss.device)  # filled on the device: no copy, no wait
         factor = factor.to(loss.dtype)
@@ -158,63 +158,63 @@ class SkipGuard:
         """
         self._in_a_row = torch.where(finite, 0, self._in_a_row + 1)
         self.total += ~finite
-        in_a_row = self._read()
+        in_a_row = self._read_count()
         if in_a_row >= max(self._limit, 1):
-            self._stop(in_a_row, update)
+            self._raise_stopped(in_a_row, update)
         if in_a_row and not self._hooks:
-            self._watch()
+            self._add_hooks()
         elif not in_a_row and self._limit > 1:
-            self._unwatch()
-        self._findings = []
+            self._remove_hooks()
+        self._suspects = []
 
-    def _read(self) -> int:
+    def _read_count(self) -> int:
         if (
             not has_pinned_memory(self._device) or self._hooks
         ):  # after a skipped update the exact count matters more than speed
             return int(self._in_a_row)
-        value = 0
-        if self._reading is not None:
-            copy, event = self._reading
+        count = 0
+        if self._pending_count is not None:
+            copy, event = self._pending_count
             # The copy began an update ago, so this hardly waits. All processes read the count after the same update.
             event.synchronize()
-            value = int(copy)
+            count = int(copy)
         copy = torch.empty((), dtype=torch.int64, pin_memory=True)
         copy.copy_(self._in_a_row, non_blocking=True)
         event = torch.Event(self._device)
         event.record()
-        self._reading = (copy, event)
-        return value
+        self._pending_count = (copy, event)
+        return count
 
-    def _watch(self) -> None:
+    def _add_hooks(self) -> None:
         """From now on look at each local gradient before the processes' gradients are summed."""
-        self._reading = None
-        for name, parameter in self._watched():
+        self._pending_count = None
+        for name, parameter in self._parameters():
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(partial(self._look_at, name)))
+                self._hooks.append(parameter.register_hook(partial(self._record_gradient, name)))
 
-    def _unwatch(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _look_at(self, name: str, grad: Tensor) -> None:
+    def _record_gradient(self, name: str, grad: Tensor) -> None:
         if grad.numel():  # the smallest and the largest number are NaN if one is
-            self._findings.append((f"the gradient of {name} holds", torch.stack(torch.aminmax(grad.detach()))))
+            self._suspects.append((f"the gradient of {name} holds", torch.stack(torch.aminmax(grad.detach()))))
 
-    def _found(self) -> str | None:
+    def _first_problem(self) -> str | None:
         """What was wrong here first: the loss, or the first gradient in backward order, which is nearest to the cause.
         The host waits for the device, and therefore asks only where the run ends."""
-        for text, numbers in self._findings:
+        for text, numbers in self._suspects:
             if not bool(torch.isfinite(numbers).all()):
                 kind = "nan" if bool(torch.isnan(numbers).any()) else "inf"
                 return f"{text} {numbers.item() if numbers.ndim == 0 else kind}"
         return None
 
-    def _stop(self, in_a_row: int, update: int) -> None:
-        found = [f"rank {rank}: {what}" for rank, what in enumerate(self._gather(self._found())) if what]
+    def _raise_stopped(self, in_a_row: int, update: int) -> None:
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(self._gather(self._first_problem())) if text]
         raise TrainingStopped(
             f"{counted(in_a_row, 'update')} in a row skipped because of non-finite values, the last at update {update}"
             + ": "
-            + ("; ".join(found) or "only the sum over the processes is not finite")
+            + ("; ".join(problems) or "only the sum over the processes is not finite")
             + ". The weights are those of the last good update; try a lower learning rate, --max_grad_norm, or fp32"
         )

@@ -69,9 +69,11 @@ class Engine(ABC):
         self._is_frozen = self._is_plain = False
         self._micro_batch: int | None = None
         self._updates = 0
-        self._blank = _without_weights(model)
+        self._empty_module = _copy_without_weights(model)
         self._set_up(model, optimizer)
-        self._guard = SkipGuard(self._watched, options.max_skipped_updates, backend.device, backend.gather_objects)
+        self._guard = SkipGuard(
+            self._graph_parameters, options.max_skipped_updates, backend.device, backend.gather_objects
+        )
 
     @abstractmethod
     def _set_up(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -83,12 +85,12 @@ class Engine(ABC):
             raise RuntimeError("this engine is frozen: call engine.module(...), which takes no part in an update")
         self._backend.watchdog.mark("forward", update=self._updates, gathers=self.is_sharded)
         with contextlib.nullcontext() if self._is_plain else self._backend.autocast():
-            result = (self._plain_forward if self._is_plain else self.module)(*args, **kwargs)
+            output = (self._plain_forward if self._is_plain else self.module)(*args, **kwargs)
         if self.is_sharded:
             self._backend.watchdog.mark("computing")  # what follows gathers nothing
-        return result
+        return output
 
-    def _watched(self) -> Iterable[tuple[str, Any]]:
+    def _graph_parameters(self) -> Iterable[tuple[str, Any]]:
         """By name, the parameters at which gradients arrive, to look at them after an update that was not finite."""
         return self.module.named_parameters()
 
@@ -138,18 +140,18 @@ class Engine(ABC):
             TrainingStopped: too many updates in a row were not finite, or the processes' copies of the model differ.
         """
         self._backend.watchdog.mark("reducing gradients", update=self._updates, collective=True)
-        rate = self.lr  # read before the backend's own scheduler advances it
+        learning_rate = self.lr  # read before the backend's own scheduler advances it
         norm, finite = self._update()
         self._updates += 1
         # On a GPU this waits for the reduction of the update before.
         self._backend.watchdog.mark("waiting for the sums of gradients", update=self._updates, collective=True)
         self._guard.after_update(finite, self._updates)
         self._backend.watchdog.mark("computing", update=self._updates)
-        every = self._backend.options.check_replicas_every_n_steps
-        if self._backend.world_size > 1 and not self.is_sharded and every > 0 and self._updates % every == 0:
+        interval = self._backend.options.check_replicas_every_n_steps
+        if self._backend.world_size > 1 and not self.is_sharded and interval > 0 and self._updates % interval == 0:
             when = f"after update {self._updates} of {self.name}"
             check_replicas(self.module, when, self._backend.gather_objects)
-        return Update(norm, ~finite, rate)
+        return Update(norm, ~finite, learning_rate)
 
     @abstractmethod
     def _update(self) -> tuple[Tensor, Tensor]:
@@ -186,42 +188,42 @@ class Engine(ABC):
         if not self._lacks_weights:
             yield self.module
             return
-        held = self.held_weights()
-        for name, parameter in self._blank.named_parameters():
-            parameter.data = self.whole_weight(name, held[name])
-        for name, buffer in self._blank.named_buffers():
-            if name in held:
-                buffer.copy_(held[name])
-        self._blank.train(self.module.training)
+        local_weights = self.held_weights()
+        for name, parameter in self._empty_module.named_parameters():
+            parameter.data = self.whole_weight(name, local_weights[name])
+        for name, buffer in self._empty_module.named_buffers():
+            if name in local_weights:
+                buffer.copy_(local_weights[name])
+        self._empty_module.train(self.module.training)
         try:
-            yield self._blank
+            yield self._empty_module
         finally:
-            for parameter in self._blank.parameters():
+            for parameter in self._empty_module.parameters():
                 parameter.data = parameter.data.new_empty(0)
 
     # What an average of the weights needs. Where weights are sharded, a process averages the part that it holds.
 
     def blank_copy(self) -> Any:
         """A copy of the module as it was wrapped, in fp32, whose parameters are frozen and empty."""
-        return copy.deepcopy(self._blank).float().requires_grad_(False)
+        return copy.deepcopy(self._empty_module).float().requires_grad_(False)
 
     def held_weights(self) -> dict[str, Tensor]:
         """The fp32 weights and the persistent buffers by name, as this process holds them: whole; at ZeRO 3 a slice of
         each weight, 1-d; with FSDP some rows of each. To read before the next update, not to change. Collective."""
         return dict(self.module.state_dict())
 
-    def whole_weight(self, name: str, held: Tensor) -> Tensor:
+    def whole_weight(self, name: str, local: Tensor) -> Tensor:
         """A tensor like the whole weight ``name`` from the processes' tensors like ``held_weights()[name]``, on every
         process. Collective."""
-        return held
+        return local
 
-    def held_part(self, name: str, whole: Tensor) -> Tensor:
+    def held_part(self, name: str, full: Tensor) -> Tensor:
         """What this process holds of a tensor like the whole weight ``name``; the inverse of ``whole_weight``.
 
         Raises:
             ValueError: where weights are sharded, if the tensor has another shape than the weight.
         """
-        return whole
+        return full
 
     @property
     def lr(self) -> float:
@@ -290,7 +292,7 @@ class Engine(ABC):
         return
 
 
-def _without_weights(model: nn.Module) -> nn.Module:
+def _copy_without_weights(model: nn.Module) -> nn.Module:
     """A copy of the model with its buffers, whose parameters are empty; it takes no memory for the weights."""
     empty = {
         id(parameter): nn.Parameter(parameter.detach().new_empty(0), parameter.requires_grad)

@@ -73,16 +73,16 @@ def live_weights(module: nn.Module) -> dict[str, Any]:
     return {name: tensor.detach() if name in trained else tensor.detach for name, tensor in module.state_dict().items()}
 
 
-def owned(tree: Mapping[str, Any]) -> dict[str, Any]:
+def owned(state: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a state: live tensors, and functions that fetch tensors, become CPU tensors only it holds."""
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        found = value() if callable(value) else value
-        if isinstance(found, Mapping):
-            result[key] = owned(found)
+    copies: dict[str, Any] = {}
+    for key, value in state.items():
+        leaf = value() if callable(value) else value
+        if isinstance(leaf, Mapping):
+            copies[key] = owned(leaf)
         else:
-            result[key] = found.detach().to("cpu", copy=True) if isinstance(found, Tensor) else found
-    return result
+            copies[key] = leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+    return copies
 
 
 def neutral_state(optimizer: torch.optim.Optimizer, step: int, moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -103,18 +103,18 @@ def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], sh
         raise ValueError(
             f"the saved optimizer is {state['type']}, this run's is {kind(optimizer)}: its moments mean something else"
         )
-    if lost := sorted(set(state["slots"]) ^ set(state["moments"])):
-        raise ValueError(f"optimizer moment {lost[0]} is missing or was never saved")
+    if mismatched := sorted(set(state["slots"]) ^ set(state["moments"])):
+        raise ValueError(f"optimizer moment {mismatched[0]} is missing or was never saved")
     for slot, tensors in state["moments"].items():
         check_names(f"optimizer moment {slot}", tensors, shapes)
 
 
-def check_names(what: str, got: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
+def check_names(what: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the first mistake unless ``got`` holds exactly ``shapes``' names and shapes."""
-    if missing := sorted(set(shapes) - set(got)):
+    if missing := sorted(set(shapes) - set(tensors)):
         raise ValueError(f"{what} of {missing[0]} is missing ({len(missing)} in all)")
-    if unexpected := sorted(set(got) - set(shapes)):
+    if unexpected := sorted(set(tensors) - set(shapes)):
         raise ValueError(f"{what} of {unexpected[0]} belongs to no parameter of this model ({len(unexpected)} in all)")
-    for name, tensor in got.items():
+    for name, tensor in tensors.items():
         if tuple(tensor.shape) != tuple(shapes[name]):
             raise ValueError(f"{what} of {name} has shape {tuple(tensor.shape)}, the model has {tuple(shapes[name])}")

@@ -55,11 +55,11 @@ class GradientParts:
     def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
         """Add d loss / d parameter x ``gradient`` to part number ``micro_batch`` of this process (None: the loss
         belongs to no part, so its gradients are added to the first part)."""
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             loss, self.parameters, gradient, retain_graph=retain_graph, allow_unused=True, materialize_grads=False
         )
-        part = micro_batch or 0
-        pairs = [(self._views[p][part], g) for p, g in zip(self.parameters, found, strict=True) if g is not None]
+        index = micro_batch or 0
+        pairs = [(self._views[p][index], g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [g.detach() for _, g in pairs])
 
@@ -70,15 +70,15 @@ class GradientParts:
             for columns in bucket.split(self._columns_at_once(bucket), dim=1):
                 sums = _add_pairs(list(columns))
                 if self._comm.world_size > 1:
-                    gathered = self._comm.all_gather(torch.stack(sums))
-                    sums = _add_pairs([part for parts in gathered for part in parts])
+                    gathered_sums = self._comm.all_gather(torch.stack(sums))
+                    sums = _add_pairs([part for parts in gathered_sums for part in parts])
                 columns[0].copy_(sum(sums[1:], start=sums[0]))
 
     def _columns_at_once(self, bucket: Tensor) -> int:
         """How many numbers of each part to add at a time: what a process gathers grows with the number of processes."""
-        sums_of_each = len(bucket) // (len(bucket) & -len(bucket))  # what _add_pairs leaves of the local parts
-        gathered = self._comm.world_size * sums_of_each * bucket.element_size()
-        return max(GATHERED_BYTES // gathered, 1)
+        sums_per_process = len(bucket) // (len(bucket) & -len(bucket))  # what _add_pairs leaves of the local parts
+        column_bytes = self._comm.world_size * sums_per_process * bucket.element_size()
+        return max(GATHERED_BYTES // column_bytes, 1)
 
     def zero_(self) -> None:
         """Set all gradients to zero; if a parameter gets no gradient in an update, its zeros count."""

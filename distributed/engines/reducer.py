@@ -26,7 +26,7 @@ SMALLEST_BUCKET_BYTES = 2**20  # of a model's buckets but the last
 # Nothing can be sent before the first bucket is full, and nothing is left to compute while the last one is sent: the
 # first bucket of a small model holds an eighth of it, the next ones three eighths each, and the last one about what is
 # left, an eighth. Each bucket more costs computing time, where it is copied through sockets on the cores that compute.
-_OF_THE_FIRST_BUCKET, _OF_OTHER_BUCKETS = 1 / 8, 3 / 8
+_FIRST_BUCKET_FRACTION, _OTHER_BUCKET_FRACTION = 1 / 8, 3 / 8
 ALIGNMENT_BYTES = 16
 
 
@@ -45,11 +45,11 @@ class _Bucket:
         """Move the gradients into the bucket, all by one call; what a further pass computes is added there."""
         if self.is_filled:
             return
-        arrived = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
-        if len(arrived) < len(self.views):  # a parameter without a gradient: zeros count
+        pairs = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
+        if len(pairs) < len(self.views):  # a parameter without a gradient: zeros count
             self.flat.zero_()
-        if arrived:
-            torch._foreach_copy_([view for view, _ in arrived], [gradient for _, gradient in arrived])
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         for view, parameter in zip(self.views, self.parameters, strict=True):
             parameter.grad = view
         self.is_filled = True
@@ -83,7 +83,7 @@ class GradientReducer:
     passenger: StopRequest | None = None
     sent_as: torch.dtype | None = None
     buckets: list[_Bucket] = field(default_factory=list)
-    _armed: bool = False
+    _sends_early: bool = False
     _next: int = 0  # the next bucket to send: every process must call collectives in the same order
 
     def __post_init__(self) -> None:
@@ -93,13 +93,13 @@ class GradientReducer:
         total = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
         first, others = (
             min(max(int(total * part), SMALLEST_BUCKET_BYTES), BUCKET_BYTES)
-            for part in (_OF_THE_FIRST_BUCKET, _OF_OTHER_BUCKETS)
+            for part in (_FIRST_BUCKET_FRACTION, _OTHER_BUCKET_FRACTION)
         )
         groups = split_by_size(reversed(self.parameters), others, first)
         for group in groups:
             sizes = [padded_size(parameter) for parameter in group]
-            seat = int(self.passenger is not None and group is groups[-1])
-            whole = group[0].new_zeros(sum(sizes) + seat, requires_grad=False)
+            flag_size = int(self.passenger is not None and group is groups[-1])
+            whole = group[0].new_zeros(sum(sizes) + flag_size, requires_grad=False)
             flat = whole[: sum(sizes)]
             views = [view_like(parameter, part) for parameter, part in zip(group, flat.split(sizes), strict=True)]
             bucket = _Bucket(whole, flat, group, views)
@@ -116,7 +116,7 @@ class GradientReducer:
         """Forget all gradients; if a parameter gets none in an update, zeros count."""
         for bucket in self.buckets:
             bucket.empty()
-        self._rewind()
+        self._reset()
 
     def backward(self, loss: Tensor, gradient: Tensor, micro_batch: int | None, retain_graph: bool) -> None:
         """Add d loss / d parameter x ``gradient``, of micro-batch number ``micro_batch`` (None: it belongs to none)."""
@@ -129,12 +129,12 @@ class GradientReducer:
             self.finish()
             if self.comm.rank != 0:
                 torch._foreach_zero_(self.gradients)
-        self._rewind()
-        self._armed = is_last and self.comm.world_size > 1
+        self._reset()
+        self._sends_early = is_last and self.comm.world_size > 1
 
     def finish(self) -> None:
         """Sum every bucket over the processes, and wait for the sums."""
-        self._launch(only_full=False)
+        self._send_buckets(only_full=False)
         for bucket in self.buckets:
             assert bucket.handle is not None
             bucket.handle.wait()
@@ -143,7 +143,7 @@ class GradientReducer:
                 bucket.rounded = None
         if self.passenger is not None and self.buckets:
             self.passenger.arrive(self.buckets[-1].whole[-1])
-        self._armed = False
+        self._sends_early = False
 
     def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
         if bucket.handle is not None:
@@ -154,10 +154,10 @@ class GradientReducer:
         bucket.ready += 1
         if bucket.ready == len(bucket.parameters):
             bucket.fill()
-            if self._armed:
-                self._launch(only_full=True)
+            if self._sends_early:
+                self._send_buckets(only_full=True)
 
-    def _launch(self, only_full: bool) -> None:
+    def _send_buckets(self, only_full: bool) -> None:
         for bucket in self.buckets[self._next :]:
             if only_full and bucket.ready < len(bucket.parameters):
                 return
@@ -166,11 +166,11 @@ class GradientReducer:
                 bucket.whole[-1].fill_(float(self.passenger.depart()))
             if self.sent_as is not None and self.comm.world_size > 1:
                 bucket.rounded = bucket.whole.to(self.sent_as)
-            sent = bucket.whole if bucket.rounded is None else bucket.rounded
-            bucket.handle = self.comm.all_reduce_(sent, f"{self.name}.gradients.{self._next}")
+            tensor = bucket.whole if bucket.rounded is None else bucket.rounded
+            bucket.handle = self.comm.all_reduce_(tensor, f"{self.name}.gradients.{self._next}")
             self._next += 1
 
-    def _rewind(self) -> None:
+    def _reset(self) -> None:
         self._next = 0
         for bucket in self.buckets:
             bucket.ready, bucket.handle = 0, None
@@ -182,16 +182,16 @@ def split_by_size(
     """Consecutive groups of one dtype and device; each has at most ``limit_bytes``, the first one ``first_bytes`` if
     that is given, or is one larger parameter."""
     groups: list[list[nn.Parameter]] = []
-    filled = 0
+    group_bytes = 0
     for parameter in parameters:
         size = padded_size(parameter) * parameter.element_size()
-        same = groups and (groups[-1][0].dtype, groups[-1][0].device) == (parameter.dtype, parameter.device)
+        is_same_kind = groups and (groups[-1][0].dtype, groups[-1][0].device) == (parameter.dtype, parameter.device)
         limit = first_bytes if len(groups) == 1 and first_bytes is not None else limit_bytes
-        if not same or filled + size > limit:
+        if not is_same_kind or group_bytes + size > limit:
             groups.append([])
-            filled = 0
+            group_bytes = 0
         groups[-1].append(parameter)
-        filled += size
+        group_bytes += size
     return groups
 
 
@@ -202,10 +202,10 @@ def padded_size(parameter: Tensor) -> int:
     return math.ceil(parameter.numel() / unit) * unit
 
 
-def view_like(parameter: nn.Parameter, part: Tensor) -> Tensor:
+def view_like(parameter: nn.Parameter, chunk: Tensor) -> Tensor:
     """A view of this part of a bucket, without its padding, with the parameter's strides: fused optimizers read both in
     memory order."""
-    part = part[: parameter.numel()]
+    chunk = chunk[: parameter.numel()]
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return part.as_strided(parameter.shape, parameter.stride())
-    return part.view(parameter.shape)
+        return chunk.as_strided(parameter.shape, parameter.stride())
+    return chunk.view(parameter.shape)

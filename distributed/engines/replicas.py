@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from tandem.distributed.errors import TrainingStopped
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_ROW = 1024
-_LARGEST_ROWS = 2**21
+_ROW_LENGTH = 1024
+_MAX_ROWS = 2**21
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -32,19 +32,19 @@ def digest(sums: dict[str, int]) -> str:
 
 def _checksum(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    whole = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
-    rest = F.pad(bits[whole.numel() :], (0, _ROW - bits.numel() % _ROW))
+    full_rows = bits[: bits.numel() // _ROW_LENGTH * _ROW_LENGTH].view(-1, _ROW_LENGTH)
+    last_row = F.pad(bits[full_rows.numel() :], (0, _ROW_LENGTH - bits.numel() % _ROW_LENGTH))
     # Sums over rows and over columns, each weighted by its index: few numbers, exact modulo 2^64, two passes. A
     # number's weight is (2 row + 1) + 2^22 (2 column + 1): another one for each of 2^31 places. Weights are odd, and no
     # difference of two is a multiple of 2^33, so that no difference of two numbers of 32 bits times it is one of 2^64.
-    rows = torch.cat([whole.sum(1, dtype=torch.int64), rest.sum(dtype=torch.int64)[None]])
-    columns = whole.sum(0, dtype=torch.int64) + rest
-    return _weighted(rows) + 2 * _LARGEST_ROWS * _weighted(columns)
+    rows = torch.cat([full_rows.sum(1, dtype=torch.int64), last_row.sum(dtype=torch.int64)[None]])
+    columns = full_rows.sum(0, dtype=torch.int64) + last_row
+    return _weighted_sum(rows) + 2 * _MAX_ROWS * _weighted_sum(columns)
 
 
-def _weighted(sums: Tensor) -> Tensor:
-    odd = 2 * torch.arange(len(sums), device=sums.device) + 1
-    return (sums * odd).sum()
+def _weighted_sum(sums: Tensor) -> Tensor:
+    weights = 2 * torch.arange(len(sums), device=sums.device) + 1
+    return (sums * weights).sum()
 
 
 def check_replicas(module: nn.Module, when: str, gather_objects: Callable[[Any], list[Any]]) -> None:
@@ -53,12 +53,12 @@ def check_replicas(module: nn.Module, when: str, gather_objects: Callable[[Any],
     Raises:
         TrainingStopped: a tensor differs; the text names the first one and the ranks.
     """
-    own = checksums(dict(module.state_dict()))
-    if len(set(gather_objects(digest(own)))) == 1:
+    own_checksums = checksums(dict(module.state_dict()))
+    if len(set(gather_objects(digest(own_checksums)))) == 1:
         return
-    by_rank = gather_objects(own)
-    for name, expected in by_rank[0].items():
-        if differing := [rank for rank, sums in enumerate(by_rank) if sums.get(name) != expected]:
+    checksums_by_rank = gather_objects(own_checksums)
+    for name, expected in checksums_by_rank[0].items():
+        if ranks := [rank for rank, sums in enumerate(checksums_by_rank) if sums.get(name) != expected]:
             raise TrainingStopped(
-                f"{when}, {name} on rank {differing[0]} is not what it is on rank 0 (differing ranks: {differing})"
+                f"{when}, {name} on rank {ranks[0]} is not what it is on rank 0 (differing ranks: {ranks})"
             )

@@ -53,7 +53,7 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _update(self) -> tuple[Tensor, Tensor]:
-        gradients, norm = self._reduced()
+        gradients, norm = self._reduce_gradients()
         self._backend.watchdog.mark("updating the weights")
         scale = self._loss_scale()
         if norm is None:
@@ -65,26 +65,26 @@ class ReplicatedEngine(Engine):
         self._backend.about_to_update()
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
             # Fused optimizers divide and skip in their kernel, so no pass over the gradients and no wait is needed.
-            self._optimizer.grad_scale, self._optimizer.found_inf = divisor if divides else None, (~finite).float()
+            self._optimizer.grad_scale, self._optimizer.found_inf = (divisor if divides else None, (~finite).float())
             self._optimizer.step()
             del self._optimizer.grad_scale, self._optimizer.found_inf
         elif bool(finite):
             if divides:
                 torch._foreach_div_(gradients, divisor.to(gradients[0].device))
             self._optimizer.step()
-        self._forget()
+        self._clear_gradients()
         self._scaler.update(finite)
         return norm.float(), finite
 
-    def _reduced(self) -> tuple[list[Tensor], Tensor | None]:
+    def _reduce_gradients(self) -> tuple[list[Tensor], Tensor | None]:
         """Finish the sums over the processes. Returns the gradients that this process steps with, and the norm of those
         of the whole model, 0-d fp64; None: these gradients are all that there are, and nobody needs their norm."""
         self._reducer.finish()
         gradients = self._reducer.gradients
-        is_needed = self._max_grad_norm > 0 or self._backend.norms_are_logged
-        return gradients, gradient_norm(gradients) if is_needed else None
+        needs_norm = self._max_grad_norm > 0 or self._backend.norms_are_logged
+        return gradients, gradient_norm(gradients) if needs_norm else None
 
-    def _forget(self) -> None:
+    def _clear_gradients(self) -> None:
         """Forget the gradients of this update."""
         self._reducer.zero_()
 

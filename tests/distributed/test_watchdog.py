@@ -206,7 +206,7 @@ def test_a_process_ends_although_nobody_reads_what_it_writes_last() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         dog = dog_of(1)
         # As its thread does when the root says so: alone, this process has no root.
-        threading.Thread(target=dog._pronounce, args=["the verdict"], daemon=True).start()
+        threading.Thread(target=dog._end_job, args=["the verdict"], daemon=True).start()
         with contextlib.suppress(BaseException):
             while True:
                 sys.stderr.write("x" * 100_000)
@@ -334,9 +334,9 @@ def test_an_error_of_the_root_is_told_though_the_thread_has_not_looked_before(mo
     run = Liveness._run  # private: nothing but the thread itself can be late
 
     def run_late(liveness: Liveness) -> None:
-        liveness._rings.setblocking(True)
-        liveness._rings.recv(1, socket.MSG_PEEK)  # the thread gets no processor until the root leaves
-        liveness._rings.setblocking(False)
+        liveness._wake_receiver.setblocking(True)
+        liveness._wake_receiver.recv(1, socket.MSG_PEEK)  # the thread gets no processor until the root leaves
+        liveness._wake_receiver.setblocking(False)
         run(liveness)
 
     monkeypatch.setattr(Liveness, "_run", run_late)

@@ -31,7 +31,7 @@ class DeepSpeedBackend(DDPBackend):
         warmup = getattr(args, "lr_warmup_steps", 0)  # of several models: `merge` has seen whether they differ
         self.warmup_steps: int = warmup[0] if isinstance(warmup, list) else warmup
         self.zero_stage: int = args.zero_stage
-        self._asked_stage = self.zero_stage
+        self._requested_stage = self.zero_stage
         if options.plan.batch_parts:
             check_for_parts(self.config, options.precision, args.deepspeed_config)
         has_low_precision_weights = bool(self.config.get("bf16", {}).get("enabled")) or options.precision == "fp16"
@@ -110,22 +110,22 @@ class DeepSpeedBackend(DDPBackend):
         return {**super().describe(), "zero_stage": self.zero_stage, "deepspeed": self.resolved}
 
     def summary(self) -> str:
-        said = [super().summary(), f"ZeRO stage {self.zero_stage}"]
-        if self.zero_stage != self._asked_stage:
-            said[-1] += " (instead of 0, which cannot save the fp32 weights behind weights of low precision)"
+        phrases = [super().summary(), f"ZeRO stage {self.zero_stage}"]
+        if self.zero_stage != self._requested_stage:
+            phrases[-1] += " (instead of 0, which cannot save the fp32 weights behind weights of low precision)"
         if self.zero_stage == 3 and self.options.compile:
             # Measured on a CPU, 6 blocks of 256: 33 ms per update, and 21 without --compile; at stage 2 it is 5 and 6.
-            said.append(
+            phrases.append(
                 "--compile makes stage 3 slower, because gathering the weights of each layer cuts the compiled graph "
                 "there: leave it out, or use stage 2"
             )
         if "optimizer" in self.config:
-            said.append(f"optimizer {self.config['optimizer'].get('type')} of the JSON instead of the script's")
+            phrases.append(f"optimizer {self.config['optimizer'].get('type')} of the JSON instead of the script's")
             if "scheduler" not in self.config:
-                said[-1] += ", the schedule stays the script's"
+                phrases[-1] += ", the schedule stays the script's"
         if "scheduler" in self.config:
-            said.append("learning rate by the scheduler of the JSON instead of the script's schedule")
-        return "; ".join(said)
+            phrases.append("learning rate by the scheduler of the JSON instead of the script's schedule")
+        return "; ".join(phrases)
 
 
 def _parent_of(process: int) -> int | None:

@@ -59,7 +59,7 @@ def read_config(path: str) -> dict[str, Any]:
         UserMistake: missing, unreadable, not JSON, not an object, or a key is given twice.
     """
     try:
-        hooks = {"object_pairs_hook": _without_duplicates, "parse_constant": _no_constant, "parse_float": _finite}
+        hooks = {"object_pairs_hook": _unique_dict, "parse_constant": _refuse_name, "parse_float": _finite_float}
         config = parse_json(read_bytes(shipped(path), _LONGEST_BYTES), **hooks)
     except OSError as error:
         raise UserMistake(f"--deepspeed_config {path}: {error.strerror or error}") from None
@@ -86,10 +86,10 @@ def refusals(path: str | None) -> Iterator[None]:
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         if path is None:
             raise
-        said = " ".join(str(error).split()) or type(error).__name__
-        if found := getattr(error, "errors", None):  # the single errors inside a pydantic error
-            said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found())
-        raise UserMistake(f"DeepSpeed refuses --deepspeed_config {path}: {said[:300]}") from error
+        text = " ".join(str(error).split()) or type(error).__name__
+        if list_errors := getattr(error, "errors", None):  # the single errors inside a pydantic error
+            text = "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in list_errors())
+        raise UserMistake(f"DeepSpeed refuses --deepspeed_config {path}: {text[:300]}") from error
 
 
 def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> None:
@@ -99,52 +99,52 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
         UserMistake: a value is of the wrong kind, or two values disagree; the text names both.
     """
     path = args.deepspeed_config
-    for where in _autos(config):
-        if not _MAY_BE_AUTO.fullmatch(where):
-            raise UserMistake(f"{where} in {path} is auto, and no flag says what it is: give a value, or leave it out")
+    for key in _auto_paths(config):
+        if not _MAY_BE_AUTO.fullmatch(key):
+            raise UserMistake(f"{key} in {path} is auto, and no flag says what it is: give a value, or leave it out")
     explicit = set(getattr(args, "explicit", ()))
-    said = {flag: f"--{flag} {_shown(getattr(args, flag))}" for flag in explicit if hasattr(args, flag)}
+    origins = {flag: f"--{flag} {_format_flag(getattr(args, flag))}" for flag in explicit if hasattr(args, flag)}
 
     def fill(flag: str, key: str, value: Any) -> None:
         if value is None or not hasattr(args, flag):
             return
         if isinstance(getattr(args, flag), list):  # of several models, all of which it is for
             value = [value] * len(getattr(args, flag))
-        if flag in said and getattr(args, flag) != value:
-            shown = _shown(value)
-            raise UserMistake(f"{said[flag]} contradicts {key}: {shown} in {path}; say it once, or the same in both")
-        said.setdefault(flag, f"{key}: {_shown(value)}")
+        if flag in origins and getattr(args, flag) != value:
+            text = _format_flag(value)
+            raise UserMistake(f"{origins[flag]} contradicts {key}: {text} in {path}; say it once, or the same in both")
+        origins.setdefault(flag, f"{key}: {_format_flag(value)}")
         explicit.add(flag)
         setattr(args, flag, value)
 
-    def section(name: str, of: dict[str, Any] = config) -> dict[str, Any]:
-        found = of.get(name, {})
-        if not isinstance(found, dict):
-            raise UserMistake(f"{name} in {path} is {found!r}, an object {{...}} was expected")
-        return found
+    def section(name: str, parent: dict[str, Any] = config) -> dict[str, Any]:
+        content = parent.get(name, {})
+        if not isinstance(content, dict):
+            raise UserMistake(f"{name} in {path} is {content!r}, an object {{...}} was expected")
+        return content
 
-    def number(key: str, of: dict[str, Any], kind: type, least: float, label: str = "") -> Any:
-        value = of.get(key)
+    def number(key: str, parent: dict[str, Any], kind: type, least: float, label: str = "") -> Any:
+        value = parent.get(key)
         if value is None or value == AUTO:
             return None
-        fits = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
-        if not fits or not least <= value <= _LARGEST:
-            what = "a whole number" if kind is int else "a number"
+        is_valid = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
+        if not is_valid or not least <= value <= _LARGEST:
+            noun = "a whole number" if kind is int else "a number"
             raise UserMistake(
-                f"{label or key} in {path} is {repr(value)[:40]}, {what} from {least:g} to {_LARGEST:.1e} was expected"
+                f"{label or key} in {path} is {repr(value)[:40]}, {noun} from {least:g} to {_LARGEST:.1e} was expected"
             )
         return value
 
     fill("grad_accum_steps", "gradient_accumulation_steps", number("gradient_accumulation_steps", config, int, 1))
     fill("batch_size", "train_batch_size", number("train_batch_size", config, int, 1))
-    micro = number("train_micro_batch_size_per_gpu", config, int, 1)
-    if micro is not None:
-        per_step = micro * world_size
-        if "batch_size" in said and "grad_accum_steps" not in said and args.batch_size % per_step == 0:
-            args.grad_accum_steps = args.batch_size // per_step
-        product = f"{micro} x {args.grad_accum_steps} x {counted(world_size, 'process')}"
+    micro_batch_size = number("train_micro_batch_size_per_gpu", config, int, 1)
+    if micro_batch_size is not None:
+        samples_per_step = micro_batch_size * world_size
+        if "batch_size" in origins and "grad_accum_steps" not in origins and args.batch_size % samples_per_step == 0:
+            args.grad_accum_steps = args.batch_size // samples_per_step
+        product = f"{micro_batch_size} x {args.grad_accum_steps} x {counted(world_size, 'process')}"
         arithmetic = f"train_micro_batch_size_per_gpu ({product})"
-        fill("batch_size", arithmetic, per_step * args.grad_accum_steps)
+        fill("batch_size", arithmetic, samples_per_step * args.grad_accum_steps)
     fill("max_grad_norm", "gradient_clipping", number("gradient_clipping", config, float, 0))
 
     enabled = {}
@@ -152,37 +152,37 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
         value = section(name).get("enabled")
         if value not in (None, AUTO) and not isinstance(value, bool):
             raise UserMistake(f"{name}.enabled in {path} is {value!r}, true or false was expected")
-        if value is False and "precision" in said and args.precision == name:
-            raise UserMistake(f"{said['precision']} contradicts {name}.enabled: false in {path}; say it once")
+        if value is False and "precision" in origins and args.precision == name:
+            raise UserMistake(f"{origins['precision']} contradicts {name}.enabled: false in {path}; say it once")
         enabled[name] = value is True
     if all(enabled.values()):
         raise UserMistake(f"bf16.enabled and fp16.enabled are both true in {path}; choose one")
-    for name in [name for name, on in enabled.items() if on]:
+    for name in [name for name, is_enabled in enabled.items() if is_enabled]:
         fill("precision", f"{name}.enabled", name)
 
     if "optimizer" in config and not isinstance(section("optimizer").get("type"), str):
         raise UserMistake(f"optimizer in {path} names no type, such as AdamW")
     params, schedule = (section("params", section(name)) for name in ("optimizer", "scheduler"))
-    of_params = {name: number(name, params, float, 0, f"optimizer.params.{name}") for name in ("lr", "weight_decay")}
-    where = "scheduler.params.warmup_max_lr"
-    highest = number("warmup_max_lr", schedule, float, 0, where)  # which the scheduler takes instead of the optimizer's
-    if highest is None:
-        where, highest = "optimizer.params.lr", of_params["lr"]
-    fill("learning_rate", where, highest)
-    fill("weight_decay", "optimizer.params.weight_decay", of_params["weight_decay"])
+    numbers = {name: number(name, params, float, 0, f"optimizer.params.{name}") for name in ("lr", "weight_decay")}
+    key = "scheduler.params.warmup_max_lr"
+    peak_lr = number("warmup_max_lr", schedule, float, 0, key)  # which the scheduler takes instead of the optimizer's
+    if peak_lr is None:
+        key, peak_lr = "optimizer.params.lr", numbers["lr"]
+    fill("learning_rate", key, peak_lr)
+    fill("weight_decay", "optimizer.params.weight_decay", numbers["weight_decay"])
     if (betas := params.get("betas")) not in (None, AUTO):
         if not isinstance(betas, list) or [type(beta) in (int, float) for beta in betas] != [True, True]:
             raise UserMistake(
                 f"optimizer.params.betas in {path} is {repr(betas)[:40]}, a list of two numbers was expected"
             )
         fill("betas", "optimizer.params.betas", tuple(map(float, betas)))
-    where = "scheduler.params.warmup_num_steps"
-    fill("lr_warmup_steps", where, number("warmup_num_steps", schedule, int, 0, where))
+    key = "scheduler.params.warmup_num_steps"
+    fill("lr_warmup_steps", key, number("warmup_num_steps", schedule, int, 0, key))
     warmups = getattr(args, "lr_warmup_steps", 0)
     if schedule.get("warmup_num_steps") == AUTO and isinstance(warmups, list) and len(set(warmups)) > 1:
-        each = " ".join(map(str, warmups))
+        warmups_text = " ".join(map(str, warmups))
         raise UserMistake(
-            f"{where} in {path} is auto, and --lr_warmup_steps {each} are several: give one number in both"
+            f"{key} in {path} is auto, and --lr_warmup_steps {warmups_text} are several: give one number in both"
         )
     stage = number("stage", section("zero_optimization"), int, 0, "zero_optimization.stage")
     if section("zero_optimization").get("mics_shard_size") not in (None, -1):
@@ -192,8 +192,8 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
         )
     if stage is not None and stage > 3:
         raise UserMistake(f"zero_optimization.stage {stage} in {path}: ZeRO has stages 0, 1, 2 and 3")
-    if (sent := config.get("communication_data_type")) in ("fp32", "bf16"):
-        fill("reduce_precision", "communication_data_type", sent)
+    if (reduce_precision := config.get("communication_data_type")) in ("fp32", "bf16"):
+        fill("reduce_precision", "communication_data_type", reduce_precision)
     fill("zero_stage", "zero_optimization.stage", stage)
     args.explicit = frozenset(explicit)
 
@@ -205,13 +205,13 @@ def check_for_parts(config: dict[str, Any], precision: str, path: str) -> None:
         UserMistake: the JSON asks for an optimizer, weights of low precision, or state on another device.
     """
     zero = config.get("zero_optimization", {})
-    found = [f"the optimizer section of {path}"] * ("optimizer" in config)
-    found += [f"bf16.enabled in {path}"] * (config.get("bf16", {}).get("enabled") is True)
-    found += ["fp16"] * (precision == "fp16")
-    found += [f"{key} in {path}" for key in ("offload_optimizer", "offload_param", "cpu_offload") if zero.get(key)]
-    if found:
+    causes = [f"the optimizer section of {path}"] * ("optimizer" in config)
+    causes += [f"bf16.enabled in {path}"] * (config.get("bf16", {}).get("enabled") is True)
+    causes += ["fp16"] * (precision == "fp16")
+    causes += [f"{key} in {path}" for key in ("offload_optimizer", "offload_param", "cpu_offload") if zero.get(key)]
+    if causes:
         raise UserMistake(
-            f"--batch_parts gives the same bits on every backend, but with {found[0]} DeepSpeed computes differently "
+            f"--batch_parts gives the same bits on every backend, but with {causes[0]} DeepSpeed computes differently "
             "from the other backends; leave out one of the two"
         )
 
@@ -227,7 +227,7 @@ def resolve(
     ``sizes`` are the numbers of elements of the model's parameters; ``auto`` is what "auto" means in the sections
     optimizer and scheduler, by path, such as "optimizer.params.betas".
     """
-    full = _without_auto(_with_values(config, auto))
+    full = _drop_autos(_fill_autos(config, auto))
     full.update(
         train_batch_size=options.plan.global_batch_size,
         train_micro_batch_size_per_gpu=options.plan.local_batch_size,
@@ -276,64 +276,64 @@ def _bucket_sizes(zero_stage: int, sizes: Sequence[int]) -> dict[str, int]:
     """Numbers of elements that DeepSpeed sends or keeps at once. Its own defaults are 50 million to a billion, which is
     more than many models have: the buffers are as large as they say, and ZeRO 3 would keep all weights that it has
     gathered until the end of the backward pass."""
-    bucket = min(BUCKET_ELEMENTS, sum(sizes))
-    reduced = bucket
+    bucket_size = min(BUCKET_ELEMENTS, sum(sizes))
+    reduce_size = bucket_size
     if zero_stage == 2:
         # A gradient that is larger than the bucket is reduced where it lies, and while that overlaps with the backward
         # pass, DeepSpeed gives its memory back: let none be larger.
-        reduced = max([bucket, *sizes])
-    found = {"reduce_bucket_size": reduced, "allgather_bucket_size": bucket}
-    found = {name: math.ceil(size / 128) * 128 for name, size in found.items()}  # DeepSpeed expects them aligned
+        reduce_size = max([bucket_size, *sizes])
+    buckets = {"reduce_bucket_size": reduce_size, "allgather_bucket_size": bucket_size}
+    buckets = {name: math.ceil(size / 128) * 128 for name, size in buckets.items()}  # DeepSpeed expects them aligned
     if zero_stage == 3:
         # It gathers weights ahead until so many are there, a bucket for each module that it enters.
-        found |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": 2 * bucket,
-                  "stage3_max_reuse_distance": bucket}  # fmt: skip
-    return found
+        buckets |= {"stage3_prefetch_bucket_size": bucket_size, "stage3_max_live_parameters": 2 * bucket_size,
+                  "stage3_max_reuse_distance": bucket_size}  # fmt: skip
+    return buckets
 
 
-def _shown(value: Any) -> str:
+def _format_flag(value: Any) -> str:
     """The value of a flag, as the command line has it."""
-    each = value if isinstance(value, list) else [value]
-    return " ".join(",".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in each)
+    entries = value if isinstance(value, list) else [value]
+    return " ".join(",".join(map(str, entry)) if isinstance(entry, tuple) else str(entry) for entry in entries)
 
 
-def _autos(value: Any, where: str = "") -> Iterator[str]:
+def _auto_paths(value: Any, path: str = "") -> Iterator[str]:
     """The paths of all that is ``auto``, such as "optimizer.params.lr", and of a list "optimizer.params.betas.0"."""
     if value == AUTO:
-        yield where
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inner:
-        yield from _autos(each, f"{where}.{key}".lstrip("."))
+        yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from _auto_paths(child, f"{path}.{key}".lstrip("."))
 
 
-def _with_values(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_autos(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
     """A copy in which each ``auto`` at these paths is what it means."""
     full = copy.deepcopy(dict(config))
-    for where in set(_autos(full)).intersection(auto):
-        *sections, key = where.split(".")
-        reduce(lambda inner, name: inner[name], sections, full)[key] = auto[where]
+    for path in set(_auto_paths(full)).intersection(auto):
+        *sections, key = path.split(".")
+        reduce(lambda inner, name: inner[name], sections, full)[key] = auto[path]
     return full
 
 
-def _without_auto(value: Any) -> Any:
+def _drop_autos(value: Any) -> Any:
     """A copy without the keys whose value is ``auto``, at any depth."""
     if isinstance(value, dict):
-        return {key: _without_auto(inner) for key, inner in value.items() if inner != AUTO}
-    return [_without_auto(inner) for inner in value if inner != AUTO] if isinstance(value, list) else value
+        return {key: _drop_autos(inner) for key, inner in value.items() if inner != AUTO}
+    return [_drop_autos(inner) for inner in value if inner != AUTO] if isinstance(value, list) else value
 
 
-def _no_constant(name: str) -> None:
+def _refuse_name(name: str) -> None:
     raise ValueError(f"JSON has no number {name}")
 
 
-def _finite(text: str) -> float:
+def _finite_float(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"the number {text[:40]} is too large")
     return value
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"key {twice[0]!r} is there twice")
+    if duplicates := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"key {duplicates[0]!r} is there twice")
     return dict(pairs)

@@ -87,7 +87,7 @@ class ZeroEngine(Engine):
             learning_rate=self.lr,
             sizes=[parameter.numel() for parameter in model.parameters()],
             on_cpu=backend.device.type == "cpu",
-            auto=self._meaning_of_auto(optimizer),
+            auto=self._auto_values(optimizer),
         )
         self._bucket_size = runtime["zero_optimization"]["reduce_bucket_size"]
         weights_are_low_precision = runtime["bf16"]["enabled"] or runtime["fp16"]["enabled"]
@@ -112,9 +112,9 @@ class ZeroEngine(Engine):
                 config=runtime,
                 dist_init_required=False,
             )
-        inside = SimpleNamespace(engine=self._ds, optimizer=self._zero)
+        internals = SimpleNamespace(engine=self._ds, optimizer=self._zero)
         names = [f"engine.{name}" for name in OF_ENGINE] + [f"optimizer.{name}" for name in OF_ZERO[self._stage]]
-        check_inside(inside, names, f" at ZeRO {self._stage}")
+        check_inside(internals, names, f" at ZeRO {self._stage}")
         self._optimizer = self._ds.basic_optimizer
         self._parameters = {name: t for name, t in self._state_tensors().items() if isinstance(t, nn.Parameter)}
         self._sets_own_lr = self._scheduler is not None
@@ -131,20 +131,20 @@ class ZeroEngine(Engine):
         self._optimizer_threads = own_threads(backend.gather_objects) if is_offloaded else None
         self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
 
-    def _meaning_of_auto(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _auto_values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What "auto" means in the sections optimizer and scheduler of the JSON: what the script's own optimizer, which
         follows its flags, has; the warm-up of the flags, at most half of the run, from 0; and the run's updates."""
-        first, updates = optimizer.param_groups[0], self._backend.total_updates
-        of_script: dict[str, Any] = {name: first[name] for name in ("lr", "weight_decay") if name in first}
-        of_script |= {"betas": list(first["betas"])} if "betas" in first else {}
-        of_script["eps"] = first.get("eps", 1e-8)  # of PyTorch's, where the script's has none
+        group, updates = optimizer.param_groups[0], self._backend.total_updates
+        optimizer_values: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay") if name in group}
+        optimizer_values |= {"betas": list(group["betas"])} if "betas" in group else {}
+        optimizer_values["eps"] = group.get("eps", 1e-8)  # of PyTorch's, where the script's has none
         warmup = self._backend.warmup_steps if updates is None else min(self._backend.warmup_steps, updates // 2)
         warmup = max(warmup, 1)  # the least that DeepSpeed takes
-        schedule: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": self.lr, "warmup_num_steps": warmup}
-        schedule |= {} if updates is None else {"total_num_steps": updates}
+        scheduler_values: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": self.lr, "warmup_num_steps": warmup}
+        scheduler_values |= {} if updates is None else {"total_num_steps": updates}
         return {
             f"{section}.params.{name}": value
-            for section, values in (("optimizer", of_script), ("scheduler", schedule))
+            for section, values in (("optimizer", optimizer_values), ("scheduler", scheduler_values))
             for name, value in values.items()
         }
 
@@ -253,7 +253,7 @@ class ZeroEngine(Engine):
     def _fp32_slice(self, tensor: Any) -> Tensor:
         """Of a parameter; a buffer is whole."""
         if not isinstance(tensor, nn.Parameter):
-            return _in_fp32(tensor)
+            return _to_fp32(tensor)
         if not tensor.requires_grad:
             local: Tensor = tensor.ds_tensor  # type: ignore[attr-defined]
             return local.detach().to(tensor.device, torch.float32)  # offloaded weights lie on the CPU
@@ -263,28 +263,28 @@ class ZeroEngine(Engine):
         group, start, size = self._zero.grad_position[self._zero.get_param_id(tensor)]
         return self._zero.fp32_partitioned_groups_flat[group].detach().narrow(0, start, size)
 
-    def whole_weight(self, name: str, held: Tensor) -> Tensor:
+    def whole_weight(self, name: str, local: Tensor) -> Tensor:
         if self._stage < 3 or name not in self._parameters:
-            return held
+            return local
         parameter: Any = self._parameters[name]
-        gathered = held.new_empty(torch.distributed.get_world_size() * held.numel())
-        torch.distributed.all_gather_into_tensor(gathered, held.contiguous())
-        return gathered[: parameter.ds_numel].view(parameter.ds_shape)
+        flat = local.new_empty(torch.distributed.get_world_size() * local.numel())
+        torch.distributed.all_gather_into_tensor(flat, local.contiguous())
+        return flat[: parameter.ds_numel].view(parameter.ds_shape)
 
-    def held_part(self, name: str, whole: Tensor) -> Tensor:
+    def held_part(self, name: str, full: Tensor) -> Tensor:
         if self._stage < 3 or name not in self._parameters:
-            return whole
+            return full
         parameter: Any = self._parameters[name]
-        if tuple(whole.shape) != tuple(parameter.ds_shape):
-            raise ValueError(f"the shape {tuple(whole.shape)} is not the model's {tuple(parameter.ds_shape)}")
-        return _local_slice(parameter, whole)
+        if tuple(full.shape) != tuple(parameter.ds_shape):
+            raise ValueError(f"the shape {tuple(full.shape)} is not the model's {tuple(parameter.ds_shape)}")
+        return _local_slice(parameter, full)
 
     def _read_weight(self, name: str, tensor: Tensor) -> Tensor:
         """A full fp32 weight; a persistent buffer as it is."""
         if self._stage == 3:
             return self.whole_weight(name, self._fp32_slice(tensor))
         is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        return _in_fp32(safe_get_full_fp32_param(tensor) if is_trained else tensor)
+        return _to_fp32(safe_get_full_fp32_param(tensor) if is_trained else tensor)
 
     def _read_state(self) -> dict[str, Any]:
         weights = live_weights(self.module)
@@ -296,9 +296,9 @@ class ZeroEngine(Engine):
         scaler = getattr(self._zero, "loss_scaler", None)
         if scaler is None or not self._ds.fp16_enabled():
             return {}
-        since_overflow = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
+        updates_since_overflow = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
         hysteresis = getattr(scaler, "cur_hysteresis", 1)
-        return {"scale": float(scaler.cur_scale), "finite_in_a_row": since_overflow, "hysteresis": hysteresis}
+        return {"scale": float(scaler.cur_scale), "finite_in_a_row": updates_since_overflow, "hysteresis": hysteresis}
 
     def _read_optimizer(self) -> dict[str, Any]:
         """Like ``optimizer_state.read_optimizer``, but sharded moments are given as functions that fetch them."""
@@ -345,16 +345,16 @@ class ZeroEngine(Engine):
         # ZeRO 3 leaves empty tensors in the module; their attribute ds_shape holds the full shape.
         check_names("weight", weights, {name: getattr(t, "ds_shape", t.shape) for name, t in tensors.items()})
         for name, tensor in tensors.items():
-            value = weights[name]
+            weight = weights[name]
             if self._stage == 3 and isinstance(tensor, nn.Parameter):
-                local = _local_slice(tensor, value)
+                local = _local_slice(tensor, weight)
                 tensor.ds_tensor.data.copy_(local)  # type: ignore[attr-defined]
                 if tensor.requires_grad:
                     safe_set_local_fp32_param(tensor, local)
             else:
-                tensor.data.copy_(value)
+                tensor.data.copy_(weight)
                 if self._stage and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                    safe_set_full_fp32_param(tensor, value.to(tensor.device).float())
+                    safe_set_full_fp32_param(tensor, weight.to(tensor.device).float())
 
     @torch.no_grad()
     def _write_optimizer(self, state: Mapping[str, Any]) -> None:
@@ -392,9 +392,9 @@ class ZeroEngine(Engine):
         """Refresh the copies that the forward pass reads from the fp32 weights."""
         if self._stage in (1, 2):
             self._zero.update_lp_params()
-        elif self._stage == 3 and (kept_whole := self._zero.persistent_parameters):
-            kept_whole[0].partition(kept_whole)  # else all_gather would keep the old gathered weights
-            kept_whole[0].all_gather(kept_whole)
+        elif self._stage == 3 and (persistent := self._zero.persistent_parameters):
+            persistent[0].partition(persistent)  # else all_gather would keep the old gathered weights
+            persistent[0].all_gather(persistent)
 
     @torch.no_grad()
     def _write_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
@@ -443,7 +443,7 @@ class ZeroEngine(Engine):
         return dict(self.module.state_dict(keep_vars=True))
 
 
-def check_inside(of: Any, names: Iterable[str], where: str = "") -> None:
+def check_inside(owner: Any, names: Iterable[str], where: str = "") -> None:
     """Check that DeepSpeed, or an object of it, has what this package replaces or calls of it.
 
     Raises:
@@ -452,7 +452,7 @@ def check_inside(of: Any, names: Iterable[str], where: str = "") -> None:
     missing = []
     for name in names:
         try:
-            attrgetter(name)(of)
+            attrgetter(name)(owner)
         except AttributeError:
             missing.append(name)
     if missing:
@@ -481,15 +481,15 @@ def _without_broadcast() -> Iterator[None]:
         deepspeed.DeepSpeedEngine._broadcast_model, deepspeed.zero.Init._zero_init_param = originals
 
 
-def _in_fp32(tensor: Tensor) -> Tensor:
+def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
 
 
-def _local_slice(parameter: Any, value: Tensor) -> Tensor:
+def _local_slice(parameter: Any, full: Tensor) -> Tensor:
     """This rank's slice of a full tensor at ZeRO 3, padded if the size does not divide by the number of ranks."""
     size = parameter.ds_tensor.numel()
     start = size * torch.distributed.get_rank()
-    part = value.flatten()[start : start + size]  # of a memory-mapped file, only this part is read
+    own = full.flatten()[start : start + size]  # of a memory-mapped file, only this part is read
     local = torch.zeros(size, dtype=torch.float32, device=parameter.ds_tensor.device)
-    local[: part.numel()] = part
+    local[: own.numel()] = own
     return local

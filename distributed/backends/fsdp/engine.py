@@ -37,8 +37,8 @@ from tandem.distributed.engines.reducer import GradientReducer
 from tandem.distributed.engines.replicated import ReplicatedEngine
 from tandem.distributed.errors import UserMistake
 
-_PART_OF_A_MODEL = 100  # smaller blocks are gathered with what surrounds them ...
-_ALWAYS_WORTH_IT = 2**20  # ... unless they have as many weights as this
+_SMALL_BLOCK_DIVISOR = 100  # smaller blocks are gathered with what surrounds them ...
+_LARGE_BLOCK_SIZE = 2**20  # ... unless they have as many weights as this
 _END_OF_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
 
 if TYPE_CHECKING:
@@ -59,24 +59,24 @@ class FSDPEngine(ReplicatedEngine):
         if options.compile:
             model.compile()  # before weights are offloaded: a model may prepare constants where they are
         self._shard(model)
-        gathered = self._gathered_once() if self._plan.batch_parts else {}
+        full_by_name = self._full_parameters() if self._plan.batch_parts else {}
         tensors = model.state_dict(keep_vars=True)
-        self._spread: dict[str, Any] = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
-        self._held: dict[str, nn.Parameter] = {
+        self._sharded: dict[str, Any] = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
+        self._local: dict[str, nn.Parameter] = {
             name: nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p
             for name, p in model.named_parameters()
         }
         for group in optimizer.param_groups:
-            group["params"] = [self._held[names[parameter]] for parameter in group["params"]]
-        self._names = {held: name for name, held in self._held.items() if held.requires_grad}
-        whole = [held for held, name in self._names.items() if name not in self._spread]
+            group["params"] = [self._local[names[parameter]] for parameter in group["params"]]
+        self._names = {local: name for name, local in self._local.items() if local.requires_grad}
+        unsharded = [local for local, name in self._names.items() if name not in self._sharded]
         self._parts: GradientParts | None = None
         if self._plan.batch_parts:
-            full = [gathered.get(name, held) for held, name in self._names.items()]
-            self._parts = GradientParts(full, backend.comm, self._plan.grad_accum_steps)
+            full_parameters = [full_by_name.get(name, local) for local, name in self._names.items()]
+            self._parts = GradientParts(full_parameters, backend.comm, self._plan.grad_accum_steps)
             unfuse(optimizer)
         else:
-            self._whole = GradientReducer(whole, backend.comm, self.name)
+            self._unsharded_reducer = GradientReducer(unsharded, backend.comm, self.name)
         # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
         self._optimizer_threads = own_threads(backend.gather_objects) if backend.offload else None
         if backend.offload:
@@ -85,13 +85,13 @@ class FSDPEngine(ReplicatedEngine):
     def _shard(self, model: nn.Module) -> None:
         backend, options = self._backend, self._backend.options
         # With --batch_parts, gradients are added in fp32, as on the other backends.
-        low = torch.float32 if self._plan.batch_parts else DTYPES[options.precision]
+        compute_dtype = torch.float32 if self._plan.batch_parts else DTYPES[options.precision]
         blocks = repeated_blocks(model)
         backend.blocks[self.name] = list(blocks)
-        self._weights_are_cast = bool(blocks) and low != torch.float32
+        self._weights_are_cast = bool(blocks) and compute_dtype != torch.float32
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
-        rounded = torch.bfloat16 if options.reduce_precision == "bf16" else None  # None: as the weights are
+        reduce_dtype = torch.bfloat16 if options.reduce_precision == "bf16" else None  # None: as the weights are
         shard = partial(
             fully_shard,
             mesh=DeviceMesh.from_group(dist.group.WORLD, backend.device.type),  # type: ignore[arg-type]
@@ -99,36 +99,36 @@ class FSDPEngine(ReplicatedEngine):
             ignored_params={parameter for parameter in model.parameters() if parameter.ndim == 0},
         )
         # Autocast casts what an operation needs, so inputs are not cast.
-        of_blocks = MixedPrecisionPolicy(reduce_dtype=rounded, cast_forward_inputs=False)
+        block_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         if self._weights_are_cast:
-            of_blocks = MixedPrecisionPolicy(low, rounded or torch.float32, cast_forward_inputs=False)
+            block_policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype or torch.float32, cast_forward_inputs=False)
         for block in blocks.values():
-            shard(block, reshard_after_forward=backend.reshard_after_forward, mp_policy=of_blocks)
+            shard(block, reshard_after_forward=backend.reshard_after_forward, mp_policy=block_policy)
         # What is in no block stays fp32: codebooks, temperatures and latents are computed in fp32 under autocast too.
-        shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=rounded, cast_forward_inputs=False))
+        shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False))
         self._root = model
-        self._gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in self._gathered:
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._fsdp_modules:
             module.set_gradient_divide_factor(1.0)  # an update is a sum, not a mean
             module.set_force_sum_reduction_for_comms(True)  # Gloo knows only sums
-            cast(nn.Module, module).register_forward_pre_hook(_with_strides_of_one_sample, with_kwargs=True)
+            cast(nn.Module, module).register_forward_pre_hook(_fix_input_strides, with_kwargs=True)
         if not hasattr(module._get_fsdp_state(), _END_OF_BACKWARD):
             raise UserMistake(
                 f"FSDP of PyTorch {torch.__version__} has no {_END_OF_BACKWARD}: it differs from that of the versions "
                 "which pyproject.toml allows; install one of those, or leave --distributed_backend fsdp out"
             )
 
-    def _watched(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return self._gathered_once().items()
+    def _graph_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self._full_parameters().items()
 
-    def _gathered_once(self) -> dict[str, nn.Parameter]:
+    def _full_parameters(self) -> dict[str, nn.Parameter]:
         """The whole parameters that the passes compute with, by name; they are empty whenever they are not gathered."""
-        found = {}
-        for module in self._gathered:
+        parameters = {}
+        for module in self._fsdp_modules:
             module.unshard()
-            found.update({name: p for name, p in self.module.named_parameters() if not isinstance(p, DTensor)})
+            parameters.update({name: p for name, p in self.module.named_parameters() if not isinstance(p, DTensor)})
             module.reshard()
-        return {name: found[name] for name, _ in self.module.named_parameters()}
+        return {name: parameters[name] for name, _ in self.module.named_parameters()}
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         # The module is called, because only then it gathers its weights.
@@ -136,7 +136,7 @@ class FSDPEngine(ReplicatedEngine):
         with eager:
             if not self._weights_are_cast:
                 return self.module(*args, **kwargs)
-            for module in self._gathered:
+            for module in self._fsdp_modules:
                 module.unshard()
             weights = {name: parameter.float() for name, parameter in self.module.named_parameters()}
             return torch.func.functional_call(self.module, weights, args, kwargs)
@@ -146,125 +146,125 @@ class FSDPEngine(ReplicatedEngine):
         if self._parts is not None:
             self._parts.backward(loss, gradient, self._micro_batch, retain_graph)
             return
-        self._whole.backward(loss, gradient, None, retain_graph)
-        if self._keeps_gathered:
-            self._send_rest()
+        self._unsharded_reducer.backward(loss, gradient, None, retain_graph)
+        if self._keeps_unsharded:
+            self._reduce_late_gradients()
 
-    def _send_rest(self) -> None:
+    def _reduce_late_gradients(self) -> None:
         """Sum the gradients that came after FSDP has summed those of a block, or where it did not see a backward pass
         end: in the second pass through a gradient, no output of the model may lie on the way."""
-        end = getattr(cast(FSDPModule, self._root)._get_fsdp_state(), _END_OF_BACKWARD)
-        last = torch.zeros((), requires_grad=True) * 1
-        last.register_hook(lambda _: end())
-        last.backward()
+        end_backward = getattr(cast(FSDPModule, self._root)._get_fsdp_state(), _END_OF_BACKWARD)
+        trigger = torch.zeros((), requires_grad=True) * 1
+        trigger.register_hook(lambda _: end_backward())
+        trigger.backward()
 
     def _update(self) -> tuple[Tensor, Tensor]:
-        self._let_go()
+        self._reshard()
         with cpu_threads(self._optimizer_threads):
             return super()._update()
 
     @torch.no_grad()
-    def _reduced(self) -> tuple[list[Tensor], Tensor]:
+    def _reduce_gradients(self) -> tuple[list[Tensor], Tensor]:
         if self._parts is not None:
             self._parts.finish()
             gradients = self._parts.by_parameter
-            for (held, name), parameter in zip(self._names.items(), self._parts.parameters, strict=True):
-                held.grad = self.held_part(name, gradients[parameter]).to(held.device)
+            for (local, name), parameter in zip(self._names.items(), self._parts.parameters, strict=True):
+                local.grad = self.held_part(name, gradients[parameter]).to(local.device)
             return self._gradients(), gradient_norm(self._parts.gradients)
-        self._whole.finish()
-        for held, name in self._names.items():
-            if name in self._spread:
-                gradient = self._spread[name].grad
-                held.grad = torch.zeros_like(held) if gradient is None else gradient.to_local()
+        self._unsharded_reducer.finish()
+        for local, name in self._names.items():
+            if name in self._sharded:
+                gradient = self._sharded[name].grad
+                local.grad = torch.zeros_like(local) if gradient is None else gradient.to_local()
         return self._gradients(), self._norm()
 
     def _gradients(self) -> list[Tensor]:
         # Offloaded ones first: what divides them has to be where the first one is.
-        ordered = sorted(self._names, key=lambda held: self._names[held] not in self._spread)
-        return [held.grad for held in ordered if held.grad is not None]
+        ordered = sorted(self._names, key=lambda local: self._names[local] not in self._sharded)
+        return [local.grad for local in ordered if local.grad is not None]
 
     def _norm(self) -> Tensor:
         """Of the gradients of all processes. A request to stop travels with it."""
         backend, device = self._backend, self._backend.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
-        if spread := [
-            held.grad for held, name in self._names.items() if name in self._spread and held.grad is not None
+        if sharded_gradients := [
+            local.grad for local, name in self._names.items() if name in self._sharded and local.grad is not None
         ]:
-            sums[0] = gradient_norm(spread).square()
+            sums[0] = gradient_norm(sharded_gradients).square()
         if backend.world_size > 1:
             sums[1].fill_(float(backend.stop.depart()))
             backend.comm.all_reduce_(sums, f"{self.name}.norm").wait()
             backend.stop.arrive(sums[1])
-        if self._whole.gradients:
-            sums[0] += gradient_norm(self._whole.gradients).square()
+        if self._unsharded_reducer.gradients:
+            sums[0] += gradient_norm(self._unsharded_reducer.gradients).square()
         return sums[0].sqrt()
 
-    def _forget(self) -> None:
-        for held, name in self._names.items():
-            if name in self._spread:
-                self._spread[name].grad = held.grad = None
+    def _clear_gradients(self) -> None:
+        for local, name in self._names.items():
+            if name in self._sharded:
+                self._sharded[name].grad = local.grad = None
         if self._parts is not None:
             self._parts.zero_()
-        elif self._whole.gradients:
-            self._whole.zero_()
+        elif self._unsharded_reducer.gradients:
+            self._unsharded_reducer.zero_()
 
-    def _let_go(self) -> None:
+    def _reshard(self) -> None:
         """Free whole weights, which the next pass gathers again."""
-        if self._keeps_gathered:
-            self._keep_gathered(False)
-        for module in self._gathered:
+        if self._keeps_unsharded:
+            self._keep_unsharded(False)
+        for module in self._fsdp_modules:
             module.reshard()
 
-    _keeps_gathered = False
+    _keeps_unsharded = False
 
-    def _keep_gathered(self, keeps: bool) -> None:
+    def _keep_unsharded(self, keeps: bool) -> None:
         """Whether whole weights stay until the update."""
-        self._keeps_gathered = keeps
-        for module in self._gathered:
+        self._keeps_unsharded = keeps
+        for module in self._fsdp_modules:
             is_freed = self._backend.reshard_after_forward and module is not self._root and not keeps
             module.set_reshard_after_forward(is_freed, recurse=False)
             module.set_reshard_after_backward(not keeps, recurse=False)
 
     @contextmanager
     def twice_differentiable(self) -> Iterator[None]:
-        self._keep_gathered(True)  # FSDP frees weights after the first pass
+        self._keep_unsharded(True)  # FSDP frees weights after the first pass
         with super().twice_differentiable():
             yield
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        self._let_go()  # so that the parameters are those that FSDP asks whether they are trained
+        self._reshard()  # so that the parameters are those that FSDP asks whether they are trained
         with super().frozen():
             try:
                 yield
             finally:
-                self._let_go()
+                self._reshard()
 
     def held_weights(self) -> dict[str, Tensor]:
-        own = {**dict(self.module.named_buffers()), **self._held}
-        return {name: own[name].detach() for name in self._shapes}
+        tensors = {**dict(self.module.named_buffers()), **self._local}
+        return {name: tensors[name].detach() for name in self._shapes}
 
-    def whole_weight(self, name: str, held: Tensor) -> Tensor:
-        if name not in self._spread:
-            return held
+    def whole_weight(self, name: str, local: Tensor) -> Tensor:
+        if name not in self._sharded:
+            return local
         rows, *rest = self._shapes[name]
-        padded = held.new_zeros(self._rows(name), *rest, device=self._backend.device)  # offloaded ones are on the CPU
-        padded[: len(held)] = held
-        gathered = padded.new_empty(self._backend.world_size * padded.numel())
-        dist.all_gather_into_tensor(gathered, padded.view(-1))
-        return gathered.view(-1, *rest)[:rows]
+        padded = local.new_zeros(self._rows(name), *rest, device=self._backend.device)  # offloaded ones are on the CPU
+        padded[: len(local)] = local
+        flat = padded.new_empty(self._backend.world_size * padded.numel())
+        dist.all_gather_into_tensor(flat, padded.view(-1))
+        return flat.view(-1, *rest)[:rows]
 
-    def _fetches(self, held: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+    def _getters(self, local: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
         """By name, functions that return ``whole_weight`` of tensors like ``held_weights()``."""
-        return {name: partial(self.whole_weight, name, tensor) for name, tensor in held.items()}
+        return {name: partial(self.whole_weight, name, tensor) for name, tensor in local.items()}
 
-    def held_part(self, name: str, whole: Tensor) -> Tensor:
-        if whole.shape != self._shapes[name]:
-            raise ValueError(f"the shape {tuple(whole.shape)} is not the model's {tuple(self._shapes[name])}")
-        if name not in self._spread:
-            return whole
+    def held_part(self, name: str, full: Tensor) -> Tensor:
+        if full.shape != self._shapes[name]:
+            raise ValueError(f"the shape {tuple(full.shape)} is not the model's {tuple(self._shapes[name])}")
+        if name not in self._sharded:
+            return full
         rows = self._rows(name)
-        return whole[self._backend.rank * rows : (self._backend.rank + 1) * rows]
+        return full[self._backend.rank * rows : (self._backend.rank + 1) * rows]
 
     def _rows(self, name: str) -> int:
         """Rows of a weight that the first process holds: no process holds more."""
@@ -272,16 +272,16 @@ class FSDPEngine(ReplicatedEngine):
 
     def _read_state(self) -> dict[str, Any]:
         optimizer = read_optimizer(self._optimizer, self._names)
-        optimizer["moments"] = {slot: self._fetches(tensors) for slot, tensors in optimizer["moments"].items()}
-        weights = self._fetches(self.held_weights())
+        optimizer["moments"] = {slot: self._getters(tensors) for slot, tensors in optimizer["moments"].items()}
+        weights = self._getters(self.held_weights())
         return {"weights": weights, "optimizer": optimizer, "scaler": self._scaler.state_dict()}
 
     @torch.no_grad()
     def _write_state(self, state: Mapping[str, Any]) -> None:
-        self._let_go()
+        self._reshard()
         check_names("weight", state["weights"], self._shapes)
-        for name, held in self.held_weights().items():
-            held.copy_(self.held_part(name, state["weights"][name]))
+        for name, local in self.held_weights().items():
+            local.copy_(self.held_part(name, state["weights"][name]))
         optimizer = state["optimizer"]
         check_moments(self._optimizer, optimizer, {name: self._shapes[name] for name in self._names.values()})
         moments = {
@@ -292,18 +292,18 @@ class FSDPEngine(ReplicatedEngine):
         self._scaler.load_state_dict(state["scaler"])
 
 
-def _with_strides_of_one_sample(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _fix_input_strides(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """FSDP passes inputs through a function of autograd, which returns views. A view of one sample in channels last has
     another stride along the batch, by which a convolution takes it for contiguous and rounds differently."""
-    result: tuple[Any, Any] = tree_map_only(Tensor, _with_stride_along_the_batch, (args, kwargs))
-    return result
+    inputs: tuple[Any, Any] = tree_map_only(Tensor, _with_stride_along_the_batch, (args, kwargs))
+    return inputs
 
 
 def _with_stride_along_the_batch(x: Tensor) -> Tensor:
     if x.ndim not in (4, 5) or len(x) != 1 or x.stride(0) == x.numel() or x.is_contiguous():
         return x
-    last = x.movedim(1, -1)
-    return last.view(last.shape).movedim(-1, 1) if last.is_contiguous() else x
+    channels_last = x.movedim(1, -1)
+    return channels_last.view(channels_last.shape).movedim(-1, 1) if channels_last.is_contiguous() else x
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -315,13 +315,13 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if name and isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList | nn.Sequential)
     }
     repeats = Counter(type(block) for block in candidates.values())
-    enough = min(_size(model) // _PART_OF_A_MODEL, _ALWAYS_WORTH_IT)
-    chosen: dict[str, nn.Module] = {}
+    threshold = min(_size(model) // _SMALL_BLOCK_DIVISOR, _LARGE_BLOCK_SIZE)
+    blocks: dict[str, nn.Module] = {}
     for name, block in candidates.items():  # outer modules come before those inside them
-        is_inside = any(name.startswith(f"{outer}.") for outer in chosen)
-        if not is_inside and repeats[type(block)] > 1 and _is_called(block) and _size(block) > enough:
-            chosen[name] = block
-    return chosen
+        is_inside = any(name.startswith(f"{outer}.") for outer in blocks)
+        if not is_inside and repeats[type(block)] > 1 and _is_called(block) and _size(block) > threshold:
+            blocks[name] = block
+    return blocks
 
 
 def _is_called(module: nn.Module) -> bool:
