@@ -77,7 +77,7 @@ def build_model(
 
 
 def other_clip(
-    args: argparse.Namespace, theirs: Mapping[str, str] | None, ours: Mapping[str, str] | None, name: str
+    args: argparse.Namespace, source_clip: Mapping[str, str] | None, run_clip: Mapping[str, str] | None, name: str
 ) -> str | None:
     """A line if the conditions of this run need not be those that a decoder was trained with.
 
@@ -85,15 +85,15 @@ def other_clip(
         theirs: `Clip.origin` of the decoder that `name` calls; None if it does not say any.
         ours: That of this run; None if the data holds its conditions.
     """
-    if not args.condition_on or theirs is None or (ours and ours["sha256"] == theirs["sha256"]):
+    if not args.condition_on or source_clip is None or (run_clip and run_clip["sha256"] == source_clip["sha256"]):
         return None
-    clip = f"--clip {theirs['name']} and weights {theirs['weights']} (SHA-256 {theirs['sha256']})"
-    if ours is None:
-        return f"{name} was trained with {clip}: the conditions that the data holds should be made by the same"
-    here = f"{ours['name']} and {ours['weights']} (SHA-256 {ours['sha256']})"
+    text = f"--clip {source_clip['name']} and weights {source_clip['weights']} (SHA-256 {source_clip['sha256']})"
+    if run_clip is None:
+        return f"{name} was trained with {text}: the conditions that the data holds should be made by the same"
+    run_text = f"{run_clip['name']} and {run_clip['weights']} (SHA-256 {run_clip['sha256']})"
     return (
-        f"{name} was trained with {clip}, this run has {here}: unless they hold the same weights, the decoder has to "
-        "learn its conditions anew"
+        f"{name} was trained with {text}, this run has {run_text}: unless they hold the same weights, the decoder has "
+        "to learn its conditions anew"
     )
 
 
@@ -106,46 +106,46 @@ class UnetTraining:
         from tandem.training.noise import Noise
         from tandem.training.optimizers import make_optimizer
 
-        def said(name: str) -> Any:
+        def unet_flag(name: str) -> Any:
             return getattr(args, name)[number - 1]
 
         self.decoder, self.index, self.batch_size = decoder, number - 1, args.batch_size
         self.module, schedule = decoder.unet(self.index), decoder.schedule(self.index)
-        self.learning_rate, self.warmup = said("learning_rate"), said("lr_warmup_steps")
-        self.crop, self.places = said("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
+        self.learning_rate, self.warmup = unet_flag("learning_rate"), unet_flag("lr_warmup_steps")
+        self.crop, self.places = unet_flag("random_crop_sizes"), Noise(args.seed, f"unet{number}/crop")
         self.shape, self.whole = (decoder.picture_shape(self.index, crop) for crop in (self.crop, 0))
         self.optimizer = make_optimizer(
-            self.module, self.learning_rate, args.betas, said("weight_decay"), lion=args.use_lion
+            self.module, self.learning_rate, args.betas, unet_flag("weight_decay"), lion=args.use_lion
         )
-        of_lowres = decoder.lowres_schedule()
+        lowres_schedule = decoder.lowres_schedule()
         self.loss = DiffusionLoss(
-            schedule, said("objective"), weight=said("loss_weight"), learned_variance=bool(said("learned_variance")),
-            lowres_schedule=of_lowres, min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k,
-            p2_gamma=args.p2_loss_weight_gamma,
+            schedule, unet_flag("objective"), weight=unet_flag("loss_weight"),
+            learned_variance=bool(unet_flag("learned_variance")), lowres_schedule=lowres_schedule,
+            min_snr_gamma=args.min_snr_gamma, p2_k=args.p2_loss_weight_k, p2_gamma=args.p2_loss_weight_gamma,
         )  # fmt: skip
-        levels = of_lowres.timesteps if of_lowres else 0
-        blurred = args.blur_prob if args.lowres_condition == "blur" else 0.0
+        levels = lowres_schedule.timesteps if lowres_schedule else 0
+        blur_prob = args.blur_prob if args.lowres_condition == "blur" else 0.0
         self.draws = DiffusionDraws(
             args.seed, f"unet{number}", args.timesteps, device=device, stratified=args.stratified_times,
             logit_normal=args.logit_normal if args.time_sampling == "logit_normal" else None,
             image_drop=args.image_cond_drop_prob if self.module.spec.image_embed_dim else None,
             text_drop=args.text_cond_drop_prob if self.module.spec.text_embed_dim else None,
-            lowres=LowresDraws(levels, blurred, (args.blur_sigma[0], args.blur_sigma[-1])) if self.index else None,
+            lowres=LowresDraws(levels, blur_prob, (args.blur_sigma[0], args.blur_sigma[-1])) if self.index else None,
         )  # fmt: skip
 
     def losses(self, network: Any, batch: Mapping[str, Any], step: int) -> Losses:
         """Losses (b,) of a micro-batch, with the random numbers of an update."""
         draws = self.draws(step, batch["positions"], self.batch_size, self.shape)
-        places = self.places.uniform(step, batch["positions"], (2,)) if self.crop else None
+        crop_places = self.places.uniform(step, batch["positions"], (2,)) if self.crop else None
         blur = draws.pop("blur_sigma", None)
-        x0, given = self.decoder.training_pictures(batch, self.index, blur, places=places, crop=self.crop)
-        return self.loss(network, x0, given, **draws)
+        x0, conditions = self.decoder.training_pictures(batch, self.index, blur, places=crop_places, crop=self.crop)
+        return self.loss(network, x0, conditions, **draws)
 
     def validation_errors(self, network: Any, batch: Mapping[str, Any], total: int) -> tuple[Tensor, Tensor]:
         """Errors (b,) of a part of the validation split and their noise levels, which are the same at every step."""
         draws = self.draws.fixed(batch["positions"], total, self.whole)
-        x0, given = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
-        return self.loss(network, x0, given, **draws).error, draws["times"]
+        x0, conditions = self.decoder.training_pictures(batch, self.index, draws.pop("blur_sigma", None))
+        return self.loss(network, x0, conditions, **draws).error, draws["times"]
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -164,25 +164,25 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.run import Run
     from tandem.training.run_folder.best import BestModel
 
-    takes = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
+    condition_flags = {f"takes_{kind}": kind in args.condition_on for kind in ("image", "text")}
     with backend.agreement():
-        mark = partial(backend.mark, "fetching weights")
-        clip = Clip.from_file(args.clip, args.clip_weights, backend.device, mark) if args.clip else None
+        heartbeat = partial(backend.mark, "fetching weights")
+        clip = Clip.from_file(args.clip, args.clip_weights, backend.device, heartbeat) if args.clip else None
     embed = partial(with_embeddings, clip=clip, condition_on=args.condition_on)
     feed: Any = decoder_feed(
         args, backend, image_size=args.image_sizes[-1], longest_text=args.max_text_len,
-        tokenize=clip and clip.tokenize, **takes,
+        tokenize=clip and clip.tokenize, **condition_flags,
     )  # fmt: skip
     widths = {"image_embed": clip.embed_dim, "text_encodings": clip.text_shape} if clip else widths_of(feed.first)
     with backend.agreement():
         decoder = build_model(args, widths, clip.origin if clip else None, backend.say).to(backend.device)
-        lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, mark)
+        lpips = load_lpips(args.lpips_weights, args.image_sizes[-1], backend.device, heartbeat)
         inception = (
-            Inception(weights_of(INCEPTION, args.fid_weights, mark), backend.device) if args.fid_weights else None
+            Inception(weights_of(INCEPTION, args.fid_weights, heartbeat), backend.device) if args.fid_weights else None
         )
-        trained = args.train_unets or range(1, len(decoder.unets) + 1)
-        unets = {number: UnetTraining(args, decoder, number, backend.device) for number in trained}
-    columns = [*(f"unet{number}/error" for number in trained), *COLUMNS]
+        unet_numbers = args.train_unets or range(1, len(decoder.unets) + 1)
+        unets = {number: UnetTraining(args, decoder, number, backend.device) for number in unet_numbers}
+    columns = [*(f"unet{number}/error" for number in unet_numbers), *COLUMNS]
     run = Run(args, settings, backend, feed, models={"decoder": decoder}, columns=columns)
 
     generation = Generation(
@@ -196,18 +196,18 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def validate(model: Decoder, step: int) -> dict[str, float]:
         """Errors of the trained Unets over the validation split, and by quarter of the noise."""
-        measured = UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, backend.device)
+        errors = UnetErrors({n: unet.draws.quarters() for n, unet in unets.items()}, backend.device)
         was_training = model.training
         model.eval()
         for batch in feed.validation():
-            whole = embed(batch)
+            embedded = embed(batch)
             for number, unet in unets.items():
                 network = backend.autocast()(model.unets[number - 1])  # as an engine: the loss stays outside
-                measured.add(number, *unet.validation_errors(network, whole, len(feed.validated)))
+                errors.add(number, *unet.validation_errors(network, embedded, len(feed.validated)))
         model.train(was_training)
-        return measured.result(backend.sum)
+        return errors.result(backend.sum)
 
-    def judge() -> dict[str, float]:
+    def evaluate_pictures() -> dict[str, float]:
         """How good the pictures are that the kept weights draw."""
         quality = GenerationQuality(
             backend.device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
@@ -218,12 +218,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     evaluation = Evaluation(
         cascade, ema, write={"model": Decoder.save_pretrained}, best=best, picture_name="pictures",
-        validate=validate, draw=lambda models, shown, step: generation.draw(kept_model(models), shown),
+        validate=validate, draw=lambda models, samples, step: generation.draw(kept_model(models), samples),
         drawn_together=True, use=("sample.py", *sampling_example(args)),
     )  # fmt: skip
-    judging = [Action("judged pictures", args.evaluate_every_n_steps, judge, measures=True)]
-    is_judged = args.n_evaluation_samples and (args.fid_weights or args.lpips_weights or clip)
-    made: dict[int, Any] = {}  # the newest Update of each Unet
+    has_picture_metrics = args.n_evaluation_samples and (args.fid_weights or args.lpips_weights or clip)
+    picture_evaluation = Action("judged pictures", args.evaluate_every_n_steps, evaluate_pictures, measures=True)
+    extra_actions = [picture_evaluation] if has_picture_metrics else []
+    last_updates: dict[int, Any] = {}  # the newest Update of each Unet
     run.resume(**{f"unet{n}": engine for n, engine in engines.items()}, others=cascade, ema=ema, best=best)
     if args.n_evaluation_samples:
         run.warn(left_out({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
@@ -232,19 +233,19 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     vb_weight = args.vb_loss_weight * args.timesteps
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
-    for step, batch in updates(run, evaluation, preview=args.num_images_save, also=judging if is_judged else ()):
+    for step, batch in updates(run, evaluation, preview=args.num_images_save, also=extra_actions):
         batch = embed(batch)
         for (number, engine), unet in zip(engines.items(), unets.values(), strict=True):
             engine.lr = warmed_up(step, run.progress.total_steps, unet.learning_rate, unet.warmup)
-            for micro in engine.micro_batches(batch):
-                losses = unet.losses(engine, micro, step)
+            for micro_batch in engine.micro_batches(batch):
+                losses = unet.losses(engine, micro_batch, step)
                 loss, error = (losses.weighted + vb_weight * losses.bits).mean(), losses.error.mean()
                 engine.backward(loss)
                 run.add(loss=loss, **{f"unet{number}/loss": loss, f"unet{number}/error": error})
-            made[number] = update = engine.step()
+            last_updates[number] = update = engine.step()
             run.log(**{f"unet{number}/lr": update.lr, f"unet{number}/grad_norm": update.grad_norm})
-        run.log(lr=engines[min(engines)].lr, grad_norm=sum(each.grad_norm**2 for each in made.values()) ** 0.5)
-        ema.update(*(made[number].skipped for number in engines))
+        run.log(lr=engines[min(engines)].lr, grad_norm=sum(last.grad_norm**2 for last in last_updates.values()) ** 0.5)
+        ema.update(*(last_updates[number].skipped for number in engines))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -80,8 +80,8 @@ class TrainingFlags:
         if args.data_max_length:
             seconds = args.data_max_length / args.sample_rate
             if "clip_seconds" in args.on_command_line and args.clip_seconds != seconds:
-                given = f"--clip_seconds {args.clip_seconds:g}"
-                parser.error(f"--data_max_length is {seconds:g} s, {given}; give one of them")
+                clip_flag = f"--clip_seconds {args.clip_seconds:g}"
+                parser.error(f"--data_max_length is {seconds:g} s, {clip_flag}; give one of them")
             args.clip_seconds = seconds
 
 
@@ -115,14 +115,14 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     from tandem.weights.load import load_from, tokenizer_file
 
     paths = {name: getattr(args, name) for name in ("text_tower", "audio_tower")}
-    of_checkpoint = [name for name, path in paths.items() if path and path == (args.resumed or {}).get(name)]
-    text, audio = (None if name in of_checkpoint else path for name, path in paths.items())
+    resumed_towers = [name for name, path in paths.items() if path and path == (args.resumed or {}).get(name)]
+    text, audio = (None if name in resumed_towers else path for name, path in paths.items())
     towers = read_towers(text, audio, args.text_tower_quick_gelu)
     shapes = {name: tower.config for name, tower in towers.items()}
-    shapes |= {name: describe(args.output_dir)[name] for name in of_checkpoint}
+    shapes |= {name: describe(args.output_dir)[name] for name in resumed_towers}
     torch.manual_seed(args.seed)
-    of_files = {"vocab_size": tokenizer.vocab_size, **shapes}
-    model: MuLaN = models.build_in_memory(models.MuLaN, **{**MuLaNConfig.of(args).plain(), **of_files})
+    file_config = {"vocab_size": tokenizer.vocab_size, **shapes}
+    model: MuLaN = models.build_in_memory(models.MuLaN, **{**MuLaNConfig.of(args).plain(), **file_config})
     take_towers(model, towers, tokenizer)
     if args.init_from:
         source = load_from(args.init_from, "MuLaN")
@@ -146,25 +146,25 @@ def evaluate(
     for batch in feed.validation():
         out = embedder.pairs(batch)
         # The loss is that of the batch of all processes. Each weights it by its own number of sounds.
-        found = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
-        losses.add(loss=found.loss.expand(len(out.audio)))
+        result = contrastive.value_and_gradients(out.audio, out.text, out.scale, out.bias, batch["caption_ids"])
+        losses.add(loss=result.loss.expand(len(out.audio)))
         texts = [caption for captions in batch["all_captions"] for caption in captions]
         quality.add(out.audio[:, 0], embedder.texts(texts), batch["all_captions"], batch["labels"])
     values = {**losses.result(backend.sum), **quality.result(backend, mark=lambda: backend.mark("ranking"))}
     if classes := quality.classes(backend):
-        names = class_embeddings(embedder.texts(prompts(classes, templates)), len(templates))
-        values |= quality.zero_shot(backend, classes, names)
+        class_vectors = class_embeddings(embedder.texts(prompts(classes, templates)), len(templates))
+        values |= quality.zero_shot(backend, classes, class_vectors)
     return values
 
 
-def picture(embedder: Embedder, shown: Batch, count: int) -> Image.Image:
+def picture(embedder: Embedder, samples: Batch, count: int) -> Image.Image:
     """Spectrograms with the captions that the model finds nearest, and how near each sound is to each caption."""
     from tandem.training.visuals.sounds import best_matches, sounds_picture
 
-    sounds, texts = embedder.sounds(shown["waveforms"]), embedder.texts(shown["captions"])
-    heard = embedder.model.spectrogram(shown["waveforms"][:count])
-    matches = best_matches(sounds[:count], texts, shown["captions"], shown["all_captions"][:count])
-    return sounds_picture(heard, matches, sounds @ texts.T)
+    sounds, texts = embedder.sounds(samples["waveforms"]), embedder.texts(samples["captions"])
+    spectrograms = embedder.model.spectrogram(samples["waveforms"][:count])
+    matches = best_matches(sounds[:count], texts, samples["captions"], samples["all_captions"][:count])
+    return sounds_picture(spectrograms, matches, sounds @ texts.T)
 
 
 def train(args: argparse.Namespace, settings: dict[str, Any], backend: distributed.Backend) -> None:
@@ -194,19 +194,19 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         args.loss, backend, mask_duplicates=args.duplicates == "masked", whole=args.batch_parts > 0
     )
     noise, dropout = Noise(args.seed, "patches and masks"), Noise(args.seed, "dropout")
-    compared, at_ties = kept_metric(ema, "r10"), kept_metric(ema, "loss")
+    best_metric, tie_metric = kept_metric(ema, "r10"), kept_metric(ema, "loss")
     best = BestModel(
-        run.folder.path, backend.is_root, metric=compared, loss=at_ties, broadcast=backend.broadcast_object
+        run.folder.path, backend.is_root, metric=best_metric, loss=tie_metric, broadcast=backend.broadcast_object
     )  # fmt: skip
     rows = args.batch_size // (backend.world_size * backend.grad_accum_steps)  # per forward pass, as in training
     embedder = partial(Embedder, tokenizer=tokenizer, rows=rows, device=backend.device, precision=backend.autocast)
 
-    def inputs(micro: Mapping[str, Any]) -> dict[str, Any]:
+    def inputs(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of the model from a micro-batch; equal in both passes that an update makes over the micro-batch."""
-        chances = noise.uniform(run.progress.step, micro["positions"], (model.noise_size,), backend.device)
-        texts = text_inputs(micro["tokens"], micro["lengths"])
-        keys = dropout.keys(run.progress.step, micro["positions"], backend.device) if model.drops else None
-        return {"waveforms": micro["waveforms"], **texts, "noise": chances, "keys": keys}
+        patch_noise = noise.uniform(run.progress.step, micro_batch["positions"], (model.noise_size,), backend.device)
+        texts = text_inputs(micro_batch["tokens"], micro_batch["lengths"])
+        keys = dropout.keys(run.progress.step, micro_batch["positions"], backend.device) if model.drops else None
+        return {"waveforms": micro_batch["waveforms"], **texts, "noise": patch_noise, "keys": keys}
 
     def write(module: MuLaN, folder: Path) -> None:
         module.save_pretrained(folder)
@@ -217,7 +217,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     evaluation = Evaluation(
         engine, ema, write={"model": write}, best=best, picture_name="sounds and captions", watch=alarm.check,
         validate=lambda module, step: evaluate(embedder(module), feed, contrastive, args.zero_shot_templates, backend),
-        draw=lambda models, shown, step: picture(embedder(kept_model(models)), shown, args.num_sounds_shown),
+        draw=lambda models, samples, step: picture(embedder(kept_model(models)), samples, args.num_sounds_shown),
         use=("embed.py", "--audio", place_of(args, "audio_data"), "--output", f"{args.output_dir}/index"),
     )  # fmt: skip
     run.resume(tokenizer=tokenizer, engine=engine, ema=ema, best=best)
@@ -228,14 +228,14 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     def lengths(step: int, batch: Batch) -> Sequence[int]:
         micro_batches = engine.micro_batches({"lengths": batch["lengths"]})
-        return tuple(sorted(width_of(micro["lengths"]) for micro in micro_batches))
+        return tuple(sorted(width_of(micro_batch["lengths"]) for micro_batch in micro_batches))
 
     for step, batch in updates(run, evaluation, preview=PAIRS_SHOWN, kind=lengths):
         engine.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
         cache = GradCache(engine, backend, contrastive, batch, inputs)
-        for micro in engine.micro_batches(batch):
-            out = engine(**inputs(micro))
-            loss = cache.carried(out, micro["caption_ids"])  # of the whole batch
+        for micro_batch in engine.micro_batches(batch):
+            out = engine(**inputs(micro_batch))
+            loss = cache.carried(out, micro_batch["caption_ids"])  # of the whole batch
             engine.backward(loss, items=1, total=1)  # a sum over micro-batches and processes, not their mean
         update = engine.step()
         ema.update(update.skipped)

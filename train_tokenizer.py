@@ -127,52 +127,52 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
-        mark = partial(backend.mark, "fetching weights")
+        heartbeat = partial(backend.mark, "fetching weights")
         perceptual = load_perceptual(
-            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, mark=mark
+            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, mark=heartbeat
         )
-        lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, mark)
+        lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, heartbeat)
         i3d = i3d_features(args.fvd_weights, args.num_frames, backend.device)
-        of_discriminator = args.discr_learning_rate or args.learning_rate, args.discr_betas or args.betas
-        both = ((generator, args.learning_rate, args.betas), (discriminator, *of_discriminator))
-        adam = [make_optimizer(model, rate, betas, args.weight_decay, lion=args.use_lion)
-                for model, rate, betas in both]  # fmt: skip
+        discriminator_options = args.discr_learning_rate or args.learning_rate, args.discr_betas or args.betas
+        networks = ((generator, args.learning_rate, args.betas), (discriminator, *discriminator_options))
+        optimizers = [make_optimizer(model, rate, betas, args.weight_decay, lion=args.use_lion)
+                for model, rate, betas in networks]  # fmt: skip
     feed = video_feed(args, backend)
     models = {"generator": generator, "discriminator": discriminator}
     run = Run(args, settings, backend, feed, models=models, columns=COLUMNS)
     generator.quantizer.connect(backend)
     in_precision = backend.autocast()  # errors, sums and the features of the I3D are fp32 or fp64 nevertheless
-    tokenizer = backend.wrap(generator, adam[0], name="generator")
+    tokenizer = backend.wrap(generator, optimizers[0], name="generator")
     ema, noise = make_ema(tokenizer, args.ema_decay, args.ema_power), Noise(args.seed, "frame")
-    critic = backend.wrap(discriminator, adam[1], name="discriminator", max_grad_norm=args.discr_max_grad_norm)
+    discr = backend.wrap(discriminator, optimizers[1], name="discriminator", max_grad_norm=args.discr_max_grad_norm)
 
     def videos_of(batch: Mapping[str, Any]) -> Tensor:
         return to_unit_range(batch["videos"])
 
-    def drawn_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+    def sample_frames(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         """A frame of each clip, for the losses that judge single frames."""
         shares = noise.uniform(step, micro["positions"], ())  # on the CPU, so that every device draws the same
         return {"frames": to_device((shares * micro["videos"].shape[2]).long(), backend.device)}
 
     def reconstruction_loss(fake: Tensor, videos: Tensor, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        of_pixels = pixel_loss(fake, videos)
+        pixel_error = pixel_loss(fake, videos)
         if perceptual is None:
-            return of_pixels, {"recon_loss": of_pixels}
-        of_frames = perceptual(frames_of(fake, frames), frames_of(videos, frames))
-        loss = of_pixels + args.perceptual_loss_weight * of_frames
-        return loss, {"recon_loss": of_pixels, "perceptual_loss": of_frames}
+            return pixel_error, {"recon_loss": pixel_error}
+        perceptual_error = perceptual(frames_of(fake, frames), frames_of(videos, frames))
+        loss = pixel_error + args.perceptual_loss_weight * perceptual_error
+        return loss, {"recon_loss": pixel_error, "perceptual_loss": perceptual_error}
 
     def validate(model: VideoTokenizer, step: int) -> dict[str, float | Image.Image]:
         quality = VideoQuality(model.num_codes, args.num_frames, backend.device, ["recon_loss"], lpips, i3d)
         return evaluated(model, map(videos_of, feed.validation()), pixel_loss, quality, backend.sum)
 
-    def draw(models: Mapping[str, VideoTokenizer], shown: Mapping[str, Any], step: int) -> Sample:
-        clips = videos_of(shown)
+    def draw(models: Mapping[str, VideoTokenizer], samples: Mapping[str, Any], step: int) -> Sample:
+        clips = videos_of(samples)
         return film(clips, reconstructions(models, clips), fps=args.fps or 8)
 
     pixel_loss = F.l1_loss if args.l1_recon_loss else F.mse_loss
-    judge = Judge(
-        args, tokenizer, critic, backend, images=videos_of, given=drawn_frames,
+    gan = Judge(
+        args, tokenizer, discr, backend, images=videos_of, given=sample_frames,
         reconstruction_loss=reconstruction_loss, log=run.add,
     )  # fmt: skip
     evaluation = Evaluation(
@@ -180,34 +180,34 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         validate=in_precision(validate), draw=in_precision(draw),
         use=("encode.py", "--video_folder", place_of(args, "video_folder"), "--output", f"{args.output_dir}/codes"),
     )  # fmt: skip
-    run.resume(generator=tokenizer, discriminator=critic, lecam=judge.lecam, ema=ema)
+    run.resume(generator=tokenizer, discriminator=discr, lecam=gan.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))
 
     total_steps, peak = run.progress.total_steps, args.discr_learning_rate or args.learning_rate
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
-    for step, batch in updates(run, evaluation, preview=args.num_videos_save, kind=lambda step, _: judge.parts(step)):
+    for step, batch in updates(run, evaluation, preview=args.num_videos_save, kind=lambda step, _: gan.parts(step)):
         tokenizer.lr = warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
-        critic.lr = warmed_up(step, total_steps, peak, args.lr_warmup_steps)
-        times = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
-        weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * times}
-        (is_adversarial, is_punished), codes = judge.parts(step), []
-        for videos in judge.micro_batches(batch, step, is_active=is_adversarial):
+        discr.lr = warmed_up(step, total_steps, peak, args.lr_warmup_steps)
+        entropy_factor = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
+        weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * entropy_factor}
+        (is_adversarial, with_penalty), codes = gan.parts(step), []
+        for videos in gan.micro_batches(batch, step, is_active=is_adversarial):
             out = tokenizer(videos)
-            recon, adversarial = judge(out)
-            loss = recon + judge.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
-            tokenizer.backward(judge.carried(loss))
+            recon, adversarial = gan(out)
+            loss = recon + gan.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
+            tokenizer.backward(gan.carried(loss))
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
         update = tokenizer.step()
-        judge.update_codebook(update.skipped)
+        gan.update_codebook(update.skipped)
         ema.update(update.skipped)
         if is_adversarial:
-            for discr_loss, lecam, penalty in judge.critic_losses(with_penalty=is_punished):
-                critic.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
-            of_critic = critic.step()
-            judge.update_lecam(of_critic.skipped)
-            run.log(discr_grad_norm=of_critic.grad_norm)
+            for discr_loss, lecam, penalty in gan.critic_losses(with_penalty=with_penalty):
+                discr.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
+            discr_update = discr.step()
+            gan.update_lecam(discr_update.skipped)
+            run.log(discr_grad_norm=discr_update.grad_norm)
         run.log_codes(codes, generator.num_codes)
         run.log(update, entropy_loss_weight=weights["entropy"])
 

@@ -134,9 +134,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         values, counts = quality.result(backend.sum)
         return {**values, "codes": code_histogram(counts)}
 
-    def draw(models: Mapping[str, DiscreteVAE], shown: Batch, step: int) -> Image.Image:
+    def draw(models: Mapping[str, DiscreteVAE], samples: Batch, step: int) -> Image.Image:
         """Originals, soft and hard reconstructions by the model that is kept: the average if there is one."""
-        model, images = kept_model(models), to_unit_range(shown["images"])
+        model, images = kept_model(models), to_unit_range(samples["images"])
         soft = model(images, temperature=temperature_of(step)).reconstruction
         return grid({"original": images, "soft": soft, "hard": model.decode(model.get_codebook_indices(images))})
 
@@ -152,9 +152,9 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     for step, batch in updates(run, evaluation, preview=args.num_images_save):
         temperature, codes = temperature_of(step), []
         vae.lr = schedules.decay(step, args.learning_rate, args.lr_decay_rate)
-        for micro in vae.micro_batches(batch):
-            images = to_unit_range(micro["images"])
-            gumbel = noise.gumbel(step, micro["positions"], model.noise_shape, backend.device)
+        for micro_batch in vae.micro_batches(batch):
+            images = to_unit_range(micro_batch["images"])
+            gumbel = noise.gumbel(step, micro_batch["positions"], model.noise_shape, backend.device)
             out = vae(images, noise=gumbel, temperature=temperature, with_codes=run.codes_due)
             loss = objective(out)
             vae.backward(loss)

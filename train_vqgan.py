@@ -121,13 +121,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     with backend.agreement():
         generator, discriminator = build_model(args).to(backend.device), build_discriminator(args).to(backend.device)
-        mark = partial(backend.mark, "fetching weights")
+        heartbeat = partial(backend.mark, "fetching weights")
         perceptual = load_perceptual(
-            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, mark=mark
+            args.perceptual, args.perceptual_weights, backend.device, side=args.image_size, mark=heartbeat
         )
-        lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, mark)
+        lpips = load_lpips(args.lpips_weights, args.image_size, backend.device, heartbeat)
         inception = (
-            Inception(weights_of(INCEPTION, args.fid_weights, mark), backend.device) if args.fid_weights else None
+            Inception(weights_of(INCEPTION, args.fid_weights, heartbeat), backend.device) if args.fid_weights else None
         )
     feed = image_feed(args, backend)
     models = {"generator": generator, "discriminator": discriminator}
@@ -136,15 +136,15 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
 
     generator.quantizer.connect(backend)
     adam = partial(torch.optim.Adam, lr=args.learning_rate, fused=True)
-    trained = [weight for weight in generator.parameters() if weight.requires_grad]
-    vqgan = backend.wrap(generator, adam(trained, betas=args.betas), name="generator")
+    trainable = [weight for weight in generator.parameters() if weight.requires_grad]
+    vqgan = backend.wrap(generator, adam(trainable, betas=args.betas), name="generator")
     ema = make_ema(vqgan, args.ema_decay, args.ema_power)
     peak = args.discr_learning_rate or args.learning_rate
-    of_critic = adam(discriminator.parameters(), lr=peak, betas=args.discr_betas or args.betas)
-    critic = backend.wrap(discriminator, of_critic, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
+    discr_optimizer = adam(discriminator.parameters(), lr=peak, betas=args.discr_betas or args.betas)
+    discr = backend.wrap(discriminator, discr_optimizer, name="discriminator", max_grad_norm=args.discr_max_grad_norm)
     pixel_loss, noise = F.mse_loss if args.l2_recon_loss else F.l1_loss, Noise(args.seed, "latents")
     colours_per_latent = generator.channels * 4**generator.num_layers
-    made = "codes" if generator.num_codes else "latents"
+    outputs = "codes" if generator.num_codes else "latents"
 
     def images_of(batch: Mapping[str, Any]) -> Tensor:
         return to_unit_range(batch["images"])
@@ -160,58 +160,58 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         quality = ReconstructionQuality(model.num_codes, backend.device, ["recon_loss"], lpips, inception)
         return evaluated(model, map(images_of, feed.validation()), pixel_loss, quality, backend.sum)
 
-    def draw(models: Mapping[str, VQGAN], shown: Mapping[str, Any], step: int) -> Image.Image:
-        images = images_of(shown)
+    def draw(models: Mapping[str, VQGAN], samples: Mapping[str, Any], step: int) -> Image.Image:
+        images = images_of(samples)
         return grid({"original": images, **reconstructions(models, images)})
 
-    def drawn(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
+    def sample_noise(micro: Mapping[str, Any], step: int) -> dict[str, Tensor]:
         is_sampled = args.quantizer == KL and args.latent == "sample"
         shape = generator.latent_shape(args.image_size)
         return {"noise": noise.normal(step, micro["positions"], shape, backend.device)} if is_sampled else {}
 
-    judge = Judge(
-        args, vqgan, critic, backend, images=images_of, drawn=drawn, reconstruction_loss=reconstruction_loss,
+    gan = Judge(
+        args, vqgan, discr, backend, images=images_of, drawn=sample_noise, reconstruction_loss=reconstruction_loss,
         log=run.add,
     )  # fmt: skip
     in_precision = backend.autocast()  # errors, sums and the features of Inception are fp32 or fp64 nevertheless
     evaluation = Evaluation(
         vqgan, ema, write={"model": VQGAN.save_pretrained}, watch=ReconstructionAlarm().check,
         validate=in_precision(validate), draw=in_precision(draw),
-        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{args.output_dir}/{made}"),
+        use=("encode.py", "--image_folder", place_of(args, "image_folder"), "--output", f"{args.output_dir}/{outputs}"),
     )  # fmt: skip
-    run.resume(generator=vqgan, discriminator=critic, lecam=judge.lecam, ema=ema)
+    run.resume(generator=vqgan, discriminator=discr, lecam=gan.lecam, ema=ema)
     run.warn(None if run.is_complete else without_perceptual_loss(args))
 
     total_steps = run.progress.total_steps
     warmed_up = partial(schedules.warmed_up, args.lr_schedule, lowest=0.1)
 
-    for step, batch in updates(run, evaluation, preview=args.num_images_save, kind=lambda step, _: judge.parts(step)):
+    for step, batch in updates(run, evaluation, preview=args.num_images_save, kind=lambda step, _: gan.parts(step)):
         drop = schedules.drops(run.progress.epoch, args.lr_drop_epochs)
         vqgan.lr = drop * warmed_up(step, total_steps, args.learning_rate, args.lr_warmup_steps)
-        critic.lr = drop * warmed_up(step, total_steps, peak, args.lr_warmup_steps)
-        times = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
-        weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * times}
+        discr.lr = drop * warmed_up(step, total_steps, peak, args.lr_warmup_steps)
+        entropy_factor = schedules.linear(step, args.entropy_anneal_steps, args.entropy_anneal_factor, 1.0)
+        weights = {"commitment": args.commitment_loss_weight, "entropy": args.entropy_loss_weight * entropy_factor}
         weights["kl"] = args.kl_loss_weight / colours_per_latent
-        (is_adversarial, is_punished), codes = judge.parts(step), []
-        for images in judge.micro_batches(batch, step, is_active=is_adversarial):
-            out = vqgan(images, **judge.drawn)
-            recon, adversarial = judge(out)
-            loss = recon + judge.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
-            vqgan.backward(judge.carried(loss))
+        (is_adversarial, with_penalty), codes = gan.parts(step), []
+        for images in gan.micro_batches(batch, step, is_active=is_adversarial):
+            out = vqgan(images, **gan.drawn)
+            recon, adversarial = gan(out)
+            loss = recon + gan.weight * adversarial + sum(weights[name] * term for name, term in out.losses.items())
+            vqgan.backward(gan.carried(loss))
             codes.append(out.codes)
             run.add(loss=loss, **out.losses)
         update = vqgan.step()
-        judge.update_codebook(update.skipped)
+        gan.update_codebook(update.skipped)
         ema.update(update.skipped)
         if generator.num_codes:
             run.log_codes(codes, generator.num_codes)
             run.log(entropy_loss_weight=weights["entropy"])
         run.log(update)
         if is_adversarial:
-            for discr_loss, lecam, penalty in judge.critic_losses(with_penalty=is_punished):
-                critic.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
-            discr_update = critic.step()
-            judge.update_lecam(discr_update.skipped)
+            for discr_loss, lecam, penalty in gan.critic_losses(with_penalty=with_penalty):
+                discr.backward(discr_loss + args.lecam_weight * lecam + args.penalty_weight * penalty)
+            discr_update = discr.step()
+            gan.update_lecam(discr_update.skipped)
             run.log(discr_grad_norm=discr_update.grad_norm)
 
 

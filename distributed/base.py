@@ -201,12 +201,12 @@ class Backend(ABC):
         # All processes raise these errors together, so a graceful disconnect cannot hang.
         is_mistake = isinstance(error, UserMistake)
         is_mutual = is_mistake or (isinstance(error, TrainingStopped) and not error.alone)
-        stopped, is_graceful = None, False
+        stop_error, is_graceful = None, False
         try:
-            stopped = self.watchdog.explain(error)
-            if stopped is not None and (self.is_root or stopped.alone):
+            stop_error = self.watchdog.explain(error)
+            if stop_error is not None and (self.is_root or stop_error.alone):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
-                say(f"stopped: {stopped}")
+                say(f"stopped: {stop_error}")
             # After a mistake nobody is waited for: the others may not have met it, and would not come before the time
             # limit.
             is_graceful = is_mistake or ((is_done or is_mutual) and self._all_are_done())
@@ -216,13 +216,13 @@ class Backend(ABC):
             self.watchdog.let_writes_end()
             self._signals.close()
             self.disconnect(is_graceful)
-        if stopped is not None:
-            if stopped.alone and self.world_size > 1:  # nothing but the launcher would bound the interpreter's exit
+        if stop_error is not None:
+            if stop_error.alone and self.world_size > 1:  # nothing but the launcher would bound the interpreter's exit
                 for stream in (sys.stdout, sys.stderr):
                     with contextlib.suppress(OSError, ValueError):
                         stream.flush()
                 self.watchdog.leave_alone()
-            raise Failed(str(stopped)) from error
+            raise Failed(str(stop_error)) from error
         for work in self._after_leaving if is_done else ():
             work()
 
@@ -449,8 +449,8 @@ class Backend(ABC):
         precision = self.options.precision
         if precision == "tf32" and self.device.type == "cpu":
             precision = "fp32 (tf32 is for GPUs)"
-        where = "one process on" if self.launch.launcher == "python" else f"{self.name} on {self.world_size} x"
-        return f"{where} {self.device.type}, {precision}; {self.options.plan.summary()}"
+        location = "one process on" if self.launch.launcher == "python" else f"{self.name} on {self.world_size} x"
+        return f"{location} {self.device.type}, {precision}; {self.options.plan.summary()}"
 
     def autocast(self) -> _GeneratorContextManager[None]:
         """The precision of an engine's forward pass, for calls that bypass it (``engine.module(...)`` while frozen): a

@@ -100,7 +100,7 @@ class Communicator:
             return list(all_bytes.view(tensor.dtype).view(total, *tensor.shape[1:]).split(list(sizes)))
         padded = tensor.new_zeros((largest, *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
-        return [gathered[:size] for gathered, size in zip(self.all_gather(padded), sizes, strict=True)]
+        return [rows[:size] for rows, size in zip(self.all_gather(padded), sizes, strict=True)]
 
     def _join_bytes(self, own: Tensor, start: int, total: int) -> Tensor:
         """uint8 (total,), of which each process gives the bytes from its ``start`` on, and no byte is given twice."""
@@ -116,7 +116,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Communicator, sizes: Sequence[int] | None) -> Tensor:
         tensors = comm._all_gather_ragged(tensor.detach(), sizes)
-        ctx.comm, ctx.sizes = comm, [len(gathered) for gathered in tensors]
+        ctx.comm, ctx.sizes = comm, [len(rows) for rows in tensors]
         return torch.cat(tensors)
 
     @staticmethod

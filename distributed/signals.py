@@ -164,11 +164,11 @@ class Signals:
         """Whether the watchdog says, now or in so many seconds, why the job ends."""
         return self.watchdog is not None and self.watchdog.verdict_within(seconds)
 
-    def _end_start_up(self, why: str) -> None:
+    def _end_start_up(self, reason: str) -> None:
         if self._is_explained() or self._has_begun:
             return
         if self._is_root:
-            say(f"{why}: stopped before there was anything to save; the same command starts again")
+            say(f"{reason}: stopped before there was anything to save; the same command starts again")
         leave(ASKED_TO_STOP, at_once=True)
 
     def _announce_once(self, number: int | None) -> None:

@@ -142,16 +142,16 @@ class Watchdog:
     def explain(self, error: BaseException | None) -> TrainingStopped | None:
         """Why the run ends: ``error`` itself if its type is TrainingStopped, an error that names the lost process
         if ``error`` comes from a collective that failed because of the loss, and None otherwise."""
-        stopped = error if isinstance(error, TrainingStopped) else None
-        if stopped is None and self._thread is not None and isinstance(error, RuntimeError | ConnectionError):
+        stop_error = error if isinstance(error, TrainingStopped) else None
+        if stop_error is None and self._thread is not None and isinstance(error, RuntimeError | ConnectionError):
             with self._condition:
                 if self._condition.wait_for(lambda: self._verdict, _VERDICT_SECONDS):
                     text = f"rank {self._rank}: {self._verdict} ({_shorten_error(error)})"
-                    stopped = TrainingStopped(text, alone=True)
-        if stopped is not None and not self._has_reported:
+                    stop_error = TrainingStopped(text, alone=True)
+        if stop_error is not None and not self._has_reported:
             self._report_lock.acquire()  # for good: the other thread says nothing more, or is ending this process
             self._has_reported = True
-        return stopped
+        return stop_error
 
     def stop(self, error: BaseException | None = None) -> None:
         """This process leaves: on purpose, or because of its own ``error``, which the others are told."""
@@ -296,9 +296,9 @@ def _machine_id() -> str:
     return " ".join(identifiers)
 
 
-def _has_worked(before: int | None, now: int | None) -> bool:
+def _has_worked(previous: int | None, current: int | None) -> bool:
     """Whether a thread has used the processor since; taken for granted where the system does not say."""
-    return now is None or now != before
+    return current is None or current != previous
 
 
 def _describe_error(error: BaseException) -> str:

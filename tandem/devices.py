@@ -69,7 +69,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 def on_host(results: Iterable[tuple[Note, Tensor]]) -> Iterator[tuple[Note, Tensor]]:
     """Tensors of a device as tensors of the host, in their order, each with what is noted of it. The host waits for a
     copy to pinned memory only when the next tensor is under way, so that the device always has something to do."""
-    late: tuple[Note, Tensor, torch.Event] | None = None
+    pending: tuple[Note, Tensor, torch.Event] | None = None
     for note, tensor in results:
         if not has_pinned_memory(tensor.device):
             yield note, tensor.cpu()
@@ -78,14 +78,14 @@ def on_host(results: Iterable[tuple[Note, Tensor]]) -> Iterator[tuple[Note, Tens
         copy.copy_(tensor, non_blocking=True)
         event = torch.Event(tensor.device)
         event.record()
-        if late:
-            yield _arrived(*late)
-        late = note, copy, event
-    if late:
-        yield _arrived(*late)
+        if pending:
+            yield _finish_copy(*pending)
+        pending = note, copy, event
+    if pending:
+        yield _finish_copy(*pending)
 
 
-def _arrived(note: Note, copy: Tensor, event: torch.Event) -> tuple[Note, Tensor]:
+def _finish_copy(note: Note, copy: Tensor, event: torch.Event) -> tuple[Note, Tensor]:
     event.synchronize()
     return note, copy
 
@@ -111,10 +111,10 @@ def seconds_between(first: Any, last: Any) -> float:
 def full_precision(device_type: str) -> Iterator[None]:
     """A context without autocast, in which convolutions on a GPU do not round to TF32: for networks whose numbers are
     published in fp32."""
-    allowed = torch.backends.cudnn.allow_tf32
+    previous = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
         with torch.autocast(device_type, enabled=False):
             yield
     finally:
-        torch.backends.cudnn.allow_tf32 = allowed
+        torch.backends.cudnn.allow_tf32 = previous

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 
 
-def warmup_of(asked: int, total_steps: int) -> int:
+def warmup_of(requested: int, total_steps: int) -> int:
     """Updates of warm-up: as many as are asked for, at most half of the run, so that a short one gets to its rate."""
-    return min(asked, total_steps // 2)
+    return min(requested, total_steps // 2)
 
 
 #: What --lr_schedule may be: the share of the highest rate that is left when this part of the run after the warm-up is
@@ -49,5 +49,5 @@ def annealed(step: int, start: float, rate: float, lowest: float, every: int = 1
 
 def linear(step: int, steps: int, first: float, last: float) -> float:
     """From ``first`` to ``last`` along a line over ``steps`` updates, then ``last``; 0 steps: ``last``."""
-    left = max(1 - step / steps, 0.0) if steps else 0.0
-    return last + (first - last) * left
+    remaining = max(1 - step / steps, 0.0) if steps else 0.0
+    return last + (first - last) * remaining

@@ -32,13 +32,13 @@ ALIGNMENT_BYTES = 16
 
 @dataclass
 class _Bucket:
-    whole: Tensor  # flat; in the last bucket also the passenger's flag
+    buffer: Tensor  # flat; in the last bucket also the passenger's flag
     flat: Tensor
     parameters: list[nn.Parameter]
     views: list[Tensor]  # of the parts of `flat` that belong to the parameters
-    ready: int = 0
+    n_ready: int = 0
     is_filled: bool = False  # each `parameter.grad` is its view
-    rounded: Tensor | None = None  # a copy of lower precision, which is summed instead
+    rounded_buffer: Tensor | None = None  # a copy of lower precision, which is summed instead
     handle: Handle | None = None
 
     def fill(self) -> None:
@@ -92,17 +92,17 @@ class GradientReducer:
         # Gradients appear roughly in the reverse order of registration.
         total = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
         first, others = (
-            min(max(int(total * part), SMALLEST_BUCKET_BYTES), BUCKET_BYTES)
-            for part in (_FIRST_BUCKET_FRACTION, _OTHER_BUCKET_FRACTION)
+            min(max(int(total * fraction), SMALLEST_BUCKET_BYTES), BUCKET_BYTES)
+            for fraction in (_FIRST_BUCKET_FRACTION, _OTHER_BUCKET_FRACTION)
         )
         groups = split_by_size(reversed(self.parameters), others, first)
         for group in groups:
             sizes = [padded_size(parameter) for parameter in group]
             flag_size = int(self.passenger is not None and group is groups[-1])
-            whole = group[0].new_zeros(sum(sizes) + flag_size, requires_grad=False)
-            flat = whole[: sum(sizes)]
-            views = [view_like(parameter, part) for parameter, part in zip(group, flat.split(sizes), strict=True)]
-            bucket = _Bucket(whole, flat, group, views)
+            buffer = group[0].new_zeros(sum(sizes) + flag_size, requires_grad=False)
+            flat = buffer[: sum(sizes)]
+            views = [view_like(parameter, chunk) for parameter, chunk in zip(group, flat.split(sizes), strict=True)]
+            bucket = _Bucket(buffer, flat, group, views)
             self.buckets.append(bucket)
             for parameter in group:
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
@@ -138,11 +138,11 @@ class GradientReducer:
         for bucket in self.buckets:
             assert bucket.handle is not None
             bucket.handle.wait()
-            if bucket.rounded is not None:
-                bucket.whole.copy_(bucket.rounded)
-                bucket.rounded = None
+            if bucket.rounded_buffer is not None:
+                bucket.buffer.copy_(bucket.rounded_buffer)
+                bucket.rounded_buffer = None
         if self.passenger is not None and self.buckets:
-            self.passenger.arrive(self.buckets[-1].whole[-1])
+            self.passenger.arrive(self.buckets[-1].buffer[-1])
         self._sends_early = False
 
     def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
@@ -151,29 +151,29 @@ class GradientReducer:
                 "a gradient was computed twice in one backward pass (reentrant checkpointing?); "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
-        bucket.ready += 1
-        if bucket.ready == len(bucket.parameters):
+        bucket.n_ready += 1
+        if bucket.n_ready == len(bucket.parameters):
             bucket.fill()
             if self._sends_early:
                 self._send_buckets(only_full=True)
 
     def _send_buckets(self, only_full: bool) -> None:
         for bucket in self.buckets[self._next :]:
-            if only_full and bucket.ready < len(bucket.parameters):
+            if only_full and bucket.n_ready < len(bucket.parameters):
                 return
             bucket.fill()
             if self.passenger is not None and bucket is self.buckets[-1]:
-                bucket.whole[-1].fill_(float(self.passenger.depart()))
+                bucket.buffer[-1].fill_(float(self.passenger.depart()))
             if self.sent_as is not None and self.comm.world_size > 1:
-                bucket.rounded = bucket.whole.to(self.sent_as)
-            tensor = bucket.whole if bucket.rounded is None else bucket.rounded
+                bucket.rounded_buffer = bucket.buffer.to(self.sent_as)
+            tensor = bucket.buffer if bucket.rounded_buffer is None else bucket.rounded_buffer
             bucket.handle = self.comm.all_reduce_(tensor, f"{self.name}.gradients.{self._next}")
             self._next += 1
 
     def _reset(self) -> None:
         self._next = 0
         for bucket in self.buckets:
-            bucket.ready, bucket.handle = 0, None
+            bucket.n_ready, bucket.handle = 0, None
 
 
 def split_by_size(

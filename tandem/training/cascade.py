@@ -31,8 +31,8 @@ class Cascade:
     def gathered(self) -> Iterator[Any]:
         """The decoder with the full weights on every process, to read and evaluate, not to change. Collective."""
         with ExitStack() as stack:
-            trained = {index: stack.enter_context(engine.gathered()) for index, engine in self._engines.items()}
-            yield self._with(trained)
+            unets = {index: stack.enter_context(engine.gathered()) for index, engine in self._engines.items()}
+            yield self._replace_unets(unets)
 
     # As an engine's; the names begin with that of the Unet, as "unets.1.to_out.weight".
 
@@ -46,49 +46,49 @@ class Cascade:
         return any(engine.is_sharded for engine in self._engines.values())
 
     def blank_copy(self) -> Any:
-        trained = {index: engine.blank_copy() for index, engine in self._engines.items()}
-        return copy.deepcopy(self._with(trained)).float().requires_grad_(False)
+        unets = {index: engine.blank_copy() for index, engine in self._engines.items()}
+        return copy.deepcopy(self._replace_unets(unets)).float().requires_grad_(False)
 
-    def _with(self, trained: Mapping[int, Any]) -> Decoder:
+    def _replace_unets(self, unets: Mapping[int, Any]) -> Decoder:
         """The decoder with these in the place of the Unets that are trained."""
-        return self._decoder.with_unets([trained.get(index, unet) for index, unet in enumerate(self._decoder.unets)])
+        return self._decoder.with_unets([unets.get(index, unet) for index, unet in enumerate(self._decoder.unets)])
 
     def held_weights(self) -> dict[str, Tensor]:
-        held = {name: tensor.detach() for name, tensor in self._decoder.state_dict().items()}
+        weights = {name: tensor.detach() for name, tensor in self._decoder.state_dict().items()}
         for index, engine in self._engines.items():
-            held |= {f"unets.{index}.{name}": tensor for name, tensor in engine.held_weights().items()}
-        return held
+            weights |= {f"unets.{index}.{name}": tensor for name, tensor in engine.held_weights().items()}
+        return weights
 
-    def whole_weight(self, name: str, held: Tensor) -> Tensor:
-        engine, inside = self._owner(name)
-        return engine.whole_weight(inside, held) if engine else held
+    def whole_weight(self, name: str, local: Tensor) -> Tensor:
+        engine, unet_name = self._owner(name)
+        return engine.whole_weight(unet_name, local) if engine else local
 
-    def held_part(self, name: str, whole: Tensor) -> Tensor:
-        engine, inside = self._owner(name)
-        return engine.held_part(inside, whole) if engine else whole
+    def held_part(self, name: str, full: Tensor) -> Tensor:
+        engine, unet_name = self._owner(name)
+        return engine.held_part(unet_name, full) if engine else full
 
     def _owner(self, name: str) -> tuple[Any, str]:
         """The engine that trains a weight of the decoder, None if none does, and its name in the Unet."""
-        _, index, inside = name.split(".", 2)
-        return self._engines.get(int(index)), inside
+        _, index, unet_name = name.split(".", 2)
+        return self._engines.get(int(index)), unet_name
 
     def state_dict(self) -> dict[str, Any]:
         """{"weights"}: those of the Unets that are not trained, by name, such as "1.to_out.weight"."""
-        return {"weights": self._frozen()}
+        return {"weights": self._frozen_weights()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the weights. Raises ValueError if they are those of other Unets."""
-        ours, theirs = self._frozen(), state["weights"]
-        if ours.keys() != theirs.keys():
-            numbers = sorted({int(name.partition(".")[0]) + 1 for name in theirs})
+        weights, saved_weights = self._frozen_weights(), state["weights"]
+        if weights.keys() != saved_weights.keys():
+            unet_numbers = sorted({int(name.partition(".")[0]) + 1 for name in saved_weights})
             raise ValueError(
-                f"the run trains other Unets than --train_unets says: it keeps the Unets {numbers or 'none'} as they "
-                "are; give the same flag, or start another run with --init_from"
+                f"the run trains other Unets than --train_unets says: it keeps the Unets {unet_numbers or 'none'} as "
+                "they are; give the same flag, or start another run with --init_from"
             )
-        for name, tensor in ours.items():
-            tensor.copy_(theirs[name])
+        for name, tensor in weights.items():
+            tensor.copy_(saved_weights[name])
 
-    def _frozen(self) -> dict[str, Tensor]:
+    def _frozen_weights(self) -> dict[str, Tensor]:
         return {
             f"{index}.{name}": tensor.detach()
             for index, unet in enumerate(self._decoder.unets)

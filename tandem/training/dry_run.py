@@ -41,24 +41,24 @@ def folder_beside(output_dir: str, processes: Backend) -> str:
     Raises:
         UserMistake: one line, if it cannot be made.
     """
-    made = None
+    path = None
     with processes.agreement():
         if processes.is_root:
             parent = Path(os.path.abspath(output_dir)).parent
             missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
             parent.mkdir(parents=True, exist_ok=True)
-            for left in filter(_is_left_behind, parent.glob(f"{_PREFIX}*")):
-                shutil.rmtree(left, ignore_errors=True)
-            made = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-            atexit.register(_delete, Path(made), missing, hold(Path(made, _LOCK)))
-    folder: str = processes.broadcast_object(made)
+            for old_folder in filter(_is_left_behind, parent.glob(f"{_PREFIX}*")):
+                shutil.rmtree(old_folder, ignore_errors=True)
+            path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            atexit.register(_delete, Path(path), missing, hold(Path(path, _LOCK)))
+    folder: str = processes.broadcast_object(path)
     return folder
 
 
 def _is_left_behind(folder: Path) -> bool:
     """Whether a folder is that of a dry run that was killed on this machine, in which no other run began since."""
-    is_left = not folder.is_symlink() and is_left_behind(folder / _LOCK)
-    return is_left and all("--dry_run" in start.get("command", ()) for start in starts(folder))
+    is_old = not folder.is_symlink() and is_left_behind(folder / _LOCK)
+    return is_old and all("--dry_run" in start.get("command", ()) for start in starts(folder))
 
 
 def _delete(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
@@ -86,36 +86,37 @@ def rehearse(
         run.advance()
         if run.stop_requested(now=True):
             raise AskedToStop
-    per_update, whole = min(seconds), total * min(seconds)
-    taken: dict[str, float] = {}
+    per_update, run_seconds = min(seconds), total * min(seconds)
+    action_seconds: dict[str, float] = {}
     for action in sorted(actions, key=lambda action: not action.measures):
-        once: list[float] = []
-        with _timed(once, device):
+        timing: list[float] = []
+        with _timed(timing, device):
             action.do()
             failure = run.checkpoints.why_not_saved()
         if failure:
             run.say(failure)
             raise Failed
-        taken[action.name] = once[0]
-        whole += once[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
+        action_seconds[action.name] = timing[0]
+        run_seconds += timing[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
     feed = run.feed
     feed.report_bad_samples(run.say)
-    if part := len(feed.validated):
-        whole += taken["validation"] * (len(feed.valid_set) / part if part < len(feed.valid_set) else 0)
-    first = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
-    run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{first}")
+    if n_used := len(feed.validated):
+        n_whole = len(feed.valid_set)
+        run_seconds += action_seconds["validation"] * (n_whole / n_used if n_used < n_whole else 0)
+    hint = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
+    run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{hint}")
     run.warn(_utilization(run, kinds[seconds.index(per_update)], per_update))
-    run.say("; ".join(f"{name} {once:.3g} s" for name, once in taken.items()))
+    run.say("; ".join(f"{name} {timing:.3g} s" for name, timing in action_seconds.items()))
     peaks = run.processes.gather_objects(peak_memory(device))
-    most = ", ".join(f"{name[5:-3].replace('_', ' ')} {max(each[name] for each in peaks):.3g} GB" for name in peaks[0])
+    memory = ", ".join(f"{name[5:-3].replace('_', ' ')} {max(p[name] for p in peaks):.3g} GB" for name in peaks[0])
     newest = run.checkpoints.latest() if run.is_root else None
     n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
-    run.say(f"memory, the most of a process: {most}; a checkpoint has {n_bytes / 1e6:.3g} MB")
-    takes = f"the whole run, {counted(total, 'update')} with all that, would take {duration(whole)}"
-    if whole > run.clock.run_seconds:
-        reached = counted(max(1, int(total * run.clock.run_seconds / whole)), "update")
-        takes += f"; --max_minutes {run.args.max_minutes:g} ends it after about {reached}"
-    run.say(f"{takes}; dry run: nothing of it was kept")
+    run.say(f"memory, the most of a process: {memory}; a checkpoint has {n_bytes / 1e6:.3g} MB")
+    summary = f"the whole run, {counted(total, 'update')} with all that, would take {duration(run_seconds)}"
+    if run_seconds > run.clock.run_seconds:
+        reachable = counted(max(1, int(total * run.clock.run_seconds / run_seconds)), "update")
+        summary += f"; --max_minutes {run.args.max_minutes:g} ends it after about {reachable}"
+    run.say(f"{summary}; dry run: nothing of it was kept")
     run.close()
     if run.is_root:
         shutil.rmtree(run.folder.path, ignore_errors=True)
@@ -130,18 +131,18 @@ def _utilization(run: Run, kind: Hashable, seconds: float) -> str | None:
     if math.isnan(flops):
         return None
     if run.peak:
-        most, what = run.peak, f"the peak of {processes.world_size} x {name_of(device)}"
+        max_rate, reference = run.peak, f"the peak of {processes.world_size} x {name_of(device)}"
     else:  # all processes at once, as they train
-        most = processes.sum({"flops": matrix_product(device, precision)})["flops"]
-        what = f"the rate of a matrix product on {'this CPU' if device.type == 'cpu' else 'this device'}"
+        max_rate = processes.sum({"flops": matrix_product(device, precision)})["flops"]
+        reference = f"the rate of a matrix product on {'this CPU' if device.type == 'cpu' else 'this device'}"
     rate = flops / seconds
     return (
-        f"an update computes {_flop(flops)}, forward and backward: {_flop(rate)}/s, {rate / most:.2g} of {what} "
-        f"({_flop(most)}/s in {precision})"
+        f"an update computes {_format_flop(flops)}, forward and backward: {_format_flop(rate)}/s, "
+        f"{rate / max_rate:.2g} of {reference} ({_format_flop(max_rate)}/s in {precision})"
     )
 
 
-def _flop(number: float) -> str:
+def _format_flop(number: float) -> str:
     unit = max(min(int(math.log10(max(number, 1)) // 3), 5), 2)
     return f"{number / 1000**unit:.3g} {' kMGTP'[unit]}FLOP"
 
@@ -149,8 +150,8 @@ def _flop(number: float) -> str:
 @contextlib.contextmanager
 def _timed(seconds: list[float], device: torch.device) -> Iterator[None]:
     """Context that appends its seconds, those of the device included, to a list."""
-    began = time.monotonic()
+    start = time.monotonic()
     yield
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    seconds.append(time.monotonic() - began)
+    seconds.append(time.monotonic() - start)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Gathered = Callable[[], AbstractContextManager[Any]]
 
-_OF_LENGTH = "ema_"  # before the length, in the name of an average
+_LENGTH_PREFIX = "ema_"  # before the length, in the name of an average
 _TENSORS_AT_ONCE = 32  # moved by the same launches on a GPU; their differences are the memory that an update takes
 
 
@@ -37,29 +37,29 @@ class AveragedModel:
         self._weights = weights
         self.module = weights.blank_copy().eval()
         self._parameters = dict(self.module.named_parameters())
-        held = weights.held_weights()
-        self._held = {name: held[name].detach().to(torch.float32, copy=True) for name in self._parameters}
-        self.device = next(iter(self._held.values())).device
-        self._let_go()
+        local_weights = weights.held_weights()
+        self._local = {name: local_weights[name].detach().to(torch.float32, copy=True) for name in self._parameters}
+        self.device = next(iter(self._local.values())).device
+        self._empty_parameters()
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
         """The averaged model, whole on every process, to read and evaluate, not to change. Collective."""
         for name, parameter in self._parameters.items():
-            parameter.data = self._weights.whole_weight(name, self._held[name])
+            parameter.data = self._weights.whole_weight(name, self._local[name])
         try:
             yield self.module
         finally:
-            self._let_go()
+            self._empty_parameters()
 
     @torch.no_grad()
-    def move_towards(self, held: Mapping[str, Tensor], share: Tensor, part: str = "") -> None:
-        """Move a share of the way, 0-d, to the weights whose names begin with `part`, of which `held` is what this
-        process holds; copy the buffers."""
-        share, names = share.float().to(self.device), [name for name in self._held if name.startswith(part)]
+    def move_towards(self, local_weights: Mapping[str, Tensor], share: Tensor, part: str = "") -> None:
+        """Move a share of the way, 0-d, to the weights whose names begin with `part`, of which `local_weights` is what
+        this process holds; copy the buffers."""
+        share, names = share.float().to(self.device), [name for name in self._local if name.startswith(part)]
         for start in range(0, len(names), _TENSORS_AT_ONCE):
-            averages = [self._held[name] for name in names[start : start + _TENSORS_AT_ONCE]]
-            targets = [held[name].to(self._held[name]) for name in names[start : start + _TENSORS_AT_ONCE]]
+            averages = [self._local[name] for name in names[start : start + _TENSORS_AT_ONCE]]
+            targets = [local_weights[name].to(self._local[name]) for name in names[start : start + _TENSORS_AT_ONCE]]
             if self.device.type == "cpu":  # one pass over the memory
                 torch._foreach_lerp_(averages, targets, [share] * len(averages))
             else:  # three kernels; lerp with a share that is on the device has one for each weight
@@ -67,33 +67,33 @@ class AveragedModel:
                 torch._foreach_mul_(steps, share)
                 torch._foreach_add_(averages, steps)
         for name, buffer in self.module.named_buffers():
-            if name in held and name.startswith(part):
-                buffer.copy_(held[name])
+            if name in local_weights and name.startswith(part):
+                buffer.copy_(local_weights[name])
 
     def state(self) -> dict[str, Any]:
         """Averages and buffers by name. A weight that is spread over the processes is a function that returns it whole;
         all processes call these functions in the same order."""
-        whole, is_sharded = self._weights.whole_weight, self._weights.is_sharded
-        held = {name: partial(whole, name, part) if is_sharded else part for name, part in self._held.items()}
-        return {name: held.get(name, tensor) for name, tensor in self.module.state_dict().items()}
+        unshard, is_sharded = self._weights.whole_weight, self._weights.is_sharded
+        averages = {name: partial(unshard, name, local) if is_sharded else local for name, local in self._local.items()}
+        return {name: averages.get(name, tensor) for name, tensor in self.module.state_dict().items()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take whole weights and buffers from `state`. Raises ValueError if its names or shapes are not the model's."""
-        mine = {**self.module.state_dict(), **self._held}
-        if odd := sorted(mine.keys() ^ state.keys()):
-            lack = "missing" if odd[0] in mine else "not a weight of the model"
-            raise ValueError(f"the averaged weights do not fit the model: {odd[0]} is {lack} ({len(odd)} in all)")
-        for name, tensor in mine.items():
+        tensors = {**self.module.state_dict(), **self._local}
+        if names := sorted(tensors.keys() ^ state.keys()):
+            fault = "missing" if names[0] in tensors else "not a weight of the model"
+            raise ValueError(f"the averaged weights do not fit the model: {names[0]} is {fault} ({len(names)} in all)")
+        for name, tensor in tensors.items():
             try:
-                part = self._weights.held_part(name, state[name]) if name in self._held else state[name]
-                if part.shape != tensor.shape:
-                    raise ValueError(f"the shape {tuple(part.shape)} is not the model's {tuple(tensor.shape)}")
+                local = self._weights.held_part(name, state[name]) if name in self._local else state[name]
+                if local.shape != tensor.shape:
+                    raise ValueError(f"the shape {tuple(local.shape)} is not the model's {tuple(tensor.shape)}")
             except ValueError as error:
                 raise ValueError(f"the averaged weights do not fit the model: {name}: {error}") from None
-            tensor.copy_(part)
+            tensor.copy_(local)
 
-    def _let_go(self) -> None:
+    def _empty_parameters(self) -> None:
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
 
@@ -124,13 +124,13 @@ class Average:
         Collective."""
         if not self._averages:
             return
-        held = self._weights.held_weights()
+        local_weights = self._weights.held_weights()
         flags = skipped or [torch.tensor(False)] * len(self._updates)
         for (part, updates), flag in zip(self._updates.items(), flags, strict=True):
             is_made = ~flag.to(updates.device)
             updates += is_made
             for name, average in self._averages.items():
-                average.move_towards(held, torch.where(is_made, self._shares[name](updates), 0.0), part)
+                average.move_towards(local_weights, torch.where(is_made, self._shares[name](updates), 0.0), part)
 
     def averages(self) -> dict[str, Gathered]:
         """Models to evaluate beside the trained one, by name ("ema", or "ema_0.05" for each length): in the context of
@@ -139,7 +139,7 @@ class Average:
 
     def state_dict(self) -> dict[str, Any]:
         """`live_state` with the tensors themselves. Collective."""
-        return _fetched(self.live_state())
+        return _fetch(self.live_state())
 
     def live_state(self) -> dict[str, Any]:
         """The count of updates, by part if there are parts, and the averaged weights, by length if there are lengths;
@@ -147,19 +147,19 @@ class Average:
         if not self._averages:
             return {}
         states = {name: {"weights": average.state()} for name, average in self._averages.items()}
-        of_lengths = {"powers": {name.removeprefix(_OF_LENGTH): state for name, state in states.items()}}
+        by_length = {"powers": {name.removeprefix(_LENGTH_PREFIX): state for name, state in states.items()}}
         counts = {part: int(updates) for part, updates in self._updates.items()}
-        return {"updates": counts.get("", counts), **states.get("ema", of_lengths)}
+        return {"updates": counts.get("", counts), **states.get("ema", by_length)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore count and weights; other averages, and missing or unexpected names, are a ValueError."""
-        weights = {f"{_OF_LENGTH}{length}": of["weights"] for length, of in state.get("powers", {}).items()}
+        weights = {f"{_LENGTH_PREFIX}{length}": entry["weights"] for length, entry in state.get("powers", {}).items()}
         if "weights" in state:
             weights["ema"] = state["weights"]
         if weights.keys() != self._averages.keys():
             flag = f"--ema_power {' '.join(state['powers'])}" if "powers" in state else "--ema_decay"
-            what, flag = ("other averages", flag) if state else ("no average", "--ema_decay 0 and without --ema_power")
-            raise ValueError(f"the checkpoint holds {what} of the weights: continue with {flag}")
+            kind, flag = ("other averages", flag) if state else ("no average", "--ema_decay 0 and without --ema_power")
+            raise ValueError(f"the checkpoint holds {kind} of the weights: continue with {flag}")
         for name, average in self._averages.items():
             average.restore(weights[name])
         counts = state.get("updates", 0)
@@ -177,7 +177,7 @@ def make_ema(
     if len(set(names)) < len(names):
         raise ValueError(f"--ema_power {' '.join(names)}: give each length once")
     if names:
-        return Average(weights, {f"{_OF_LENGTH}{name}": power_of_time(float(name)) for name in names}, parts)
+        return Average(weights, {f"{_LENGTH_PREFIX}{name}": power_of_time(float(name)) for name in names}, parts)
     return Average(weights, {"ema": exponential(decay)} if decay > 0 else {}, parts)
 
 
@@ -213,9 +213,9 @@ def kept_metric(average: Average, name: str) -> str:
     return "/".join(["valid", *list(average.averages())[:1], name])
 
 
-def _fetched(state: Mapping[str, Any]) -> dict[str, Any]:
+def _fetch(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state with tensors in the places of the functions that return them."""
     return {
-        key: _fetched(value) if isinstance(value, Mapping) else value() if callable(value) else value
+        key: _fetch(value) if isinstance(value, Mapping) else value() if callable(value) else value
         for key, value in state.items()
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Updates between two collections. What these leave to one, and how long that takes, is in docs/devices.md.
-_EVERY = 100
+_INTERVAL = 100
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def collected_together() -> Iterator[Callable[[int], None]]:
             gc.collect()
             gc.freeze()
             gc.disable()
-        elif step % _EVERY == 0:
+        elif step % _INTERVAL == 0:
             gc.collect()
         is_first = False
 

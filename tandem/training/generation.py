@@ -36,13 +36,13 @@ class _Abandoned(Exception):
 def noise_of(seed: int, numbers: Sequence[int], device: torch.device) -> Callable[[int], Callable[..., Tensor]]:
     """The source of noise for `models.Decoder.sample`: that of a picture depends on its number and the seed alone."""
 
-    def of_unet(index: int) -> Callable[..., Tensor]:
+    def unet_noise(index: int) -> Callable[..., Tensor]:
         def draw(name: str, step: int, shape: Sequence[int]) -> Tensor:
             return Noise(seed, f"sample/unet{index + 1}/{name}").normal(step, numbers, shape, device)
 
         return draw
 
-    return of_unet
+    return unet_noise
 
 
 class Generation:
@@ -72,70 +72,70 @@ class Generation:
         def add(numbers: range) -> None:
             batch = self._feed.validation_samples(numbers)
             pictures = self.pictures(decoder, self._conditions(batch), numbers)
-            wanted = slice(0, min(len(numbers), count - numbers[0]))
-            batch, pictures = {name: value[wanted] for name, value in batch.items()}, pictures[wanted]
+            selection = slice(0, min(len(numbers), count - numbers[0]))
+            batch, pictures = {name: value[selection] for name, value in batch.items()}, pictures[selection]
             real = F.interpolate(
                 batch["images"].float() / 255, size=pictures.shape[-2:], mode="bilinear", antialias=True
             )
-            quality.add(real, pictures, numbers[wanted], **(clip.compared(pictures, batch) if clip else {}))
+            quality.add(real, pictures, numbers[selection], **(clip.compared(pictures, batch) if clip else {}))
 
-        self._in_rounds(count, CHUNK, add)
+        self._draw_in_rounds(count, CHUNK, add)
         return quality.result(self._processes.sum, self._processes.gather)
 
-    def draw(self, decoder: Decoder, shown: Batch) -> Image.Image:
+    def draw(self, decoder: Decoder, samples: Batch) -> Image.Image:
         """A row for each sample: its image, then what each Unet draws for its condition; labelled by its caption.
         Collective; the picture is whole on every process."""
-        conditions, images = self._conditions(shown), shown["images"].float() / 255
-        count, places = len(images), []
-        drawn: list[list[Tensor]] = [[images.new_zeros(0, images.shape[1], s, s)] for s in decoder.image_sizes]
+        conditions, images = self._conditions(samples), samples["images"].float() / 255
+        count, positions = len(images), []
+        unet_columns: list[list[Tensor]] = [[images.new_zeros(0, images.shape[1], s, s)] for s in decoder.image_sizes]
 
         def add(numbers: range) -> None:
-            rows = torch.tensor([place % count for place in numbers], device=images.device)
-            of_rows = {name: value[rows] for name, value in conditions.items()}
-            n_wanted = min(len(numbers), count - numbers[0])
-            places.extend(list(numbers)[:n_wanted])
-            of_unets: list[Tensor] = []
-            self.pictures(decoder, of_rows, numbers, on_pictures=of_unets.append)
-            for column, pictures in zip(drawn, of_unets, strict=True):
-                column.append(pictures[:n_wanted])
+            rows = torch.tensor([position % count for position in numbers], device=images.device)
+            row_conditions = {name: value[rows] for name, value in conditions.items()}
+            n_needed = min(len(numbers), count - numbers[0])
+            positions.extend(list(numbers)[:n_needed])
+            unet_pictures: list[Tensor] = []
+            self.pictures(decoder, row_conditions, numbers, on_pictures=unet_pictures.append)
+            for column, pictures in zip(unet_columns, unet_pictures, strict=True):
+                column.append(pictures[:n_needed])
 
-        self._in_rounds(count, CHUNK_SHOWN, add)
-        order = [place for of_rank in self._processes.gather_objects(places) for place in of_rank]
-        by_place = torch.tensor(order).argsort().to(images.device)
-        columns = [images, *(self._processes.gather(torch.cat(column))[by_place] for column in drawn)]
+        self._draw_in_rounds(count, CHUNK_SHOWN, add)
+        order = [position for chunk in self._processes.gather_objects(positions) for position in chunk]
+        by_position = torch.tensor(order).argsort().to(images.device)
+        columns = [images, *(self._processes.gather(torch.cat(column))[by_position] for column in unet_columns)]
         largest = max(column.shape[-1] for column in columns)
-        same = [F.interpolate(column, size=(largest, largest), mode="nearest") for column in columns]
-        rows_of = torch.stack(same, dim=1)
-        captions = [caption_of(shown["captions"][place]) for place in range(count)]
+        resized = [F.interpolate(column, size=(largest, largest), mode="nearest") for column in columns]
+        rows = torch.stack(resized, dim=1)
+        captions = [caption_of(samples["captions"][position]) for position in range(count)]
         return grid(
-            {f"{place} {caption}": row for place, (caption, row) in enumerate(zip(captions, rows_of, strict=True), 1)}
+            {f"{number} {caption}": row for number, (caption, row) in enumerate(zip(captions, rows, strict=True), 1)}
         )
 
     def pictures(
-        self, decoder: Decoder, conditions: Mapping[str, Tensor], numbers: Sequence[int], **how: Any
+        self, decoder: Decoder, conditions: Mapping[str, Tensor], numbers: Sequence[int], **options: Any
     ) -> Tensor:
         """Pictures (n, c, s, s) in [0, 1] with these numbers. Not collective."""
         noise = noise_of(self._seed, numbers, self._processes.device)
 
-        def mark(done: int, total: int) -> None:
+        def report_step(done: int, total: int) -> None:
             self._processes.mark("drawing pictures")
             if self._processes.stop.is_asked_here:
                 raise _Abandoned
 
-        mark(0, 0)
+        report_step(0, 0)
         with self._processes.autocast():
-            return decoder.sample(conditions, noise, self._sampling, batch=len(numbers), on_step=mark, **how)
+            return decoder.sample(conditions, noise, self._sampling, batch=len(numbers), on_step=report_step, **options)
 
-    def _in_rounds(self, count: int, chunk: int, draw: Callable[[range], None]) -> None:
+    def _draw_in_rounds(self, count: int, chunk: int, draw: Callable[[range], None]) -> None:
         """Call `draw` with the numbers of the pictures that this process draws, in chunks of one size; those from
         `count` on only fill the last chunk. After each chunk all processes ask whether to stop, as the feed does
         between batches; one that was asked itself does not wait for the end of its chunk. Collective."""
         size = min(chunk, count)
-        for first in range(0, count, self._processes.world_size * size):
-            mine = first + self._processes.rank * size
+        for round_start in range(0, count, self._processes.world_size * size):
+            start = round_start + self._processes.rank * size
             with self._processes.agreement(), suppress(_Abandoned):  # some processes may have none left, and wait
-                if mine < count:
-                    draw(range(mine, mine + size))
+                if start < count:
+                    draw(range(start, start + size))
             self._feed.ask()
 
 

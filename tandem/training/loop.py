@@ -143,49 +143,49 @@ def _updates(
     run.say(f"{feed.summary()}; {run.length}")
     run.warn(feed.skipped)
     batch = feed.start(run.progress.samples)
-    shown = feed.preview(preview)
+    samples = feed.preview(preview)
 
     def ask() -> None:
         run.tell("evaluation")
         if run.stop_requested(now=True):
             raise AskedToStop
 
-    def of_kind(step: int, batch: Any) -> Hashable:
+    def update_kind(step: int, batch: Any) -> Hashable:
         shapes = ((name, tensor.shape) for name, tensor in batch.items() if isinstance(tensor, torch.Tensor))
         return kind(step, batch), *shapes
 
     feed.ask = ask
-    listed = actions(run, evaluations, shown, also)
+    all_actions = actions(run, evaluations, samples, also)
     try:
         if run.args.dry_run:
-            yield from rehearse(run, listed, batch, of_kind)
+            yield from rehearse(run, all_actions, batch, update_kind)
             return
         if run.progress.unfinished_line is not None:  # the run ended between this update and its evaluation
             with run.clock.paused():
-                _do(run, evaluations, [action for action in _due(run, listed) if action.measures])
+                _run_actions(run, evaluations, [action for action in _due(run, all_actions) if action.measures])
         while not run.progress.finished:
             run.tell("update", batch)
             run.processes.norms_are_logged = run.line_due
             step = run.progress.step
-            with run.profiler.update(step + 1), run.operations.update(of_kind(step, batch)):
+            with run.profiler.update(step + 1), run.operations.update(update_kind(step, batch)):
                 yield step, batch
             run.advance()
             run.tell("updated", batch)
             run.look_at_clock()
-            due = _due(run, listed)
-            measuring = any(action.measures for action in due)
-            stop = run.stop_requested(now=measuring)
+            due_actions = _due(run, all_actions)
+            is_measuring = any(action.measures for action in due_actions)
+            stop = run.stop_requested(now=is_measuring)
             line = run.line()
             with run.clock.paused():
-                if due or stop or line:
+                if due_actions or stop or line:
                     feed.report_bad_samples(run.say)
-                if measuring:
+                if is_measuring:
                     run.leave_evaluation(line)
                 else:
                     _write_line(run, evaluations, line)
                 if stop:
                     raise AskedToStop
-                _do(run, evaluations, due)
+                _run_actions(run, evaluations, due_actions)
             if not run.progress.finished:
                 batch = feed.next()
     except AskedToStop:
@@ -193,7 +193,7 @@ def _updates(
     run.finish(evaluations)
 
 
-def actions(run: Run, evaluations: Sequence[Evaluation], shown: Any, also: Sequence[Action]) -> list[Action]:
+def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, also: Sequence[Action]) -> list[Action]:
     """What happens every n updates, in this order. The save comes first, because a validation may take longer than a
     scheduler waits."""
     args = run.args
@@ -203,19 +203,19 @@ def actions(run: Run, evaluations: Sequence[Evaluation], shown: Any, also: Seque
     return [
         Action("checkpoint", args.save_every_n_steps, run.save, is_asked=lambda: run.is_save_due),
         *([validation, *also] if len(run.feed.valid_set) else []),
-        Action("pictures", args.sample_every_n_steps, partial(_draw, run, evaluations, shown), measures=True),
+        Action("pictures", args.sample_every_n_steps, partial(_draw, run, evaluations, samples), measures=True),
     ]
 
 
-def _due(run: Run, listed: Sequence[Action]) -> list[Action]:
-    return [action for action in listed if run.due(action.every) or action.is_asked()]
+def _due(run: Run, all_actions: Sequence[Action]) -> list[Action]:
+    return [action for action in all_actions if run.due(action.every) or action.is_asked()]
 
 
-def _do(run: Run, evaluations: Sequence[Evaluation], due: Sequence[Action]) -> None:
+def _run_actions(run: Run, evaluations: Sequence[Evaluation], due_actions: Sequence[Action]) -> None:
     """Do what is due after the newest update, and write the line that waits for it: where there is the line, nothing is
     left to do."""
     line = dict(run.progress.unfinished_line or {})
-    for action in due:
+    for action in due_actions:
         line |= action.do() or {}
     if run.progress.unfinished_line is not None:
         run.feed.report_bad_samples(run.say)
@@ -231,16 +231,16 @@ def _write_line(run: Run, evaluations: Sequence[Evaluation], line: Mapping[str, 
                 run.warn(warning)
 
 
-def _draw(run: Run, evaluations: Sequence[Evaluation], shown: Any) -> None:
+def _draw(run: Run, evaluations: Sequence[Evaluation], samples: Any) -> None:
     for evaluation in evaluations:
         run.feed.ask()
         with ExitStack() as stack, torch.no_grad():
-            gathered = {"online": evaluation.engine.gathered, **evaluation.average.averages()}
-            models = {name: stack.enter_context(whole()) for name, whole in gathered.items()}
+            contexts = {"online": evaluation.engine.gathered, **evaluation.average.averages()}
+            models = {name: stack.enter_context(gather()) for name, gather in contexts.items()}
             if run.is_root or evaluation.drawn_together:
-                picture = evaluation.draw(models, shown, run.progress.step - 1)
+                sample = evaluation.draw(models, samples, run.progress.step - 1)
                 if run.is_root:
-                    run.log_sample(evaluation.picture_name, picture, evaluation.name)
+                    run.log_sample(evaluation.picture_name, sample, evaluation.name)
 
 
 def _validate_all(run: Run, evaluations: Sequence[Evaluation]) -> dict[str, float]:
@@ -255,27 +255,27 @@ def _validate(run: Run, evaluation: Evaluation) -> dict[str, float]:
     """Validate the trained weights and their averages, and keep the best model. Returns all values by name: "valid/..."
     of the same samples each time, so that they can be compared, and at the end of the run "valid_whole/..." of the
     whole validation split, if that has more."""
-    values = _values(run, evaluation, "valid")
+    values = _validate_versions(run, evaluation, "valid")
     if best := evaluation.best:
         (write, *_) = evaluation.write.values()
-        with kept_weights(evaluation.engine, evaluation.average) as kept:
-            step, whole = run.progress.step, partial(run.writing, "the best model", partial(write, kept))
-            best.save_if_better(values, step, whole, run.folder.check_is_here)
+        with kept_weights(evaluation.engine, evaluation.average) as model:
+            step, write_model = run.progress.step, partial(run.writing, "the best model", partial(write, model))
+            best.save_if_better(values, step, write_model, run.folder.check_is_here)
         run.warn(best.failure)
     if run.progress.finished and len(run.feed.validated) < len(run.feed.valid_set):
         run.feed.sees_whole_split = True
-        values |= _values(run, evaluation, "valid_whole")
+        values |= _validate_versions(run, evaluation, "valid_whole")
         run.feed.sees_whole_split = False
     return values
 
 
-def _values(run: Run, evaluation: Evaluation, prefix: str) -> dict[str, float]:
+def _validate_versions(run: Run, evaluation: Evaluation, prefix: str) -> dict[str, float]:
     """Validate the trained weights and their averages. Returns the numbers by name, and logs the pictures."""
     values: dict[str, float] = {}
-    valid = "/".join(filter(None, [prefix, evaluation.name]))
-    averages = {f"{valid}/{name}": gathered for name, gathered in evaluation.average.averages().items()}
-    for prefix, gathered in {valid: evaluation.engine.gathered, **averages}.items():
-        with gathered() as model, torch.no_grad():  # one after the other: sharded weights are whole only here
+    base = "/".join(filter(None, [prefix, evaluation.name]))
+    averages = {f"{base}/{name}": gather for name, gather in evaluation.average.averages().items()}
+    for prefix, gather in {base: evaluation.engine.gathered, **averages}.items():
+        with gather() as model, torch.no_grad():  # one after the other: sharded weights are whole only here
             for name, value in evaluation.validate(model, run.progress.step - 1).items():
                 if isinstance(value, Image.Image):
                     run.log_image(f"{prefix}/{name}", value)

@@ -58,11 +58,11 @@ class Noise:
 
     def normal(self, step: int, positions: Sequence[int], shape: Sequence[int], device: Device = "cpu") -> Tensor:
         """Standard normal noise (b, *shape), float32. Arguments as for `gumbel`."""
-        return self._drawn("normal", step, positions, shape, device)
+        return self._draw("normal", step, positions, shape, device)
 
     def uniform(self, step: int, positions: Sequence[int], shape: Sequence[int], device: Device = "cpu") -> Tensor:
         """float32 noise (b, *shape), uniform in [0, 1). Arguments as for `gumbel`."""
-        return self._drawn("uniform", step, positions, shape, device)
+        return self._draw("uniform", step, positions, shape, device)
 
     def keys(self, step: int, positions: Sequence[int], device: Device = "cpu") -> Tensor:
         """Keys of the samples for noise that a model computes itself: int64 (b, 2), uniform in [0, 2^32), equal on
@@ -71,23 +71,23 @@ class Noise:
         words = torch.tensor([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], dtype=torch.int64)
         return to_device(words.view(len(seeds), 2), device)
 
-    def _drawn(self, law: str, step: int, positions: Sequence[int], shape: Sequence[int], device: Device) -> Tensor:
+    def _draw(self, law: str, step: int, positions: Sequence[int], shape: Sequence[int], device: Device) -> Tensor:
         rows = torch.empty(len(positions), math.prod(shape), device=device)
         seeds = [self.seed_of(step, position) for position in positions]
         if rows.device.type == "cpu":
             # One generator whose key is exchanged: making a new one takes ten times as long, because NumPy first asks
             # the system for a random seed.
             philox = np.random.Philox(key=0)
-            fresh = philox.state
+            state = philox.state
             generator = np.random.Generator(philox)
             fill = generator.random if law == "uniform" else generator.standard_normal
             for row, seed in zip(rows.numpy(), seeds, strict=True):
-                fresh["state"]["key"][0] = seed
-                philox.state = fresh
+                state["state"]["key"][0] = seed
+                philox.state = state
                 fill(out=row, dtype=np.float32)
         else:
-            of_device = torch.Generator(rows.device)
+            torch_generator = torch.Generator(rows.device)
             for row, seed in zip(rows, seeds, strict=True):
                 fill = row.uniform_ if law == "uniform" else row.normal_
-                fill(generator=of_device.manual_seed(seed))
+                fill(generator=torch_generator.manual_seed(seed))
         return rows.view(len(positions), *shape)

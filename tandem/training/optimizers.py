@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tandem.io.installed import missing_package
 
-_NEVER = re.compile(r"(.*_)?(gamma|bias)|null_.*")
+_NO_DECAY_NAMES = re.compile(r"(.*_)?(gamma|bias)|null_.*")
 
 
 def make_optimizer(
@@ -25,11 +25,11 @@ def make_optimizer(
         ValueError: one line, if the package is missing.
     """
     decaying: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    other_weights: list[nn.Parameter] = []
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            (decaying if _decays(name, weight) else others).append(weight)
-    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+            (decaying if _decays(name, weight) else other_weights).append(weight)
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": other_weights, "weight_decay": 0.0}]
     if not lion:
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
     try:
@@ -39,12 +39,12 @@ def make_optimizer(
     optimizer: Any = Lion(groups, lr=lr, betas=betas)
     update = optimizer.update_fn
 
-    def divided_or_skipped(weight: Tensor, gradient: Tensor, moment: Tensor, *settings: float) -> None:
+    def update_scaled(weight: Tensor, gradient: Tensor, moment: Tensor, *settings: float) -> None:
         divisor, skips = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         gradient = gradient if divisor is None else gradient / divisor
         update_unless(skips, update, weight, gradient, moment, *settings)
 
-    optimizer.update_fn = divided_or_skipped
+    optimizer.update_fn = update_scaled
     # As the fused AdamW, it takes from the engine what divides the gradients and whether the update is skipped.
     optimizer._step_supports_amp_scaling = True
     lion_optimizer: torch.optim.Optimizer = optimizer
@@ -66,12 +66,12 @@ def update_unless(
         if skips is None or not bool(skips):
             update(weight, gradient, moment, *settings)
         return
-    before = weight.clone(), moment.clone()
+    previous = weight.clone(), moment.clone()
     update(weight, gradient, moment, *settings)
-    for now, old in zip((weight, moment), before, strict=True):
-        now.copy_(torch.where(skips.bool(), old, now))
+    for tensor, old in zip((weight, moment), previous, strict=True):
+        tensor.copy_(torch.where(skips.bool(), old, tensor))
 
 
 def _decays(name: str, weight: nn.Parameter) -> bool:
     is_matrix = sum(size > 1 for size in weight.shape) >= 2
-    return is_matrix and not _NEVER.fullmatch(name.rpartition(".")[2])
+    return is_matrix and not _NO_DECAY_NAMES.fullmatch(name.rpartition(".")[2])

@@ -48,19 +48,19 @@ def exponent_of(length: float) -> float:
     return low
 
 
-def inner_products(ones: Sequence[Profile], others: Sequence[Profile]) -> Tensor:
+def inner_products(first: Sequence[Profile], second: Sequence[Profile]) -> Tensor:
     """Integrals of the products of profiles over time: n and m of them -> float64 (n, m).
 
     For profiles that end at S <= T with exponents f and g: (f + 1) (g + 1) / (f + g + 1) (S / T)^g / T. Of the two
     quotients of powers that the integral gives, one cancels, so that nothing overflows.
     """
-    (t, f), (u, g) = (torch.tensor(profiles, dtype=torch.float64).unbind(1) for profiles in (ones, others))
+    (t, f), (u, g) = (torch.tensor(profiles, dtype=torch.float64).unbind(1) for profiles in (first, second))
     t, f, u, g = t[:, None], f[:, None], u[None], g[None]
-    later, of_later = torch.maximum(t, u), torch.where(t > u, f, g)
-    return (f + 1) * (g + 1) / (f + g + 1) * (torch.minimum(t, u) / later) ** of_later / later
+    later, later_exponent = torch.maximum(t, u), torch.where(t > u, f, g)
+    return (f + 1) * (g + 1) / (f + g + 1) * (torch.minimum(t, u) / later) ** later_exponent / later
 
 
-def coefficients(stored: Sequence[Profile], wanted: Profile) -> tuple[Tensor, float]:
+def coefficients(stored: Sequence[Profile], target: Profile) -> tuple[Tensor, float]:
     """How to add stored averages up to one with the wanted profile.
 
     Least squares of the difference of the profiles over time (Karras et al. 2024, algorithm 3), among the coefficients
@@ -71,17 +71,17 @@ def coefficients(stored: Sequence[Profile], wanted: Profile) -> tuple[Tensor, fl
         profile as a fraction of its norm: 0 if the stored ones make it exactly.
     """
     norms = inner_products(stored, stored).diagonal().sqrt()
-    norm = inner_products([wanted], [wanted]).sqrt().item()
+    norm = inner_products([target], [target]).sqrt().item()
     # Of profiles scaled to norm 1, so that late and early ones count alike.
     products = inner_products(stored, stored) / (norms[:, None] * norms)
-    with_wanted = inner_products(stored, [wanted])[:, 0] / (norms * norm)
+    target_products = inner_products(stored, [target])[:, 0] / (norms * norm)
     inverse = torch.linalg.pinv(products, rtol=_ROUNDING, hermitian=True)
-    ones = norm / norms  # coefficients of scaled profiles -> their contribution to the sum
-    free, push = inverse @ with_wanted, inverse @ ones
-    scaled = free - push * ((ones @ free - 1) / (ones @ push))
-    found = scaled * ones
-    found = torch.where(found.abs() > _NO_COEFFICIENT, found, 0.0)
-    found /= found.sum()
-    scaled = found / ones
-    left = 1 - 2 * scaled @ with_wanted + scaled @ products @ scaled
-    return found, math.sqrt(max(left.item(), 0.0))
+    contributions = norm / norms  # coefficients of scaled profiles -> their contribution to the sum
+    unconstrained, correction = inverse @ target_products, inverse @ contributions
+    scaled_weights = unconstrained - correction * ((contributions @ unconstrained - 1) / (contributions @ correction))
+    weights = scaled_weights * contributions
+    weights = torch.where(weights.abs() > _NO_COEFFICIENT, weights, 0.0)
+    weights /= weights.sum()
+    scaled_weights = weights / contributions
+    residual = 1 - 2 * scaled_weights @ target_products + scaled_weights @ products @ scaled_weights
+    return weights, math.sqrt(max(residual.item(), 0.0))

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
     from .loop import Evaluation
 
-_MOST_OF_VALIDATIONS = 0.1  # of the time
-_FOLDERS_OF_SAMPLES = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
+_MAX_VALIDATION_SHARE = 0.1  # of the time
+_SAMPLE_FOLDER_FLAGS = ("image_folder", "video_folder", "audio_data", "valid_folder")  # flags of the scripts
 
 
 class Run:
@@ -69,7 +69,7 @@ class Run:
         UserMistake: one line, if the folder cannot be used.
     """
 
-    _watching: ClassVar[list[Callable[[Run, str, Any], object]]] = []
+    _watchers: ClassVar[list[Callable[[Run, str, Any], object]]] = []
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Run:
         columns: Sequence[str] = (),
     ) -> None:
         self.args, self._settings, self.processes, self.feed = args, settings, processes, feed
-        self._described, self._columns = Models(models), columns
+        self._model_descriptions, self._columns = Models(models), columns
         if args.dry_run:
             args.output_dir, args.report_to = folder_beside(args.output_dir, processes), ()
         with processes.agreement():  # of its own, because links may differ between machines
-            check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _FOLDERS_OF_SAMPLES})
+            check_apart(args.output_dir, {flag: getattr(args, flag, None) for flag in _SAMPLE_FOLDER_FLAGS})
         # A launcher that restarts the processes passes the same arguments, but the run must then go on.
         self.folder = RunFolder(args.output_dir, processes, fresh=args.fresh and not processes.is_restart)
         with processes.agreement():
@@ -106,22 +106,22 @@ class Run:
         )  # fmt: skip
         self._averages = AverageFiles(self.folder.path / "snapshots")
         self._models: list[str] = []  # paths of those that were written
-        self._unwritten: str | None = None  # why one could not be, on the root
-        minutes = (args.save_before_minutes, args.save_every_minutes, args.max_minutes)
-        self.clock, self._is_late = Clock(processes, *minutes), False
-        self._has_told_of_validations = False
+        self._write_failure: str | None = None  # why one could not be, on the root
+        limits = (args.save_before_minutes, args.save_every_minutes, args.max_minutes)
+        self.clock, self._is_late = Clock(processes, *limits), False
+        self._has_reported_validations = False
         #: Whether a checkpoint is due by --save_every_minutes, as all processes know since `look_at_clock`.
-        self.is_save_due, self._look_at_step = False, 0
+        self.is_save_due, self._next_clock_step = False, 0
         #: Values of the checkpoint's own evaluation, if it was made before the run ended.
         self.evaluated_before: dict[str, Any] = {}
         steps = args.profile_steps if self.is_root and not args.dry_run else None
         self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
-        histograms = None if len(feed.valid_set) else args.validate_every_n_steps  # of the codes
+        histogram_interval = None if len(feed.valid_set) else args.validate_every_n_steps  # of the codes
         self.operations = Operations(
             is_compiled=args.compile, is_unknown=args.compile and getattr(args, "gradient_checkpointing", False)
         )
         self._metrics = Metrics(
-            args.log_every_n_steps, self.progress, processes, self.clock, self.operations, histograms
+            args.log_every_n_steps, self.progress, processes, self.clock, self.operations, histogram_interval
         )
         #: Operations per second that the devices of all processes could make; None: that is not known.
         self.peak = peak_of_all(processes)
@@ -142,15 +142,15 @@ class Run:
         the loader gives for the updates that follow. What it raises ends the run as an error of the script would. A dry
         run tells of no update.
         """
-        cls._watching.append(watch)
+        cls._watchers.append(watch)
         try:
             yield
         finally:
-            cls._watching.remove(watch)
+            cls._watchers.remove(watch)
 
     def tell(self, event: str, about: Any = None) -> None:
         """Call who watches: the loop has come to an event of `watched`."""
-        for watch in self._watching:
+        for watch in self._watchers:
             watch(self, event, about)
 
     @property
@@ -174,61 +174,61 @@ class Run:
         Raises:
             UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
         """
-        here = self.processes
+        processes = self.processes
         own_parts: dict[str, Stateful] = {
-            MODELS: self._described,
+            MODELS: self._model_descriptions,
             "progress": self.progress,
             "bad_samples": self.feed.bad_samples,
         }
         self._parts = {**own_parts, **parts}
-        news: list[str] = []
-        changed: dict[str, list[Any]] = {}
-        latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, news.append)
-        with here.agreement():
-            if latest and here.is_root:
+        messages: list[str] = []
+        changed_flags: dict[str, list[Any]] = {}
+        latest, states, written_by = self.checkpoints.load_newest(self.folder, self._parts, messages.append)
+        with processes.agreement():
+            if latest and processes.is_root:
                 self.folder.check_config(self._settings, self.args.lasting, self.args.explicit)
         if latest:
             self.checkpoints.restore(latest, states, self._parts)
-            with here.agreement():
+            with processes.agreement():
                 if self.progress.step != step_of(latest):
                     raise damaged(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
             # If the run was about to end, here is its end; if not, after an update, which has a line and a save.
             is_end = self.progress.unfinished_line is not None or self.folder.finished_step == self.progress.step
-            self._ends_at(self.progress.step + (0 if is_end else 1))
+            self._end_at(self.progress.step + (0 if is_end else 1))
         if self.progress.unfinished_line is not None:
-            with here.agreement():
+            with processes.agreement():
                 self.evaluated_before = self._evaluated_line()
-            self.evaluated_before = here.broadcast_object(self.evaluated_before)
+            self.evaluated_before = processes.broadcast_object(self.evaluated_before)
             if self.evaluated_before:
                 self.progress.unfinished_line = None
         self._resumed_step = self.progress.step
-        with here.agreement():
-            if here.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
-                start = {"script": self.args.script, "step": self.progress.step, **here.describe()}
+        with processes.agreement():
+            if processes.is_root and not self.is_complete:  # a finished run keeps the record of how it was trained
+                start = {"script": self.args.script, "step": self.progress.step, **processes.describe()}
                 start["data_fingerprint"] = self.feed.first.fingerprint
-                changed = self.folder.begin(self._settings, start)
+                changed_flags = self.folder.begin(self._settings, start)
                 self.checkpoints.left += self._averages.cut_back(self.progress.step)
             is_line_written = self.progress.unfinished_line is None
             self.tracker.cut_back(self.progress.step - (0 if is_line_written else 1))
         self.display = ProgressDisplay(
-            self.progress, here.is_root, columns=self._columns,
+            self.progress, processes.is_root, columns=self._columns,
             most_left=lambda: self.clock.run_seconds - self.clock.seconds,
         )  # fmt: skip
         self.display.remember(self.tracker.last_validation)
-        for line in news:
+        for line in messages:
             self.say(line)
         self.warn(self.args.config_in_force)
-        self.say(here.summary())
-        self.warn(batch_arithmetic(self.args, here.world_size))
+        self.say(processes.summary())
+        self.warn(batch_arithmetic(self.args, processes.world_size))
         self.warn(", ".join(filter(None, map(described, parts.values()))))
         if self.folder.moved_to:
             self.say(f"starting over; the run that was there is now {self.folder.moved_to}")
         if latest:
             self.say(f"resumed from {latest}")
-            for line in changes(written_by, here.describe()):
+            for line in changes(written_by, processes.describe()):
                 self.say(line)
-            for name, (old, new) in changed.items():
+            for name, (old, new) in changed_flags.items():
                 self.say(f"--{name} was {plain(old)} and is now {plain(new)}")
         if self.is_complete:
             self.say(
@@ -242,8 +242,8 @@ class Run:
         need not be repeated, because it met no bad samples that the checkpoint does not know; else {}."""
         line = self.tracker.line(self.progress.step) or {}
         is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
-        is_known = line.get("bad_samples") == self.feed.bad_samples.count
-        return line if is_finished or is_known else {}
+        has_same_bad_samples = line.get("bad_samples") == self.feed.bad_samples.count
+        return line if is_finished or has_same_bad_samples else {}
 
     @property
     def is_complete(self) -> bool:
@@ -286,19 +286,19 @@ class Run:
 
     def write_line(self, metrics: Mapping[str, Any]) -> None:
         """Write a line of metrics to metrics.jsonl, the other trackers and the display."""
-        clock = self.progress
+        progress = self.progress
         # Metrics of an earlier start contain its times.
-        times = {name: metrics[name] for name in TIMES if name in metrics} or self.clock.times(clock.samples)
+        times = {name: metrics[name] for name in TIMES if name in metrics} or self.clock.times(progress.samples)
         values = {name: value for name, value in metrics.items() if name not in TIMES}
         if "gflop_per_sample" in values:
             flops = 1e9 * values["gflop_per_sample"] * times["samples_per_second"]
             values["tflops_per_second"] = float(f"{flops / 1e12:.5g}")
             values |= {"mfu": float(f"{flops / self.peak:.5g}")} if self.peak else {}
-        place = {"step": clock.step, "samples": clock.samples, "epoch": round(clock.epoch, 6)}
-        line = {**place, **values, **times}
-        self.tracker.log(clock.step, line)
+        position = {"step": progress.step, "samples": progress.samples, "epoch": round(progress.epoch, 6)}
+        line = {**position, **values, **times}
+        self.tracker.log(progress.step, line)
         self.display.log(line)
-        self._tell_of_saves(at_end=clock.finished)
+        self._report_saves(at_end=progress.finished)
 
     def log_image(self, name: str, image: Image.Image) -> None:
         """Log a picture to the trackers."""
@@ -320,11 +320,11 @@ class Run:
         next update. Collective in some updates, the same on all processes."""
         self.is_save_due = False
         step = self.progress.step
-        if step >= self._look_at_step:
-            seen = self.clock.look(step - self._resumed_step)
-            self.is_save_due, is_over, updates = self.processes.broadcast_object(seen)
-            self._look_at_step = step + updates
-            if is_over and self._ends_at(step + 1):
+        if step >= self._next_clock_step:
+            clock_state = self.clock.look(step - self._resumed_step)
+            self.is_save_due, is_over, updates = self.processes.broadcast_object(clock_state)
+            self._next_clock_step = step + updates
+            if is_over and self._end_at(step + 1):
                 self.say(f"the {counted(self.args.max_minutes, 'minute')} of --max_minutes are over: one more update")
 
     @property
@@ -332,7 +332,7 @@ class Run:
         """Whether the run ends earlier than --epochs and --max_steps say."""
         return self.progress.last_step < self.progress.total_steps
 
-    def _ends_at(self, step: int) -> bool:
+    def _end_at(self, step: int) -> bool:
         """Let the run end with this update; whether it would have gone on."""
         goes_on = step < self.progress.last_step
         self.progress.last_step = min(step, self.progress.last_step)
@@ -346,7 +346,7 @@ class Run:
             return
         with self.clock.saving():
             self.checkpoints.join()
-            self._tell_of_saves(at_end=self.progress.finished)
+            self._report_saves(at_end=self.progress.finished)
             self.progress.seconds = round(self.clock.seconds, 3)
             # A save that is made only because the run is stopped writes no averages, so that they do not depend on
             # that.
@@ -363,14 +363,14 @@ class Run:
         """The states of all parts; see `Stateful`. Collective."""
         return {name: getattr(part, "live_state", part.state_dict)() for name, part in self._parts.items()}
 
-    def _tell_of_saves(self, *, at_end: bool = False) -> None:
+    def _report_saves(self, *, at_end: bool = False) -> None:
         for line in self.checkpoints.news(at_end=at_end):
             self.say(line)
 
     def tell_of_validations(self, share: float) -> None:
         """Say once, if the validations take more than a tenth of the time of this start."""
-        if share > _MOST_OF_VALIDATIONS and not self._has_told_of_validations:
-            self._has_told_of_validations = True
+        if share > _MAX_VALIDATION_SHARE and not self._has_reported_validations:
+            self._has_reported_validations = True
             self.say(
                 f"validations take {share:.0%} of the time (--valid_samples {len(self.feed.validated)}, "
                 f"--validate_every_n_steps {self.args.validate_every_n_steps}): lower the first or raise the second"
@@ -401,10 +401,10 @@ class Run:
                 )
         self.save()
         if not self.checkpoints.why_not_saved():
-            again = "without --fresh" if self.args.fresh else "again"
+            command_hint = "without --fresh" if self.args.fresh else "again"
             limit = f"--save_before_minutes {self.args.save_before_minutes:g}" if self._is_late else ""
-            self.say(f"{limit or 'asked to stop'}: saved update {step}; run the same command {again} to go on")
-            self._say_how_it_ended(f"asked to stop{limit and ' by '}{limit}")
+            self.say(f"{limit or 'asked to stop'}: saved update {step}; run the same command {command_hint} to go on")
+            self._record_end(f"asked to stop{limit and ' by '}{limit}")
         self.close()
         raise AskedToStop
 
@@ -412,16 +412,16 @@ class Run:
         """Write the models of the end of the run, on the root, and `close`. Raises Failed if one cannot be written; the
         next start tries again."""
         for evaluation in evaluations:
-            with kept_weights(evaluation.engine, evaluation.average) as kept:
+            with kept_weights(evaluation.engine, evaluation.average) as model:
                 for name, write in evaluation.write.items():
                     path = self.folder.path / name
                     if self.is_root:
                         try:
                             self.folder.check_is_here()
-                            self.writing(path.name, partial(write, kept), path)
+                            self.writing(path.name, partial(write, model), path)
                         except OSError as error:
-                            self._unwritten = " ".join(str(error).split())
-                    if self.processes.broadcast_object(self._unwritten):
+                            self._write_failure = " ".join(str(error).split())
+                    if self.processes.broadcast_object(self._write_failure):
                         self.close()
                     self._models.append(str(path))
         self.close(evaluations[0].use)
@@ -435,10 +435,10 @@ class Run:
         """Wait until everything is on the disk, and say what the run has written and how to use its model (see
         `Evaluation.use`). Raises Failed if the last writes failed."""
         self.checkpoints.wait()
-        self._tell_of_saves(at_end=True)
+        self._report_saves(at_end=True)
         self.profiler.close()
         self.tracker.write_lines()
-        failures = [self._unwritten, self.checkpoints.failure, self.tracker.failure]
+        failures = [self._write_failure, self.checkpoints.failure, self.tracker.failure]
         failure: str | None = self.processes.broadcast_object("; ".join(filter(None, failures)) or None)
         if failure:
             newest = self.checkpoints.latest()
@@ -449,7 +449,7 @@ class Run:
             with self.processes.agreement():
                 if self.is_root:
                     self.folder.mark_finished(self.progress.step)
-            self._say_how_it_ended("finished")
+            self._record_end("finished")
             self.say(f"finished: {counted(self.progress.step, 'update')} in {duration(self.clock.seconds)}")
             picture = max(self.folder.samples_dir.glob("step_*.png"), default=None)
             for line in last_words(self.folder.path, self._models, picture, use):
@@ -462,9 +462,9 @@ class Run:
         if failure:
             raise Failed
 
-    def _say_how_it_ended(self, how: str) -> None:
+    def _record_end(self, ending: str) -> None:
         """Write it into starts.jsonl, on the root; the run goes on without it."""
         if self.is_root:
             with suppress(OSError):
                 self.folder.check_is_here()
-                end_start(self.folder.path, how, self.progress.step)
+                end_start(self.folder.path, ending, self.progress.step)

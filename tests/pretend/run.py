@@ -65,7 +65,7 @@ def main() -> None:
             elif event == "evaluation":
                 device.phase = event
 
-        Run._watching.append(watch)
+        Run._watchers.append(watch)
     try:
         for device.phase, sys.argv in commands.items():
             runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")

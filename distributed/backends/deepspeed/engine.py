@@ -329,9 +329,9 @@ class ZeroEngine(Engine):
             scaler.cur_iter, scaler.last_overflow_iter = int(state["scaler"].get("finite_in_a_row", 0)), -1
             if "hysteresis" in state["scaler"]:
                 scaler.cur_hysteresis = state["scaler"]["hysteresis"]
-        applied = state["updates"] - state["skipped_updates"]
-        if self._scheduler is not None and applied:
-            self._scheduler.step(applied - 1)  # it counts from 0; skipped updates did not advance it
+        n_applied = state["updates"] - state["skipped_updates"]
+        if self._scheduler is not None and n_applied:
+            self._scheduler.step(n_applied - 1)  # it counts from 0; skipped updates did not advance it
 
     @torch.no_grad()
     def _write_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -443,7 +443,7 @@ class ZeroEngine(Engine):
         return dict(self.module.state_dict(keep_vars=True))
 
 
-def check_inside(owner: Any, names: Iterable[str], where: str = "") -> None:
+def check_inside(owner: Any, names: Iterable[str], context: str = "") -> None:
     """Check that DeepSpeed, or an object of it, has what this package replaces or calls of it.
 
     Raises:
@@ -457,7 +457,7 @@ def check_inside(owner: Any, names: Iterable[str], where: str = "") -> None:
             missing.append(name)
     if missing:
         raise UserMistake(
-            f"DeepSpeed {deepspeed.__version__}{where} has no {', '.join(missing)}: it differs from the "
+            f"DeepSpeed {deepspeed.__version__}{context} has no {', '.join(missing)}: it differs from the "
             f"versions that are allowed; install one of those with `{how_to_install('deepspeed')}`"
         )
 
@@ -489,7 +489,7 @@ def _local_slice(parameter: Any, full: Tensor) -> Tensor:
     """This rank's slice of a full tensor at ZeRO 3, padded if the size does not divide by the number of ranks."""
     size = parameter.ds_tensor.numel()
     start = size * torch.distributed.get_rank()
-    own = full.flatten()[start : start + size]  # of a memory-mapped file, only this part is read
+    values = full.flatten()[start : start + size]  # of a memory-mapped file, only this part is read
     local = torch.zeros(size, dtype=torch.float32, device=parameter.ds_tensor.device)
-    local[: own.numel()] = own
+    local[: values.numel()] = values
     return local

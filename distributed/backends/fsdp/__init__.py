@@ -51,8 +51,8 @@ class FSDPBackend(DDPBackend):
         return FSDPEngine
 
     def summary(self) -> str:
-        where = " and offloaded to the CPU" if self.offload else ""
-        return f"{super().summary()}; the model is sharded{where}"
+        offload_text = " and offloaded to the CPU" if self.offload else ""
+        return f"{super().summary()}; the model is sharded{offload_text}"
 
     def describe(self) -> dict[str, Any]:
         sharded = {

@@ -47,8 +47,8 @@ class AverageFiles:
         """
         for part, state in states.items():
             counts = state.get("updates")
-            of_parts = counts if isinstance(counts, dict) else {"": counts}
-            for length in state.get("powers", ()) if any(of_parts.values()) else ():  # 0 if all were skipped so far
+            part_counts = counts if isinstance(counts, dict) else {"": counts}
+            for length in state.get("powers", ()) if any(part_counts.values()) else ():  # 0 if all were skipped so far
                 prefix = f"powers/{length}/weights/"
                 weights = {name.removeprefix(prefix): w for name, w in tensors[part].items() if name.startswith(prefix)}
                 self.folder.mkdir(exist_ok=True)
@@ -63,13 +63,13 @@ class AverageFiles:
     def cut_back(self, step: int) -> list[str]:
         """Delete the files of later updates than `step`, which a run that goes on from there makes again, and those
         that a killed run left unfinished. Returns a line for each that could not be deleted."""
-        left = []
+        errors = []
         for path in self.folder.glob("*"):
-            found = _NAME.fullmatch(path.name)
-            is_unwanted = path.name.endswith(_UNFINISHED) or (found and int(found[1]) > step)
+            match = _NAME.fullmatch(path.name)
+            is_unwanted = path.name.endswith(_UNFINISHED) or (match and int(match[1]) > step)
             if is_unwanted and (reason := delete(path)):
-                left.append(f"cannot delete {path}: {reason}")
-        return left
+                errors.append(f"cannot delete {path}: {reason}")
+        return errors
 
     def newest(self, part: str) -> dict[str, Tensor]:
         """The weights of an average at the last save.
@@ -77,7 +77,7 @@ class AverageFiles:
         Raises:
             ValueError: one line, if there is none or it is damaged.
         """
-        return _read(self._stored(part)[-1].path)
+        return _read(self._list_files(part)[-1].path)
 
     def of_length(self, part: str, length: float, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int, float]:
         """The average of another length, up to the update of the last save.
@@ -95,54 +95,54 @@ class AverageFiles:
         Raises:
             ValueError: one line, if the length is none, or a file is missing, damaged or of another model.
         """
-        stored, exponent = self._stored(part), exponent_of(length)
-        last, distance = stored[-1], 0.0
-        of_last = [0.0] * (len(stored) - 1) + [1.0]
-        of_parts: dict[str, list[float]] = {}  # the share of each file, by the beginning of the names
-        for beginning, updates in last.updates.items():
-            used = [number for number, each in enumerate(stored) if each.updates[beginning]]
-            of_parts[beginning] = [0.0] * len(stored) if used else of_last
-            if used:
-                profiles = [Profile(stored[number].updates[beginning], stored[number].exponent) for number in used]
-                found, missed = coefficients(profiles, Profile(updates, exponent))
-                distance = max(distance, missed)
-                for number, share in zip(used, found.tolist(), strict=True):
-                    of_parts[beginning][number] = share
-        shares = {name: next((of_parts[of] for of in of_parts if name.startswith(of)), of_last) for name in like}
+        files, exponent = self._list_files(part), exponent_of(length)
+        last, distance = files[-1], 0.0
+        newest_only = [0.0] * (len(files) - 1) + [1.0]
+        prefix_shares: dict[str, list[float]] = {}  # the share of each file, by the beginning of the names
+        for prefix, updates in last.updates.items():
+            indices = [index for index, file in enumerate(files) if file.updates[prefix]]
+            prefix_shares[prefix] = [0.0] * len(files) if indices else newest_only
+            if indices:
+                profiles = [Profile(files[index].updates[prefix], files[index].exponent) for index in indices]
+                factors, error = coefficients(profiles, Profile(updates, exponent))
+                distance = max(distance, error)
+                for index, share in zip(indices, factors.tolist(), strict=True):
+                    prefix_shares[prefix][index] = share
+        shares = {name: next((s for p, s in prefix_shares.items() if name.startswith(p)), newest_only) for name in like}
         sums: dict[str, Tensor] = {}
-        for number, each in enumerate(stored):
-            if not any(of_file[number] for of_file in shares.values()):
+        for index, file in enumerate(files):
+            if not any(file_shares[index] for file_shares in shares.values()):
                 continue
-            weights = _read(each.path)
+            weights = _read(file.path)
             for name, tensor in like.items():
                 if name not in weights or weights[name].shape != tensor.shape:
-                    raise ValueError(f"{each.path} holds an average of another model: see its {name}")
-                if share := shares[name][number]:
+                    raise ValueError(f"{file.path} holds an average of another model: see its {name}")
+                if share := shares[name][index]:
                     term = weights[name].double() * share
                     sums[name] = sums[name] + term if name in sums else term
         return {name: total.float() for name, total in sums.items()}, max(last.updates.values()), distance
 
-    def _stored(self, part: str) -> list[_Stored]:
+    def _list_files(self, part: str) -> list[_AverageFile]:
         """The averages of a part, oldest first."""
-        stored = [
-            _open(path)
+        files = [
+            _open_average(path)
             for path in self.folder.glob("*.safetensors")
-            if (found := _NAME.fullmatch(path.name)) and found[2] == part and path.is_file()
+            if (match := _NAME.fullmatch(path.name)) and match[2] == part and path.is_file()
         ]
-        if not stored:
+        if not files:
             raise ValueError(f"{self.folder} holds no averages: only a run with --ema_power writes them, at each save")
-        parts = {beginning for each in stored for beginning in each.updates} - {""}
-        if parts:  # in a file of an earlier version one count is that of all Unets
-            stored = [
-                each._replace(updates=dict.fromkeys(parts, each.updates[""])) if "" in each.updates else each
-                for each in stored
+        prefixes = {prefix for file in files for prefix in file.updates} - {""}
+        if prefixes:  # in a file of an earlier version one count is that of all Unets
+            files = [
+                file._replace(updates=dict.fromkeys(prefixes, file.updates[""])) if "" in file.updates else file
+                for file in files
             ]
-        if any(each.updates.keys() != stored[0].updates.keys() for each in stored):
+        if any(file.updates.keys() != files[0].updates.keys() for file in files):
             raise ValueError(f"{self.folder} holds averages of several models: leave those of one there")
-        return sorted(stored, key=lambda of: (max(of.updates.values()), of.path.name))
+        return sorted(files, key=lambda file: (max(file.updates.values()), file.path.name))
 
 
-class _Stored(NamedTuple):
+class _AverageFile(NamedTuple):
     """A file, the exponent of its profile, and the updates that it averages, by the beginning of the weights' names."""
 
     path: Path
@@ -150,23 +150,23 @@ class _Stored(NamedTuple):
     updates: dict[str, int]
 
 
-def _open(path: Path) -> _Stored:
-    with _errors_of(path), safe_open(path, framework="pt") as file:
+def _open_average(path: Path) -> _AverageFile:
+    with _one_line_errors(path), safe_open(path, framework="pt") as file:
         header = parse_json(file.metadata()[_HEADER].encode())
         counts, exponent = header["updates"], exponent_of(float(header["length"]))
         updates = {name: int(count) for name, count in (counts if isinstance(counts, dict) else {"": counts}).items()}
         if not 1 <= max(updates.values()) < 1 << 53 or min(updates.values()) < 0:
             raise ValueError(f"it averages {counts} updates")
-        return _Stored(path, exponent, updates)
+        return _AverageFile(path, exponent, updates)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    with _errors_of(path):
+    with _one_line_errors(path):
         return load_file(path)
 
 
 @contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
+def _one_line_errors(path: Path) -> Iterator[None]:
     """Turn every error of reading a file into a ValueError of one line."""
     try:
         yield

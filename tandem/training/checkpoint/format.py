@@ -49,9 +49,9 @@ def write_folder(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], stat
         tensors: Tensors by part and name: contiguous, on the CPU; no two may overlap in memory.
     """
     folder.mkdir()
-    for part, of_part in tensors.items():
+    for part, part_tensors in tensors.items():
         path = folder / f"{part}.safetensors"
-        save_file(dict(of_part), path)
+        save_file(dict(part_tensors), path)
         path.chmod(NEW_FILE_MODE)  # the library makes files that only their owner can read
     (folder / STATE).write_bytes(json.dumps(state, indent=1).encode())
     sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
@@ -91,9 +91,9 @@ def read_checkpoint(folder: Path, *, verify: bool = True) -> tuple[dict[str, Tre
         raise damaged(folder, f"{type(error).__name__}: {error}") from None
 
 
-def check_sums(folder: Path, mark: Callable[[str], None] = lambda phase: None) -> None:
-    """Read every file of a checkpoint and compare it with SHA256SUMS. `mark` is called now and then, to show that the
-    process is alive.
+def check_sums(folder: Path, on_progress: Callable[[str], None] = lambda phase: None) -> None:
+    """Read every file of a checkpoint and compare it with SHA256SUMS. `on_progress` is called now and then to show that
+    the process is alive.
 
     Raises:
         ValueError: one line naming the first file that is missing, damaged, or not listed.
@@ -101,13 +101,13 @@ def check_sums(folder: Path, mark: Callable[[str], None] = lambda phase: None) -
     sums = _read_sums(folder)
     names = {STATE, *sums} | {file.name for file in folder.glob("*.safetensors")}
     for name in sorted(names):
-        mark(f"checking {name}")
+        on_progress(f"checking {name}")
         try:
             path = inside(folder, name)
-            found = _sha256(path, mark) if _is_whole(path) else ""
+            checksum = _sha256(path, on_progress) if _has_full_length(path) else ""
         except (OSError, ValueError) as error:
             raise damaged(folder / name, words_of(error)) from None
-        if sums.get(name) != found:
+        if sums.get(name) != checksum:
             raise damaged(folder / name, f"its content is not what was written: its checksum differs from {SUMS}")
 
 
@@ -118,8 +118,8 @@ def _read_sums(folder: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise damaged(path, words_of(error)) from None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    if strange := [name for name in sums if Path(name).name != name or name in ("", ".", "..")]:
-        raise damaged(path, f"{strange[0]!r} is no file of this folder")
+    if bad_names := [name for name in sums if Path(name).name != name or name in ("", ".", "..")]:
+        raise damaged(path, f"{bad_names[0]!r} is no file of this folder")
     return sums
 
 
@@ -128,27 +128,27 @@ def inside(folder: Path, name: str) -> Path:
     return check_regular(check_inside(folder / name, folder))
 
 
-def _is_whole(path: Path) -> bool:
+def _has_full_length(path: Path) -> bool:
     """Whether a safetensors file is as long as its header says: one that claims to be endless could not be read to its
     end. True for other files. Raises OSError and ValueError, in one line, if it is no regular file."""
     if path.suffix != ".safetensors":
         return True
     with open_regular(path) as file:
-        size, length = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+        header_size, file_size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
         try:
-            header = parse_json(file.read(min(size, _LONGEST_HEADER_BYTES)))
+            header = parse_json(file.read(min(header_size, _LONGEST_HEADER_BYTES)))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            return bool(8 + size + max(ends, default=0) == length)
+            return bool(8 + header_size + max(ends, default=0) == file_size)
         except DAMAGES:
             return False
 
 
-def _sha256(path: Path, mark: Callable[[str], None] = lambda phase: None) -> str:
+def _sha256(path: Path, on_progress: Callable[[str], None] = lambda phase: None) -> str:
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-            mark(f"checking {path.name}")
+            on_progress(f"checking {path.name}")
     return digest.hexdigest()
 
 

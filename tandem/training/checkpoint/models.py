@@ -24,25 +24,25 @@ class Models:
     """
 
     def __init__(self, models: Mapping[str, Any]) -> None:
-        self._described = {name: model.description() for name, model in models.items()}
+        self._descriptions = {name: model.description() for name, model in models.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The descriptions by name."""
-        return self._described
+        return self._descriptions
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, if a checkpoint's models are of other classes, or were trained with other
         pretrained models, which are mappings: of files with a SHA-256 that alone is compared, and what a checkpoint of
         an earlier version does not say is not. Other arguments are compared as flags (`RunFolder.check_config`)."""
-        for name, ours in self._described.items():
-            for key, value in ours.items():
-                theirs = state.get(name, {}).get(key, value if key != "model" else None)
-                is_one = key == "model" or isinstance(value, dict) or isinstance(theirs, dict)
-                if is_one and _identity(value) != _identity(theirs):
-                    what = f"is a {theirs}" if key == "model" else f"was trained with another --{key}"
+        for name, description in self._descriptions.items():
+            for key, value in description.items():
+                saved_value = state.get(name, {}).get(key, value if key != "model" else None)
+                is_compared = key == "model" or isinstance(value, dict) or isinstance(saved_value, dict)
+                if is_compared and _identity(value) != _identity(saved_value):
+                    difference = f"is a {saved_value}" if key == "model" else f"was trained with another --{key}"
                     raise ValueError(
-                        f"the checkpoint's {name} {what}; give the old one, another --output_dir, or --fresh to start "
-                        "over"
+                        f"the checkpoint's {name} {difference}; give the old one, another --output_dir, or --fresh to "
+                        "start over"
                     )
 
 
@@ -53,15 +53,15 @@ def _identity(value: Any) -> Any:
 
 def models_in(parts: Mapping[str, Tree], folder: Path) -> dict[str, dict[str, Any]]:
     """What a checkpoint says of its models, by name. Raises ValueError, in one line, if it says nothing."""
-    found = parts.get(MODELS)
-    if found is None:
+    models = parts.get(MODELS)
+    if models is None:
         raise ValueError(
             f"{folder} was written by an earlier version, whose checkpoints do not describe their models: this version "
             "does not read it"
         )
-    if not found or not all(isinstance(of, dict) and isinstance(of.get("model"), str) for of in found.values()):
+    if not models or not all(isinstance(m, dict) and isinstance(m.get("model"), str) for m in models.values()):
         raise ValueError(f"cannot read the checkpoint {folder}: it does not say what its models are")
-    return found
+    return models
 
 
 def model_in(folder: Path, which: str = "best", name: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -76,14 +76,14 @@ def model_in(folder: Path, which: str = "best", name: str | None = None) -> tupl
         ValueError: one line, if the checkpoint does not hold it.
     """
     parts = read_checkpoint(folder)[0]
-    found = models_in(parts, folder)
+    descriptions = models_in(parts, folder)
     average = parts.get("ema") if name is None else None
     if which == "ema" and not average:
         raise ValueError(f"{folder} holds no average of the weights; leave --weights out, or use --weights online")
-    name = name or next(iter(found))
+    name = name or next(iter(descriptions))
     try:
-        weights = kept_average(average)["weights"] if average and which != "online" else _trained(name, parts)
-        return found[name], dict(weights)
+        weights = kept_average(average)["weights"] if average and which != "online" else _online_weights(name, parts)
+        return descriptions[name], dict(weights)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise damaged(folder, f"it does not hold the model {name[:80]}: {type(error).__name__}: {error}") from None
 
@@ -96,14 +96,14 @@ def kept_average(part: Mapping[str, Any]) -> Any:
     return first if isinstance(first, dict) else {}
 
 
-def _trained(name: str, parts: Mapping[str, Tree]) -> Any:
+def _online_weights(name: str, parts: Mapping[str, Tree]) -> Any:
     """The weights of a model as trained. Those of a decoder are in the parts of its Unets' engines, and those of the
     Unets that were not trained in the part "others"."""
     if name in parts:
         return parts[name]["weights"]
-    weights = {f"unets.{inside}": tensor for inside, tensor in parts["others"]["weights"].items()}
+    weights = {f"unets.{key}": tensor for key, tensor in parts["others"]["weights"].items()}
     for part, content in parts.items():
         number = part.removeprefix("unet")
         if part != number and number.isdecimal():
-            weights |= {f"unets.{int(number) - 1}.{inside}": tensor for inside, tensor in content["weights"].items()}
+            weights |= {f"unets.{int(number) - 1}.{key}": tensor for key, tensor in content["weights"].items()}
     return weights

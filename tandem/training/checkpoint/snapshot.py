@@ -14,7 +14,7 @@ from .format import Tree
 
 _PIECE_BYTES = 1 << 28  # of pinned memory; a larger tensor has a larger piece
 _ALIGNED_BYTES = 64
-_SPARE = 1 / 16  # of the memory for a state, at most, if one piece ends with it
+_MAX_SPARE = 1 / 16  # of the memory for a state, at most, if one piece ends with it
 
 Key = tuple[str, str]  # the part of a state, and the path of a tensor in it, joined with '/'
 
@@ -28,7 +28,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._places: dict[Key, Tensor] = {}
+        self._buffers: dict[Key, Tensor] = {}
 
     def pin(self, tensors: Mapping[Key, Tensor]) -> None:
         """Make places in pinned memory for those of the tensors that have none. Only shapes and dtypes matter.
@@ -36,32 +36,32 @@ class Memory:
         Raises:
             MemoryError: one line.
         """
-        new = {key: tensor for key, tensor in tensors.items() if not self._has_place(key, tensor)}
-        for size, keys in pieces({key: tensor.nbytes for key, tensor in new.items()}):
+        missing = {key: tensor for key, tensor in tensors.items() if not self._has_buffer(key, tensor)}
+        for size, keys in pieces({key: tensor.nbytes for key, tensor in missing.items()}):
             try:
                 piece, start = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
             except RuntimeError as error:
-                total = sum(tensor.nbytes for tensor in new.values())
+                total = sum(tensor.nbytes for tensor in missing.values())
                 raise MemoryError(
                     f"saves copy the state of the run to {total / 1e9:.1f} GB of pinned (page-locked) memory, which "
                     f"this machine cannot give: {str(error).splitlines()[0]}"
                 ) from error
             for key in keys:
-                place = piece[start : start + new[key].nbytes]
-                self._places[key] = place.view(new[key].dtype).view(new[key].shape)
-                start += _aligned(place.nbytes)
+                buffer = piece[start : start + missing[key].nbytes]
+                self._buffers[key] = buffer.view(missing[key].dtype).view(missing[key].shape)
+                start += _aligned(buffer.nbytes)
 
     def place(self, key: Key, tensor: Tensor) -> Tensor:
         """Where the copy of a tensor goes."""
         if has_pinned_memory(tensor.device):
             self.pin({key: tensor})
-        elif not self._has_place(key, tensor):
-            self._places[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return self._places[key]
+        elif not self._has_buffer(key, tensor):
+            self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return self._buffers[key]
 
-    def _has_place(self, key: Key, tensor: Tensor) -> bool:
-        place = self._places.get(key)
-        return place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
+    def _has_buffer(self, key: Key, tensor: Tensor) -> bool:
+        buffer = self._buffers.get(key)
+        return buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
 
 
 class Snapshot:
@@ -85,10 +85,10 @@ class Snapshot:
         self._to_copy: dict[Key, Tensor] = {}
         self._event: torch.Event | None = None
         self._finished = threading.Event()
-        values = split(parts, self._take if keep else lambda *_: None)
-        live = {key: tensor for key, tensor in self._to_copy.items() if tensor.device.type != "cpu"}
-        self._memory.pin({key: tensor for key, tensor in live.items() if has_pinned_memory(tensor.device)})
-        for key in live:
+        values = split(parts, self._add_tensor if keep else lambda *_: None)
+        device_tensors = {key: tensor for key, tensor in self._to_copy.items() if tensor.device.type != "cpu"}
+        self._memory.pin({key: tensor for key, tensor in device_tensors.items() if has_pinned_memory(tensor.device)})
+        for key in device_tensors:
             self._copy(key, self._to_copy.pop(key))
         # The conversion to JSON and back copies the values, and raises now if a value could not be written later.
         self.values: dict[str, Tree] = json.loads(json.dumps(values)) if keep else {}
@@ -96,7 +96,7 @@ class Snapshot:
             self._event = torch.Event(torch.accelerator.current_accelerator())
             self._event.record()
 
-    def _take(self, key: Key, tensor: Tensor, is_fetched: bool) -> None:
+    def _add_tensor(self, key: Key, tensor: Tensor, is_fetched: bool) -> None:
         if is_fetched:
             self._copy(key, tensor)
         else:
@@ -124,25 +124,25 @@ class Snapshot:
         self._finished.wait()
 
 
-def split(parts: Mapping[str, Tree], take: Callable[[Key, Tensor, bool], object]) -> dict[str, Tree]:
-    """The JSON values of a state. `take` is called with each tensor, and whether a function has fetched it."""
-    return {name: _values(name, part, (), take) for name, part in parts.items()}
+def split(parts: Mapping[str, Tree], visit: Callable[[Key, Tensor, bool], object]) -> dict[str, Tree]:
+    """The JSON values of a state. `visit` is called with each tensor, and whether a function has fetched it."""
+    return {name: _split_tree(name, part, (), visit) for name, part in parts.items()}
 
 
-def _values(
-    part: str, tree: Mapping[str, Any], path: tuple[str, ...], take: Callable[[Key, Tensor, bool], object]
+def _split_tree(
+    part: str, tree: Mapping[str, Any], path: tuple[str, ...], visit: Callable[[Key, Tensor, bool], object]
 ) -> Tree:
     values: Tree = {}
     for key, value in tree.items():
         assert isinstance(key, str) and "/" not in key, f"{key!r} in {path} must be a string without '/'"
         is_fetched = callable(value)
-        found = value() if is_fetched else value
-        if isinstance(found, Mapping):
-            values[key] = _values(part, found, (*path, key), take)
-        elif isinstance(found, Tensor):
-            take((part, "/".join((*path, key))), found.detach(), is_fetched)
+        leaf = value() if is_fetched else value
+        if isinstance(leaf, Mapping):
+            values[key] = _split_tree(part, leaf, (*path, key), visit)
+        elif isinstance(leaf, Tensor):
+            visit((part, "/".join((*path, key))), leaf.detach(), is_fetched)
         else:
-            values[key] = found
+            values[key] = leaf
     return values
 
 
@@ -150,32 +150,32 @@ def pinned_by(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
     """Tensors without memory, like those that a snapshot copies to pinned memory. Collective."""
     shapes: dict[Key, Tensor] = {}
 
-    def note(key: Key, tensor: Tensor, _: bool) -> None:
+    def record(key: Key, tensor: Tensor, _: bool) -> None:
         if has_pinned_memory(tensor.device):
             shapes[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    split(parts, note)
+    split(parts, record)
     return shapes
 
 
 def pieces(sizes: Mapping[Any, int]) -> Iterator[tuple[int, Sequence[Any]]]:
     """The sizes of pieces of memory, each a power of two, for blocks of these sizes, all in bytes; and the keys of the
     blocks in each, one after the other, aligned. Large blocks come first, and smaller ones fill what they leave."""
-    left = {key: _aligned(size) for key, size in sorted(sizes.items(), key=lambda item: -item[1])}
-    most_spare = sum(left.values()) * _SPARE
-    while left:
-        needed, largest = sum(left.values()), next(iter(left.values()))
-        size = _power_of_two(needed)
-        if size - needed > most_spare:
+    remaining = {key: _aligned(size) for key, size in sorted(sizes.items(), key=lambda item: -item[1])}
+    most_spare = sum(remaining.values()) * _MAX_SPARE
+    while remaining:
+        total, largest = sum(remaining.values()), next(iter(remaining.values()))
+        size = _power_of_two(total)
+        if size - total > most_spare:
             size //= 2
         size = free = max(min(size, _PIECE_BYTES), _power_of_two(largest))
         keys = []
-        for key, block in left.items():
-            if block <= free:
+        for key, block_size in remaining.items():
+            if block_size <= free:
                 keys.append(key)
-                free -= block
+                free -= block_size
         for key in keys:
-            del left[key]
+            del remaining[key]
         yield size, keys
 
 

@@ -73,9 +73,9 @@ class Checkpoints:
         #: Seconds of the longest write so far, from the copy to the rename.
         self.longest_seconds = 0.0
         self._keep, self._processes, self._synced_first, self._check = keep, processes, synced_first, check
-        self._has_told = False  # whether `news` has told of failures that go on
-        self._was_left: set[str] = set()  # names that `left` has told
-        self._is_protected: set[str] = set()  # names of checkpoints that no save tries to delete again
+        self._has_reported_failure = False  # whether `news` has told of failures that go on
+        self._reported_names: set[str] = set()  # names that `left` has told
+        self._protected_names: set[str] = set()  # names of checkpoints that no save tries to delete again
         self._memory = Memory()
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
@@ -106,9 +106,9 @@ class Checkpoints:
         """
         self.join()
         self.requested_step = step
-        wanted = self._processes.is_root and not self._path(step).exists()
-        snapshot = Snapshot(parts, memory=self._memory, keep=wanted)
-        if not wanted:
+        is_needed = self._processes.is_root and not self._step_path(step).exists()
+        snapshot = Snapshot(parts, memory=self._memory, keep=is_needed)
+        if not is_needed:
             return
         self._snapshot, self.failure = snapshot, None
         state = {"step": step, "meta": json.loads(json.dumps(meta)), "parts": snapshot.values}
@@ -133,12 +133,12 @@ class Checkpoints:
         again; or that something could not be deleted: a line each, on the root."""
         while self.left:
             yield f"{self.left.pop(0)}; it stays"
-        newest = None if self.requested_step is None else self._path(self.requested_step)
-        if self.failure and not self._has_told and not at_end:
-            self._has_told = True
+        newest = None if self.requested_step is None else self._step_path(self.requested_step)
+        if self.failure and not self._has_reported_failure and not at_end:
+            self._has_reported_failure = True
             yield f"{self.failure}; training goes on, and each save tries again"
-        elif self._has_told and not self.failure and newest and newest.exists():
-            self._has_told = False
+        elif self._has_reported_failure and not self.failure and newest and newest.exists():
+            self._has_reported_failure = False
             yield f"checkpoints are written again: {newest}"
 
     def latest(self) -> Path | None:
@@ -157,23 +157,23 @@ class Checkpoints:
         Raises:
             UserMistake: one line, if all checkpoints are damaged or gone, or a process does not see the folder.
         """
-        here, found = self._processes, None
-        with here.agreement():
-            if here.is_root:
-                found = self.newest_good(say)
-                if found is None and folder.finished_step is not None:
+        processes, newest = self._processes, None
+        with processes.agreement():
+            if processes.is_root:
+                newest = self.newest_good(say)
+                if newest is None and folder.finished_step is not None:
                     raise ValueError(
                         f"{folder.path} holds a model of update {folder.finished_step} and no checkpoint; "
                         "restore one to go on, give another --output_dir, or start over with --fresh"
                     )
         # All processes use the root's answer: one on a machine that does not see the folder must not start afresh.
-        latest = here.broadcast_object(str(found) if found else None)
-        blind = [rank for rank, sees in enumerate(here.gather_objects(folder.is_seen)) if not sees]
-        with here.agreement():
-            if blind:
+        latest = processes.broadcast_object(str(newest) if newest else None)
+        blind_ranks = [rank for rank, is_seen in enumerate(processes.gather_objects(folder.is_seen)) if not is_seen]
+        with processes.agreement():
+            if blind_ranks:
                 if latest:
-                    raise ValueError(f"cannot resume: {unseen(blind[0], folder.path)}")
-                say(unseen(blind[0], folder.path))
+                    raise ValueError(f"cannot resume: {unseen(blind_ranks[0], folder.path)}")
+                say(unseen(blind_ranks[0], folder.path))
             if latest:
                 return Path(latest), *self.load(Path(latest), expected)
         return None, {}, {}
@@ -199,18 +199,18 @@ class Checkpoints:
             ValueError: one line, if all checkpoints are damaged or gone.
         """
         errors: list[tuple[Path, ValueError]] = []
-        for path in reversed(_found(self.folder)):
+        for path in reversed(_list_checkpoints(self.folder)):
             try:
                 check_sums(path, self._processes.mark)
             except ValueError as error:
                 errors.append((path, error))
                 continue
-            for bad, reason in errors:
-                say(f"{reason}; moved to {_set_aside(bad)}, going on from the one before")
+            for damaged_path, reason in errors:
+                say(f"{reason}; moved to {_set_aside(damaged_path)}, going on from the one before")
             return path
         if errors:
             raise ValueError(
-                f"{errors[0][1]}, and {_others(len(errors) - 1)}: restore one of them, or start over with --fresh"
+                f"{errors[0][1]}, and {_name_others(len(errors) - 1)}: restore one of them, or start over with --fresh"
             )
         if links := [path for path in self.folder.glob("step_*") if path.is_symlink()]:
             raise ValueError(f"{links[0]} is a link; put the checkpoint itself there, with `cp -rL`")
@@ -233,7 +233,7 @@ class Checkpoints:
             raise damaged(path, f"it holds {', '.join(sorted(parts))} instead of {', '.join(sorted(expected))}")
         return parts, meta
 
-    def _path(self, step: int) -> Path:
+    def _step_path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 
     def _wait_for_copy(self) -> None:
@@ -243,20 +243,20 @@ class Checkpoints:
 
     def join(self) -> None:
         """Wait for this process's write; afterwards `failure` is up to date."""
-        used = None
+        last_seconds = None
         while self._thread is not None and self._thread.is_alive():
-            now = processor_time(self._thread)
-            if now is None or now != used:  # a write may take as long as it likes, but a disk that hangs ends the run
+            seconds = processor_time(self._thread)
+            if seconds is None or seconds != last_seconds:  # a write may take long, but a disk that hangs ends the run
                 self._processes.mark("writing a checkpoint")
-            used = now
+            last_seconds = seconds
             self._thread.join(timeout=1.0)
         self._thread = None
 
     # Everything below runs in the thread that writes.
 
     def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], beside: Beside | None) -> None:
-        began = time.monotonic()
-        path, unfinished = self._path(step), None
+        start = time.monotonic()
+        path, unfinished = self._step_path(step), None
         try:
             snapshot.finish()
             self._check()
@@ -271,7 +271,7 @@ class Checkpoints:
                 self.failure = f"cannot write the checkpoint {path}: {words_of(error)}"
             if unfinished is not None:
                 delete(unfinished)  # make room: the disk may be full
-        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
 
     def _commit(self, unfinished: Path, path: Path) -> None:
         if self._synced_first is not None and self._synced_first.exists():
@@ -282,8 +282,8 @@ class Checkpoints:
         try:
             write_atomically(self.folder / "latest", f"{path.name}\n".encode())
         finally:
-            for old in _found(self.folder)[: -self._keep]:
-                if old.name not in self._is_protected:  # else each save would rename it, and a kill take its name
+            for old in _list_checkpoints(self.folder)[: -self._keep]:
+                if old.name not in self._protected_names:  # else each save would rename it, and a kill take its name
                     self._delete_checkpoint(old)
 
     def _make_room(self) -> None:
@@ -294,7 +294,7 @@ class Checkpoints:
         for prefix in (_UNFINISHED, _UNWANTED):
             for leftover in self.folder.glob(f"{prefix}*"):
                 if reason := delete(leftover):
-                    self._leave(leftover, reason)
+                    self._note_undeleted(leftover, reason)
 
     def _delete_checkpoint(self, path: Path) -> None:
         # Rename first: a kill between two deletions must not leave a checkpoint without some of its files.
@@ -302,30 +302,30 @@ class Checkpoints:
         try:
             os.rename(path, unwanted)
         except OSError as error:
-            self._leave(path, words_of(error))
+            self._note_undeleted(path, words_of(error))
             return
         files = sorted(os.listdir(unwanted))
         if reason := delete(unwanted):
             is_whole = sorted(os.listdir(unwanted)) == files  # protected, perhaps in order to keep it
             if is_whole:
-                self._is_protected.add(path.name)
+                self._protected_names.add(path.name)
                 os.rename(unwanted, path)
-            self._leave(path if is_whole else unwanted, reason)
+            self._note_undeleted(path if is_whole else unwanted, reason)
 
-    def _leave(self, path: Path, reason: str) -> None:
+    def _note_undeleted(self, path: Path, reason: str) -> None:
         """Note that something cannot be deleted, once for each name: it prevents no save."""
-        if path.name not in self._was_left:
-            self._was_left.add(path.name)
+        if path.name not in self._reported_names:
+            self._reported_names.add(path.name)
             self.left.append(f"cannot delete {path}: {reason}")
 
 
-def _others(n: int) -> str:
+def _name_others(n: int) -> str:
     return "there is no other one" if n == 0 else f"so are the {n} before it" if n > 1 else "so is the one before it"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint in a folder, or None. Incomplete ones that a killed save left, and links, are ignored."""
-    return next(reversed(_found(folder)), None)
+    return next(reversed(_list_checkpoints(folder)), None)
 
 
 def unseen(rank: int, folder: Path) -> str:
@@ -341,10 +341,10 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _found(folder: Path) -> list[Path]:
+def _list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first. A link is none: it would have a run go on from any folder."""
-    named = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
-    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
+    candidates = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
+    return sorted((path for path in candidates if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def _set_aside(path: Path) -> Path:

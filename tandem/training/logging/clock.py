@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem.distributed import Backend
 
 _IMPORTED = time.monotonic()
-_MOST_UPDATES = 1000  # between two looks at the clock
+_MAX_UPDATES = 1000  # between two looks at the clock
 _UNKNOWN_SAVE_SECONDS = 10.0  # assumed before the first save
 
 
@@ -30,9 +30,9 @@ def process_seconds() -> float:
     since_import = time.monotonic() - _IMPORTED
     try:
         # Field 22 of /proc/self/stat: start in clock ticks since boot. The fields are counted after the name in ().
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        booted = time.CLOCK_BOOTTIME if hasattr(time, "CLOCK_BOOTTIME") else time.CLOCK_MONOTONIC
-        return max(since_import, time.clock_gettime(booted) - started)
+        start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        boot_clock = time.CLOCK_BOOTTIME if hasattr(time, "CLOCK_BOOTTIME") else time.CLOCK_MONOTONIC
+        return max(since_import, time.clock_gettime(boot_clock) - start)
     except (OSError, ValueError, IndexError):
         return since_import
 
@@ -77,9 +77,9 @@ class Clock:
     def begin(self, seconds: float, samples: int) -> None:
         """Count from now on, after the `seconds` and `samples` of earlier starts."""
         self._lap, self._lap_samples = time.monotonic(), samples
-        self._began = self._saved_at = self._lap
+        self._begin_time = self._saved_at = self._lap
         self._start = self._lap - seconds
-        self._before = dict(self._processes.waited)
+        self._waits_before = dict(self._processes.waited)
 
     @property
     def seconds(self) -> float:
@@ -98,37 +98,37 @@ class Clock:
     def paused(self) -> Iterator[None]:
         """Context for what is not training, such as validation, pictures and checkpoints: rate and waits leave it
         out."""
-        waited, began = self._waited(), time.monotonic()
-        self._paused_since = began
+        new_waits, start = self._new_waits(), time.monotonic()
+        self._paused_since = start
         yield
         self._paused_since = None
-        self._lap += time.monotonic() - began
-        self._before = {name: seconds - waited[name] for name, seconds in self._processes.waited.items()}
+        self._lap += time.monotonic() - start
+        self._waits_before = {name: seconds - new_waits[name] for name, seconds in self._processes.waited.items()}
 
     @contextmanager
     def validating(self) -> Iterator[Callable[[], float]]:
         """Context for a validation. Afterwards the function that it gives returns the share of it in the time since the
         validation before it ended; 0 for the first one of a start, in which loaders begin and kernels are chosen."""
-        began, before, share = time.monotonic(), self._validated_at, 0.0
+        start, previous_end, share = time.monotonic(), self._validated_at, 0.0
         yield lambda: share
         self._validated_at = time.monotonic()
-        if before is not None:
-            share = (self._validated_at - began) / max(self._validated_at - before, 1e-9)
+        if previous_end is not None:
+            share = (self._validated_at - start) / max(self._validated_at - previous_end, 1e-9)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Context for a save, which training waits for."""
-        began = time.monotonic()
+        start = time.monotonic()
         yield
         self._saved_at = time.monotonic()
-        self._saving_seconds += self._saved_at - began
+        self._saving_seconds += self._saved_at - start
 
     def waits(self) -> dict[str, float]:
         """Seconds that this process waited since the last call, by metric."""
-        waits = {**self._waited(), "save": self._saving_seconds}
+        waits = {**self._new_waits(), "save": self._saving_seconds}
         if self._processes.device.type != "cpu":
             del waits["communication"]  # the host waits for all kernels, and those wait for other processes
-        self._before, self._saving_seconds = dict(self._processes.waited), 0.0
+        self._waits_before, self._saving_seconds = dict(self._processes.waited), 0.0
         return {f"{name}_seconds": seconds for name, seconds in waits.items()}
 
     def is_late(self, save_seconds: float) -> bool:
@@ -143,8 +143,8 @@ class Clock:
             self._longest_step = max(self._longest_step, asked_at - self._asked_at)
         self._asked_at = asked_at
         # Three steps: a stop request takes effect up to two updates late (`Backend.stop_requested`).
-        room = 2 * (3 * self._longest_step + (save_seconds or _UNKNOWN_SAVE_SECONDS))
-        return self._limit_seconds < math.inf and process_seconds() + room >= self._limit_seconds
+        margin = 2 * (3 * self._longest_step + (save_seconds or _UNKNOWN_SAVE_SECONDS))
+        return self._limit_seconds < math.inf and process_seconds() + margin >= self._limit_seconds
 
     def look(self, updates: int) -> tuple[bool, bool, int]:
         """Whether a checkpoint is due by its age, whether the time of the run is over, and in how many updates to look
@@ -152,11 +152,11 @@ class Clock:
         `updates` of this start, of which the first may have compiled the model."""
         now = time.monotonic()
         save_seconds, run_seconds = self._save_seconds - (now - self._saved_at), self.run_seconds - self.seconds
-        per_update = max(self._longest_step, (now - self._began) / updates, 1e-3)
-        left = min(each if each > 0 else whole for each, whole in (
+        per_update = max(self._longest_step, (now - self._begin_time) / updates, 1e-3)
+        seconds_left = min(seconds if seconds > 0 else full_seconds for seconds, full_seconds in (
             (save_seconds, self._save_seconds), (run_seconds, math.inf)
         ))  # fmt: skip
-        return save_seconds <= 0, run_seconds <= 0, int(max(min(left / 2 / per_update, _MOST_UPDATES), 1))
+        return save_seconds <= 0, run_seconds <= 0, int(max(min(seconds_left / 2 / per_update, _MAX_UPDATES), 1))
 
-    def _waited(self) -> dict[str, float]:
-        return {name: seconds - self._before[name] for name, seconds in self._processes.waited.items()}
+    def _new_waits(self) -> dict[str, float]:
+        return {name: seconds - self._waits_before[name] for name, seconds in self._processes.waited.items()}

@@ -68,15 +68,15 @@ class Metrics:
         if self.due:
             for name, loss in losses.items():
                 # fp64: the same sum however the batch is spread over processes and micro-batches.
-                part = double(loss.detach()) / self._processes.grad_accum_steps
-                self._sums[name] = self._sums[name] + part if name in self._sums else part
+                share = double(loss.detach()) / self._processes.grad_accum_steps
+                self._sums[name] = self._sums[name] + share if name in self._sums else share
 
     def log(self, update: Update | None = None, /, **values: Any) -> None:
         """Record the report on an engine's step and other values of this update: numbers or 0-d tensors, equal on all
         processes. Tensors are read only if a line follows."""
         if self.due:
-            of_step = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
-            self._values |= {**values, **of_step}
+            step_values = {"lr": update.lr, "grad_norm": update.grad_norm} if update else {}
+            self._values |= {**values, **step_values}
 
     def log_codes(self, codes: Sequence[Tensor], num_codes: int) -> None:
         """Record the codes of this update's micro-batches, integers of any shape below `num_codes`: the line has their

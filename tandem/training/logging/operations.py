@@ -55,9 +55,9 @@ _LATER_KINDS = object()
 def peak(name: str | None, precision: str) -> float | None:
     """Operations per second of a device by the name that PyTorch gives it, in "bf16", "fp16", "tf32" or "fp32"; None if
     that is not known."""
-    for pattern, of_precision in _PEAKS.items():
+    for pattern, rates in _PEAKS.items():
         if re.fullmatch(pattern, name or ""):
-            tera = of_precision[("bf16", "fp16", "tf32", "fp32").index(precision)]
+            tera = rates[("bf16", "fp16", "tf32", "fp32").index(precision)]
             return tera and tera * 1e12
     return None
 
@@ -81,17 +81,17 @@ def matrix_product(device: torch.device, precision: str) -> float:
     """Measures how many operations per second a product of two square matrices makes, with the threads of this process:
     the fastest one in a second."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    most, size, until = 0.0, 256, time.monotonic() + 1.0
-    while most == 0.0 or time.monotonic() < until:
+    max_rate, size, until = 0.0, 256, time.monotonic() + 1.0
+    while max_rate == 0.0 or time.monotonic() < until:
         matrix = torch.ones(size, size, dtype=dtype, device=device)
         product = torch.empty_like(matrix)
-        began = time.monotonic()
+        start = time.monotonic()
         torch.mm(matrix, matrix, out=product)
         product[0, 0].item()  # waits for the device
-        seconds = time.monotonic() - began
-        most = max(most, 2 * size**3 / seconds)
+        seconds = time.monotonic() - start
+        max_rate = max(max_rate, 2 * size**3 / seconds)
         size *= 2 if seconds < (0.1 if size < 1024 else 0.01) else 1  # begin and end of a short one would count
-    return most
+    return max_rate
 
 
 class Operations:
@@ -109,7 +109,7 @@ class Operations:
     def __init__(self, *, is_compiled: bool = False, is_unknown: bool = False) -> None:
         self._is_compiled, self._is_unknown = is_compiled, is_unknown
         self._updates: Counter[Hashable] = Counter()
-        self._counted: dict[Hashable, float] = {}
+        self._flops: dict[Hashable, float] = {}
         self._since_line: Counter[Hashable] = Counter()
 
     @contextmanager
@@ -123,13 +123,13 @@ class Operations:
         else:
             with FlopCounter() as counter:
                 yield
-            self._counted[kind] = counter.flops
+            self._flops[kind] = counter.flops
         self._updates[kind] += 1
         self._since_line[kind] += 1
 
     def of(self, kind: Hashable) -> float:
         """Operations of an update; NaN if that is not known."""
-        return self._counted.get(kind, math.nan)
+        return self._flops.get(kind, math.nan)
 
     def of_line(self) -> float:
         """Operations per update since the last call, a mean; NaN if those of any of them are not known."""

@@ -26,10 +26,10 @@ class Profiler:
             yield
             return
         if self._profile is None:
-            kinds = torch.profiler.supported_activities()
+            activities = torch.profiler.supported_activities()
             has_device = torch.accelerator.is_available()
             self._profile = torch.profiler.profile(
-                activities=kinds if has_device else {torch.profiler.ProfilerActivity.CPU}
+                activities=activities if has_device else {torch.profiler.ProfilerActivity.CPU}
             )
             self._profile.start()
         with torch.profiler.record_function(f"update {number}"):

@@ -25,11 +25,11 @@ _WIDTH = 100  # characters of a line of metrics, where the terminal has as many
 
 def total_steps_from(epochs: float, max_steps: int | None, samples_per_epoch: int, batch_size: int) -> int:
     """Updates of the whole run: those of `epochs`, but at most `max_steps`, and at least 1."""
-    steps = _steps_of(epochs, samples_per_epoch, batch_size)
+    steps = _count_steps(epochs, samples_per_epoch, batch_size)
     return steps if max_steps is None else min(steps, max_steps)
 
 
-def _steps_of(epochs: float, samples_per_epoch: int, batch_size: int) -> int:
+def _count_steps(epochs: float, samples_per_epoch: int, batch_size: int) -> int:
     return max(1, math.ceil(round(epochs * samples_per_epoch) / batch_size))
 
 
@@ -38,16 +38,16 @@ def length_of(
 ) -> tuple[str, str]:
     """The flag that sets the length of a run, `--epochs` or `--max_steps`; and the number of updates with the flags
     that bound it, as people read them."""
-    by_epochs, flag = _steps_of(epochs, samples_per_epoch, batch_size), "--epochs"
-    why, steps = f"--epochs {epochs:g}", by_epochs
-    if max_steps is not None and max_steps < by_epochs:
+    epoch_steps, flag = _count_steps(epochs, samples_per_epoch, batch_size), "--epochs"
+    reason, steps = f"--epochs {epochs:g}", epoch_steps
+    if max_steps is not None and max_steps < epoch_steps:
         flag, steps = "--max_steps", max_steps
-        longer = f"; --epochs {epochs:g} would make {by_epochs}" if epochs < ENDLESS else ""
-        why = f"--max_steps {max_steps}{longer}"
-    elif max_steps is not None and max_steps > by_epochs:
-        why += f", which ends the run before --max_steps {max_steps}"
+        alternative = f"; --epochs {epochs:g} would make {epoch_steps}" if epochs < ENDLESS else ""
+        reason = f"--max_steps {max_steps}{alternative}"
+    elif max_steps is not None and max_steps > epoch_steps:
+        reason += f", which ends the run before --max_steps {max_steps}"
     minutes = f"; at most {counted(max_minutes, 'minute')} by --max_minutes" if max_minutes else ""
-    return flag, f"{counted(steps, 'update')} ({why}{minutes})"
+    return flag, f"{counted(steps, 'update')} ({reason}{minutes})"
 
 
 class Progress:
@@ -144,7 +144,7 @@ class ProgressDisplay:
         self, progress: Progress, is_root: bool, stream: TextIO | None = None, columns: Sequence[str] = (),
         most_left: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
-        self._most_left = most_left
+        self._max_seconds_left = most_left
         self._progress, self._is_root, self._stream = progress, is_root, stream or sys.stderr
         self._first_step, self._start_seconds = progress.step, time.monotonic()
         # tqdm draws no bar if the terminal does not report its width; get_terminal_size returns 80 then.
@@ -166,8 +166,8 @@ class ProgressDisplay:
     def update(self) -> None:
         """Show that an update was counted."""
         with contextlib.suppress(OSError):
-            if not self._bar.disable and (left := self._seconds_left()) is not None:
-                self._bar.set_postfix_str(f"{time_left(left)} left", refresh=False)
+            if not self._bar.disable and (seconds_left := self._seconds_left()) is not None:
+                self._bar.set_postfix_str(f"{time_left(seconds_left)} left", refresh=False)
             self._bar.update(self._progress.step - self._bar.n)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -178,11 +178,11 @@ class ProgressDisplay:
 
     def _seconds_left(self) -> float | None:
         """Until the end of the run, by the updates of this start; None before the first one."""
-        clock = self._progress
-        if (seen := clock.step - self._first_step) < 1:
+        progress = self._progress
+        if (n_updates := progress.step - self._first_step) < 1:
             return None
-        by_updates = (time.monotonic() - self._start_seconds) / seen * (clock.last_step - clock.step)
-        return max(0.0, min(by_updates, self._most_left()))
+        seconds = (time.monotonic() - self._start_seconds) / n_updates * (progress.last_step - progress.step)
+        return max(0.0, min(seconds, self._max_seconds_left()))
 
     def say(self, text: str, *, whole: bool = False) -> None:
         """Print a message, which may quote a file; on a terminal in lines that end between words, unless it is to be
@@ -209,12 +209,12 @@ class ProgressDisplay:
 
 def duration(seconds: float) -> str:
     """`8 s`, `3 min 20 s`, `5 h 02 min`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    rounded = max(0, round(seconds))
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
 def plain(value: Any) -> Any:
@@ -248,11 +248,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     writer, reader = place(before), place(now)
     if writer != reader:
-        sums = "sums in another order, a difference that begins in the seventh digit and grows"
+        note = "sums in another order, a difference that begins in the seventh digit and grows"
         if now.get("batch_parts") and all(before.get(key) == now[key] for key in ("batch_parts", "device")):
-            sums = f"its --batch_parts {now['batch_parts']} are added in the same order too, which gives the same bits"
+            note = f"its --batch_parts {now['batch_parts']} are added in the same order too, which gives the same bits"
         lines.append(
-            f"it was written by {writer} and goes on with {reader}: the same samples in the same order; {sums}"
+            f"it was written by {writer} and goes on with {reader}: the same samples in the same order; {note}"
         )
     if before.get("precision") != now.get("precision"):
         lines.append(

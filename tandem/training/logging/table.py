@@ -7,9 +7,9 @@ from typing import Any
 
 from tandem.training.metrics.directions import FAULTS
 
-_ROWS = 20  # of the table between two headings
-_CELL = 9  # characters of most numbers
-_VALUE = 20  # of " 0.09475 (-0.00428)", a value of a validation and how it has changed
+_ROWS_PER_HEADING = 20  # of the table between two headings
+_CELL_WIDTH = 9  # characters of most numbers
+_VALUE_WIDTH = 20  # of " 0.09475 (-0.00428)", a value of a validation and how it has changed
 
 
 class MetricsTable:
@@ -24,62 +24,62 @@ class MetricsTable:
 
     def __init__(self, total_steps: int, columns: Sequence[str], width: int) -> None:
         self._total, self._width = str(total_steps), width
-        self._of_update = ["loss", *(name for name in columns if not name.startswith("valid/"))]
-        self._of_validation = [name.removeprefix("valid/") for name in columns if name.startswith("valid/")]
+        self._update_columns = ["loss", *(name for name in columns if not name.startswith("valid/"))]
+        self._validation_columns = [name.removeprefix("valid/") for name in columns if name.startswith("valid/")]
         self._heading, self._rows = "", 0
-        self._before: dict[str, Any] = {}
+        self._previous: dict[str, Any] = {}
 
     def remember(self, metrics: Mapping[str, Any]) -> None:
         """Take the values of a validation as those that the next one is compared with."""
-        of_validation = {name: value for name, value in metrics.items() if name.startswith("valid/")}
+        validation = {name: value for name, value in metrics.items() if name.startswith("valid/")}
         # What a damaged file may hold is not compared.
-        self._before |= {n: v for n, v in of_validation.items() if isinstance(v, int | float) and abs(v) < 1e300}
+        self._previous |= {n: v for n, v in validation.items() if isinstance(v, int | float) and abs(v) < 1e300}
 
     def lines(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> Iterator[str]:
         """The lines for what was logged after `step` updates: of the update, of a validation, of both or of neither.
         The time left is not shown if it is None."""
         clock = f"{step:>{len(self._total)}}/{self._total}"
-        if any(name in metrics for name in self._of_update):
+        if any(name in metrics for name in self._update_columns):
             yield from self._row(clock, metrics, "-" if seconds_left is None else time_left(seconds_left))
         for prefix, label in (("valid", "valid"), ("valid_whole", "whole")):
-            if cells := list(self._validated(metrics, prefix)):
-                yield self._fitted(f"{label:<6} {clock}  ", cells).rstrip()
+            if cells := list(self._validation_cells(metrics, prefix)):
+                yield self._fit_line(f"{label:<6} {clock}  ", cells).rstrip()
         self.remember(metrics)
 
-    def _row(self, clock: str, metrics: Mapping[str, Any], left: str) -> Iterator[str]:
+    def _row(self, clock: str, metrics: Mapping[str, Any], time_text: str) -> Iterator[str]:
         """A row for an update, and the heading if it is time for one or has become another."""
-        last = {"samples/s": number(metrics.get("samples_per_second")), "left": left}
+        fixed_cells = {"samples/s": number(metrics.get("samples_per_second")), "left": time_text}
         # Counts of faults are not shown as long as they are 0.
-        last |= {name: str(metrics[name]) for name in FAULTS if metrics.get(name)}
-        cells = {name: number(metrics.get(name)) for name in self._of_update}
-        shown, start = {**cells, **last}, f"update {clock}"
-        widths = {name: max(len(name), 6 if name in last else _CELL) for name in shown}
+        fixed_cells |= {name: str(metrics[name]) for name in FAULTS if metrics.get(name)}
+        cells = {name: number(metrics.get(name)) for name in self._update_columns}
+        row_cells, start = {**cells, **fixed_cells}, f"update {clock}"
+        widths = {name: max(len(name), 6 if name in fixed_cells else _CELL_WIDTH) for name in row_cells}
         # The loss, the rate and the time stay; of the faults, the first ones.
-        for name in [*reversed(list(cells)[1:]), *reversed(list(last)[2:])]:
+        for name in [*reversed(list(cells)[1:]), *reversed(list(fixed_cells)[2:])]:
             if len(start) + sum(widths.values()) + 2 * len(widths) > self._width:
-                del shown[name], widths[name]
-        heading = " " * len(start) + "".join(f"  {name:>{widths[name]}}" for name in shown)
-        if heading != self._heading or self._rows % _ROWS == 0:
+                del row_cells[name], widths[name]
+        heading = " " * len(start) + "".join(f"  {name:>{widths[name]}}" for name in row_cells)
+        if heading != self._heading or self._rows % _ROWS_PER_HEADING == 0:
             self._heading, self._rows = heading, 0
             yield heading
         self._rows += 1
-        yield start + "".join(f"  {text:>{widths[name]}}" for name, text in shown.items())
+        yield start + "".join(f"  {text:>{widths[name]}}" for name, text in row_cells.items())
 
-    def _validated(self, metrics: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    def _validation_cells(self, metrics: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """What is shown of a validation: of the most important metric the values of the trained weights and of their
         averages, of each other one a single value."""
-        of = {
+        values = {
             name.removeprefix(f"{prefix}/"): value for name, value in metrics.items() if name.startswith(f"{prefix}/")
         }
-        for n, metric in enumerate(self._of_validation or of):
-            versions = [name for name in of if re.fullmatch(rf"(ema[^/]*/)?{re.escape(metric)}", name)]
-            for name in versions if n == 0 and self._of_validation else versions[:1]:
-                cell, before = f"{name} {number(of[name])}", self._before.get(f"{prefix}/{name}")
-                if before is not None:
-                    cell += f" ({difference(of[name], before)})"
-                yield f"{cell:<{len(name) + _VALUE}}"
+        for n, metric in enumerate(self._validation_columns or values):
+            versions = [name for name in values if re.fullmatch(rf"(ema[^/]*/)?{re.escape(metric)}", name)]
+            for name in versions if n == 0 and self._validation_columns else versions[:1]:
+                cell, previous = f"{name} {number(values[name])}", self._previous.get(f"{prefix}/{name}")
+                if previous is not None:
+                    cell += f" ({difference(values[name], previous)})"
+                yield f"{cell:<{len(name) + _VALUE_WIDTH}}"
 
-    def _fitted(self, line: str, cells: Sequence[str]) -> str:
+    def _fit_line(self, line: str, cells: Sequence[str]) -> str:
         for n, cell in enumerate(cells):
             if len(line) + len(cell.rstrip()) > self._width:
                 cell = "" if n else cell.partition(" (")[0]  # the first value stays without its change
@@ -118,8 +118,8 @@ def _decimals(value: float) -> int:
 
 def time_left(seconds: float) -> str:
     """`0:08`, `3:20`, `5h02`, `2d05h`."""
-    whole = max(0, round(seconds))
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d}"
-    minutes = whole // 60
+    rounded = max(0, round(seconds))
+    if rounded < 3600:
+        return f"{rounded // 60}:{rounded % 60:02d}"
+    minutes = rounded // 60
     return f"{minutes // 60}h{minutes % 60:02d}" if minutes < 6000 else f"{minutes // 1440}d{minutes // 60 % 24:02d}h"

@@ -58,11 +58,11 @@ class Trackers:
         self.last_validation: Mapping[str, Any] = NOTHING
         self._last_step: float = -1
         self._size = self.path.stat().st_size if self.path.exists() else 0
-        self._waiting: list[bytes] = []
-        self._optional: dict[str, Any] = {}
+        self._pending_lines: list[bytes] = []
+        self._trackers: dict[str, Any] = {}
         for name in report_to if is_root else ():
             try:
-                self._optional[name] = KINDS[name](folder, config, wandb_names)
+                self._trackers[name] = KINDS[name](folder, config, wandb_names)
             except Exception as error:
                 self._switch_off(name, error)
 
@@ -74,23 +74,23 @@ class Trackers:
         if self.path.is_symlink():
             raise ValueError(f"{self.path} is a link; put the file itself there, or remove it")
         self._size, self._last_step, is_changed, newest = 0, -1, False, b"{}"
-        for line in _lines_of(self.path):
-            if (found := _step_of(line)) <= step:
-                self._size, self._last_step = self._size + len(line), max(self._last_step, found)
+        for line in _read_file_lines(self.path):
+            if (line_step := _read_step(line)) <= step:
+                self._size, self._last_step = self._size + len(line), max(self._last_step, line_step)
                 newest = line if b'"valid/' in line else newest
             else:
                 is_changed = True
         self.last_validation = parse_json(newest)
         if is_changed:
             with replacing(self.path) as temporary, create(temporary) as file:
-                file.writelines(line for line in _lines_of(self.path) if _step_of(line) <= step)
-        self._each("cut_back", step)
+                file.writelines(line for line in _read_file_lines(self.path) if _read_step(line) <= step)
+        self._call_trackers("cut_back", step)
 
     def line(self, step: int) -> dict[str, Any] | None:
         """The line of a step as it is on the disk; None if there is none."""
         if not self._is_root:
             return None
-        return next((parse_json(line) for line in _lines_of(self.path) if _step_of(line) == step), None)
+        return next((parse_json(line) for line in _read_file_lines(self.path) if _read_step(line) == step), None)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a line of numbers by name, at most one per step."""
@@ -98,20 +98,20 @@ class Trackers:
             return
         assert step > self._last_step, f"step {step} was logged after {self._last_step}: one line per step"
         self._last_step = step
-        values = {name: _plain(value) for name, value in {"step": step, **metrics}.items()}
-        self._waiting.append(json.dumps(values, allow_nan=False).encode() + b"\n")
+        values = {name: _to_json(value) for name, value in {"step": step, **metrics}.items()}
+        self._pending_lines.append(json.dumps(values, allow_nan=False).encode() + b"\n")
         self.write_lines()
-        self._each("log", step, metrics)
+        self._call_trackers("log", step, metrics)
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
         """Log a picture; metrics.jsonl holds none."""
-        self._each("log_image", step, name, image)
+        self._call_trackers("log_image", step, name, image)
 
     def write_lines(self) -> None:
         """Write the lines that are waiting."""
-        if not self._waiting:
+        if not self._pending_lines:
             return
-        content = b"".join(self._waiting)
+        content = b"".join(self._pending_lines)
         try:
             self._check()
             with open_appending(self.path) as file:
@@ -131,32 +131,32 @@ class Trackers:
             self.failure = failure
             return
         self._size += len(content)
-        self._waiting, self.failure = [], None
+        self._pending_lines, self.failure = [], None
 
     def close(self, models: Mapping[str, Path] = NOTHING) -> None:
         """Log trained models, folders or files by alias, such as "final", and finish writing. May wait for a server for
         long; Ctrl-C ends that."""
         self.write_lines()
         try:
-            if "wandb" in self._optional:
+            if "wandb" in self._trackers:
                 say("wandb ends its run, which may take long; everything is in the run folder already")
-            self._each("close", {alias: path for alias, path in models.items() if path.exists()})
+            self._call_trackers("close", {alias: path for alias, path in models.items() if path.exists()})
         except KeyboardInterrupt:
             say("wandb was interrupted: its part of the run may be incomplete, the run folder is not")
 
-    def _each(self, method: str, *args: Any) -> None:
-        for name, tracker in list(self._optional.items()):
+    def _call_trackers(self, method: str, *args: Any) -> None:
+        for name, tracker in list(self._trackers.items()):
             try:
                 getattr(tracker, method)(*args)
             except Exception as error:
                 self._switch_off(name, error)
 
     def _switch_off(self, name: str, error: Exception) -> None:
-        self._optional.pop(name, None)
+        self._trackers.pop(name, None)
         say(f"{name} is switched off, the run goes on: {type(error).__name__}: {words_of(error)}")
 
 
-def _lines_of(path: Path) -> Iterator[bytes]:
+def _read_file_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file; none if there is no file. Raises OSError and ValueError if it is no file of lines."""
     try:
         yield from read_lines(path)
@@ -166,13 +166,13 @@ def _lines_of(path: Path) -> Iterator[bytes]:
         raise ValueError(f"cannot go on in {path.parent}: {error}; remove it, or start over with --fresh") from None
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if not isinstance(value, float):
         return value
     return float(f"{value:.12g}") if math.isfinite(value) else None
 
 
-def _step_of(line: bytes) -> float:
+def _read_step(line: bytes) -> float:
     """The step of a line; infinity if the line is incomplete or damaged."""
     try:
         step = parse_json(line)["step"] if line.endswith(b"\n") else math.inf
@@ -194,7 +194,7 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in _numbers(metrics).items():
+        for name, value in _drop_texts(metrics).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
@@ -203,7 +203,7 @@ class TensorBoardTracker:
 
         self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
         if "counts" in image.info:
-            self._writer.add_histogram(f"{name}_histogram", _codes(image), step, max_bins=_MOST_BINS)
+            self._writer.add_histogram(f"{name}_histogram", _expand_counts(image), step, max_bins=_MOST_BINS)
 
     def close(self, models: Mapping[str, Path]) -> None:
         self._writer.close()
@@ -249,24 +249,24 @@ class WandbTracker:
         pass
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log({"step": step, **_numbers(metrics)})
+        self._run.log({"step": step, **_drop_texts(metrics)})
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
         values = {"step": step, name: self._wandb.Image(image)}
         if "counts" in image.info:
-            values[f"{name}_histogram"] = self._wandb.Histogram(_codes(image), num_bins=_MOST_BINS)
+            values[f"{name}_histogram"] = self._wandb.Histogram(_expand_counts(image), num_bins=_MOST_BINS)
         self._run.log(values)
 
     def close(self, models: Mapping[str, Path]) -> None:
         for alias, path in models.items():
-            about = {"config": self._config}  # as one entry: wandb takes a hundred, and a script may have more flags
-            artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata=about)
+            metadata = {"config": self._config}  # as one entry: wandb takes a hundred, and a script may have more flags
+            artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata=metadata)
             artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
             self._run.log_artifact(artifact, aliases=[alias])
         self._run.finish()
 
 
-def _codes(histogram: Image.Image) -> Any:
+def _expand_counts(histogram: Image.Image) -> Any:
     """The codes that a `code_histogram` counts, each as often as it was used."""
     import numpy as np
 
@@ -274,7 +274,7 @@ def _codes(histogram: Image.Image) -> Any:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_texts(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics without the time of day, which is text and which these trackers record themselves."""
     return {name: value for name, value in metrics.items() if not isinstance(value, str)}
 

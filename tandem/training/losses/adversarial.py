@@ -23,42 +23,42 @@ def heads_of(logits: Logits) -> list[Tensor]:
     return [logits] if isinstance(logits, Tensor) else list(logits)
 
 
-def _summed_over_heads(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _sum_over_heads(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let a loss of one head's logits take those of several heads too, and give the sum of their losses."""
 
     @functools.wraps(loss)
-    def of_heads(*logits: Logits) -> Tensor:
-        return torch.stack([loss(*each) for each in zip(*map(heads_of, logits), strict=True)]).sum()
+    def summed_loss(*logits: Logits) -> Tensor:
+        return torch.stack([loss(*head_logits) for head_logits in zip(*map(heads_of, logits), strict=True)]).sum()
 
-    return of_heads
+    return summed_loss
 
 
-@_summed_over_heads
+@_sum_over_heads
 def hinge_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
     """mean relu(1 - D(real)) + mean relu(1 + D(fake)), 0-d (Lim & Ye 2017, "Geometric GAN"; without the
     factor 1/2 of some implementations)."""
     return F.relu(1 - real_logits.float()).mean() + F.relu(1 + fake_logits.float()).mean()
 
 
-@_summed_over_heads
+@_sum_over_heads
 def hinge_generator_loss(fake_logits: Tensor) -> Tensor:
     """-mean D(fake), 0-d (Lim & Ye 2017)."""
     return -fake_logits.float().mean()
 
 
-@_summed_over_heads
+@_sum_over_heads
 def bce_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
     """-mean log s(D(real)) - mean log(1 - s(D(fake))) with the logistic function s, 0-d (Goodfellow et al. 2014)."""
     return F.softplus(-real_logits.float()).mean() + F.softplus(fake_logits.float()).mean()
 
 
-@_summed_over_heads
+@_sum_over_heads
 def bce_generator_loss(fake_logits: Tensor) -> Tensor:
     """-mean log s(D(fake)), 0-d: the non-saturating one (Goodfellow et al. 2014, section 3)."""
     return F.softplus(-fake_logits.float()).mean()
 
 
-@_summed_over_heads
+@_sum_over_heads
 def softplus_generator_loss(fake_logits: Tensor) -> Tensor:
     """mean over the images of softplus(-mean D(fake)), 0-d: -log s of an image's mean logit (`non_saturate_gen_loss` of
     Open-MAGVIT2). Beside the hinge loss of a discriminator, an image that deceives it already pulls less."""
@@ -106,14 +106,14 @@ class LeCam(nn.Module):
 
     def forward(self, real_logits: Logits, fake_logits: Logits) -> Tensor:
         """Logits of any shapes -> the regulariser, 0-d."""
-        of_heads = []
+        head_losses = []
         for head, (real, fake) in enumerate(zip(heads_of(real_logits), heads_of(fake_logits), strict=True)):
             a_real, a_fake, mass = (average.flatten()[head] for average in (self.real, self.fake, self.mass))
             divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)
-            from_fake = F.relu(real.float() - a_fake / divisor).square().mean()
-            to_real = F.relu(a_real / divisor - fake.float()).square().mean()
-            of_heads.append((from_fake + to_real) * (mass > 0))
-        return torch.stack(of_heads).sum()
+            real_term = F.relu(real.float() - a_fake / divisor).square().mean()
+            fake_term = F.relu(a_real / divisor - fake.float()).square().mean()
+            head_losses.append((real_term + fake_term) * (mass > 0))
+        return torch.stack(head_losses).sum()
 
     @torch.no_grad()
     def update(self, real_mean: Tensor, fake_mean: Tensor, skipped: Tensor | None = None) -> None:
@@ -121,11 +121,11 @@ class LeCam(nn.Module):
         head is not finite, as NaN for a head that took no part, this head's averages stay, and those of all heads if
         the optimizer skipped the update (0-d bool). Does not wait for the device."""
         real_mean, fake_mean = (mean.reshape(self.mass.shape) for mean in (real_mean, fake_mean))
-        usable = real_mean.isfinite() & fake_mean.isfinite()
+        is_usable = real_mean.isfinite() & fake_mean.isfinite()
         if skipped is not None:
-            usable = usable & ~skipped
+            is_usable = is_usable & ~skipped
         for average, value in ((self.real, real_mean), (self.fake, fake_mean), (self.mass, torch.ones_like(self.mass))):
-            average.copy_(torch.where(usable, average.lerp(value.to(average), 1 - self.decay), average))
+            average.copy_(torch.where(is_usable, average.lerp(value.to(average), 1 - self.decay), average))
 
 
 def gradient_penalty(discriminator: Callable[[Tensor], Logits], images: Tensor) -> Tensor:
@@ -159,11 +159,11 @@ def zero_centred_penalty(discriminator: Callable[[Tensor], Logits], real: Tensor
     """
     with torch.autocast(real.device.type, enabled=False):
         x = torch.cat([real, fake]).detach().float().requires_grad_()
-        of_heads = []
+        head_penalties = []
         for logits in heads_of(discriminator(x)):
             squares = _gradient(logits.reshape(len(x), -1).mean(1).sum(), x).square().flatten(1).sum(1)
-            of_heads.append(squares[: len(real)].mean() + squares[len(real) :].mean())
-        return torch.stack(of_heads).sum()
+            head_penalties.append(squares[: len(real)].mean() + squares[len(real) :].mean())
+        return torch.stack(head_penalties).sum()
 
 
 def _gradient(value: Tensor, x: Tensor) -> Tensor:
@@ -193,5 +193,5 @@ def adaptive_weight(reconstruction: Tensor, adversarial: Tensor, cap: float = 1e
         adversarial: Gradient of the adversarial loss with respect to the same weight. Both must be averaged over all
             processes and micro-batches, because an average of ratios is not the ratio of averages.
     """
-    wanted, found = (torch.linalg.vector_norm(g.detach().float()) for g in (reconstruction, adversarial))
-    return (wanted / found.clamp_min(eps)).clamp_max(cap)
+    norms = [torch.linalg.vector_norm(gradient.detach().float()) for gradient in (reconstruction, adversarial)]
+    return (norms[0] / norms[1].clamp_min(eps)).clamp_max(cap)

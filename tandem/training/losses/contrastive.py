@@ -69,10 +69,10 @@ class _SigmoidTotals:
     rounded result: loss and gradients of this process's audio (b, h, d), scale and bias, and how many were compared."""
 
     def __init__(self, audio: Tensor, scale: Tensor, bias: Tensor) -> None:
-        self.loss, self.compared, self.audio, self.scale, self.bias = (
+        self.loss, self.n_compared, self.audio, self.scale, self.bias = (
             torch.zeros_like(x, dtype=widest(x.device)) for x in (scale.sum(), scale.sum(), audio, scale, bias)
         )
-        self.summed = (self.loss, self.audio, self.scale, self.bias)
+        self.terms = (self.loss, self.audio, self.scale, self.bias)
 
 
 class Contrastive:
@@ -116,14 +116,14 @@ class Contrastive:
         dtype = torch.float64 if audio.dtype == torch.float64 else torch.float32
         audio, text, scale, bias = (x.detach().to(dtype) for x in (audio, text, scale, bias))
         with torch.autocast(audio.device.type, enabled=False):
-            sizes = self._sizes(audio, is_even)
+            sizes = self._gather_sizes(audio, is_even)
             if not self.whole:
-                return self._result(self._processes, sizes, audio, text, scale, bias, caption_ids)
-            pairs, captions, own = _gather_pairs(self._processes, sizes, audio, text, caption_ids)
-            result = self._result(_ALONE, [len(pairs)], pairs[:, 0], pairs[:, 1], scale, bias, captions)
+                return self._compute_result(self._processes, sizes, audio, text, scale, bias, caption_ids)
+            pairs, captions, own_rows = _gather_pairs(self._processes, sizes, audio, text, caption_ids)
+            result = self._compute_result(_ALONE, [len(pairs)], pairs[:, 0], pairs[:, 1], scale, bias, captions)
             return result._replace(
-                audio_gradient=result.audio_gradient.index_select(0, own),
-                text_gradient=result.text_gradient.index_select(0, own),
+                audio_gradient=result.audio_gradient.index_select(0, own_rows),
+                text_gradient=result.text_gradient.index_select(0, own_rows),
             )
 
     def metrics(self, result: ContrastiveResult) -> dict[str, Tensor]:
@@ -134,71 +134,72 @@ class Contrastive:
         }  # fmt: skip
         return {**values, "bias": result.bias[0]} if self.kind == "sigmoid" else values
 
-    def _sizes(self, audio: Tensor, is_even: bool) -> list[int]:
+    def _gather_sizes(self, audio: Tensor, is_even: bool) -> list[int]:
         """The number of pairs of each process. Collective, unless they are even."""
-        here = self._processes
-        if is_even or here.world_size == 1:
-            return [len(audio)] * here.world_size
-        own = torch.full((1,), len(audio), device=audio.device)
-        sizes: list[int] = here.gather(own, [1] * here.world_size).tolist()
+        processes = self._processes
+        if is_even or processes.world_size == 1:
+            return [len(audio)] * processes.world_size
+        own_size = torch.full((1,), len(audio), device=audio.device)
+        sizes: list[int] = processes.gather(own_size, [1] * processes.world_size).tolist()
         return sizes
 
-    def _result(
+    def _compute_result(
         self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> ContrastiveResult:  # fmt: skip
-        compute = self._over_all_texts if self.kind == "sigmoid" else self._over_all_rows
+        compute = self._compute_sigmoid if self.kind == "sigmoid" else self._compute_rows
         pairs, sums, audio_gradient, text_gradient = compute(processes, sizes, audio, text, scale, bias, caption_ids)
         variances = [1 - (total / pairs).square().sum() for total in (sums.audio, sums.text)]
         gradients = (audio_gradient, text_gradient, sums.scale_gradient, sums.bias_gradient)
-        found = (sums.loss, *gradients, *variances, scale, bias, sums.collapsed * len(scale))
-        return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in found))
+        values = (sums.loss, *gradients, *variances, scale, bias, sums.collapsed * len(scale))
+        return ContrastiveResult(*(tensor.to(audio.dtype) for tensor in values))
 
-    def _over_all_rows(
+    def _compute_rows(
         self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """softmax and decoupled. Returns the size of the global batch, sums over it and gradients."""
-        pairs, captions, own = _gather_pairs(processes, sizes, audio, text, caption_ids)
+        pairs, captions, own_rows = _gather_pairs(processes, sizes, audio, text, caption_ids)
         # The embeddings of this process have two gradients: one as rows of the logits, computed here, and one as
         # columns, which is summed over all processes.
         leaves = [tensor.detach().requires_grad_() for tensor in (torch.stack([audio, text], 1), pairs, scale)]
-        is_own = torch.arange(len(pairs), device=own.device) == own[:, None]
-        left_out = self._duplicates(caption_ids, captions) & ~is_own
+        is_own = torch.arange(len(pairs), device=own_rows.device) == own_rows[:, None]
+        is_excluded = self._duplicate_mask(caption_ids, captions) & ~is_own
         if self.kind == "decoupled":
-            left_out |= is_own
+            is_excluded |= is_own
         with torch.enable_grad():
-            loss = _row_losses(left_out, *leaves).sum() / len(pairs)
-        of_own, of_all, of_scale = torch.autograd.grad(loss, leaves)
+            loss = _row_losses(is_excluded, *leaves).sum() / len(pairs)
+        row_gradient, pair_gradient, scale_gradient = torch.autograd.grad(loss, leaves)
         # With equal scores s the loss -s + log sum_j exp s is the log of the number of candidates: 6.236 for 512
         # decoupled pairs, a value at which runs get stuck.
-        compared = (~left_out).sum(dim=1).clamp(min=1)
-        collapsed = compared.to(widest(audio.device)).log().sum() / len(pairs)
-        *sums, of_all = _sum(
-            processes, loss, of_scale, torch.zeros_like(bias), audio[:, 0].sum(0), text[:, 0].sum(0), collapsed, of_all
+        comparisons = (~is_excluded).sum(dim=1).clamp(min=1)
+        collapsed_loss = comparisons.to(widest(audio.device)).log().sum() / len(pairs)
+        totals = (audio[:, 0].sum(0), text[:, 0].sum(0), collapsed_loss)
+        *sums, pair_gradient = _sum_over_processes(
+            processes, loss, scale_gradient, torch.zeros_like(bias), *totals, pair_gradient
         )
-        gradient = of_all.index_select(0, own) + of_own
+        gradient = pair_gradient.index_select(0, own_rows) + row_gradient
         return len(pairs), _Sums(*sums), gradient[:, 0], gradient[:, 1]
 
-    def _over_all_texts(
+    def _compute_sigmoid(
         self, processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
         caption_ids: Tensor,
     ) -> tuple[int, _Sums, Tensor, Tensor]:  # fmt: skip
         """sigmoid, with all texts gathered. Returns the size of the global batch, sums over it and gradients."""
-        texts, captions = (processes.gather(each, sizes) for each in (text, caption_ids))
+        texts, captions = (processes.gather(tensor, sizes) for tensor in (text, caption_ids))
         totals = _SigmoidTotals(audio, scale, bias)
         # One process's texts at a time, so that the memory for comparisons does not grow with their number.
-        of_texts = [
-            self._compare(totals, audio, chunk, scale, bias, caption_ids, its_captions, rank == processes.rank, sizes)
-            for rank, (chunk, its_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True))
+        text_gradients = [
+            self._compare(totals, audio, chunk, scale, bias, caption_ids, chunk_captions, rank == processes.rank, sizes)
+            for rank, (chunk, chunk_captions) in enumerate(zip(texts.split(sizes), captions.split(sizes), strict=True))
         ]
-        *sums, compared, of_text = _sum(
-            processes, totals.loss, totals.scale, totals.bias, audio[:, 0].sum(0), text[:, 0].sum(0), totals.compared,
-            torch.cat(of_texts),
+        *sums, comparisons, text_gradient = _sum_over_processes(
+            processes, totals.loss, totals.scale, totals.bias, audio[:, 0].sum(0), text[:, 0].sum(0), totals.n_compared,
+            torch.cat(text_gradients),
         )  # fmt: skip
-        first, pairs = sum(sizes[: processes.rank]), sum(sizes)
-        found = _Sums._make([*sums, _collapsed_sigmoid(pairs, compared)])
-        return pairs, found, totals.audio, of_text[first : first + len(text)]
+        start, pairs = sum(sizes[: processes.rank]), sum(sizes)
+        global_sums = _Sums._make([*sums, _collapsed_sigmoid(pairs, comparisons)])
+        return pairs, global_sums, totals.audio, text_gradient[start : start + len(text)]
 
     def _compare(
         self, totals: _SigmoidTotals, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor, caption_ids: Tensor,
@@ -207,20 +208,20 @@ class Contrastive:
         """Compare each audio (b, h, d) with each text (m, h, d) by the sigmoid loss, and add the results to `totals`.
         Returns the gradient of the texts in fp64. ``are_pairs``: text i is that of audio i."""
         signs = -torch.ones(len(audio), len(text), dtype=audio.dtype, device=audio.device)
-        left_out = self._duplicates(caption_ids, text_captions)
+        is_excluded = self._duplicate_mask(caption_ids, text_captions)
         if are_pairs:
             signs.fill_diagonal_(1.0)
-            left_out.fill_diagonal_(False)
+            is_excluded.fill_diagonal_(False)
         leaves = [tensor.detach().requires_grad_() for tensor in (audio, text, scale, bias)]
         with torch.enable_grad():
-            loss = _sigmoid_losses(signs, left_out, *leaves).sum() / sum(sizes)
-        of_audio, of_text, of_scale, of_bias = torch.autograd.grad(loss, leaves)
-        totals.compared += (~left_out).sum()
-        for total, part in zip(totals.summed, (loss.detach(), of_audio, of_scale, of_bias), strict=True):
-            total += part
-        return of_text.to(widest(of_text.device))
+            loss = _sigmoid_losses(signs, is_excluded, *leaves).sum() / sum(sizes)
+        audio_gradient, text_gradient, *scalar_gradients = torch.autograd.grad(loss, leaves)
+        totals.n_compared += (~is_excluded).sum()
+        for total, term in zip(totals.terms, (loss.detach(), audio_gradient, *scalar_gradients), strict=True):
+            total += term
+        return text_gradient.to(widest(text_gradient.device))
 
-    def _duplicates(self, rows: Tensor, columns: Tensor) -> Tensor:
+    def _duplicate_mask(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Mask (rows, columns) of equal captions, each caption with itself included; without `mask_duplicates`, all are
         False."""
         if self.mask_duplicates:
@@ -228,44 +229,44 @@ class Contrastive:
         return torch.zeros(len(rows), len(columns), dtype=torch.bool, device=rows.device)
 
 
-def _row_losses(left_out: Tensor, own: Tensor, pairs: Tensor, scale: Tensor) -> Tensor:
+def _row_losses(is_excluded: Tensor, own: Tensor, pairs: Tensor, scale: Tensor) -> Tensor:
     """Softmax losses (h, b) of the rows of ``own`` (b, 2, h, d) against ``pairs`` (n, 2, h, d). The denominators do not
-    contain the comparisons that ``left_out`` (b, n) marks."""
+    contain the comparisons that ``is_excluded`` (b, n) marks."""
     losses = -scale[:, None] * torch.einsum("bhd,bhd->hb", own[:, 0], own[:, 1])
-    for here, there in ((0, 1), (1, 0)):
-        logits = scale[:, None, None] * torch.einsum("bhd,nhd->hbn", own[:, here], pairs[:, there])
-        losses = losses + logits.masked_fill(left_out, -torch.inf).logsumexp(-1) / 2
+    for row_side, column_side in ((0, 1), (1, 0)):
+        logits = scale[:, None, None] * torch.einsum("bhd,nhd->hbn", own[:, row_side], pairs[:, column_side])
+        losses = losses + logits.masked_fill(is_excluded, -torch.inf).logsumexp(-1) / 2
     # The logarithm of an empty sum is -inf and its gradient NaN; masked_fill stops that gradient.
-    return torch.where(left_out.all(dim=1), 0.0, losses)
+    return torch.where(is_excluded.all(dim=1), 0.0, losses)
 
 
 def _sigmoid_losses(
-    signs: Tensor, left_out: Tensor, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor
+    signs: Tensor, is_excluded: Tensor, audio: Tensor, text: Tensor, scale: Tensor, bias: Tensor
 ) -> Tensor:
     """Losses (h, b, m) of every audio (b, h, d) with every text (m, h, d). ``signs`` (b, m) is 1 for pairs and -1
-    otherwise; ``left_out`` (b, m) marks comparisons whose loss is not counted."""
+    otherwise; ``is_excluded`` (b, m) marks comparisons whose loss is not counted."""
     logits = scale[:, None, None] * torch.einsum("bhd,mhd->hbm", audio, text) + bias[:, None, None]
-    return -F.logsigmoid(signs * logits).masked_fill(left_out, 0.0)
+    return -F.logsigmoid(signs * logits).masked_fill(is_excluded, 0.0)
 
 
-def _collapsed_sigmoid(pairs: int, compared: Tensor) -> Tensor:
+def _collapsed_sigmoid(pairs: int, comparisons: Tensor) -> Tensor:
     """The sigmoid loss of so many pairs, 0-d, if all scores are equal and have the best bias, where the loss of a
-    comparison is the entropy of whether it is of a pair; ``compared`` (0-d) is the number of comparisons."""
-    others = compared - pairs
-    return (-pairs * (pairs / compared).log() - torch.special.xlogy(others, others / compared)) / pairs
+    comparison is the entropy of whether it is of a pair; ``comparisons`` (0-d) is their number."""
+    others = comparisons - pairs
+    return (-pairs * (pairs / comparisons).log() - torch.special.xlogy(others, others / comparisons)) / pairs
 
 
 def _gather_pairs(
     processes: Backend, sizes: list[int], audio: Tensor, text: Tensor, caption_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs (n, 2, h, d) and captions (n,) of all processes, and the rows (b,) of this process's own pairs."""
-    pairs, captions = (processes.gather(each, sizes) for each in (torch.stack([audio, text], 1), caption_ids))
-    first = sum(sizes[: processes.rank])
-    return pairs, captions, torch.arange(first, first + len(audio), device=audio.device)
+    pairs, captions = (processes.gather(tensor, sizes) for tensor in (torch.stack([audio, text], 1), caption_ids))
+    start = sum(sizes[: processes.rank])
+    return pairs, captions, torch.arange(start, start + len(audio), device=audio.device)
 
 
-def _sum(processes: Backend, *tensors: Tensor) -> list[Tensor]:
+def _sum_over_processes(processes: Backend, *tensors: Tensor) -> list[Tensor]:
     """Each tensor summed over the processes, in fp64, in a single collective."""
     total = processes.sum(torch.cat([tensor.detach().to(widest(tensor.device)).flatten() for tensor in tensors]))
-    parts = total.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    sums = total.split([tensor.numel() for tensor in tensors])
+    return [flat_sum.view(tensor.shape) for flat_sum, tensor in zip(sums, tensors, strict=True)]

@@ -58,15 +58,15 @@ class DiffusionDraws:
         device: torch.device | str = "cpu",
     ) -> None:
         self._seed, self._name, self._timesteps = seed, name, timesteps
-        self._drops = {"keep_image": image_drop, "keep_text": text_drop}
-        self._stratified, self._lowres, self._device, self._logit = stratified, lowres, device, logit_normal
+        self._drop_probabilities = {"keep_image": image_drop, "keep_text": text_drop}
+        self._stratified, self._lowres, self._device, self._logit_normal = stratified, lowres, device, logit_normal
 
     def fixed(self, positions: Sequence[int], total: int, shape: Sequence[int]) -> dict[str, Tensor]:
         """Draws for validation, the same at every step: times stratified over all `total` pictures of the split, whose
         numbers are the positions; no condition is dropped."""
         draws = self(0, positions, total, shape, use="/valid")
-        certain = {name: torch.ones_like(draw) for name, draw in draws.items() if draw.dtype == torch.bool}
-        return {**draws, **certain}
+        kept_conditions = {name: torch.ones_like(draw) for name, draw in draws.items() if draw.dtype == torch.bool}
+        return {**draws, **kept_conditions}
 
     def __call__(
         self, step: int, positions: Sequence[int], batch_size: int, shape: Sequence[int], use: str = ""
@@ -87,7 +87,7 @@ class DiffusionDraws:
         def uniform(draw: str) -> Tensor:
             return noise(draw).uniform(step, positions, ()).double()
 
-        def between(draw: str, low: float, high: float) -> Tensor:
+        def uniform_between(draw: str, low: float, high: float) -> Tensor:
             return low + (high - low) * uniform(draw)
 
         quantiles = uniform("times")
@@ -95,29 +95,29 @@ class DiffusionDraws:
             permutation = np.random.Generator(np.random.Philox(key=noise("strata").seed_of(step, 0)))
             strata = torch.from_numpy(permutation.permutation(batch_size))[list(positions)]
             quantiles = (strata + quantiles) / batch_size
-        draws = {"times": self._levels(quantiles)}
-        draws |= {name: uniform(name) >= drop for name, drop in self._drops.items() if drop is not None}
+        draws = {"times": self._to_levels(quantiles)}
+        draws |= {name: uniform(name) >= drop for name, drop in self._drop_probabilities.items() if drop is not None}
         if self._lowres:
             if self._lowres.blur_prob:
                 is_blurred = uniform("blur") < self._lowres.blur_prob
-                draws["blur_sigma"] = (between("blur_sigma", *self._lowres.blur_sigma) * is_blurred).float()
+                draws["blur_sigma"] = (uniform_between("blur_sigma", *self._lowres.blur_sigma) * is_blurred).float()
             if self._lowres.timesteps:
-                draws["lowres_time"] = between("lowres_time", 0, self._lowres.timesteps).long()
+                draws["lowres_time"] = uniform_between("lowres_time", 0, self._lowres.timesteps).long()
         draws = {name: to_device(draw, self._device) for name, draw in draws.items()}
         draws["noise"] = noise("noise").normal(step, positions, shape, self._device)
         if "lowres_time" in draws:
             draws["lowres_noise"] = noise("lowres_noise").normal(step, positions, shape, self._device)
         return draws
 
-    def _levels(self, quantiles: Tensor) -> Tensor:
+    def _to_levels(self, quantiles: Tensor) -> Tensor:
         """int64 levels at fp64 quantiles in [0, 1) of the distribution of times."""
         times = quantiles
-        if self._logit:
-            mean, deviation = self._logit
+        if self._logit_normal:
+            mean, deviation = self._logit_normal
             times = (mean + deviation * torch.special.ndtri(quantiles)).sigmoid()
         return (times * self._timesteps).long().clamp_max(self._timesteps - 1)
 
     def quarters(self) -> Tensor:
         """int64 levels (3,) at which the second, third and last quarter of the noise begin, which are of equal
         probability in training."""
-        return self._levels(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
+        return self._to_levels(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))

@@ -43,12 +43,12 @@ def frames_of(videos: Tensor, frames: Tensor) -> Tensor:
     return videos[torch.arange(len(videos), device=videos.device), :, frames]
 
 
-class _Shown(NamedTuple):
+class _MicroBatch(NamedTuple):
     """A micro-batch: images, and further arguments of those that judge them, and of the generator, by name."""
 
     images: Tensor
-    given: Mapping[str, Tensor]
-    drawn: Mapping[str, Tensor]
+    loss_inputs: Mapping[str, Tensor]
+    generator_inputs: Mapping[str, Tensor]
 
 
 class _ImageLosses(NamedTuple):
@@ -96,8 +96,8 @@ class Judge:
     ) -> None:  # fmt: skip
         self._args, self._generator, self._discriminator, self._processes = args, generator, discriminator, processes
         self._quantizer: Quantizer = generator.module.quantizer
-        self._images, self._reconstruction_loss, self._log, self._given = images, reconstruction_loss, log, given
-        self._drawn = drawn
+        self._images, self._reconstruction_loss, self._log, self._loss_inputs = images, reconstruction_loss, log, given
+        self._generator_inputs = drawn
         self._loss, self._heads = ADVERSARIAL_LOSSES[args.gan_loss], discriminator.module.num_heads
         self.lecam = LeCam(args.lecam_decay, self._heads).to(processes.device)
 
@@ -112,19 +112,19 @@ class Judge:
         self._batch, self._step, self._is_active = batch, step, is_active
         self._fakes: list[Tensor] = []
         self.weight = torch.zeros((), device=self._processes.device)
-        self._measured = self._measure_batch()
-        if self._measured:
-            self.weight = self._gan_weight(self._measured)
-        for shown in self._shown_to(self._generator):
-            self._shown, self.drawn = shown, shown.drawn
-            yield shown.images
+        self._batch_losses = self._measure_batch()
+        if self._batch_losses:
+            self.weight = self._gan_weight(self._batch_losses)
+        for micro_batch in self._micro_batches_of(self._generator):
+            self._micro_batch, self.drawn = micro_batch, micro_batch.generator_inputs
+            yield micro_batch.images
 
     def __call__(self, out: Any) -> tuple[Tensor, Tensor]:
         """The generator's output for these images -> their reconstruction and adversarial losses, 0-d. Collective."""
-        if self._measured:
-            losses = self._measured[len(self._fakes)]
+        if self._batch_losses:
+            losses = self._batch_losses[len(self._fakes)]
         else:
-            losses = self._image_losses(out, self._shown)
+            losses = self._image_losses(out, self._micro_batch)
             if self._is_active:
                 self.weight = self._gan_weight([losses])
         if self._is_active:
@@ -133,14 +133,14 @@ class Judge:
         self._fakes.append(out.reconstruction.detach())
         # The losses of what lies at this distance from the reconstruction, which is 0.
         self._distance = torch.zeros_like(self._fakes[-1]).requires_grad_()
-        of_reconstruction, of_adversary = ((self._distance * gradient).sum() for gradient in losses.gradients)
-        return losses.reconstruction + of_reconstruction, losses.adversarial + of_adversary
+        reconstruction_term, adversarial_term = ((self._distance * gradient).sum() for gradient in losses.gradients)
+        return losses.reconstruction + reconstruction_term, losses.adversarial + adversarial_term
 
     def carried(self, loss: Tensor) -> Tensor:
         """A loss of these images (0-d), with a graph that leads through their reconstruction."""
         (gradient,) = torch.autograd.grad(loss, self._distance, retain_graph=True)
-        carried = (self._reconstruction * gradient).sum()
-        return loss + (carried - carried.detach())
+        surrogate = (self._reconstruction * gradient).sum()
+        return loss + (surrogate - surrogate.detach())
 
     def update_codebook(self, skipped: Tensor) -> None:
         """What the quantizer does after an update of the generator, which may have been skipped (0-d bool)."""
@@ -153,24 +153,24 @@ class Judge:
         # not change the result. A head that takes no part has no mean.
         shape, device = (2, self._heads), self._processes.device
         self._logit_means = torch.full(shape, torch.nan, dtype=widest(device), device=device)
-        micro_batches = self._shown_to(self._discriminator)
-        for index, ((images, given, _), fake) in enumerate(zip(micro_batches, self._fakes, strict=True)):
-            of_heads = heads_of(self._discriminator(torch.cat([images, fake]), **_twice(given)))
-            real_logits, fake_logits = zip(*(logits.chunk(2) for logits in of_heads), strict=True)
+        micro_batches = self._micro_batches_of(self._discriminator)
+        for index, ((images, inputs, _), fake) in enumerate(zip(micro_batches, self._fakes, strict=True)):
+            head_logits = heads_of(self._discriminator(torch.cat([images, fake]), **_double(inputs)))
+            real_logits, fake_logits = zip(*(logits.chunk(2) for logits in head_logits), strict=True)
             loss = self._loss.discriminator(real_logits, fake_logits)
-            both = (torch.stack([logits.mean() for logits in side]) for side in (real_logits, fake_logits))
-            of_micro_batch = torch.stack([*both]).detach()
+            side_means = (torch.stack([logits.mean() for logits in heads]) for heads in (real_logits, fake_logits))
+            means = torch.stack([*side_means]).detach()
             if index == 0:
-                self._logit_means[:, : len(of_heads)] = 0.0
-            self._logit_means[:, : len(of_heads)] += of_micro_batch / self._processes.grad_accum_steps
-            discr_real, discr_fake = of_micro_batch.mean(1)
+                self._logit_means[:, : len(head_logits)] = 0.0
+            self._logit_means[:, : len(head_logits)] += means / self._processes.grad_accum_steps
+            discr_real, discr_fake = means.mean(1)
             self._log(discr_loss=loss, discr_real=discr_real, discr_fake=discr_fake)
             lecam = penalty = loss.new_zeros(())
             if self._args.lecam_weight:
                 lecam = self.lecam(real_logits, fake_logits)
                 self._log(lecam_loss=lecam)
             if self._args.penalty_weight and with_penalty:
-                penalty = self._penalty(images, fake, given)
+                penalty = self._penalty(images, fake, inputs)
                 self._log(gradient_penalty=penalty)
             yield loss, lecam, penalty
 
@@ -180,31 +180,31 @@ class Judge:
             real_means, fake_means = self._processes.mean(self._logit_means)
             self.lecam.update(real_means, fake_means, skipped)
 
-    def _penalty(self, images: Tensor, fake: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def _penalty(self, images: Tensor, fake: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         with self._discriminator.twice_differentiable():
             if self._args.penalty == ZERO_CENTRED:
-                return zero_centred_penalty(functools.partial(self._discriminator, **_twice(given)), images, fake)
-            return gradient_penalty(functools.partial(self._discriminator, **given), images)
+                return zero_centred_penalty(functools.partial(self._discriminator, **_double(inputs)), images, fake)
+            return gradient_penalty(functools.partial(self._discriminator, **inputs), images)
 
-    def _image_losses(self, out: Any, shown: _Shown) -> _ImageLosses:
+    def _image_losses(self, out: Any, micro_batch: _MicroBatch) -> _ImageLosses:
         """Losses of reconstructions and their gradients with respect to the images. There is no backward pass through
         the generator."""
         with torch.enable_grad(), self._discriminator.frozen():
             fake = out.reconstruction.detach().requires_grad_()
             with self._processes.autocast():
-                loss, parts = self._reconstruction_loss(fake, shown.images, **shown.given)
+                loss, loss_parts = self._reconstruction_loss(fake, micro_batch.images, **micro_batch.loss_inputs)
             gradient, adversarial_gradient = image_gradient(loss, fake), torch.zeros_like(fake)
             adversarial = loss.new_zeros(())
             if self._is_active:
                 with self._processes.autocast():
-                    adversarial = self._loss.generator(self._discriminator.module(fake, **shown.given))
+                    adversarial = self._loss.generator(self._discriminator.module(fake, **micro_batch.loss_inputs))
                 adversarial_gradient = image_gradient(adversarial, fake)
-        self._log(**parts)
-        gradients, last = torch.stack([gradient, adversarial_gradient]), None
+        self._log(**loss_parts)
+        gradients, last_layer_gradients = torch.stack([gradient, adversarial_gradient]), None
         if self._is_active and self._args.gan_weight == ADAPTIVE:
-            of_layer = self._generator.module.last_layer_gradient
-            last = torch.stack([of_layer(out.features, each) for each in gradients])
-        return _ImageLosses(loss.detach(), adversarial.detach(), gradients, last)
+            to_last_layer = self._generator.module.last_layer_gradient
+            last_layer_gradients = torch.stack([to_last_layer(out.features, image_grad) for image_grad in gradients])
+        return _ImageLosses(loss.detach(), adversarial.detach(), gradients, last_layer_gradients)
 
     @torch.no_grad()
     def _measure_batch(self) -> list[_ImageLosses]:
@@ -214,35 +214,35 @@ class Judge:
             return []
         if self._quantizer.needs_observation:
             with repeated():
-                for shown in self._shown_to(self._generator):
-                    self._generator(shown.images, observe=True)
+                for micro_batch in self._micro_batches_of(self._generator):
+                    self._generator(micro_batch.images, observe=True)
             self._quantizer.pool()
         if not (self._is_active and self._args.gan_weight == ADAPTIVE):
             return []
-        measured = []
-        for shown in self._shown_to(self._generator):
+        batch_losses = []
+        for micro_batch in self._micro_batches_of(self._generator):
             with repeated():
-                out = self._generator(shown.images, **shown.drawn)
-            measured.append(self._image_losses(out, shown))
-        return measured
+                out = self._generator(micro_batch.images, **micro_batch.generator_inputs)
+            batch_losses.append(self._image_losses(out, micro_batch))
+        return batch_losses
 
     def _gan_weight(self, losses: Sequence[_ImageLosses]) -> Tensor:
         """Weight of the adversarial loss for the whole batch, 0-d. Collective if the weight is adaptive."""
         if isinstance(self._args.gan_weight, float):
             weight = self._args.gan_weight * self._args.gan_weight_scale
             return torch.full((), weight, device=self._processes.device)  # filled there: the host does not wait
-        gradients = torch.stack([each.last_layer_gradients for each in losses if each.last_layer_gradients is not None])
-        of_batch = self._processes.mean(gradients.to(widest(gradients.device)).mean(0)).float()
-        weight = adaptive_weight(of_batch[0], of_batch[1], self._args.gan_weight_max)
+        gradients = torch.stack([loss.last_layer_gradients for loss in losses if loss.last_layer_gradients is not None])
+        mean_gradients = self._processes.mean(gradients.to(widest(gradients.device)).mean(0)).float()
+        weight = adaptive_weight(mean_gradients[0], mean_gradients[1], self._args.gan_weight_max)
         return weight * self._args.gan_weight_scale
 
-    def _shown_to(self, engine: Any) -> Iterator[_Shown]:
+    def _micro_batches_of(self, engine: Any) -> Iterator[_MicroBatch]:
         """What is shown of each micro-batch."""
-        for micro in engine.micro_batches(self._batch):
-            drawn = self._drawn(micro, self._step) if engine is self._generator else {}
-            yield _Shown(self._images(micro), self._given(micro, self._step), drawn)
+        for loader_batch in engine.micro_batches(self._batch):
+            generator_inputs = self._generator_inputs(loader_batch, self._step) if engine is self._generator else {}
+            yield _MicroBatch(self._images(loader_batch), self._loss_inputs(loader_batch, self._step), generator_inputs)
 
 
-def _twice(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _double(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What is given, for the real and then for the generated images."""
-    return {name: torch.cat([value, value]) for name, value in given.items()}
+    return {name: torch.cat([value, value]) for name, value in inputs.items()}

@@ -46,8 +46,8 @@ class GradCache:
         # number of processes make it, and PyTorch may choose another kernel without a graph, which would change bits.
         if processes.grad_accum_steps > 1 or contrastive.whole:
             with torch.no_grad(), repeated():
-                micros = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]
-            self._result = self._compared([out for out, _ in micros], [captions for _, captions in micros])
+                outputs = [(engine(**inputs(micro)), micro["caption_ids"]) for micro in engine.micro_batches(batch)]
+            self._result = self._compare([out for out, _ in outputs], [captions for _, captions in outputs])
 
     @property
     def result(self) -> ContrastiveResult:
@@ -59,20 +59,20 @@ class GradCache:
         """The next micro-batch's embeddings -> the loss of the batch, 0-d, with its gradients with respect to these
         rows. Those of temperature and bias are totals over the batch: only the root's first micro-batch adds them."""
         if self._result is None:
-            self._result = self._compared([out], [caption_ids])
+            self._result = self._compare([out], [caption_ids])
         result, rows = self._result, slice(self._rows, self._rows + len(out.audio))
         is_first = self._is_root and self._rows == 0
         self._rows = rows.stop
-        once = 1.0 if is_first else 0.0  # times 0 instead of left out: all processes use a parameter, or none does
+        factor = 1.0 if is_first else 0.0  # times 0 instead of left out: all processes use a parameter, or none does
         surrogate = (
             (out.audio * result.audio_gradient[rows]).sum()
             + (out.text * result.text_gradient[rows]).sum()
-            + once * (out.scale * result.scale_gradient + out.bias * result.bias_gradient).sum()
+            + factor * (out.scale * result.scale_gradient + out.bias * result.bias_gradient).sum()
         )
         # The value must be that of the loss, because the engine skips the update if it is not finite.
         return surrogate + (result.loss - surrogate).detach()
 
-    def _compared(self, outs: Sequence[Any], captions: list[Tensor]) -> ContrastiveResult:
+    def _compare(self, outs: Sequence[Any], captions: list[Tensor]) -> ContrastiveResult:
         """The loss of the outputs of all micro-batches, and its gradients with respect to their embeddings."""
         audio, text = torch.cat([out.audio for out in outs]), torch.cat([out.text for out in outs])
         # Every process holds its equal part of a batch of training.

@@ -49,8 +49,8 @@ def code_statistics(counts: Tensor) -> dict[str, float]:
         return {}
     probabilities = counts.double() / counts.sum().clamp_min(1)
     entropy = -torch.special.xlogy(probabilities, probabilities).sum()
-    used = int((counts > 0).sum())
-    return {"codes_used": used, "codes_used_fraction": used / len(counts), "perplexity": entropy.exp().item()}
+    n_used = int((counts > 0).sum())
+    return {"codes_used": n_used, "codes_used_fraction": n_used / len(counts), "perplexity": entropy.exp().item()}
 
 
 def count_codes(counts: Tensor, codes: Tensor) -> None:
@@ -63,6 +63,6 @@ def counts_of_codes(codes: Sequence[Tensor], num_codes: int, all_reduce: AllRedu
     """How often each code occurs in some micro-batches, over all processes: int64 (num_codes,), on the CPU. Collective:
     one all-reduce."""
     counts = torch.zeros(num_codes, dtype=torch.int64, device=codes[0].device)
-    for part in codes:
-        count_codes(counts, part)
+    for batch_codes in codes:
+        count_codes(counts, batch_codes)
     return all_reduce(counts).cpu()

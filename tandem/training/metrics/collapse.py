@@ -13,12 +13,12 @@ _LEAST_VARIANCE, _RECOVERED_VARIANCE = 1e-3, 2e-3
 # Every run starts with one reconstruction of all samples. The sum of the learning rates tells whether it has had time
 # to learn more, because Adam changes a weight by at most about the learning rate per update.
 _LEAST_UPDATES, _LEAST_SUM_OF_RATES = 150, 0.05
-_ONE_FOR_ALL, _SEVERAL = 0.01, 0.05  # share of the samples' variance that the reconstructions have
+_COLLAPSED_SHARE, _RECOVERED_SHARE = 0.01, 0.05  # share of the samples' variance that the reconstructions have
 _ALIKE_PSNR = 20.0  # dB: from here on, one reconstruction of all samples may be right, because they are alike
 _RISE = 1.0  # dB above the PSNR of the first validation
 _FALL, _RECOVERED_FALL = 6.0, 3.0  # dB below the highest PSNR; 6 dB are four times the squared error
-_FEW, _MANY = 0.05, 0.2  # share of the largest number of codes that a batch has used
-_CRITIC_WINS, _CRITIC_ERRS = 0.02, 0.2  # loss of the discriminator; if it cannot decide: 2 (hinge) or 1.4 (bce)
+_FEW_CODES, _MANY_CODES = 0.05, 0.2  # share of the largest number of codes that a batch has used
+_DISCR_WINS, _DISCR_ERRS = 0.02, 0.2  # loss of the discriminator; if it cannot decide: 2 (hinge) or 1.4 (bce)
 
 
 class CollapseAlarm:
@@ -74,12 +74,12 @@ class ReconstructionAlarm:
         remedy: str = "a higher or a lower --learning_rate",
         remedy_of_codes: str = "another --quantizer, a larger --entropy_loss_weight or a smaller --learning_rate",
     ) -> None:
-        self._remedy, self._remedy_of_codes = remedy, remedy_of_codes
+        self._remedy, self._codes_remedy = remedy, remedy_of_codes
         self._step, self._updates, self._rate, self._sum_of_rates = 0, 0, 0.0, 0.0
-        self._first_psnr, self._best_psnr, self._has_critic = math.nan, -math.inf, False
+        self._first_psnr, self._best_psnr, self._has_discriminator = math.nan, -math.inf, False
         self._codes, self._most_codes = "valid/codes_used", 0.0
         self._alike, self._poor = _Condition(2), _Condition(_CHECKS)  # validations are fewer than lines
-        self._few, self._critic = _Condition(2 * _CHECKS), _Condition(4 * _CHECKS)
+        self._few, self._discriminator = _Condition(2 * _CHECKS), _Condition(4 * _CHECKS)
 
     def check(self, step: int, line: Mapping[str, float]) -> list[str]:
         """Warnings, in one line each, of what is first seen now; again only after the run had recovered from it.
@@ -93,55 +93,55 @@ class ReconstructionAlarm:
         updates = step - self._step if self._step else 0  # the first line may be that of a resumed run
         self._step, self._updates, self._rate = step, self._updates + updates, line.get("lr", self._rate)
         self._sum_of_rates += updates * self._rate
-        self._has_critic |= "discr_loss" in line
+        self._has_discriminator |= "discr_loss" in line
         has_had_time = self._updates >= _LEAST_UPDATES and self._sum_of_rates >= _LEAST_SUM_OF_RATES
         warnings = [
-            *self._of_validation(line, has_had_time), *self._of_codes(line, has_had_time),
-            *self._of_critic(line, has_had_time),
+            *self._check_validation(line, has_had_time), *self._check_codes(line, has_had_time),
+            *self._check_discriminator(line, has_had_time),
         ]  # fmt: skip
         return [f"warning: {text}" for text in warnings]
 
-    def _of_validation(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
+    def _check_validation(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
         if "valid/psnr" not in line:
             return []
-        psnr, kept, explained = (line[f"valid/{name}"] for name in ("psnr", "variance_kept", "explained_variance"))
+        psnr, variety, explained = (line[f"valid/{name}"] for name in ("psnr", "variance_kept", "explained_variance"))
         self._first_psnr = psnr if math.isnan(self._first_psnr) else self._first_psnr
         self._best_psnr = max(self._best_psnr, psnr)
-        fall, differ, warnings = self._best_psnr - psnr, psnr < _ALIKE_PSNR, []
-        remedy = "a smaller --gan_weight_scale or --penalty_weight" if self._has_critic else self._remedy
-        are_alike = kept < _ONE_FOR_ALL and differ
-        if self._alike.begins(are_alike, kept >= _SEVERAL or not differ, has_had_time):
+        fall, samples_differ, warnings = self._best_psnr - psnr, psnr < _ALIKE_PSNR, []
+        remedy = "a smaller --gan_weight_scale or --penalty_weight" if self._has_discriminator else self._remedy
+        are_alike = variety < _COLLAPSED_SHARE and samples_differ
+        if self._alike.begins(are_alike, variety >= _RECOVERED_SHARE or not samples_differ, has_had_time):
             warnings.append(
-                f"all samples get almost the same reconstruction ({psnr:.1f} dB, {100 * kept:.2g}% of the samples' "
+                f"all samples get almost the same reconstruction ({psnr:.1f} dB, {100 * variety:.2g}% of the samples' "
                 f"variance): the model has collapsed. Try {remedy}"
             )
         # A low PSNR that rises is no collapse; nor is a high one that does not, as at the end of a long run.
         rises = psnr >= self._first_psnr + _RISE
-        is_poor = not are_alike and ((explained <= 0 and differ and not rises) or fall > _FALL)
+        is_poor = not are_alike and ((explained <= 0 and samples_differ and not rises) or fall > _FALL)
         if self._poor.begins(is_poor, (explained > 0 or rises) and fall < _RECOVERED_FALL, has_had_time):
-            than = f"{fall:.1f} dB below its best" if fall > _FALL else "no better than one mean picture of all samples"
-            warnings.append(f"the PSNR of {_CHECKS} validations does not rise: {psnr:.1f} dB, {than}. Try {remedy}")
+            note = f"{fall:.1f} dB below its best" if fall > _FALL else "no better than one mean picture of all samples"
+            warnings.append(f"the PSNR of {_CHECKS} validations does not rise: {psnr:.1f} dB, {note}. Try {remedy}")
         return warnings
 
-    def _of_codes(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
+    def _check_codes(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
         if "codes_used" in line and self._codes != "codes_used":
             self._codes, self._most_codes = "codes_used", 0.0  # of batches, if a script has them: more lines
         if self._codes not in line:
             return []
-        codes, of = line[self._codes], "a batch uses" if self._codes == "codes_used" else "the validation split uses"
+        codes, unit = line[self._codes], "a batch uses" if self._codes == "codes_used" else "the validation split uses"
         self._most_codes = max(self._most_codes, codes)
-        few, many = max(1, _FEW * self._most_codes), max(2, _MANY * self._most_codes)
-        if not self._few.begins(codes <= few, codes > many, has_had_time):
+        low, high = max(1, _FEW_CODES * self._most_codes), max(2, _MANY_CODES * self._most_codes)
+        if not self._few.begins(codes <= low, codes > high, has_had_time):
             return []
-        news = f"{of} {codes:.0f} different codes, of {self._most_codes:.0f} at most before: the codes have collapsed"
-        return [f"{news}. Try {self._remedy_of_codes}"]
+        text = f"{unit} {codes:.0f} different codes, of {self._most_codes:.0f} at most before: the codes have collapsed"
+        return [f"{text}. Try {self._codes_remedy}"]
 
-    def _of_critic(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
+    def _check_discriminator(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
         loss = line.get("discr_loss")
-        if loss is None or not self._critic.begins(loss < _CRITIC_WINS, loss > _CRITIC_ERRS, has_had_time):
+        if loss is None or not self._discriminator.begins(loss < _DISCR_WINS, loss > _DISCR_ERRS, has_had_time):
             return []
-        news = f"the discriminator always wins (its loss is {loss:.2g}), and the generator learns little from it"
-        return [f"{news}. Try a smaller --discr_learning_rate, or a larger --penalty_weight or --lecam_weight"]
+        text = f"the discriminator always wins (its loss is {loss:.2g}), and the generator learns little from it"
+        return [f"{text}. Try a smaller --discr_learning_rate, or a larger --penalty_weight or --lecam_weight"]
 
 
 class _Condition:
@@ -150,9 +150,9 @@ class _Condition:
     def __init__(self, checks: int) -> None:
         self._checks, self._in_a_row, self._has_begun = checks, 0, False
 
-    def begins(self, bad: bool, good: bool, may_begin: bool = True) -> bool:
-        self._in_a_row = self._in_a_row + 1 if bad else 0
-        if good:
+    def begins(self, is_bad: bool, is_good: bool, may_begin: bool = True) -> bool:
+        self._in_a_row = self._in_a_row + 1 if is_bad else 0
+        if is_good:
             self._has_begun = False
         begins = may_begin and not self._has_begun and self._in_a_row >= self._checks
         self._has_begun |= begins

@@ -15,10 +15,10 @@ FAULTS = ("skipped_updates", "bad_samples")
 """Metrics that count faults since the beginning of the run."""
 
 # Patterns of the last part of a metric's name.
-_MORE = re.compile(
+_HIGHER_IS_BETTER = re.compile(
     r"psnr\w*|ssim\w*|r[0-9]+|recall\w*|map10|top[0-9]+|accuracy|explained_variance|inception_score|clip_\w+"
 )
-_LESS = re.compile(r"(\w+_)?(loss|error|nll|m[as]e|lpips|l1|l2)|r?fid|r?fvd|kid|median_rank")
+_LOWER_IS_BETTER = re.compile(r"(\w+_)?(loss|error|nll|m[as]e|lpips|l1|l2)|r?fid|r?fvd|kid|median_rank")
 # A critic's loss falls where the generator fails.
 _NEITHER = re.compile(r"(discr|gan|lecam)_loss")
 
@@ -28,4 +28,4 @@ def better(metric: str) -> str:
     name = metric.split("/")[-1].lower()
     if _NEITHER.fullmatch(name):
         return ""
-    return "high" if _MORE.fullmatch(name) else "low" if _LESS.fullmatch(name) else ""
+    return "high" if _HIGHER_IS_BETTER.fullmatch(name) else "low" if _LOWER_IS_BETTER.fullmatch(name) else ""

@@ -56,14 +56,14 @@ class Embedder:
     def sounds(self, waveforms: Tensor) -> Tensor:
         """Waveforms (b, n) -> unit vectors (b, d)."""
         with self._precision():
-            return torch.cat([self.model.encode_audio(part) for part in waveforms.split(self._rows)])
+            return torch.cat([self.model.encode_audio(chunk) for chunk in waveforms.split(self._rows)])
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Sentences -> unit vectors (n, d)."""
-        parts = []
+        embeddings = []
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
             tokens, lengths = self._tokenizer.encode(list(texts[start : start + _TEXTS_AT_A_TIME]))
             with self._precision():
-                parts.append(self.model.encode_text(**text_inputs(tokens.to(self._device), lengths)))
-        return torch.cat(parts)
+                embeddings.append(self.model.encode_text(**text_inputs(tokens.to(self._device), lengths)))
+        return torch.cat(embeddings)

@@ -48,7 +48,7 @@ class Features:
         Raises:
             ValueError: fewer than 2 samples in all.
         """
-        statistics = Gaussian(*(part.cpu() for part in self._statistics.result(all_reduce)))
+        statistics = Gaussian(*(statistic.cpu() for statistic in self._statistics.result(all_reduce)))
         count, entropy, *sums = all_reduce(self._sums.clone()).tolist()
         shares = [p / count for p in sums if p]
         divergence = entropy / count - math.fsum(p * math.log(p) for p in shares) if shares else 0.0

@@ -121,8 +121,8 @@ class Inception:
             raise ValueError(f"FID needs torch-fidelity: {how_to_install('fid')} ({error})") from None
         except RuntimeError as error:  # torchvision raises it where it was built for another PyTorch
             reason = " ".join(str(error).split())[:200]
-            together = "torchvision and PyTorch may not belong together: pip install --upgrade torch torchvision"
-            raise ValueError(f"FID: torch-fidelity cannot be imported ({reason}); {together}") from None
+            hint = "torchvision and PyTorch may not belong together: pip install --upgrade torch torchvision"
+            raise ValueError(f"FID: torch-fidelity cannot be imported ({reason}); {hint}") from None
         # torch-fidelity unpickles a file, which can run code: give it one that is made here and holds only tensors.
         file = io.BytesIO()
         torch.save(dict(weights), file)

@@ -40,7 +40,7 @@ def left_out(networks: Mapping[str, object | None]) -> str | None:
     Args:
         networks: "inception", "lpips" and "clip", or some of them, by name; None or absent if there are no weights.
     """
-    missing = [f"{what} ({flag})" for name, (what, flag) in _NEEDS.items() if networks.get(name) is None]
+    missing = [f"{measures} ({flag})" for name, (measures, flag) in _NEEDS.items() if networks.get(name) is None]
     return f"not measured without the weights that they need: {', '.join(missing)}" if missing else None
 
 
@@ -81,22 +81,22 @@ class Distributions:
         features, positions = gather(torch.cat(self._features)), gather(torch.cat(self._positions))
         real, generated = features[positions.argsort()].chunk(2, dim=1)
         size = min(_SUBSET_SIZE, len(real))
-        fid = frechet_distance(*(_gaussian(each) for each in (real, generated)))
+        fid = frechet_distance(*(_gaussian(images) for images in (real, generated)))
         options = {"kid_subsets": _SUBSETS if size < len(real) else 1, "kid_subset_size": size, "verbose": False}
-        of_kid = kid_features_to_metric(real.cpu(), generated.cpu(), **options)
-        of_score = isc_features_to_metric(self._network.logits(generated).cpu(), splits=1, shuffle=False)
+        kid = kid_features_to_metric(real.cpu(), generated.cpu(), **options)
+        score = isc_features_to_metric(self._network.logits(generated).cpu(), splits=1, shuffle=False)
         return {
             "fid": fid,
-            "kid": float(of_kid["kernel_inception_distance_mean"]),
-            **({"kid_std": float(of_kid["kernel_inception_distance_std"])} if size < len(real) else {}),
-            "inception_score": of_score["inception_score_mean"],
+            "kid": float(kid["kernel_inception_distance_mean"]),
+            **({"kid_std": float(kid["kernel_inception_distance_std"])} if size < len(real) else {}),
+            "inception_score": score["inception_score_mean"],
         }
 
 
 def _gaussian(features: Tensor) -> Gaussian:
     statistics = FrechetStatistics(features.shape[1], features.device)
-    for part in features.split(_AT_A_TIME):
-        statistics.add(part)
+    for chunk in features.split(_AT_A_TIME):
+        statistics.add(chunk)
     return statistics.result()
 
 
@@ -142,8 +142,8 @@ class GenerationQuality:
             self._distributions.add(real, generated, positions)
         if self._lpips is not None:
             self._averages.add(lpips=self._lpips(generated, real))
-        for name, (one, other) in cosines.items():
-            self._averages.add(**{name: functional.cosine_similarity(one.float(), other.float())})
+        for name, (first, second) in cosines.items():
+            self._averages.add(**{name: functional.cosine_similarity(first.float(), second.float())})
 
     @torch.no_grad()
     def result(self, all_reduce: AllReduce = no_reduce, gather: Gather = no_gather) -> dict[str, float]:

@@ -17,7 +17,7 @@ from tandem.devices import double, fp64_device
 from .averages import AllReduce, Averages, code_statistics, count_codes, no_reduce
 from .fid import ReconstructionFID
 
-_PARTS, _MOST_CHANNELS = 4, 4  # of Variety: parts in each direction, and channels
+_CELLS, _MAX_CHANNELS = 4, 4  # of Variety: parts in each direction, and channels
 _EQUAL = 1e-12  # variance of images that differ by rounding alone
 
 
@@ -75,11 +75,11 @@ class Variety:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         # Images, their squares, those of reconstructions and of errors; then sums of images and of reconstructions.
-        self._sums = torch.zeros(4 + 2 * _MOST_CHANNELS * _PARTS**2, dtype=torch.float64, device=fp64_device(device))
+        self._sums = torch.zeros(4 + 2 * _MAX_CHANNELS * _CELLS**2, dtype=torch.float64, device=fp64_device(device))
 
     def add(self, images: Tensor, reconstructions: Tensor) -> None:
         """Add images and reconstructions (b, c, h, w) in [0, 1], c <= 4."""
-        x, y = (self._parts(each) for each in (images, reconstructions))
+        x, y = (self._cell_means(batch) for batch in (images, reconstructions))
         squares = [z.square().sum() for z in (x, y, x - y)]
         self._sums += torch.cat([torch.stack([squares[0].new_full((), len(x)), *squares]), x.sum(0), y.sum(0)])
 
@@ -93,10 +93,10 @@ class Variety:
         return {"variance_kept": (reconstructions / images).item(), "explained_variance": (1 - error / images).item()}
 
     @staticmethod
-    def _parts(images: Tensor) -> Tensor:
+    def _cell_means(images: Tensor) -> Tensor:
         """(b, c, h, w) -> the means of the parts, float64 (b, 64): zeros in place of channels that there are not."""
-        parts = functional.adaptive_avg_pool2d(double(images).clamp(0, 1), _PARTS).flatten(1)
-        return functional.pad(parts, (0, _MOST_CHANNELS * _PARTS**2 - parts.shape[1]))
+        means = functional.adaptive_avg_pool2d(double(images).clamp(0, 1), _CELLS).flatten(1)
+        return functional.pad(means, (0, _MAX_CHANNELS * _CELLS**2 - means.shape[1]))
 
 
 class ReconstructionQuality:

@@ -72,7 +72,7 @@ class RetrievalQuality:
             captions: Captions of each clip, m in all; a clip without captions is a candidate but not a query.
             labels: Class of each clip, or None if it has none.
         """
-        count = sum(len(own) for own in captions)
+        count = sum(len(clip_captions) for clip_captions in captions)
         labels = [None] * len(audio) if labels is None else list(labels)
         assert len(captions) == len(labels) == len(audio) and len(text) == count, (len(audio), len(text), captions)
         self._captions += captions
@@ -94,46 +94,46 @@ class RetrievalQuality:
         `r10` alone is the mean of both directions. Ties and NaNs count against the query, so that a model which gives
         everything the same embedding finds nothing. All values are NaN if there are no queries.
         """
-        found = self._gathered(processes)
-        if found is None:
-            nothing = torch.empty(0, 3, dtype=torch.float64)
-            text_to_audio = audio_to_text = _summary(nothing, [])
+        corpus = self._gather_corpus(processes)
+        if corpus is None:
+            empty = torch.empty(0, 3, dtype=torch.float64)
+            text_to_audio = audio_to_text = _summarize(empty, [])
         else:
-            audio, text, pairs = found
-            by_text, by_clip = _sorted(pairs.candidates, pairs.queries), pairs
-            times = torch.bincount(by_text.queries, minlength=len(text)).tolist()
-            text_to_audio = _summary(_shared(text, audio, by_text, processes, mark), times)
+            audio, text, pairs = corpus
+            by_text, by_clip = _sort_pairs(pairs.candidates, pairs.queries), pairs
+            use_counts = torch.bincount(by_text.queries, minlength=len(text)).tolist()
+            text_to_audio = _summarize(_rank_all(text, audio, by_text, processes, mark), use_counts)
             has_caption = torch.bincount(by_clip.queries, minlength=len(audio)).clamp_max(1).tolist()
-            audio_to_text = _summary(_shared(audio, text, by_clip, processes, mark), has_caption)
+            audio_to_text = _summarize(_rank_all(audio, text, by_clip, processes, mark), has_caption)
         return {
             **{f"text_to_audio/{name}": value for name, value in text_to_audio.items()},
             **{f"audio_to_text/{name}": value for name, value in audio_to_text.items()},
             "r10": (text_to_audio["r10"] + audio_to_text["r10"]) / 2,
         }
 
-    def _gathered(self, processes: Backend) -> tuple[Tensor, Tensor, Pairs] | None:
+    def _gather_corpus(self, processes: Backend) -> tuple[Tensor, Tensor, Pairs] | None:
         """Unit vectors of all clips (n, d) and of all distinct captions (t, d), float64, and the captions of each
         clip; None if there is nothing to rank."""
-        facts = processes.gather_objects([self._audio[0].shape[1] if self._audio else 0, self._captions])
-        dim, captions = max(own_dim for own_dim, _ in facts), [own for _, of_rank in facts for own in of_rank]
-        said = [caption for own in captions for caption in own]
-        if not said:
+        shards = processes.gather_objects([self._audio[0].shape[1] if self._audio else 0, self._captions])
+        dim, captions = max(size for size, _ in shards), [texts for _, clips in shards for texts in clips]
+        all_captions = [caption for texts in captions for caption in texts]
+        if not all_captions:
             return None
-        nothing = torch.empty(0, dim, device=self._device)
-        audio, text = (processes.gather(torch.cat([nothing, *own])) for own in (self._audio, self._text))
-        numbers = {caption: number for number, caption in enumerate(sorted(set(said)))}
-        which = torch.tensor([numbers[caption] for caption in said], device=self._device)
-        owners = [clip for clip, own in enumerate(captions) for _ in own]
+        empty = torch.empty(0, dim, device=self._device)
+        audio, text = (processes.gather(torch.cat([empty, *vectors])) for vectors in (self._audio, self._text))
+        indices = {caption: index for index, caption in enumerate(sorted(set(all_captions)))}
+        rows = torch.tensor([indices[caption] for caption in all_captions], device=self._device)
+        clips = [clip for clip, texts in enumerate(captions) for _ in texts]
         # The embedding of a text may differ in its last bits between batches: take the mean over all of them, which
         # does not depend on their order.
-        sums = torch.zeros(len(numbers), dim, dtype=torch.float64, device=self._device)
-        sums.index_add_(0, which, text.double())
-        return _directions(audio), _directions(sums), _sorted(torch.tensor(owners, device=self._device), which)
+        sums = torch.zeros(len(indices), dim, dtype=torch.float64, device=self._device)
+        sums.index_add_(0, rows, text.double())
+        return _unit_vectors(audio), _unit_vectors(sums), _sort_pairs(torch.tensor(clips, device=self._device), rows)
 
     def classes(self, processes: Backend) -> list[str]:
         """The distinct labels of all clips, sorted. Collective."""
-        own = sorted({label for labels in self._labels for label in labels if label is not None})
-        return sorted(set().union(*processes.gather_objects(own)))
+        own_labels = sorted({label for labels in self._labels for label in labels if label is not None})
+        return sorted(set().union(*processes.gather_objects(own_labels)))
 
     def zero_shot(self, processes: Backend, class_names: Sequence[str], embeddings: Tensor) -> dict[str, float]:
         """`zero_shot/top1`, the share of labelled clips that are nearest to their class, and `zero_shot/chance_top1`,
@@ -146,7 +146,7 @@ class RetrievalQuality:
         """
         batches = zip(self._audio, self._labels, strict=True)
         hits = [zero_shot_hits(audio, labels, class_names, embeddings.to(self._device)) for audio, labels in batches]
-        right, labelled = sum(int(of_batch.sum()) for of_batch in hits), sum(len(of_batch) for of_batch in hits)
+        right, labelled = sum(int(batch_hits.sum()) for batch_hits in hits), sum(len(batch_hits) for batch_hits in hits)
         totals = processes.sum({"right": right, "labelled": labelled})
         return {"zero_shot/top1": totals["right"] / totals["labelled"], "zero_shot/chance_top1": 1 / len(class_names)}
 
@@ -159,7 +159,7 @@ def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
 def class_embeddings(text: Tensor, templates: int) -> Tensor:
     """Embeddings (c * templates, d) of the sentences from `prompts` -> one unit vector per class, (c, d) float64: the
     mean of the unit vectors of its sentences, normalised again (Radford et al. 2021, CLIP, section 3.1.4)."""
-    return _directions(_directions(text).reshape(-1, templates, text.shape[1]).mean(1))
+    return _unit_vectors(_unit_vectors(text).reshape(-1, templates, text.shape[1]).mean(1))
 
 
 def zero_shot_hits(
@@ -174,64 +174,66 @@ def zero_shot_hits(
         embeddings: Embeddings of the classes (c, d).
     """
     rows = [row for row, label in enumerate(labels) if label is not None]
-    index = {name: number for number, name in enumerate(class_names)}
+    index = {name: column for column, name in enumerate(class_names)}
     classes = torch.tensor([index[label] for label in labels if label is not None], dtype=torch.int64)
     right = functional.one_hot(classes, len(class_names)).bool().to(audio.device)
-    return _ranked(_directions(audio[rows]), _directions(embeddings), right)[:, 0] == 1
+    return _rank_candidates(_unit_vectors(audio[rows]), _unit_vectors(embeddings), right)[:, 0] == 1
 
 
-def _directions(vectors: Tensor) -> Tensor:
+def _unit_vectors(vectors: Tensor) -> Tensor:
     """(..., d) -> unit vectors float64."""
     return functional.normalize(double(vectors), dim=-1)
 
 
-def _sorted(queries: Tensor, candidates: Tensor) -> Pairs:
+def _sort_pairs(queries: Tensor, candidates: Tensor) -> Pairs:
     pairs = torch.stack([queries, candidates]).unique(dim=1)  # a clip may have a caption twice
     return Pairs(pairs[0].contiguous(), pairs[1].contiguous())
 
 
-def _shared(queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Backend, mark: Callable[[], None]) -> Tensor:
-    """`_ranked` of all queries (q, 3), on the CPU. Each process computes a part; it calls `mark` before each chunk, to
-    show that it is alive. Collective."""
+def _rank_all(
+    queries: Tensor, candidates: Tensor, pairs: Pairs, processes: Backend, on_progress: Callable[[], None]
+) -> Tensor:
+    """`_rank_candidates` of all queries (q, 3), on the CPU. Each process computes a part; it calls `mark` before each
+    chunk, to show that it is alive. Collective."""
     rank, world_size = processes.rank, processes.world_size
     start, end = len(queries) * rank // world_size, len(queries) * (rank + 1) // world_size
     chunk = max(1, _SCORES_AT_A_TIME // len(candidates))
-    parts = [queries.new_empty(0, 3)]
+    results = [queries.new_empty(0, 3)]
     for first in range(start, end, chunk):
-        mark()
-        last = min(first + chunk, end)
-        bounds = torch.searchsorted(pairs.queries, torch.tensor([first, last], device=queries.device)).tolist()
-        own = slice(*bounds)
-        right = torch.zeros(last - first, len(candidates), dtype=torch.bool, device=queries.device)
-        right[pairs.queries[own] - first, pairs.candidates[own]] = True
-        parts.append(_ranked(queries[first:last], candidates, right))
-    return processes.gather(torch.cat(parts)).cpu()
+        on_progress()
+        stop = min(first + chunk, end)
+        bounds = torch.searchsorted(pairs.queries, torch.tensor([first, stop], device=queries.device)).tolist()
+        own_pairs = slice(*bounds)
+        right = torch.zeros(stop - first, len(candidates), dtype=torch.bool, device=queries.device)
+        right[pairs.queries[own_pairs] - first, pairs.candidates[own_pairs]] = True
+        results.append(_rank_candidates(queries[first:stop], candidates, right))
+    return processes.gather(torch.cat(results)).cpu()
 
 
-def _ranked(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
+def _rank_candidates(queries: Tensor, candidates: Tensor, right: Tensor) -> Tensor:
     """Rank of the best right candidate, average precision at 10, and chance of recall at 1: queries (q, d), candidates
     (c, d), right (q, c) -> float64 (q, 3), without meaning for a query that has no right candidate."""
     scores = queries @ candidates.T
     # NaNs count against the query: a NaN is the worst score if the candidate is right and the best if it is wrong.
-    of_right = scores.nan_to_num(nan=-math.inf).masked_fill_(~right, -math.inf)
-    of_wrong = scores.nan_to_num_(nan=math.inf).masked_fill_(right, -math.inf)
+    right_scores = scores.nan_to_num(nan=-math.inf).masked_fill_(~right, -math.inf)
+    wrong_scores = scores.nan_to_num_(nan=math.inf).masked_fill_(right, -math.inf)
     top = min(TOP, len(candidates))
-    best_right, best_wrong = of_right.topk(top).values - _TIE, of_wrong.topk(top).values
-    ranks = 1 + ((of_wrong >= best_right[:, :1]) & ~right).sum(1)
+    best_right, best_wrong = right_scores.topk(top).values - _TIE, wrong_scores.topk(top).values
+    ranks = 1 + ((wrong_scores >= best_right[:, :1]) & ~right).sum(1)
 
     count = right.sum(1, keepdim=True)
-    place = torch.arange(1, top + 1, device=scores.device)  # of each right candidate among the right ones
+    order = torch.arange(1, top + 1, device=scores.device)  # of each right candidate among the right ones
     # At most 10 wrong candidates are counted: more make no difference.
-    ahead = (best_wrong[:, None] >= best_right[..., None]).sum(2)
-    precision = torch.where((place <= count) & (place + ahead <= TOP), place / (place + ahead).double(), 0)
+    wrong_ahead = (best_wrong[:, None] >= best_right[..., None]).sum(2)
+    precision = torch.where((order <= count) & (order + wrong_ahead <= TOP), order / (order + wrong_ahead).double(), 0)
     average_precision = precision.sum(1) / count[:, 0].clamp(1, TOP)
     return torch.stack([ranks.double(), average_precision, count[:, 0].double() / len(candidates)], dim=1)
 
 
-def _summary(ranked: Tensor, times: Sequence[int]) -> dict[str, float]:
-    """Statistics of the rows (q, 3) from `_ranked`; query i counts times[i] times. The order of queries does not
-    matter, because the sums are exact."""
-    rows = [row for row, count in zip(ranked.tolist(), times, strict=True) for _ in range(count)]
+def _summarize(results: Tensor, counts: Sequence[int]) -> dict[str, float]:
+    """Statistics of the rows (q, 3) from `_rank_candidates`; query i counts counts[i] times. The order of queries does
+    not matter, because the sums are exact."""
+    rows = [row for row, count in zip(results.tolist(), counts, strict=True) for _ in range(count)]
     if not rows:
         return dict.fromkeys([*(f"r{k}" for k in _RECALLS), "median_rank", "map10", "chance_r1"], math.nan)
     ranks, precisions, chances = zip(*rows, strict=True)

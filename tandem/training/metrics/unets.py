@@ -27,9 +27,9 @@ class UnetErrors:
     def add(self, number: int, errors: Tensor, levels: Tensor) -> None:
         """Add errors (b,) of a Unet and their noise levels (b,), int64."""
         quarters = torch.bucketize(levels, self._edges[number], right=True)
-        is_of = double(quarters == torch.arange(4, device=levels.device)[:, None])
-        of_unet = self._sums_and_counts[list(self._edges).index(number)]
-        of_unet += is_of @ torch.stack([double(errors.detach()), double(torch.ones_like(errors))], 1)
+        is_in_quarter = double(quarters == torch.arange(4, device=levels.device)[:, None])
+        unet_sums = self._sums_and_counts[list(self._edges).index(number)]
+        unet_sums += is_in_quarter @ torch.stack([double(errors.detach()), double(torch.ones_like(errors))], 1)
 
     def result(self, all_reduce: AllReduce = no_reduce) -> dict[str, float]:
         """`unet1/error`, `unet1/q0` to `unet1/q3`, ..., and `loss`, the sum of the errors; NaN for a quarter without
@@ -40,7 +40,7 @@ class UnetErrors:
         }
         by_noise = {
             f"unet{n}/q{quarter}": mean
-            for n, of_unet in zip(self._edges, (sums / counts).tolist(), strict=True)
-            for quarter, mean in enumerate(of_unet)
+            for n, quarter_means in zip(self._edges, (sums / counts).tolist(), strict=True)
+            for quarter, mean in enumerate(quarter_means)
         }
         return {"loss": sum(means.values()), **means, **by_noise}

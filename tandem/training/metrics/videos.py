@@ -31,8 +31,8 @@ def flicker(videos: Tensor, reconstructions: Tensor) -> Tensor:
     """
     error = _error(videos, reconstructions)
     change, squares = error.diff(dim=2).square().flatten(1).mean(1), error.square()
-    both = (squares[:, :, 1:] + squares[:, :, :-1]).flatten(1).mean(1)
-    return change / both.clamp_min(torch.finfo(torch.float32).tiny)
+    energy = (squares[:, :, 1:] + squares[:, :, :-1]).flatten(1).mean(1)
+    return change / energy.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _error(videos: Tensor, reconstructions: Tensor) -> Tensor:
@@ -66,8 +66,8 @@ class VideoQuality:
         i3d: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._frames = ReconstructionQuality(num_codes, device, losses, lpips)
-        of_motion = ("psnr_first", "psnr_rest", "dpsnr", "flicker")
-        self._motion = Averages(*of_motion, device=device) if num_frames > 1 else None
+        motion_names = ("psnr_first", "psnr_rest", "dpsnr", "flicker")
+        self._motion = Averages(*motion_names, device=device) if num_frames > 1 else None
         self._fvd = ReconstructionFID(i3d, dim=400, device=device) if i3d else None
 
     def add(self, videos: Tensor, reconstructions: Tensor, codes: Tensor, **losses: Tensor) -> None:
@@ -76,9 +76,9 @@ class VideoQuality:
         for number, (x, y) in enumerate(frames):  # one at a time, because LPIPS needs much memory
             self._frames.add(x, y, codes if number == 0 else codes[:0], **losses)
         if self._motion and len(frames) > 1:
-            of_frames = torch.stack([psnr(x, y) for x, y in frames])
+            frame_psnr = torch.stack([psnr(x, y) for x, y in frames])
             self._motion.add(
-                psnr_first=of_frames[0], psnr_rest=of_frames[1:], dpsnr=dpsnr(videos, reconstructions),
+                psnr_first=frame_psnr[0], psnr_rest=frame_psnr[1:], dpsnr=dpsnr(videos, reconstructions),
                 flicker=flicker(videos, reconstructions),
             )  # fmt: skip
         if self._fvd:

@@ -36,7 +36,7 @@ class BestModel:
 
     def __init__(
         self, folder: Path, is_root: bool, *, metric: str, lowest: bool = False, loss: str | None = None,
-        broadcast: Callable[[Any], Any] = lambda found: found,
+        broadcast: Callable[[Any], Any] = lambda value: value,
     ) -> None:  # fmt: skip
         self.path = Path(folder) / "best"
         #: Value of the model in `path`, its loss and its step; None before the first, and a loss that is not known.
@@ -46,15 +46,15 @@ class BestModel:
         #: Why the last model could not be written, that the checkpoint's best model is gone, or what cannot be deleted,
         #: in one line, or None. The same on every process.
         self.failure: str | None = None
-        self._left: dict[str, str] = {}  # what cannot be deleted, said once: lines by name
+        self._undeleted: dict[str, str] = {}  # what cannot be deleted, said once: lines by name
         self._is_root, self.metric, self._lowest, self._broadcast = is_root, metric, lowest, broadcast
         self._loss_metric = loss
         #: Whole as long as it has this name.
-        self._old = self.path.with_name(".best.unwanted")
+        self._old_path = self.path.with_name(".best.unwanted")
         if is_root:
             try:
                 self._tidy()
-                self.failure = "; ".join(self._left.values()) or None
+                self.failure = "; ".join(self._undeleted.values()) or None
             except OSError as error:
                 self.failure = _reason(self.path, error)
         self.failure = broadcast(self.failure)
@@ -92,9 +92,9 @@ class BestModel:
         assert value is not None, self.metric
         if not self.is_better(value, loss):
             return False
-        failure, written = None, False
+        failure, is_written = None, False
         if self._is_root:
-            known = set(self._left)
+            reported_names = set(self._undeleted)
             facts = {"step": step, "metric": self.metric, "value": value, "loss": loss}
             try:
                 check()
@@ -104,12 +104,13 @@ class BestModel:
                 with contextlib.suppress(OSError):  # the next call, or the next start, tries again
                     check()
                     self._tidy()
-            failure = failure or "; ".join(line for name, line in self._left.items() if name not in known) or None
-            written = self._facts() == facts  # the model may be in place although a later operation failed
-        self.failure, written = self._broadcast((failure, written))
-        if written:
+            lines = [line for name, line in self._undeleted.items() if name not in reported_names]
+            failure = failure or "; ".join(lines) or None
+            is_written = self._facts() == facts  # the model may be in place although a later operation failed
+        self.failure, is_written = self._broadcast((failure, is_written))
+        if is_written:
             self.value, self.loss, self.step = value, loss, step
-        return bool(written)
+        return bool(is_written)
 
     def state_dict(self) -> dict[str, Any]:
         """{"value", "loss", "step"}, all None before the first."""
@@ -142,42 +143,42 @@ class BestModel:
         if value is not None and self.is_better(value, loss):
             self.value, self.loss, self.step = value, loss, step
         facts = self._broadcast(self._facts() if self._is_root else {})
-        value, loss, of_step = (facts.get(name) for name in ("value", "loss", "step"))
-        if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(of_step, int)):
+        value, loss, best_step = (facts.get(name) for name in ("value", "loss", "step"))
+        if not (facts.get("metric") == self.metric and isinstance(value, float) and isinstance(best_step, int)):
             return
-        if of_step <= step and self.is_better(value, loss if isinstance(loss, float) else None):
-            self.value, self.loss, self.step = value, loss if isinstance(loss, float) else None, of_step
+        if best_step <= step and self.is_better(value, loss if isinstance(loss, float) else None):
+            self.value, self.loss, self.step = value, loss if isinstance(loss, float) else None, best_step
 
     def _facts(self) -> dict[str, Any]:
         return read_json_or_empty(self.path / FACTS)
 
     def _replace(self, facts: Mapping[str, Any], write: Callable[[Path], None]) -> None:
         self._tidy()
-        new = self._free()
-        new.mkdir()
-        write(new)
-        (new / FACTS).write_text(json.dumps(facts) + "\n")
-        for path in [*new.rglob("*"), new]:
+        new_path = self._free_path()
+        new_path.mkdir()
+        write(new_path)
+        (new_path / FACTS).write_text(json.dumps(facts) + "\n")
+        for path in [*new_path.rglob("*"), new_path]:
             sync(path)
         if self.path.exists():
-            os.rename(self.path, self._old)
-        os.rename(new, self.path)
+            os.rename(self.path, self._old_path)
+        os.rename(new_path, self.path)
         sync(self.path.parent)
         with contextlib.suppress(OSError):  # the model is in place
             self._tidy()
 
     def _tidy(self) -> None:
         """Undo a replacement that did not finish, and delete what is left of others."""
-        if self._old.exists():
+        if self._old_path.exists():
             is_needed = not self.path.exists()
-            os.rename(self._old, self.path if is_needed else self._free())
+            os.rename(self._old_path, self.path if is_needed else self._free_path())
             if is_needed:
                 sync(self.path.parent)
         for leftover in self.path.parent.glob(f"{_UNFINISHED}*"):
-            if (reason := delete(leftover)) and leftover.name not in self._left:
-                self._left[leftover.name] = f"cannot delete {leftover}: {reason}; it stays"
+            if (reason := delete(leftover)) and leftover.name not in self._undeleted:
+                self._undeleted[leftover.name] = f"cannot delete {leftover}: {reason}; it stays"
 
-    def _free(self) -> Path:
+    def _free_path(self) -> Path:
         return free_name(self.path.with_name(_UNFINISHED))
 
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 # Data order, split and noise depend on the seeds: with others, a resumed run would not continue the old run, and would
 # be measured on samples that it was trained on.
-_OF_THE_RUN = ("seed", "split_seed")
+_SEED_FLAGS = ("seed", "split_seed")
 
 # What --fresh must not leave in place, and the keys by which config.yaml is known to be that of a run.
-_OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")
-_OF_EVERY_CONFIG = {"output_dir", "keep_n_checkpoints", "on_bad_sample"}
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
+_RUN_CONFIG_KEYS = {"output_dir", "keep_n_checkpoints", "on_bad_sample"}
 
 
 class RunFolder:
@@ -55,12 +55,12 @@ class RunFolder:
         self.moved_to: str | None
         #: Update whose weights model/ holds, None if it is not complete.
         self.finished_step: int | None
-        opened = None
+        folder_state = None
         with processes.agreement():  # in which the root may wait for a lock
             if processes.is_root:
-                with self._explained():
-                    opened = self._open(fresh)
-        self.moved_to, self.finished_step = processes.broadcast_object(opened)
+                with self._one_line_errors():
+                    folder_state = self._open(fresh)
+        self.moved_to, self.finished_step = processes.broadcast_object(folder_state)
         #: Whether this process sees the folder of the root, from which each process resumes.
         self.is_seen = os.path.exists(self._lock_file)  # False on any error, which then is this process's alone
 
@@ -74,15 +74,15 @@ class RunFolder:
 
     def check_script(self, script: str) -> None:
         """Refuse to go on in the folder of another script's run. On the root. Raises ValueError, in one line."""
-        found = script_of(self.path)
-        if found and found != script:
-            raise ValueError(f"{self.path} is a run of {found}, not of {script}: give another --output_dir")
+        other_script = script_of(self.path)
+        if other_script and other_script != script:
+            raise ValueError(f"{self.path} is a run of {other_script}, not of {script}: give another --output_dir")
 
     def check_config(
         self,
         config: Mapping[str, Any],
-        lasting: Mapping[str, Callable[[Any], Any]],
-        said: Collection[str],
+        fixed_flags: Mapping[str, Callable[[Any], Any]],
+        explicit_flags: Collection[str],
     ) -> None:
         """Refuse to resume with arguments that would change the model, or with another seed. On the root.
 
@@ -93,16 +93,16 @@ class RunFolder:
         Raises:
             ValueError: one line naming each of them that differs, with both values.
         """
-        saved = _config_to_go_on_with(self.path)
-        was, now = _with_split_seed(saved), _with_split_seed(config)
-        differing = [
+        saved = _read_resumed_config(self.path)
+        old, new = _fill_split_seed(saved), _fill_split_seed(config)
+        changed = [
             name
-            for name, compared in {**lasting, **dict.fromkeys(_OF_THE_RUN, itself)}.items()
-            if name in config and compared(was.get(name)) != compared(now[name])
+            for name, normalize in {**fixed_flags, **dict.fromkeys(_SEED_FLAGS, itself)}.items()
+            if name in config and normalize(old.get(name)) != normalize(new[name])
         ]
-        if differing:
-            named = [name for name in differing if name in said or name in _OF_THE_RUN] or differing
-            differences = [f"--{name} was {saved.get(name)} and is now {config[name]}" for name in named]
+        if changed:
+            reported = [name for name in changed if name in explicit_flags or name in _SEED_FLAGS] or changed
+            differences = [f"--{name} was {saved.get(name)} and is now {config[name]}" for name in reported]
             raise ValueError(
                 f"cannot resume {self.path} as another run: {', '.join(differences)}; use the old values, another "
                 "--output_dir, or --fresh to start over"
@@ -118,34 +118,34 @@ class RunFolder:
         """
         import yaml  # not at the top: the scripts import this file before they answer --help
 
-        before: dict[str, Any] = {}
+        old: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            before = _saved_config(self.path)
+            old = _read_config(self.path)
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        now = yaml.safe_load(text)  # as it is read back: tuples become lists
-        differing = {name: [before[name], now[name]] for name in now if before.get(name, now[name]) != now[name]}
+        new = yaml.safe_load(text)  # as it is read back: tuples become lists
+        differing = {name: [old[name], new[name]] for name in new if old.get(name, new[name]) != new[name]}
         changed: dict[str, list[Any]] = json.loads(json.dumps(differing, default=str))
-        with self._explained():
+        with self._one_line_errors():
             write_atomically(self.path / "config.yaml", text.encode())
             add_start(self.path, {"torchruns": self._torchruns, **facts, "changed": changed})
         return changed
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _one_line_errors(self) -> Iterator[None]:
         """Turn an OSError into a ValueError of one line."""
         try:
             yield
         except OSError as error:
-            where = f" (at {error.filename})" if error.filename not in (None, str(self.path)) else ""
-            room = "make room there or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            location = f" (at {error.filename})" if error.filename not in (None, str(self.path)) else ""
+            hint = "make room there or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             raise ValueError(
-                f"cannot write the run folder {self.path}: {words_of(error)}{where}; {room}give another --output_dir"
+                f"cannot write the run folder {self.path}: {words_of(error)}{location}; {hint}give another --output_dir"
             ) from None
 
     def mark_finished(self, step: int) -> None:
         """Write model/training.json, which says that model/ is complete and holds the weights of this update. On the
         root."""
-        with self._explained():
+        with self._one_line_errors():
             write_atomically(self.model_dir / "training.json", json.dumps({"step": step}).encode())
 
     def check_is_here(self) -> None:
@@ -167,13 +167,13 @@ class RunFolder:
                 "read again; give another --output_dir"
             ) from None
         moved_to = None
-        found = [name for name in _OF_RUNS if (self.path / name).exists()]
-        if found and not self._holds_run():
+        files = [name for name in _RUN_FILES if (self.path / name).exists()]
+        if files and not self._holds_run():
             raise ValueError(
-                f"{self.path} holds {found[0]} of something else than a run, which would be overwritten; give another "
+                f"{self.path} holds {files[0]} of something else than a run, which would be overwritten; give another "
                 "--output_dir"
             )
-        if fresh and found and not _was_started_by(self.path, self._torchruns):
+        if fresh and files and not _was_started_by(self.path, self._torchruns):
             with hold(self._lock_file, self._processes.mark):
                 moved_to = str(move_aside(self.path))
         self.path.mkdir(parents=True, exist_ok=True)
@@ -188,10 +188,10 @@ class RunFolder:
     def _holds_run(self) -> bool:
         """Whether a run left something here that nothing else writes; names such as config.yaml are common."""
         with contextlib.suppress(OSError, ValueError):
-            if _saved_config(self.path).keys() >= _OF_EVERY_CONFIG:
+            if _read_config(self.path).keys() >= _RUN_CONFIG_KEYS:
                 return True
-        is_told = any(start.keys() >= {"command", "packages"} for start in starts(self.path))
-        return is_told or any(self.checkpoints_dir.glob("*step_*/state.json"))
+        has_start = any(start.keys() >= {"command", "packages"} for start in starts(self.path))
+        return has_start or any(self.checkpoints_dir.glob("*step_*/state.json"))
 
 
 def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, Any] | None:
@@ -210,12 +210,12 @@ def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, An
         begins_anew = args.dry_run or (
             args.fresh and not processes.is_restart and not _was_started_by(folder, torchruns)
         )
-        goes_on = False
+        is_resuming = False
         with contextlib.suppress(OSError):  # of a folder that cannot be read: `RunFolder` says it
             is_ours = not begins_anew and script_of(folder) in (None, args.script)
-            goes_on = is_ours and processes.is_root and latest_checkpoint(folder / "checkpoints") is not None
-        if goes_on:
-            config = json.loads(json.dumps(_config_to_go_on_with(folder), default=str))
+            is_resuming = is_ours and processes.is_root and latest_checkpoint(folder / "checkpoints") is not None
+        if is_resuming:
+            config = json.loads(json.dumps(_read_resumed_config(folder), default=str))
     resumed: dict[str, Any] | None = processes.broadcast_object(config)
     with processes.agreement():
         if resumed is not None and not os.path.exists(folder / "config.yaml"):
@@ -223,27 +223,27 @@ def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, An
     return resumed
 
 
-def _saved_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     saved = read_yaml(folder / "config.yaml")
     return saved if isinstance(saved, dict) else {}
 
 
-def _config_to_go_on_with(folder: Path) -> dict[str, Any]:
+def _read_resumed_config(folder: Path) -> dict[str, Any]:
     """config.yaml of a run that is resumed. Raises ValueError, in one line, if it cannot be read."""
     try:
-        return _saved_config(folder)
+        return _read_config(folder)
     except (OSError, ValueError) as error:
-        where = folder / "config.yaml"
-        raise ValueError(f"cannot resume: {where}: {words_of(error)}; restore it, or start over with --fresh") from None
+        path = folder / "config.yaml"
+        raise ValueError(f"cannot resume: {path}: {words_of(error)}; restore it, or start over with --fresh") from None
 
 
 def _was_started_by(folder: Path, torchruns: Collection[str]) -> bool:
     """Whether one of these torchruns has started the run in the folder before."""
-    before = [start.get("torchruns") for start in starts(folder)]
-    return any(each in known for known in before if isinstance(known, list) for each in torchruns)
+    launch_ids = [start.get("torchruns") for start in starts(folder)]
+    return any(torchrun in ids for ids in launch_ids if isinstance(ids, list) for torchrun in torchruns)
 
 
-def _with_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings whose --split_seed is a number: --seed if it is not given, as in runs from before there was the flag."""
     seed = settings.get("split_seed")
     return {**settings, "split_seed": settings.get("seed") if seed is None else seed}

@@ -35,10 +35,10 @@ def add_start(output_dir: Path, facts: Mapping[str, Any]) -> None:
     _write(output_dir, [*starts(output_dir), {"time": now(), **environment(), **facts, "ended": None}])
 
 
-def end_start(output_dir: Path, how: str, step: int) -> None:
+def end_start(output_dir: Path, ending: str, step: int) -> None:
     """Write into the last line how this start ended, such as "finished", and with which update. Raises OSError."""
-    *before, last = starts(output_dir) or [{}]
-    _write(output_dir, [*before, {**last, "ended": f"{how} at update {step}"}])
+    *earlier, last = starts(output_dir) or [{}]
+    _write(output_dir, [*earlier, {**last, "ended": f"{ending} at update {step}"}])
 
 
 def _write(output_dir: Path, lines: list[dict[str, Any]]) -> None:
@@ -51,11 +51,11 @@ def starts(output_dir: str | Path) -> list[dict[str, Any]]:
         lines = read_bytes(Path(output_dir) / _STARTS, LONGEST_JSON_BYTES).splitlines()
     except (OSError, ValueError):
         return []
-    found: list[Any] = []
+    entries: list[Any] = []
     for line in lines:
         with contextlib.suppress(ValueError):
-            found.append(parse_json(line))
-    return [start for start in found if isinstance(start, dict)]
+            entries.append(parse_json(line))
+    return [start for start in entries if isinstance(start, dict)]
 
 
 def last_start(output_dir: str | Path) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def _git_commit() -> str | None:
     if not (HOME / ".git").exists():
         return None
     command = ["git", "-C", str(HOME), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run(command, env=own, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -69,8 +69,8 @@ def _font(text: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont | None:
 
 def _ascii(text: str) -> str:
     """The text without accents, and with ? for letters that are not ASCII."""
-    plain = unicodedata.normalize("NFKD", text)
-    return "".join(sign if sign.isascii() else "?" for sign in plain if not unicodedata.combining(sign))
+    decomposed = unicodedata.normalize("NFKD", text)
+    return "".join(letter if letter.isascii() else "?" for letter in decomposed if not unicodedata.combining(letter))
 
 
 def grid(rows: Mapping[str, Tensor], least_side: int = 128) -> Image.Image:

@@ -44,14 +44,14 @@ def best_matches(
     rows = list({caption: row for row, caption in reversed(list(enumerate(captions)))}.values())[::-1]
     scores = (double(audio.detach()) @ double(text[rows].detach()).T).cpu()
     lists = []
-    for own, of_clip in zip(right, scores, strict=True):
+    for right_captions, clip_scores in zip(right, scores, strict=True):
         matches = [
-            Match(captions[rows[place]], float(of_clip[place]), captions[rows[place]] in own, rank)
-            for rank, place in enumerate(of_clip.argsort(descending=True, stable=True).tolist(), start=1)
+            Match(captions[rows[index]], float(clip_scores[index]), captions[rows[index]] in right_captions, rank)
+            for rank, index in enumerate(clip_scores.argsort(descending=True, stable=True).tolist(), start=1)
         ]
-        behind = [match for match in matches[count:] if match.is_right]
+        right_matches = [match for match in matches[count:] if match.is_right]
         has_right = any(match.is_right for match in matches[:count])
-        lists.append(matches[:count] + ([] if has_right else behind[:1]))
+        lists.append(matches[:count] + ([] if has_right else right_matches[:1]))
     return lists
 
 
@@ -65,8 +65,8 @@ def sounds_picture(spectrograms: Tensor, matches: Sequence[Sequence[Match]], cos
         cosines: See `cosine_colours`.
     """
     rows = {}
-    for number, (spectrogram, of_clip) in enumerate(zip(spectrograms, matches, strict=True), start=1):
-        lines = (f"{'*' if m.is_right else ' '} {m.rank}. {m.score:.2f} {caption_of(m.caption)}" for m in of_clip)
+    for number, (spectrogram, clip_matches) in enumerate(zip(spectrograms, matches, strict=True), start=1):
+        lines = (f"{'*' if m.is_right else ' '} {m.rank}. {m.score:.2f} {caption_of(m.caption)}" for m in clip_matches)
         rows["\n".join([f"clip {number}", *lines])] = spectrogram_colours(spectrogram)[None]
     colours, limit = cosine_colours(cosines)
     scale = f"cosines of clips (rows) and captions (columns)\nfrom blue for -{limit:.1f} to red for {limit:.1f}"
@@ -81,8 +81,8 @@ def spectrogram_colours(spectrogram: Tensor) -> Tensor:
     low, high = finite.min(), finite.max()
     values = torch.where(values.isfinite(), values, low)
     # A pixel is the mean of the values in it; with fewer values than pixels, values are repeated.
-    shown = functional.interpolate(values[None, None], (_HEIGHT, _WIDTH), mode="area")[0, 0]
-    return _coloured((shown - low) / (high - low).clamp_min(1e-12), cubehelix())
+    pixels = functional.interpolate(values[None, None], (_HEIGHT, _WIDTH), mode="area")[0, 0]
+    return _apply_colours((pixels - low) / (high - low).clamp_min(1e-12), cubehelix())
 
 
 def cosine_colours(matrix: Tensor) -> tuple[Tensor, float]:
@@ -90,7 +90,7 @@ def cosine_colours(matrix: Tensor) -> tuple[Tensor, float]:
     grey NaN; and the largest absolute value, rounded up to a tenth, where the colours end."""
     values = matrix.detach().float().cpu()
     limit = max(0.1, math.ceil(10 * float(values.nan_to_num(0.0).abs().max()) - 1e-3) / 10)
-    return _coloured((values / limit + 1) / 2, torch.tensor(_DIVERGING) / 255), limit
+    return _apply_colours((values / limit + 1) / 2, torch.tensor(_DIVERGING) / 255), limit
 
 
 def cubehelix(count: int = 256) -> Tensor:
@@ -101,15 +101,15 @@ def cubehelix(count: int = 256) -> Tensor:
     """
     x = torch.linspace(0, 1, count, dtype=torch.float64)[:, None]
     angle = 2 * math.pi * (0.5 / 3 + 1 - 1.5 * x)
-    turn = torch.tensor([[-0.14861, -0.29227, 1.97294], [1.78277, -0.90649, 0.0]], dtype=torch.float64)
-    colours = x + x * (1 - x) / 2 * (torch.cat([angle.cos(), angle.sin()], 1) @ turn)
+    rotation = torch.tensor([[-0.14861, -0.29227, 1.97294], [1.78277, -0.90649, 0.0]], dtype=torch.float64)
+    colours = x + x * (1 - x) / 2 * (torch.cat([angle.cos(), angle.sin()], 1) @ rotation)
     return colours.clamp(0, 1).float()
 
 
-def _coloured(values: Tensor, colours: Tensor) -> Tensor:
+def _apply_colours(values: Tensor, colours: Tensor) -> Tensor:
     """Picture (3, h, w) of values (h, w) in [0, 1]: colours (k, 3) from the first for 0 to the last for 1; NaN is
     grey."""
-    place = values.nan_to_num(0.0).clamp(0, 1) * (len(colours) - 1)
-    below = place.long().clamp_max(len(colours) - 2)
-    pixels = torch.lerp(colours[below], colours[below + 1], (place - below)[..., None])
+    position = values.nan_to_num(0.0).clamp(0, 1) * (len(colours) - 1)
+    below = position.long().clamp_max(len(colours) - 2)
+    pixels = torch.lerp(colours[below], colours[below + 1], (position - below)[..., None])
     return torch.where(values.isnan()[..., None], 0.5, pixels).permute(2, 0, 1)

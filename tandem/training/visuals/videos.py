@@ -43,14 +43,14 @@ def film_strips(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> Ima
         reconstructions: By the name of the model, of the same shape.
     """
     count = originals.shape[2]
-    shown = torch.linspace(0, count - 1, min(count, _FRAMES), dtype=torch.float64).round().long().tolist()
+    indices = torch.linspace(0, count - 1, min(count, _FRAMES), dtype=torch.float64).round().long().tolist()
     videos = {"original": originals, **reconstructions}
     *_, last = videos
     rows: dict[str, Tensor] = {}
     for clip in range(len(originals)):
-        of_clip = {name: video[clip, :, shown].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
-        of_clip[f"|error| x {_ERROR_FACTOR}"] = (of_clip[last] - of_clip["original"]).abs() * _ERROR_FACTOR
-        rows |= {f"{clip + 1} {name}": frames for name, frames in of_clip.items()}
+        strips = {name: video[clip, :, indices].float().clamp(0, 1).transpose(0, 1) for name, video in videos.items()}
+        strips[f"|error| x {_ERROR_FACTOR}"] = (strips[last] - strips["original"]).abs() * _ERROR_FACTOR
+        rows |= {f"{clip + 1} {name}": frames for name, frames in strips.items()}
     return grid(rows, _STRIP_SIDE)
 
 
@@ -59,9 +59,9 @@ def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np
     the reconstructions beside it; small frames are enlarged. Arguments as for `film_strips`."""
     rows = []
     for clip in range(len(originals)):
-        of_clip = (video[clip].transpose(0, 1) for video in (originals, *reconstructions.values()))
+        clip_videos = (video[clip].transpose(0, 1) for video in (originals, *reconstructions.values()))
         gap = (0, _GAP_PIXELS, 0, _GAP_PIXELS)  # white, on the right and below
-        padded = [F.pad(enlarged(frames, _FILM_SIDE), gap, value=1.0) for frames in of_clip]
+        padded = [F.pad(enlarged(frames, _FILM_SIDE), gap, value=1.0) for frames in clip_videos]
         rows.append(torch.cat([to_pixels(frames) for frames in padded], dim=2))
     return torch.cat(rows, dim=1)[:, :-_GAP_PIXELS, :-_GAP_PIXELS].numpy()
 
@@ -117,19 +117,19 @@ def write_mp4(
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options=options)
         stream.pix_fmt = "yuv444p"
-        samples_per_second, heard = sound or (0, ())
+        samples_per_second, sound_frames = sound or (0, ())
         track: Any = container.add_stream("aac", rate=samples_per_second) if sound else None
-        parts = ((time, part) for time, part in heard if time >= 0)
-        ended: tuple[float, Any] = (math.inf, None)
-        time, part = next(parts, ended)
+        timed_frames = ((time, audio) for time, audio in sound_frames if time >= 0)
+        end: tuple[float, Any] = (math.inf, None)
+        time, audio = next(timed_frames, end)
         for number, frame in enumerate(frames):
             if number == 0:
                 stream.height, stream.width = frame.shape[:2]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
             while time < (number + 1) / rate:
-                part.pts, part.time_base = round(time * samples_per_second), Fraction(1, samples_per_second)
-                container.mux(track.encode(part))
-                time, part = next(parts, ended)
+                audio.pts, audio.time_base = round(time * samples_per_second), Fraction(1, samples_per_second)
+                container.mux(track.encode(audio))
+                time, audio = next(timed_frames, end)
         container.mux(stream.encode())
         if track:
             container.mux(track.encode())

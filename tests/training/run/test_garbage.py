@@ -21,7 +21,7 @@ class Node:
 
 
 def test_garbage_is_collected_after_every_nth_update_and_at_no_other_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "_EVERY", 3)
+    monkeypatch.setattr(garbage, "_INTERVAL", 3)
     passes: list[int] = []
     step = 0
 
