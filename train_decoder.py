@@ -79,11 +79,11 @@ def build_model(
 def other_clip(
     args: argparse.Namespace, source_clip: Mapping[str, str] | None, run_clip: Mapping[str, str] | None, name: str
 ) -> str | None:
-    """A line if the conditions of this run need not be those that a decoder was trained with.
+    """A line if the conditions of this run may differ from those that a decoder was trained with.
 
     Args:
-        theirs: `Clip.origin` of the decoder that `name` calls; None if it does not say any.
-        ours: That of this run; None if the data holds its conditions.
+        source_clip: `Clip.origin` of the decoder `name`; None if it has none.
+        run_clip: That of this run; None if the data holds its conditions.
     """
     if not args.condition_on or source_clip is None or (run_clip and run_clip["sha256"] == source_clip["sha256"]):
         return None
@@ -202,13 +202,13 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
         for batch in feed.validation():
             embedded = embed(batch)
             for number, unet in unets.items():
-                network = backend.autocast()(model.unets[number - 1])  # as an engine: the loss stays outside
+                network = backend.autocast()(model.unets[number - 1])  # as an engine does: the loss stays outside
                 errors.add(number, *unet.validation_errors(network, embedded, len(feed.validated)))
         model.train(was_training)
         return errors.result(backend.sum)
 
     def evaluate_pictures() -> dict[str, float]:
-        """How good the pictures are that the kept weights draw."""
+        """The quality of the pictures that the kept weights draw."""
         quality = GenerationQuality(
             backend.device, inception=inception, lpips=lpips and lpips.distances, cosines=clip.cosines if clip else ()
         )
@@ -229,7 +229,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     if args.n_evaluation_samples:
         run.warn(left_out({"inception": args.fid_weights, "lpips": args.lpips_weights, "clip": args.clip}))
 
-    # Times the bits of one level that was drawn: on average those of the whole bound, as in Nichol and Dhariwal 2021.
+    # A factor of the bits of one sampled level: their mean is then the whole bound, as in Nichol and Dhariwal 2021.
     vb_weight = args.vb_loss_weight * args.timesteps
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 

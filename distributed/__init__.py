@@ -33,8 +33,8 @@ def available() -> dict[str, bool]:
 
 
 def _detect_launch() -> Launch:
-    """The launch of this process, before it is connected. Of a wrong one, that of a single process: `from_args` says
-    what is wrong."""
+    """The launch that the environment describes. A single process if the environment is wrong: `from_args` reports
+    that."""
     try:
         return detect()
     except UserMistake:
@@ -87,8 +87,8 @@ def launch(
     args: argparse.Namespace,
     previous_batch_plan: Callable[[str], Mapping[str, Any]],
 ) -> None:
-    """Connect the processes and call ``train(args, settings, backend)``. What it raises becomes the exit code: a
-    ``UserMistake``, which ends all processes with one line, 2; what `tandem.io.exits` names, its own.
+    """Connect the processes and call ``train(args, settings, backend)``. An error becomes an exit code: 2 for a
+    ``UserMistake``, which ends all processes with one line; for an error of `tandem.io.exits` its own.
 
     Args:
         train: The script's training; settings are all arguments by flag name, a backend's configuration included.
@@ -110,7 +110,7 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
     in ``args`` that the backend's own configuration gives.
 
     Args:
-        args: The result of a parser that ``add_arguments`` has given its flags.
+        args: The result of a parser to which ``add_arguments`` added the flags.
         previous_batch_plan: What ``Backend.describe`` returned when this run was last started, if it is resumed. If
             there are fewer processes now, each accumulates over more steps, so that none holds more samples at a time.
 
@@ -158,8 +158,8 @@ def from_args(args: argparse.Namespace, previous_batch_plan: Mapping[str, Any] |
 
 def launch_inference(run: Callable[[Backend], None], parser: Any, args: argparse.Namespace) -> None:
     """Like `launch`, for a script that trains nothing: connect the processes and call ``run(backend)``. The processes
-    share no batch, and `args` needs no flags of training, but `cpu_threads`, for PyTorch. Sets `args.fresh` to False if
-    the launcher starts a job again."""
+    share no batch. `args` needs no training flags, but `cpu_threads` for PyTorch. Sets `args.fresh` to False if the
+    launcher restarted the job."""
     if unused_flags := sorted(_training_flags() & args.on_command_line):
         parser.error(f"--{unused_flags[0]} is for training, and this script trains nothing: leave it out")
     args.fresh = args.fresh and not _detect_launch().is_restart

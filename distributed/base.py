@@ -61,7 +61,7 @@ class Options:
 
 
 class Backend(ABC):
-    """The processes that train, one of which is this one: what they do together, however they were connected. A context
+    """The processes that train, of which this is one, and what they do together, whatever connects them. A context
     manager: enter to connect, leave to disconnect.
 
     A new backend is a subclass in one new file or folder in ``backends/``. It defines ``name``, ``launch_order``,
@@ -94,9 +94,9 @@ class Backend(ABC):
         self._before_update: list[Callable[[], None]] = []
         self._can_compile = False  # as far as is known
         self.norms_are_logged = True
-        """Whether somebody reads `Update.grad_norm` of the coming update; otherwise engines may leave it out."""
+        """Whether `Update.grad_norm` of the coming update is read; otherwise engines may leave it out."""
         self.total_updates: int | None = None
-        """How many updates the run makes, where somebody has said it before ``wrap``."""
+        """Number of updates of the run, if it is set before ``wrap``."""
         self._own_flags = [getattr(args, name) for name in self.flags_of_training]
         self._launchers = self._launcher_processes()
         self._after_leaving: list[Callable[[], None]] = []
@@ -188,7 +188,7 @@ class Backend(ABC):
             if isinstance(error, ImportError) and self.install_hint:
                 text += f"; install it again with `{self.install_hint}`"
             if not isinstance(error, ValueError | ImportError):
-                # A port that is in use, a machine that did not come: the next start may be luckier.
+                # A port that is in use or a machine that is missing may be temporary: the next start may succeed.
                 say(f"stopped: {text}")
                 raise Failed(text) from error
             if not self.is_root:  # the root prints only its own error, and may not have one
@@ -207,8 +207,7 @@ class Backend(ABC):
             if stop_error is not None and (self.is_root or stop_error.alone):
                 # Print before cleaning up: launchers kill the other processes of a job that has lost one.
                 say(f"stopped: {stop_error}")
-            # After a mistake nobody is waited for: the others may not have met it, and would not come before the time
-            # limit.
+            # Do not wait after a mistake: processes that have not met it would come only after the time limit.
             is_graceful = is_mistake or ((is_done or is_mutual) and self._all_are_done())
         finally:
             self.watchdog.stop(None if is_done or is_mutual else error)
@@ -227,8 +226,8 @@ class Backend(ABC):
             work()
 
     def _all_are_done(self) -> bool:
-        """Wait until no other process needs this one, nor its end would have a launcher cut off another's write. False
-        if one was lost, which this one, done too, only says."""
+        """Wait until all processes are done and have written their files: a launcher may kill the others when one ends.
+        If one was lost, print that and return False, because this one is done."""
         self.watchdog.let_writes_end()
         try:
             self.stop.drain()
@@ -376,9 +375,9 @@ class Backend(ABC):
         self.watchdog.mark(phase)
 
     def working(self, phase: str) -> None:
-        """The main thread begins a ``phase`` in which it cannot call ``mark``, such as a function of the user's, or a
-        write. It may take as long as it likes while it gets on, using the processor now and then; if it hangs, as on a
-        disk that does, the job ends after the timeout."""
+        """The main thread begins a ``phase`` in which it cannot call ``mark``, such as a user's function or a write.
+        The phase may take any time while it uses the processor now and then; if it hangs, as on a broken disk, the job
+        ends after the timeout."""
         self.watchdog.mark(phase, writes=True)
 
     @property

@@ -20,11 +20,11 @@ class Handle(Protocol):
 
 
 class Communicator:
-    """What processes exchange, built on two primitives, which a backend defines. Every process calls them, in the
-    same order and with the same ``name``. Those here are of one process, which is also the handle of its sums.
+    """Collectives, built on two that a backend defines: ``all_reduce_`` and ``all_gather``. Every process calls them in
+    the same order, with the same ``name``. This class serves a single process and is the handle of its sums.
 
-    Objects and numbers are exchanged between the CPUs, through Gloo: through NCCL they would come after all that the
-    device has still to do, and the host would wait for that."""
+    Objects and numbers are exchanged between the CPUs, through Gloo: NCCL would queue them behind the device's other
+        work, and the host would wait for that."""
 
     rank = 0
     world_size = 1
@@ -41,8 +41,8 @@ class Communicator:
         return [tensor]
 
     def sum_scalars(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Sums of a dict of numbers or 0-d tensors over the processes: one sum, in fp64. The host waits for a device
-        where tensors are on it, once."""
+        """Sums of a dict of numbers or 0-d tensors over the processes, in one fp64 sum. If tensors are on a device, the
+        host waits for it once."""
         if not values:
             return {}
         tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
@@ -103,7 +103,7 @@ class Communicator:
         return [rows[:size] for rows, size in zip(self.all_gather(padded), sizes, strict=True)]
 
     def _join_bytes(self, own: Tensor, start: int, total: int) -> Tensor:
-        """uint8 (total,), of which each process gives the bytes from its ``start`` on, and no byte is given twice."""
+        """uint8 (total,): the bytes of all processes, each from its ``start`` on; they must not overlap."""
         words = torch.zeros(math.ceil(total / 8), dtype=torch.int64, device=own.device)  # Horovod adds no uint8
         all_bytes = words.view(torch.uint8)[:total]
         all_bytes[start : start + len(own)] = own

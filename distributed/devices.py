@@ -28,7 +28,7 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
     if gpus_are_shared():
         local_rank %= count
     if count == 1 and (launcher == "srun" or os.environ.get("CUDA_VISIBLE_DEVICES")):
-        local_rank = 0  # where several processes see the same one, `shared_gpu` tells
+        local_rank = 0  # `shared_gpu` finds out whether several processes see the same one
     if local_rank >= count:
         cpu_hint = ", or set CUDA_VISIBLE_DEVICES= to train on the CPU" if accelerator.type == "cuda" else ""
         raise ValueError(
@@ -104,7 +104,7 @@ def use_one_thread() -> None:
 
 def own_threads(gather_objects: Callable[[Any], list[Any]]) -> int:
     """How many CPU threads this process may keep busy: OMP_NUM_THREADS if it is more than 1, else its part of the cores
-    that it shares with other processes. (torchrun sets 1 for every process that is told nothing.) Collective."""
+    that it shares with other processes. (torchrun sets 1 by default.) Collective."""
     if hasattr(os, "sched_getaffinity"):
         cores = os.sched_getaffinity(0)
     else:  # macOS ties no process to cores
@@ -141,7 +141,7 @@ def check_compiler(device: torch.device) -> None:
     try:
         module(torch.zeros(8, device=device))
     except Exception as error:
-        cause = getattr(error, "inner_exception", None)  # of an error whose first line names the backend alone
+        cause = getattr(error, "inner_exception", None)  # the outer error's first line names only a backend
         reason = f"{type(cause).__name__}: {first_line(cause)}" if cause else first_line(error)
         requirements = "a C compiler and Triton" if device.type == "cuda" else "g++"
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Who of a job is alive and gets on: a thread of the root, to which every process keeps a connection.
+"""Finds out which processes are lost or stalled: a thread of the root, to which every process keeps a connection.
 
 The kernel closes the connections of a process that ends, however it ends, and gives up those to a machine that does not
-answer. So a loss is known at once, and nobody who is busy, slow or stopped is taken for lost. Time is counted in ticks
-of the judge: while the whole job is frozen (SIGSTOP, `docker pause`, `scontrol suspend`) its time stands still too.
+answer. So a loss is known at once, and no process is taken for lost that is busy, slow or stopped. Time is counted in
+ticks of the thread: it stands still while the whole job is frozen (SIGSTOP, `docker pause`, `scontrol suspend`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchru
 SILENT_TICKS = 10  # without an answer, for a process that holds up a job which is asked to end
 _LOADING_TICKS = 30  # without a sample, likewise
 _NO_ANSWER_TICKS = 3
-_UNIDENTIFIED_TICKS = 30  # a connection that has not said for so long which process it is
+_UNIDENTIFIED_TICKS = 30  # after which a connection that has not named its rank is dropped
 _LONGEST_LINE = 1 << 16  # bytes
-_MAX_NAMED_RANKS = 8  # ranks in a verdict, which is one line and goes out in one piece: machines may hold hundreds
+_MAX_NAMED_RANKS = 8  # ranks in a verdict, which is one line: a lost machine may have run hundreds
 _ASK_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def watch_link(connection: socket.socket) -> None:
-    """Have the kernel give up a connection to a machine that is gone. It answers for processes that are stopped."""
+    """Have the kernel give up a connection to a machine that is gone. Its kernel answers for stopped processes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     values = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": LINK_SECONDS // 5, "USER_TIMEOUT": 1000 * LINK_SECONDS}
@@ -91,13 +91,12 @@ class Judge:
         state.mark, state.heard_at = mark, self.now
 
     def leave(self, rank: int) -> None:
-        """A rank ends on purpose: it has done its work, or all end together, or another one is the reason."""
+        """A rank ends on purpose: its work is done, or all end together, or another rank has failed."""
         self._ranks[rank].has_left = True
 
     def lose(self, rank: int, error: str = "", update: int = 0) -> None:
-        """A rank has ended, with its own ``error`` or without a word, when the root was at ``update``: the rank was as
-        far, because no update is made without it, though what it said last, up to a tick before, may be of an earlier
-        update."""
+        """A rank has ended, with its own ``error`` or without one, when the root was at ``update``. The rank was as
+        far, because no update is made without it; its last message, up to a tick old, may be of an earlier update."""
         state = self._ranks[rank]
         if not state.has_left and state.lost is None:
             state.lost = error
@@ -105,19 +104,19 @@ class Judge:
                 state.mark = {**state.mark, "update": update, "phase": ""}
 
     def tick(self, is_asked_to_end: bool = False) -> str | None:
-        """The verdict, if there is one now. Those whose connections end within the same tick are lost together."""
+        """The verdict, or None. Ranks whose connections end within the same tick are reported together."""
         self.now += 1
         if any(state.lost is not None for state in self._ranks):
             return self._name_ranks("lost contact with ", lambda state: state.lost is not None)
         if is_asked_to_end and any(map(self._lacks_data, self._ranks)):
             return self._name_ranks(f"asked to end, but for {_LOADING_TICKS} s no data has come to ", self._lacks_data)
-        # Before a job ends by itself nobody may need a rank that is silent, such as while the root saves.
+        # Without a request to end, a silent rank may not be needed now, as while the root saves.
         if is_asked_to_end and any(map(self._is_silent, self._ranks)) and any(map(self._is_waiting, self._ranks)):
             return self._name_ranks("no sign of life from ", self._is_silent)
         return self._find_stalled()
 
     def wait(self) -> str | None:
-        """Which ranks others have waited for in a collective for 10 s: a line, once for each phase of these."""
+        """A line on ranks for which others have waited 10 s in a collective; once for each phase of these ranks."""
         waiting_count = sum(map(self._is_waiting, self._ranks))
         busy = [state for state in self._ranks if not state.has_left and not state.mark.get("collective")]
         phases = {state.mark["phase"] for state in busy}
@@ -251,11 +250,11 @@ class Liveness:
             sock.close()
 
     def _close_in_child(self) -> None:
-        """In a process that was forked, such as a loader's worker: the connections must end with the root."""
+        """Close the copies of a forked process, such as a loader's worker: the connections must end with the root."""
         self._close()
 
     def _poll(self, seconds: float) -> bool:
-        """Hear who speaks now or within so many seconds; False if nobody did."""
+        """Handle the events of the next seconds; False if there were none."""
         events = self._selector.select(seconds)
         for key, _ in events:
             key.data()
@@ -286,11 +285,11 @@ class Liveness:
         self._is_asked_to_end |= any(number in _ASK_TO_END for number in self._wake_receiver.recv(4096))
 
     def _resume_accepting(self) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it listens; it is closed, because all are in
+        with contextlib.suppress(KeyError, ValueError):  # registered already; closed, because all are connected
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _pause_accepting(self) -> None:
-        with contextlib.suppress(KeyError):  # it does not listen
+        with contextlib.suppress(KeyError):  # not registered
             self._selector.unregister(self._listener)
 
     def _accept(self) -> None:
@@ -316,7 +315,7 @@ class Liveness:
         try:
             for line in lines:
                 self._handle_message(member, *json.loads(line))
-        except Exception:  # no process of this job: whatever it sends must not end this thread
+        except Exception:  # not a process of this job: its bytes must not end this thread
             received = b""
         if not received or len(member.text) > _LONGEST_LINE:
             self._drop(member)

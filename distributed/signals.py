@@ -1,7 +1,6 @@
-"""Signals that ask a run to stop: heard by each process, and known to all of them after the same update.
+"""Signals that ask a run to stop: each process receives its own, and all stop after the same update.
 
-A thread hears them too, at once: the main thread may wait in C++, for others that connect or list their data or in a
-collective, and Python runs its handlers there only afterwards.
+A thread receives them too, at once: while the main thread waits in C++, as in a collective, Python runs no handlers.
 
 A scheduler may signal one process, some, or all, at different moments. Each process adds its flag to a sum over the
 processes, so that all stop after the same update: to the last sum of gradients of each update, or, where there is none,
@@ -53,15 +52,14 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class Signals:
-    """From the constructor until ``close`` it hears `SIGNALS`, but for SIGHUP where that is ignored, as under nohup.
+    """Handles `SIGNALS` from the constructor until ``close``, except a SIGHUP that is ignored, as under nohup.
 
-    Until ``begin`` one of them ends this process, because there is nothing to save, unless the watchdog tells of a
-    better reason. Later they stand in ``received``, the root says at once that it was asked, and a second SIGINT ends
-    the process. In processes that are forked meanwhile, such as those of a pool in a user's dataset, they have their
-    default effect.
+    Until ``begin`` a signal ends this process, because there is nothing to save, unless the watchdog knows a better
+    reason. Later it is added to ``received``, the root prints at once that it was asked to stop, and a second SIGINT
+    ends the process. Processes that are forked meanwhile, such as a pool of a user's dataset, get the default handlers.
 
     Args:
-        is_orphan: Whether the launcher is gone, which before ``begin`` is taken for a signal.
+        is_orphan: Whether the launcher is gone, which before ``begin`` counts as a signal.
         is_root: Whether this process speaks for all.
         launcher: That of `Launch`. Each Ctrl-C in the terminal reaches the processes of ``_TERMINAL_LAUNCHERS``.
     """
@@ -70,7 +68,7 @@ class Signals:
         self._is_orphan, self._is_root, self._launcher = is_orphan, is_root, launcher
         #: Those that ask the run to stop.
         self.received: set[int] = set()
-        #: Set as soon as there is one; it hears the signals, too.
+        #: It gets the signals, too; None until it is created.
         self.watchdog: Watchdog | None = None
         self._has_begun = self._is_closed = self._has_announced = self._is_raised = False
         self._announce_lock = threading.Lock()
@@ -92,7 +90,7 @@ class Signals:
         self._has_begun = True
 
     def all_stop(self) -> None:
-        """All processes have agreed to stop, so none is lost: tell it now, before the run says that it has saved."""
+        """All processes have agreed to stop, so none is lost. Print that before the run prints that it has saved."""
         self._announce_once(min(self.received, default=None))
 
     @contextlib.contextmanager
@@ -107,7 +105,7 @@ class Signals:
             self._is_raised = False
 
     def close(self) -> None:
-        """Hear what has come, and no more; signals have the effect that they had before."""
+        """Handle the signals that have come, and restore the earlier handlers."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -115,7 +113,7 @@ class Signals:
         for number, handler in self._previous_handlers.items():
             if handler is not None:  # Python cannot give back a handler that C has set
                 signal.signal(number, handler)
-        os.write(self._write_fd, _WAKE_UP)  # closing it would not do: forked processes may hold it
+        os.write(self._write_fd, _WAKE_UP)  # closing it would not wake the thread: forked processes may hold it open
         self._thread.join()
         os.close(self._read_fd)
         os.close(self._write_fd)
@@ -243,7 +241,7 @@ class StopRequest:
         return self._is_asked or self.is_asked_here
 
     def arrive(self, total: torch.Tensor) -> None:
-        """What the sum of gradients has made of the flags. On a GPU the host reads it later, without a wait."""
+        """Take the sum of the flags from the gradients' sum. On a GPU the host reads it later, without a wait."""
         if not has_pinned_memory(total.device):
             self._has_request_arrived |= bool(total)
             return

@@ -1,4 +1,4 @@
-"""The communicator over torch.distributed: NCCL on GPUs, Gloo on CPUs. The ddp and deepspeed backends use it."""
+"""The communicator over torch.distributed: NCCL on GPUs, Gloo on CPUs. The backends ddp, fsdp and deepspeed use it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .launchers import DEFAULT_MASTER_PORT, Launch
 GRACE_SECONDS = 60
 _WITHOUT_LIMIT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
-TOLD_SECONDS, _MAX_NAMED_RANKS = 10.0, 8  # of a wait, until it is told; ranks that are named
+TOLD_SECONDS, _MAX_NAMED_RANKS = 10.0, 8  # seconds until a wait is reported; ranks in that line
 TRY_SECONDS, _PATIENCE_WITH_TORCHRUN = 1.0, 10  # tries
 _REST_SECONDS, _QUIET_LOOKS, LONGEST_REST_SECONDS = 0.005, 3, 2.0
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -52,7 +52,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
     os.environ.update(RANK=str(launch.rank), LOCAL_RANK=str(launch.local_rank), WORLD_SIZE=str(launch.world_size))
     options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes, seconds=GRACE_SECONDS)}
     through_nccl = device.type != "cpu" and not gpus_are_shared()
-    if through_nccl and launch.world_size > 1:  # alone, the groups that DeepSpeed makes fail (DeepSpeed#8248)
+    if through_nccl and launch.world_size > 1:  # with one process, DeepSpeed's groups fail (DeepSpeed#8248)
         options["device_id"] = device
     is_restart = launch.is_restart
     if launch.world_size == 1 and "MASTER_PORT" not in os.environ:
@@ -114,7 +114,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
     answers each with its token and a digest of the list of all tokens, again and again until every process has returned
     the same digest with its own token: then none of them is of an earlier start. The bytes that a process sends and
     receives do not grow with the number of processes. Raises RuntimeError after the timeout, in one line that names a
-    process that did not come. After 10 s the root says who has not come, or each machine that the root has not.
+    process that did not come. After 10 s the root prints which ranks are missing, or each machine that the root is.
     """
     own_token, ranks = uuid.uuid4().hex[:12], range(launch.world_size)
     keys, entries = [f"token/{rank}" for rank in ranks], []
@@ -280,7 +280,7 @@ def _wait_for_threads() -> None:
     down aborts the process (https://github.com/pytorch/pytorch/issues/190489)."""
     own_thread, deadline, quiet_looks = str(threading.get_native_id()), time.monotonic() + LONGEST_REST_SECONDS, 0
     while quiet_looks < _QUIET_LOOKS and time.monotonic() < deadline:
-        time.sleep(_REST_SECONDS)  # who waits for the lock gets it
+        time.sleep(_REST_SECONDS)  # releases the interpreter's lock
         try:
             others = [thread for thread in os.listdir(_THREADS) if thread != own_thread]
         except OSError:  # not Linux

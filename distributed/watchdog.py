@@ -1,7 +1,7 @@
 """Ends a job soon when a process is lost or stalls, and names its rank, update and activity.
 
-The main thread says what it begins (``mark``). A thread passes that on to the root (``liveness.py``), which decides who
-is lost or holds up the others, and tells everybody. It is this alone that ends a job: collectives wait without a limit.
+The main thread records each phase that it begins (``mark``). A thread sends that to the root (``liveness.py``), which
+decides which rank is lost or holds up the others, and tells all. Only this ends a job: collectives have no limit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Watchdog:
         self._liveness: Liveness | None = None
         self._condition, self._send_lock, self._report_lock = threading.Condition(), threading.Lock(), threading.Lock()
         self._verdict, self._has_reported = "", False
-        self._meetings_entered = self._meetings_held = 0  # that this process has come to, and at which all were
+        self._meetings_entered = self._meetings_held = 0  # by this process, and by all
         self._time_used: int | None = 0
         self._work_count = 0
         if self._world_size > 1:
@@ -83,8 +83,8 @@ class Watchdog:
         gathers: bool = False, writes: bool = False,
     ) -> None:  # fmt: skip
         """The main thread begins ``phase``; ``collective``: whether it may wait for other processes in this phase.
-        With ``gathers`` it may too, but hardly does, so the time counts as computing. With ``writes`` it gets on as
-        long as it uses the processor now and then, which it does not while a disk hangs."""
+        With ``gathers`` it may wait too, but rarely, so the time counts as computing. With ``writes`` it makes progress
+        while it uses the processor now and then, which it does not while a disk hangs."""
         now = time.monotonic()
         if self._wait_kind:
             self.waited[self._wait_kind] += now - self._phase_start
@@ -149,7 +149,7 @@ class Watchdog:
                     text = f"rank {self._rank}: {self._verdict} ({_shorten_error(error)})"
                     stop_error = TrainingStopped(text, alone=True)
         if stop_error is not None and not self._has_reported:
-            self._report_lock.acquire()  # for good: the other thread says nothing more, or is ending this process
+            self._report_lock.acquire()  # never released: the other thread prints nothing, or ends this process
             self._has_reported = True
         return stop_error
 
@@ -194,7 +194,7 @@ class Watchdog:
                 connection.sendall(to_line("here", token, self._rank) + self.beat())
             except OSError as error:
                 problem = f"rank {self._rank} cannot reach rank 0 at {host}, port {port}: {first_line(error)}"
-        # Nobody may go on without one of them: a collective would wait for it without an end.
+        # If one process has failed, none may go on: a collective would wait for it forever.
         problems = [text for text in comm.gather_objects(problem) if text]
         if connection is None or problems:
             if connection is not None:
@@ -256,8 +256,8 @@ class Watchdog:
         return f"at update {self._heartbeat.update}"
 
     def _end_job(self, verdict: str, patience_ticks: int = 0) -> None:
-        """The job ends. Let the main thread say so, which it does if it waits in a meeting or its collective fails;
-        else end this process: it may hang inside a collective."""
+        """The job ends. The main thread prints that if it waits in a meeting or its collective fails; otherwise end
+        this process, which may hang inside a collective."""
         if any(self._leaving.wait(TICK_SECONDS) for _ in range(patience_ticks)):
             return
         with self._condition:
@@ -282,8 +282,8 @@ class Watchdog:
                 ticks, idle_ticks, before = (ticks + 1, 0 if _has_worked(before, now) else idle_ticks + 1, now)
 
     def leave_alone(self) -> NoReturn:
-        """End this process, which has told why, within a time: it waits for its own writes, and for no other process,
-        as the interpreter's own exit would do through Horovod or NCCL."""
+        """End this process, which has printed why. It waits for its own writes, but for no other process, as the
+        interpreter's exit would through Horovod or NCCL."""
         self.let_writes_end()
         leave(FAILED, at_once=True)
 
@@ -297,7 +297,7 @@ def _machine_id() -> str:
 
 
 def _has_worked(previous: int | None, current: int | None) -> bool:
-    """Whether a thread has used the processor since; taken for granted where the system does not say."""
+    """Whether a thread has used the processor since; True where the system does not say."""
     return current is None or current != previous
 
 

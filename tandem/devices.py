@@ -1,4 +1,4 @@
-"""What models and training ask of an accelerator."""
+"""What differs between accelerators: fp64, pinned memory and time."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def on_host(results: Iterable[tuple[Note, Tensor]]) -> Iterator[tuple[Note, Tensor]]:
-    """Tensors of a device as tensors of the host, in their order, each with what is noted of it. The host waits for a
-    copy to pinned memory only when the next tensor is under way, so that the device always has something to do."""
+    """Tensors of a device as tensors of the host, in their order, each with its note. The host waits for a copy to
+    pinned memory only when the next tensor is under way, so that the device always has something to do."""
     pending: tuple[Note, Tensor, torch.Event] | None = None
     for note, tensor in results:
         if not has_pinned_memory(tensor.device):
@@ -91,8 +91,8 @@ def _finish_copy(note: Note, copy: Tensor, event: torch.Event) -> tuple[Note, Te
 
 
 def moment(device: torch.device) -> torch.Event | float:
-    """When a device has done what it was told so far, for `seconds_between`. An accelerator notes it without a wait of
-    the host; for one without pinned memory the host waits."""
+    """The time at which a device has done its work so far, for `seconds_between`. An accelerator records it without a
+    wait of the host; for one without pinned memory the host waits."""
     if has_pinned_memory(device):
         event = torch.Event(device, enable_timing=True)
         event.record()
@@ -103,7 +103,7 @@ def moment(device: torch.device) -> torch.Event | float:
 
 
 def seconds_between(first: Any, last: Any) -> float:
-    """Seconds between two of a device's `moment`s, the last of which it has come to."""
+    """Seconds between two of a device's `moment`s, the last of which has passed."""
     return first.elapsed_time(last) / 1000 if isinstance(first, torch.Event) else last - first
 
 

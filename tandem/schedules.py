@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 
 
 def warmup_of(requested: int, total_steps: int) -> int:
-    """Updates of warm-up: as many as are asked for, at most half of the run, so that a short one gets to its rate."""
+    """Updates of warm-up: the requested number, but at most half of the run, so that a short run reaches its rate."""
     return min(requested, total_steps // 2)
 
 
-#: What --lr_schedule may be: the share of the highest rate that is left when this part of the run after the warm-up is
-#: done.
+#: The choices of --lr_schedule: the part of the run after the warm-up that is done -> the share of the highest rate.
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "cosine": lambda done: 0.5 + 0.5 * math.cos(math.pi * done),

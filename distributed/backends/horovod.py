@@ -60,7 +60,7 @@ class HorovodBackend(Backend):
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(60 * self.options.timeout_minutes) + 60))
         import torch
 
-        if torch.accelerator.is_available():  # else a wait for a sum is one of the host, not of the device
+        if torch.accelerator.is_available():  # else the host waits for each sum, instead of the device
             os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         import horovod.torch as hvd
 

@@ -71,16 +71,16 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """L2 norm over all tensors, 0-d, fp64 if the device has that: in fp32 the fifth digit would depend on the order of
     summation."""
     flat = [gradient.flatten() for gradient in gradients]
-    # In pieces that fit into a CPU's cache, because there PyTorch first makes an fp64 copy of each. A device makes
-    # none, and a piece is one more tensor that the host has to name.
+    # On a CPU in pieces that fit into its cache, because PyTorch first makes an fp64 copy of each piece. A device makes
+    # no copy, and more tensors would cost the host time.
     pieces = [piece for grad in flat for piece in (grad.split(_PIECE_SIZE) if grad.device.type == "cpu" else [grad])]
     dtype = widest(gradients[0].device)
     return torch.stack(torch._foreach_norm(pieces, dtype=dtype)).square().sum().sqrt()
 
 
 def all_finite(gradients: list[Tensor]) -> Tensor:
-    """Whether no number in all tensors is infinite or NaN, 0-d bool. In half the time of the norm, which is not finite
-    in the same cases: that of finite fp32 numbers does not overflow in fp64."""
+    """Whether all numbers are finite, 0-d bool. Takes half the time of the norm, which is finite in the same cases:
+    squares of finite fp32 numbers do not overflow fp64."""
     return torch.isfinite(torch.stack([extreme for gradient in gradients for extreme in torch.aminmax(gradient)])).all()
 
 
@@ -90,7 +90,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class LossScaler:
-    """Keeps small fp16 gradients above zero: the loss of a backward call x scale, gradients / scale.
+    """Keeps small fp16 gradients above zero: multiplies losses by a scale and divides the gradients by it.
 
     The scale halves after a non-finite update and doubles after ``GROWTH_INTERVAL`` finite ones (Micikevicius et
     al. 2018, section 3.2). It stays on the device, so that the host need not wait. With ``enabled=False`` the scale is
@@ -136,7 +136,7 @@ class SkipGuard:
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.total = torch.zeros((), dtype=torch.int64, device=device)
         self._pending_count: tuple[Tensor, Any] | None = None  # a copy to the host that is under way, and its event
-        self._suspects: list[tuple[str, Tensor]] = []  # what may have been wrong, and numbers that tell; on the device
+        self._suspects: list[tuple[str, Tensor]] = []  # a text, and numbers that may be non-finite; on the device
         self._hooks: list[Any] = []
         if limit <= 1:
             self._add_hooks()
@@ -168,9 +168,8 @@ class SkipGuard:
         self._suspects = []
 
     def _read_count(self) -> int:
-        if (
-            not has_pinned_memory(self._device) or self._hooks
-        ):  # after a skipped update the exact count matters more than speed
+        # After a skipped update the exact count matters more than speed.
+        if self._hooks or not has_pinned_memory(self._device):
             return int(self._in_a_row)
         count = 0
         if self._pending_count is not None:
@@ -202,8 +201,8 @@ class SkipGuard:
             self._suspects.append((f"the gradient of {name} holds", torch.stack(torch.aminmax(grad.detach()))))
 
     def _first_problem(self) -> str | None:
-        """What was wrong here first: the loss, or the first gradient in backward order, which is nearest to the cause.
-        The host waits for the device, and therefore asks only where the run ends."""
+        """The first non-finite value on this process: the loss, or the first gradient in backward order, which is
+        nearest to the cause. The host waits for the device, so this is called only where the run ends."""
         for text, numbers in self._suspects:
             if not bool(torch.isfinite(numbers).all()):
                 kind = "nan" if bool(torch.isnan(numbers).any()) else "inf"

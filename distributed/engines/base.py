@@ -91,7 +91,7 @@ class Engine(ABC):
         return output
 
     def _graph_parameters(self) -> Iterable[tuple[str, Any]]:
-        """By name, the parameters at which gradients arrive, to look at them after an update that was not finite."""
+        """The parameters that receive gradients, by name: they are inspected after a non-finite update."""
         return self.module.named_parameters()
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,8 +99,8 @@ class Engine(ABC):
         return self.module.forward(*args, **kwargs)
 
     def micro_batches(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """This process's batch in ``grad_accum_steps`` equal parts. The loop body runs
-        forward and backward on each; backward divides the loss by their number.
+        """This process's batch in ``grad_accum_steps`` equal parts. The loop body runs forward and backward on each;
+        backward divides the loss by their number.
 
         Raises:
             ValueError: a value's first dimension is not the local batch size.
@@ -288,7 +288,7 @@ class Engine(ABC):
         """Put ``weights``, ``optimizer`` and ``scaler`` in place, as far as this process holds them: no collectives."""
 
     def _share_weights(self) -> None:
-        """After ``_write_state`` on all processes: what a process computes with and others hold. Collective."""
+        """After ``_write_state`` on all processes, fetch weights that this one needs and others hold. Collective."""
         return
 
 
@@ -298,4 +298,4 @@ def _copy_without_weights(model: nn.Module) -> nn.Module:
         id(parameter): nn.Parameter(parameter.detach().new_empty(0), parameter.requires_grad)
         for parameter in model.parameters()
     }
-    return copy.deepcopy(model, empty)  # deepcopy takes what it finds there for the copy of the parameter
+    return copy.deepcopy(model, empty)  # deepcopy's memo: these are taken as the parameters' copies

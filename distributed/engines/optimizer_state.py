@@ -74,7 +74,7 @@ def live_weights(module: nn.Module) -> dict[str, Any]:
 
 
 def owned(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a state: live tensors, and functions that fetch tensors, become CPU tensors only it holds."""
+    """A copy of a state in which live tensors, and functions that fetch tensors, are CPU tensors of its own."""
     copies: dict[str, Any] = {}
     for key, value in state.items():
         leaf = value() if callable(value) else value

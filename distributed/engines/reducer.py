@@ -55,8 +55,7 @@ class _Bucket:
         self.is_filled = True
 
     def empty(self) -> None:
-        """Forget the gradients: the first one that comes to a parameter is taken as it is, where zeros would have to be
-        written, read and added to."""
+        """Drop the gradients: autograd then stores a parameter's first gradient instead of adding it to zeros."""
         for parameter in self.parameters:
             parameter.grad = None
         self.is_filled = False
@@ -64,14 +63,14 @@ class _Bucket:
 
 @dataclass
 class GradientReducer:
-    """Where all gradients of a bucket have come, they are moved into it; from then on until the end of the update
+    """When all gradients of a bucket have been computed, they move into it; from then on until the end of the update
     ``parameter.grad`` is a view into the bucket.
 
     Any number of backward passes may run per update. After ``before_backward(is_last=True)`` each bucket is sent as
     soon as the coming pass has filled it; the gradients of a further pass are still added correctly.
 
     Args:
-        micro_batches: Of an update.
+        micro_batches: Their number per update.
         passenger: The request to stop, whose flag is summed with the last bucket and needs no collective of its own.
         sent_as: Precision in which the processes exchange gradients; None: their own.
     """

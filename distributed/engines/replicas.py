@@ -35,8 +35,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     full_rows = bits[: bits.numel() // _ROW_LENGTH * _ROW_LENGTH].view(-1, _ROW_LENGTH)
     last_row = F.pad(bits[full_rows.numel() :], (0, _ROW_LENGTH - bits.numel() % _ROW_LENGTH))
     # Sums over rows and over columns, each weighted by its index: few numbers, exact modulo 2^64, two passes. A
-    # number's weight is (2 row + 1) + 2^22 (2 column + 1): another one for each of 2^31 places. Weights are odd, and no
-    # difference of two is a multiple of 2^33, so that no difference of two numbers of 32 bits times it is one of 2^64.
+    # number's weight is (2 row + 1) + 2^22 (2 column + 1), a different one for each of 2^31 places. No difference of
+    # two weights is a multiple of 2^33, so its product with a difference of two 32-bit numbers is no multiple of 2^64.
     rows = torch.cat([full_rows.sum(1, dtype=torch.int64), last_row.sum(dtype=torch.int64)[None]])
     columns = full_rows.sum(0, dtype=torch.int64) + last_row
     return _weighted_sum(rows) + 2 * _MAX_ROWS * _weighted_sum(columns)

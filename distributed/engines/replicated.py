@@ -46,8 +46,8 @@ class ReplicatedEngine(Engine):
         self._reducer.backward(loss, gradient, self._micro_batch, retain_graph)
 
     def _loss_scale(self) -> Tensor:
-        """The factor of the gradients. In fp16 it takes back that each backward has a share of 1 / (accumulation x
-        processes): with many processes the gradients would fall below what fp16 can hold."""
+        """The factor of the gradients. In fp16 it undoes each backward's weight of 1 / (accumulation x processes), with
+        which the gradients of many processes would underflow."""
         parts = self._plan.grad_accum_steps * self._plan.world_size if self._scaler.enabled else 1
         return self._scaler.scale * parts
 
@@ -77,8 +77,8 @@ class ReplicatedEngine(Engine):
         return norm.float(), finite
 
     def _reduce_gradients(self) -> tuple[list[Tensor], Tensor | None]:
-        """Finish the sums over the processes. Returns the gradients that this process steps with, and the norm of those
-        of the whole model, 0-d fp64; None: these gradients are all that there are, and nobody needs their norm."""
+        """Finish the sums over the processes. Returns the gradients that this process steps with, and the norm of the
+        whole model's gradients, 0-d fp64; None if the process has all gradients and nobody needs their norm."""
         self._reducer.finish()
         gradients = self._reducer.gradients
         needs_norm = self._max_grad_norm > 0 or self._backend.norms_are_logged
@@ -110,4 +110,4 @@ def cut_graph(model: nn.Module) -> None:
 
 
 def _end_graph(module: nn.Module, inputs: Any) -> None:
-    """A graph ends where the compiler may not look."""
+    """Does nothing: a graph ends at a function that must not be compiled."""

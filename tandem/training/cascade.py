@@ -34,11 +34,11 @@ class Cascade:
             unets = {index: stack.enter_context(engine.gathered()) for index, engine in self._engines.items()}
             yield self._replace_unets(unets)
 
-    # As an engine's; the names begin with that of the Unet, as "unets.1.to_out.weight".
+    # The methods of an engine. Names begin with that of the Unet, as "unets.1.to_out.weight".
 
     @property
     def parts(self) -> list[str]:
-        """Beginnings of the names of the weights that each engine updates, in their order."""
+        """Prefixes of the names of the weights that each engine updates, in the engines' order."""
         return [f"unets.{index}." for index in self._engines]
 
     @property
@@ -50,7 +50,7 @@ class Cascade:
         return copy.deepcopy(self._replace_unets(unets)).float().requires_grad_(False)
 
     def _replace_unets(self, unets: Mapping[int, Any]) -> Decoder:
-        """The decoder with these in the place of the Unets that are trained."""
+        """The decoder with these in the place of its trained Unets."""
         return self._decoder.with_unets([unets.get(index, unet) for index, unet in enumerate(self._decoder.unets)])
 
     def held_weights(self) -> dict[str, Tensor]:

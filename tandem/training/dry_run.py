@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from .run import Run
 
 _PREFIX = ".dry-run-"
-_LOCK = ".dry_run"  # in the folder of a dry run, and of no other run
+_LOCK = ".dry_run"  # only in the folder of a dry run
 _UPDATES = 3  # of which the first one may compile, choose kernels and start loaders
 
 
 def folder_beside(output_dir: str, processes: Backend) -> str:
-    """A new folder beside a run folder. The root deletes it when its process ends, if not before, with the folders
-    above that it made for it; and what dry runs that were killed on its machine left there.
+    """A new folder beside a run folder. The root deletes it when its process ends, at the latest, with the parents that
+    it created, and also the folders of dry runs that were killed on its machine.
 
     Raises:
         UserMistake: one line, if it cannot be made.
@@ -62,7 +62,7 @@ def _is_left_behind(folder: Path) -> bool:
 
 
 def _delete(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
-    """Delete a folder, and those of the folders above it that are empty then; `lock` is held until now."""
+    """Delete a folder and its empty parents, then release `lock`."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         for parent in parents:
@@ -73,8 +73,8 @@ def _delete(folder: Path, parents: Sequence[Path], lock: BinaryIO) -> None:
 def rehearse(
     run: Run, actions: Sequence[Action], batch: Any, kind: Callable[[int, Any], Hashable]
 ) -> Iterator[tuple[int, Any]]:
-    """Yields updates as `tandem.training.loop.updates`, then does each of `actions` once, those first that measure, and
-    prints what each takes and what the run would take with these flags."""
+    """Yields updates as `tandem.training.loop.updates`, then does each of `actions` once, measurements first, and
+    prints the time of each and of the whole run with these flags."""
     seconds: list[float] = []
     kinds: list[Hashable] = []
     total, device = run.progress.total_steps, run.processes.device
@@ -123,8 +123,7 @@ def rehearse(
 
 
 def _utilization(run: Run, kind: Hashable, seconds: float) -> str | None:
-    """What an update computes, and which share that is of what the devices could; None if it was not counted.
-    Collective."""
+    """The operations of an update and their share of what the devices could do; None if not counted. Collective."""
     processes = run.processes
     device, precision = processes.device, processes.options.precision
     flops = processes.sum({"flops": run.operations.of(kind)})["flops"]

@@ -26,8 +26,8 @@ _TENSORS_AT_ONCE = 32  # moved by the same launches on a GPU; their differences 
 
 
 class AveragedModel:
-    """An average of the weights in fp32, of which each process holds as much as of the weights themselves: where these
-    are sharded a part of each, so that an update of the average sends nothing and takes no memory for whole weights.
+    """An fp32 average of the weights, spread over the processes like the weights themselves: if they are sharded, an
+    update of the average sends nothing and takes no memory for whole weights.
 
     Args:
         weights: Those to average, of an engine or a cascade of engines. The average starts from a copy of them.
@@ -54,8 +54,8 @@ class AveragedModel:
 
     @torch.no_grad()
     def move_towards(self, local_weights: Mapping[str, Tensor], share: Tensor, part: str = "") -> None:
-        """Move a share of the way, 0-d, to the weights whose names begin with `part`, of which `local_weights` is what
-        this process holds; copy the buffers."""
+        """Move the averages of weights whose names begin with `part` by a `share` (0-d) of the way to `local_weights`,
+        which are this process's weights; copy the buffers."""
         share, names = share.float().to(self.device), [name for name in self._local if name.startswith(part)]
         for start in range(0, len(names), _TENSORS_AT_ONCE):
             averages = [self._local[name] for name in names[start : start + _TENSORS_AT_ONCE]]
@@ -71,8 +71,8 @@ class AveragedModel:
                 buffer.copy_(local_weights[name])
 
     def state(self) -> dict[str, Any]:
-        """Averages and buffers by name. A weight that is spread over the processes is a function that returns it whole;
-        all processes call these functions in the same order."""
+        """Averages and buffers by name. A sharded weight is a function that returns it whole; all processes call these
+        functions in the same order."""
         unshard, is_sharded = self._weights.whole_weight, self._weights.is_sharded
         averages = {name: partial(unshard, name, local) if is_sharded else local for name, local in self._local.items()}
         return {name: averages.get(name, tensor) for name, tensor in self.module.state_dict().items()}
@@ -105,7 +105,7 @@ class Average:
     Args:
         weights: Those to average, of an engine or a cascade of engines.
         shares: Of each average, how far update n = 1, 2, ... (float64, 0-d) moves it towards the weights.
-        parts: Beginnings of the names of weights that are updated together, each with a count of its own.
+        parts: Prefixes of the names of weights that are updated together, each with a count of its own.
     """
 
     def __init__(
@@ -114,14 +114,13 @@ class Average:
         self._weights, self._shares = weights, shares
         self._averages = {name: AveragedModel(weights) for name in shares}
         device = next((fp64_device(average.device) for average in self._averages.values()), None)
-        # Updates that the averages hold: on the device, if it has fp64, where it is known which ones are skipped, so
-        # that the host does not wait.
+        # Numbers of averaged updates: on the device, if it has fp64, because the flags of skipped updates are there and
+        # the host need not wait for them.
         self._updates = {part: torch.zeros((), dtype=torch.float64, device=device) for part in parts}
 
     def update(self, *skipped: Tensor) -> None:
-        """Add the weights after one update, but not those of a part whose flag (0-d bool, as that of an engine's
-        `Update`) says that it was skipped: they have not changed, and it does not count. Without flags none was.
-        Collective."""
+        """Add the weights after an update, except those of a part whose flag (0-d bool, as in an engine's `Update`) is
+        set: its update was skipped and does not count. Without flags none was skipped. Collective."""
         if not self._averages:
             return
         local_weights = self._weights.held_weights()
@@ -163,7 +162,7 @@ class Average:
         for name, average in self._averages.items():
             average.restore(weights[name])
         counts = state.get("updates", 0)
-        for part, updates in self._updates.items():  # one count for all parts: of an earlier version
+        for part, updates in self._updates.items():  # an earlier version saved one count for all
             updates.fill_(counts[part] if isinstance(counts, Mapping) else counts)
 
 
@@ -209,7 +208,7 @@ def kept_weights(engine: Engine | Cascade, average: Average) -> AbstractContextM
 
 
 def kept_metric(average: Average, name: str) -> str:
-    """What a metric of a validation of that model is called: "valid/ema/psnr", or "valid/psnr" without an average."""
+    """The name of that model's validation metric: "valid/ema/psnr", or "valid/psnr" without an average."""
     return "/".join(["valid", *list(average.averages())[:1], name])
 
 

@@ -6,16 +6,16 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Updates between two collections. What these leave to one, and how long that takes, is in docs/devices.md.
+# Updates between two collections; docs/devices.md has what a collection finds and how long it takes.
 _INTERVAL = 100
 
 
 @contextmanager
 def collected_together() -> Iterator[Callable[[int], None]]:
-    """Context in which Python looks for garbage after the same updates on all processes: when the function that it
-    gives is called with the number of completed updates. By itself, each process would choose an update of its own, for
-    which all others wait: a full collection takes 0.26 s, most of it for what was imported. That is set aside after the
-    first update."""
+    """Context in which Python collects garbage after the same updates on all processes: the context gives a function to
+    be called with the number of completed updates. Otherwise each process would collect after another update, and all
+    others would wait: a full collection takes 0.26 s, most of it for imported objects, which are frozen after the first
+    update."""
     was_enabled, is_first = gc.isenabled(), True
 
     def collect(step: int) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tandem.models import Decoder
     from tandem.models.features.clip import Clip
 
-# Pictures that are drawn at once. Kernels may round differently for another number, so it never depends on that of the
-# processes. Few pictures are shown, and no process should draw all of them.
+# Pictures that are drawn at once. Kernels may round differently for another number, so it does not depend on the number
+# of processes. Fewer for the few pictures that are shown, so that no process draws all of them.
 CHUNK, CHUNK_SHOWN = 16, 4
 
 Batch = Mapping[str, Any]
@@ -66,8 +66,8 @@ class Generation:
 
     @torch.no_grad()
     def judge(self, decoder: Decoder, count: int, quality: GenerationQuality, clip: Clip | None) -> dict[str, float]:
-        """Draw one picture for each of `count` samples of the validation split, which is begun again if it holds fewer;
-        return their quality beside the real ones, which takes what clip compares too. Collective."""
+        """Draw a picture for each of `count` samples of the validation split, which is repeated if it holds fewer;
+        return their quality beside the real images, with the cosines of `clip`. Collective."""
 
         def add(numbers: range) -> None:
             batch = self._feed.validation_samples(numbers)
@@ -140,7 +140,7 @@ class Generation:
 
 
 def sampling_example(args: argparse.Namespace) -> list[str]:
-    """Flags of sample.py with which the model that is being trained can draw, but for --model."""
+    """Flags of sample.py, besides --model, with which the trained model can draw."""
     if not args.condition_on:
         flags = ["--count", "4"]
     elif args.clip:

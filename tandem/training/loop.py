@@ -34,8 +34,8 @@ class Action:
         every: The number n of updates; 0: only at the end.
         do: May return values for the line of metrics.
         is_asked: Whether it happens after this update in any case.
-        measures: The line of metrics waits for it, which may take long: a checkpoint of the same update, which stands
-            before it in the list, says that it is still to be made.
+        measures: The line of metrics waits for this action, which may take long: a checkpoint of the same update, which
+            comes before it in the list, records that it is still to be done.
     """
 
     name: str
@@ -101,13 +101,13 @@ def updates(
     kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
 ) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
-    order: count the update, exit if the run is asked to stop, and do what is due of `actions`. The line of metrics is
-    written before them, or after those that measure; before a validation or a picture, and within one, a request to
-    stop is answered at once, and the next start makes it. What is `also` to be done needs the validation split, and is
-    left out without one. After the last update the models are written. Yields nothing if the run is complete.
+    order: count the update, exit if the run is asked to stop, and do the `actions` that are due. The line of metrics is
+    written before them, or after those that measure. Before and within a validation or a picture, a request to stop is
+    answered at once; the next start then makes it. The actions of `also` need the validation split, and are left out
+    without one. After the last update the models are written. Yields nothing if the run is complete.
 
-    `kind` says of (number of an update, its batch) what decides, beside the shapes of the batch, how many operations it
-    has: updates of one kind have as many.
+    `kind` is (number of an update, its batch) -> what determines, besides the shapes of the batch, how many operations
+    the update has.
 
     Raises:
         AskedToStop: after a stop request, for which the run is saved.
@@ -130,7 +130,7 @@ def _updates(
     also: Sequence[Action],
     kind: Callable[[int, Any], Hashable],
 ) -> Iterator[tuple[int, Any]]:
-    """`updates` without the search for garbage."""
+    """`updates` without the collection of garbage."""
     run.tell("start", evaluations)
     for evaluation in evaluations:
         if evaluation.best:
@@ -212,8 +212,8 @@ def _due(run: Run, all_actions: Sequence[Action]) -> list[Action]:
 
 
 def _run_actions(run: Run, evaluations: Sequence[Evaluation], due_actions: Sequence[Action]) -> None:
-    """Do what is due after the newest update, and write the line that waits for it: where there is the line, nothing is
-    left to do."""
+    """Do what is due after the newest update, then write the line that waits for it: a written line means that all is
+    done."""
     line = dict(run.progress.unfinished_line or {})
     for action in due_actions:
         line |= action.do() or {}
@@ -246,7 +246,7 @@ def _draw(run: Run, evaluations: Sequence[Evaluation], samples: Any) -> None:
 def _validate_all(run: Run, evaluations: Sequence[Evaluation]) -> dict[str, float]:
     with run.clock.validating() as share:
         values = {name: value for evaluation in evaluations for name, value in _validate(run, evaluation).items()}
-    if not run.progress.finished:  # nobody can change the run any more, whose last validation may be of more samples
+    if not run.progress.finished:  # at the end, advice comes too late, and a validation may have more samples
         run.tell_of_validations(share())
     return values
 

@@ -17,9 +17,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019), or Lion (Chen et al. 2023; the package lion-pytorch).
 
-    Weights with two or more dimensions above 1 decay, but for scales, biases and what stands in the place of a missing
-    condition (their names are gamma, bias, or begin with null_), of which several may lie in one tensor. With one
-    dimension above 1, as in (1, d, 1, 1), or none, nothing decays. Frozen weights have no state.
+    Weights with two or more dimensions above 1 decay, except scales, biases and embeddings of a missing condition
+    (named gamma, bias or null_...), of which several may lie in one tensor. With one dimension above 1, as in (1, d, 1,
+    1), or none, nothing decays. Frozen weights have no state.
 
     Raises:
         ValueError: one line, if the package is missing.
@@ -45,7 +45,7 @@ def make_optimizer(
         update_unless(skips, update, weight, gradient, moment, *settings)
 
     optimizer.update_fn = update_scaled
-    # As the fused AdamW, it takes from the engine what divides the gradients and whether the update is skipped.
+    # Like the fused AdamW, it takes the divisor of the gradients and the skip flag from the engine.
     optimizer._step_supports_amp_scaling = True
     lion_optimizer: torch.optim.Optimizer = optimizer
     return lion_optimizer

@@ -1,4 +1,4 @@
-"""Profiles of averages of weights that are powers of time, and how one of another length is made of stored ones.
+"""Profiles of averages of weights that are powers of time, and how to make one of another length from stored ones.
 
 Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", sections 3.1 and 3.2.
 """
@@ -61,18 +61,18 @@ def inner_products(first: Sequence[Profile], second: Sequence[Profile]) -> Tenso
 
 
 def coefficients(stored: Sequence[Profile], target: Profile) -> tuple[Tensor, float]:
-    """How to add stored averages up to one with the wanted profile.
+    """The coefficients with which stored averages add up to one with the target profile.
 
     Least squares of the difference of the profiles over time (Karras et al. 2024, algorithm 3), among the coefficients
     whose sum is 1: a sum of averages is an average of the weights only then.
 
     Returns:
-        float64 coefficients (n,), exactly 0 for averages that are not needed, and the norm of what is left of the
-        profile as a fraction of its norm: 0 if the stored ones make it exactly.
+        float64 coefficients (n,), exactly 0 for averages that are not needed, and the norm of the residual as a
+        fraction of the target's norm: 0 if the sum has exactly that profile.
     """
     norms = inner_products(stored, stored).diagonal().sqrt()
     norm = inner_products([target], [target]).sqrt().item()
-    # Of profiles scaled to norm 1, so that late and early ones count alike.
+    # Inner products of profiles scaled to norm 1, so that late and early ones count alike.
     products = inner_products(stored, stored) / (norms[:, None] * norms)
     target_products = inner_products(stored, [target])[:, 0] / (norms * norm)
     inverse = torch.linalg.pinv(products, rtol=_ROUNDING, hermitian=True)

@@ -105,12 +105,12 @@ class Run:
             synced_first=self.folder.metrics_file, check=self.folder.check_is_here,
         )  # fmt: skip
         self._averages = AverageFiles(self.folder.path / "snapshots")
-        self._models: list[str] = []  # paths of those that were written
-        self._write_failure: str | None = None  # why one could not be, on the root
+        self._models: list[str] = []  # paths of the models that were written
+        self._write_failure: str | None = None  # why a model could not be written, on the root
         limits = (args.save_before_minutes, args.save_every_minutes, args.max_minutes)
         self.clock, self._is_late = Clock(processes, *limits), False
         self._has_reported_validations = False
-        #: Whether a checkpoint is due by --save_every_minutes, as all processes know since `look_at_clock`.
+        #: Whether a checkpoint is due by --save_every_minutes; `look_at_clock` sets it on all processes.
         self.is_save_due, self._next_clock_step = False, 0
         #: Values of the checkpoint's own evaluation, if it was made before the run ended.
         self.evaluated_before: dict[str, Any] = {}
@@ -193,7 +193,7 @@ class Run:
                 if self.progress.step != step_of(latest):
                     raise damaged(latest, f"it holds the state of update {self.progress.step}")
         if self.progress.step and self.progress.seconds >= self.clock.run_seconds:
-            # If the run was about to end, here is its end; if not, after an update, which has a line and a save.
+            # The run ends here if it was about to end; otherwise after one more update, which has a line and a save.
             is_end = self.progress.unfinished_line is not None or self.folder.finished_step == self.progress.step
             self._end_at(self.progress.step + (0 if is_end else 1))
         if self.progress.unfinished_line is not None:
@@ -238,8 +238,8 @@ class Run:
         self.clock.begin(self.progress.seconds, self.progress.samples)
 
     def _evaluated_line(self) -> dict[str, Any]:
-        """On the root, the line of the evaluation that the checkpoint lacks, if that was made before the run ended and
-        need not be repeated, because it met no bad samples that the checkpoint does not know; else {}."""
+        """On the root, the line of the evaluation that the checkpoint lacks, if it was made before the run ended and
+        met no bad samples that the checkpoint does not know; else {}."""
         line = self.tracker.line(self.progress.step) or {}
         is_finished = self.folder.finished_step == self.progress.step  # the model is written after the evaluation
         has_same_bad_samples = line.get("bad_samples") == self.feed.bad_samples.count
@@ -316,8 +316,8 @@ class Run:
         self.log_image("/".join(filter(None, [model, name])), sample.picture)
 
     def look_at_clock(self) -> None:
-        """Let all processes know from the root whether a save is due by the time, and whether the run ends with the
-        next update. Collective in some updates, the same on all processes."""
+        """Broadcast from the root whether a save is due by the time, and whether the run ends with the next update.
+        Collective in some updates, the same on all processes."""
         self.is_save_due = False
         step = self.progress.step
         if step >= self._next_clock_step:
@@ -333,7 +333,7 @@ class Run:
         return self.progress.last_step < self.progress.total_steps
 
     def _end_at(self, step: int) -> bool:
-        """Let the run end with this update; whether it would have gone on."""
+        """Let the run end with this update; return whether it would have gone on."""
         goes_on = step < self.progress.last_step
         self.progress.last_step = min(step, self.progress.last_step)
         return goes_on
@@ -348,8 +348,7 @@ class Run:
             self.checkpoints.join()
             self._report_saves(at_end=self.progress.finished)
             self.progress.seconds = round(self.clock.seconds, 3)
-            # A save that is made only because the run is stopped writes no averages, so that they do not depend on
-            # that.
+            # A save that is made only because the run stops writes no averages, so that these do not depend on stops.
             beside = self._averages.write if self.due(self.args.save_every_n_steps) else None
             self.checkpoints.save(step, self._live_states(), self.processes.describe(), beside)
 
@@ -377,8 +376,8 @@ class Run:
             )
 
     def leave_evaluation(self, line: Mapping[str, Any]) -> None:
-        """From now on a checkpoint of this update says that its evaluation is still to be made, after which `line` is
-        logged, with the times of now."""
+        """From now on, a checkpoint of this update records that its evaluation is still to be made; `line` is logged
+        after that, with the present times."""
         self.progress.unfinished_line = {**line, **self.clock.times(self.progress.samples)} if line else {}
 
     def save_and_stop(self) -> NoReturn:

@@ -28,7 +28,7 @@ class DeepSpeedBackend(DDPBackend):
         super().__init__(launch, options, args)
         self.config_path: str | None = args.deepspeed_config
         self.config: dict[str, Any] = read_config(self.config_path) if self.config_path else {}
-        warmup = getattr(args, "lr_warmup_steps", 0)  # of several models: `merge` has seen whether they differ
+        warmup = getattr(args, "lr_warmup_steps", 0)  # a list for several models: `merge` has checked it
         self.warmup_steps: int = warmup[0] if isinstance(warmup, list) else warmup
         self.zero_stage: int = args.zero_stage
         self._requested_stage = self.zero_stage
@@ -82,7 +82,7 @@ class DeepSpeedBackend(DDPBackend):
         import deepspeed
         from deepspeed.utils import logger
 
-        from . import engine  # noqa: F401  (now, so that a version without one of its names fails before anything else)
+        from . import engine  # noqa: F401  (imported now, so that an unsuitable version fails first)
 
         logger.setLevel("WARNING")
         # Not needed: this extension for inference on CPUs would compile for minutes at the first start on a machine.

@@ -1,4 +1,4 @@
-"""Merges a DeepSpeed JSON with the command line: the JSON sets flags that were not given and may contradict none."""
+"""Merges a DeepSpeed JSON with the command line: the JSON sets flags that were not given and contradicts none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.io.reading import counted, parse_json, read_bytes
 
 AUTO = "auto"
 # DeepSpeed counts its buckets in numbers, whatever their type. In fp32 these are 25 MiB, the most that a bucket of the
-# other backends has (engines/reducer.py): enough to fill a link, and few enough to leave during the backward pass.
+# other backends has (engines/reducer.py): large enough to fill a link, small enough to be sent in the backward pass.
 BUCKET_ELEMENTS = 25 * 2**20 // 4
 _LONGEST_BYTES = 1 << 20
 _LARGEST = 2**63 - 1  # of int64; no number of a configuration comes near it
@@ -38,9 +38,9 @@ SECTIONS = frozenset({
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 })  # fmt: skip
 
-# What may be "auto", by its path: what a flag says or follows from flags, what `resolve` chooses for the model, and
-# those numbers and switches of zero_optimization that are no choice of the user's, which DeepSpeed leaves at its
-# defaults. An object such as offload_optimizer is a choice: without it, DeepSpeed would do something else silently.
+# Keys that may be "auto", by path: those that follow from flags, those that `resolve` chooses for the model, and
+# numbers and switches of zero_optimization that only tune, for which DeepSpeed has defaults. An object such as
+# offload_optimizer must be given: without it, DeepSpeed would silently do something else.
 _MAY_BE_AUTO = re.compile(
     "train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps|gradient_clipping|steps_per_print|"
     "communication_data_type|(bf16|fp16|amp).enabled|amp.opt_level|optimizer.params.(lr|betas|eps|weight_decay)|"
@@ -108,7 +108,7 @@ def merge(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> 
     def fill(flag: str, key: str, value: Any) -> None:
         if value is None or not hasattr(args, flag):
             return
-        if isinstance(getattr(args, flag), list):  # of several models, all of which it is for
+        if isinstance(getattr(args, flag), list):  # one per model: the JSON's value is for all
             value = [value] * len(getattr(args, flag))
         if flag in origins and getattr(args, flag) != value:
             text = _format_flag(value)
@@ -248,7 +248,7 @@ def resolve(
         zero["overlap_comm"] = False  # nothing to overlap: gradients are reduced once, in step()
     elif zero_stage == 2:
         # On CPUs DeepSpeed reduces in the thread that computes, so nothing overlaps; the second bucket takes memory.
-        # Gradients that are on their way to an optimizer on the CPU are left to DeepSpeed's default, which waits.
+        # With an optimizer on the CPU, DeepSpeed's default stays, which overlaps nothing.
         zero.setdefault("overlap_comm", not on_cpu and "offload_optimizer" not in zero)
     if options.plan.batch_parts:
         # ZeRO 3 would replace F.linear in the whole process by one that sums a bias's gradient in another order.
@@ -273,19 +273,19 @@ def resolve(
 
 
 def _bucket_sizes(zero_stage: int, sizes: Sequence[int]) -> dict[str, int]:
-    """Numbers of elements that DeepSpeed sends or keeps at once. Its own defaults are 50 million to a billion, which is
-    more than many models have: the buffers are as large as they say, and ZeRO 3 would keep all weights that it has
-    gathered until the end of the backward pass."""
+    """How many elements DeepSpeed sends or keeps at once. Its defaults, 50 million to a billion, exceed many models: it
+    would allocate buffers of that size, and ZeRO 3 would keep all gathered weights until the end of the backward
+    pass."""
     bucket_size = min(BUCKET_ELEMENTS, sum(sizes))
     reduce_size = bucket_size
     if zero_stage == 2:
-        # A gradient that is larger than the bucket is reduced where it lies, and while that overlaps with the backward
-        # pass, DeepSpeed gives its memory back: let none be larger.
+        # DeepSpeed reduces a gradient that exceeds the bucket in place, and frees its memory while the reduction still
+        # overlaps with the backward pass: the bucket must hold the largest gradient.
         reduce_size = max([bucket_size, *sizes])
     buckets = {"reduce_bucket_size": reduce_size, "allgather_bucket_size": bucket_size}
     buckets = {name: math.ceil(size / 128) * 128 for name, size in buckets.items()}  # DeepSpeed expects them aligned
     if zero_stage == 3:
-        # It gathers weights ahead until so many are there, a bucket for each module that it enters.
+        # ZeRO 3 prefetches up to this many weights, one bucket for each module that it enters.
         buckets |= {"stage3_prefetch_bucket_size": bucket_size, "stage3_max_live_parameters": 2 * bucket_size,
                   "stage3_max_reuse_distance": bucket_size}  # fmt: skip
     return buckets
@@ -298,7 +298,7 @@ def _format_flag(value: Any) -> str:
 
 
 def _auto_paths(value: Any, path: str = "") -> Iterator[str]:
-    """The paths of all that is ``auto``, such as "optimizer.params.lr", and of a list "optimizer.params.betas.0"."""
+    """The paths of the values that are ``auto``: "optimizer.params.lr", or in a list "optimizer.params.betas.0"."""
     if value == AUTO:
         yield path
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -307,7 +307,7 @@ def _auto_paths(value: Any, path: str = "") -> Iterator[str]:
 
 
 def _fill_autos(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which each ``auto`` at these paths is what it means."""
+    """A copy in which the values for these paths replace ``auto``."""
     full = copy.deepcopy(dict(config))
     for path in set(_auto_paths(full)).intersection(auto):
         *sections, key = path.split(".")

@@ -2,7 +2,7 @@
 reads and writes ZeRO's state in the form that all backends share: full fp32 weights and moments by parameter name.
 
 Weights and moments of ZeRO 1-2 live in flat fp32 partitions, those of ZeRO 3 in one padded slice per parameter and
-rank. Every method about the state is a collective, but those that say so.
+rank. Every method about the state is collective unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .config import AUTO, refusals, resolve
 if TYPE_CHECKING:
     from . import DeepSpeedBackend
 
-# What this package uses of DeepSpeed's inside, which another version may name differently.
+# DeepSpeed internals that this package uses; another version may name them differently.
 OF_CLASSES = (
     "DeepSpeedEngine._broadcast_model", "zero.Init._convert_to_deepspeed_param", "zero.Init._zero_init_param",
 )  # fmt: skip
@@ -102,7 +102,7 @@ class ZeroEngine(Engine):
             model.compile()
         groups: Any = trainable
         if backend.config.get("optimizer", {}).get("params", {}).get("weight_decay") == AUTO:
-            # What the flag says: that of the script's optimizer, which lets biases and scales alone.
+            # As the flag says and the script's optimizer applies it, which does not decay biases and scales.
             groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
         with _without_broadcast(), refusals(backend.config_path):
             self._ds, self._zero, _, self._scheduler = deepspeed.initialize(
@@ -127,17 +127,17 @@ class ZeroEngine(Engine):
             self._ds._config.gradient_clipping = self._zero.clip_grad = 0.0  # this engine clips
         offload = self._ds._config.zero_config.offload_optimizer
         is_offloaded = offload is not None and offload.device != "none"
-        # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
+        # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
         self._optimizer_threads = own_threads(backend.gather_objects) if is_offloaded else None
         self._plain_weights_are_cast = weights_are_low_precision and self._stage < 3
 
     def _auto_values(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What "auto" means in the sections optimizer and scheduler of the JSON: what the script's own optimizer, which
-        follows its flags, has; the warm-up of the flags, at most half of the run, from 0; and the run's updates."""
+        """The values of "auto" in the JSON's sections optimizer and scheduler: the settings of the script's own
+        optimizer, the flags' warm-up from 0 over at most half of the run, and the run's number of updates."""
         group, updates = optimizer.param_groups[0], self._backend.total_updates
         optimizer_values: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay") if name in group}
         optimizer_values |= {"betas": list(group["betas"])} if "betas" in group else {}
-        optimizer_values["eps"] = group.get("eps", 1e-8)  # of PyTorch's, where the script's has none
+        optimizer_values["eps"] = group.get("eps", 1e-8)  # PyTorch's default, for an optimizer without eps
         warmup = self._backend.warmup_steps if updates is None else min(self._backend.warmup_steps, updates // 2)
         warmup = max(warmup, 1)  # the least that DeepSpeed takes
         scheduler_values: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": self.lr, "warmup_num_steps": warmup}
@@ -191,7 +191,7 @@ class ZeroEngine(Engine):
             norm = self._ds.get_global_grad_norm()
             if self._stage:
                 self._zero_old_gradients()
-            # Filled on the device: a copy of a number of the host's would wait for the device.
+            # Filled on the device, because a copy of a number from the host would wait for the device.
             finite = torch.full((), not getattr(self._zero, "overflow", False), device=self._backend.device)
         norm = torch.as_tensor(norm if norm is not None else torch.nan, device=self._backend.device).float()
         return torch.where(finite, norm, torch.nan), finite
@@ -251,7 +251,7 @@ class ZeroEngine(Engine):
         return {name: self._read_weight(name, tensor) for name, tensor in self._state_tensors().items()}
 
     def _fp32_slice(self, tensor: Any) -> Tensor:
-        """Of a parameter; a buffer is whole."""
+        """This process's fp32 slice of a parameter; a buffer is whole."""
         if not isinstance(tensor, nn.Parameter):
             return _to_fp32(tensor)
         if not tensor.requires_grad:
@@ -418,9 +418,8 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def _zero_old_gradients(self) -> None:
-        """Forget the gradients of the update that was made, so that a parameter that gets none in the next update gets
-        zeros, as on the other backends. ZeRO 3, and ZeRO with its optimizer on the CPU, would use the old ones
-        again."""
+        """Zero the gradients of the last update. ZeRO 3, and ZeRO with its optimizer on the CPU, would reuse them for a
+        parameter that gets no gradient in the next update."""
         if self._stage == 3:
             self._zero.grad_partitions_flat_buffer.zero_()
         for flat, _ in self._flat_partitions():
@@ -444,7 +443,7 @@ class ZeroEngine(Engine):
 
 
 def check_inside(owner: Any, names: Iterable[str], context: str = "") -> None:
-    """Check that DeepSpeed, or an object of it, has what this package replaces or calls of it.
+    """Check that DeepSpeed, or an object of it, has the names that this package replaces or calls.
 
     Raises:
         UserMistake: one line that names what is missing.
@@ -465,7 +464,7 @@ def check_inside(owner: Any, names: Iterable[str], context: str = "") -> None:
 @contextmanager
 def _without_broadcast() -> Iterator[None]:
     """Keeps DeepSpeed from broadcasting the weights. The broadcast fails for 0-d parameters, and it is not needed: all
-    processes have been checked to hold the same weights. Raises UserMistake if it cannot be kept from it."""
+    processes have been checked to hold the same weights. Raises UserMistake if this version lacks what is replaced."""
     check_inside(deepspeed, OF_CLASSES)
 
     def shard(init: Any, parameter: nn.Parameter) -> None:

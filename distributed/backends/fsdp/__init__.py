@@ -15,14 +15,14 @@ from tandem.distributed.launchers import Launch
 
 class FSDPBackend(DDPBackend):
     name = "fsdp"
-    launch_order = 25  # before ddp, which the same launchers stand for
+    launch_order = 25  # before ddp, which uses the same launchers
     flags_of_training = ("fsdp_reshard_after_forward", "fsdp_offload")
 
     def __init__(self, launch: Launch, options: Options, args: argparse.Namespace) -> None:
         super().__init__(launch, options, args)
         self.reshard_after_forward: bool = args.fsdp_reshard_after_forward
         self.offload: bool = args.fsdp_offload
-        self.blocks: dict[str, list[str]] = {}  # by engine, the blocks that are gathered one by one
+        self.blocks: dict[str, list[str]] = {}  # by engine: the blocks whose weights are gathered one block at a time
 
     @classmethod
     def was_launched(cls, launch: Launch, args: argparse.Namespace) -> bool:

@@ -37,8 +37,8 @@ from tandem.distributed.engines.reducer import GradientReducer
 from tandem.distributed.engines.replicated import ReplicatedEngine
 from tandem.distributed.errors import UserMistake
 
-_SMALL_BLOCK_DIVISOR = 100  # smaller blocks are gathered with what surrounds them ...
-_LARGE_BLOCK_SIZE = 2**20  # ... unless they have as many weights as this
+_SMALL_BLOCK_DIVISOR = 100  # blocks below 1/100 of the model are gathered with their surroundings ...
+_LARGE_BLOCK_SIZE = 2**20  # ... unless they have this many weights
 _END_OF_BACKWARD = "_register_root_post_backward_final_callback"  # private, of FSDP's state
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class FSDPEngine(ReplicatedEngine):
             unfuse(optimizer)
         else:
             self._unsharded_reducer = GradientReducer(unsharded, backend.comm, self.name)
-        # In one thread, which is what torchrun sets, an optimizer on the CPU would hold up the GPU.
+        # torchrun sets one CPU thread, in which an optimizer on the CPU would hold up the GPU.
         self._optimizer_threads = own_threads(backend.gather_objects) if backend.offload else None
         if backend.offload:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # its scale is on the GPU
@@ -91,7 +91,7 @@ class FSDPEngine(ReplicatedEngine):
         self._weights_are_cast = bool(blocks) and compute_dtype != torch.float32
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
-        reduce_dtype = torch.bfloat16 if options.reduce_precision == "bf16" else None  # None: as the weights are
+        reduce_dtype = torch.bfloat16 if options.reduce_precision == "bf16" else None  # None: the weights' dtype
         shard = partial(
             fully_shard,
             mesh=DeviceMesh.from_group(dist.group.WORLD, backend.device.type),  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ class FSDPEngine(ReplicatedEngine):
         return self._full_parameters().items()
 
     def _full_parameters(self) -> dict[str, nn.Parameter]:
-        """The whole parameters that the passes compute with, by name; they are empty whenever they are not gathered."""
+        """The full parameters that the passes compute with, by name; FSDP empties them when it reshards."""
         parameters = {}
         for module in self._fsdp_modules:
             module.unshard()
@@ -151,8 +151,8 @@ class FSDPEngine(ReplicatedEngine):
             self._reduce_late_gradients()
 
     def _reduce_late_gradients(self) -> None:
-        """Sum the gradients that came after FSDP has summed those of a block, or where it did not see a backward pass
-        end: in the second pass through a gradient, no output of the model may lie on the way."""
+        """Sum the gradients that FSDP has missed: those that came after it summed a block's, and those of a backward
+        pass whose end it did not see, because the second pass through a gradient may reach no output of the model."""
         end_backward = getattr(cast(FSDPModule, self._root)._get_fsdp_state(), _END_OF_BACKWARD)
         trigger = torch.zeros((), requires_grad=True) * 1
         trigger.register_hook(lambda _: end_backward())
@@ -179,12 +179,12 @@ class FSDPEngine(ReplicatedEngine):
         return self._gradients(), self._norm()
 
     def _gradients(self) -> list[Tensor]:
-        # Offloaded ones first: what divides them has to be where the first one is.
+        # Offloaded gradients come first: the divisor is moved to the device of the first one.
         ordered = sorted(self._names, key=lambda local: self._names[local] not in self._sharded)
         return [local.grad for local in ordered if local.grad is not None]
 
     def _norm(self) -> Tensor:
-        """Of the gradients of all processes. A request to stop travels with it."""
+        """The norm of the gradients of all processes. The stop flag is summed with it."""
         backend, device = self._backend, self._backend.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         if sharded_gradients := [
@@ -218,7 +218,7 @@ class FSDPEngine(ReplicatedEngine):
     _keeps_unsharded = False
 
     def _keep_unsharded(self, keeps: bool) -> None:
-        """Whether whole weights stay until the update."""
+        """Keep whole weights until the update, or free them after each pass."""
         self._keeps_unsharded = keeps
         for module in self._fsdp_modules:
             is_freed = self._backend.reshard_after_forward and module is not self._root and not keeps
@@ -233,7 +233,7 @@ class FSDPEngine(ReplicatedEngine):
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        self._reshard()  # so that the parameters are those that FSDP asks whether they are trained
+        self._reshard()  # FSDP looks at requires_grad of the sharded parameters
         with super().frozen():
             try:
                 yield
@@ -293,8 +293,8 @@ class FSDPEngine(ReplicatedEngine):
 
 
 def _fix_input_strides(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """FSDP passes inputs through a function of autograd, which returns views. A view of one sample in channels last has
-    another stride along the batch, by which a convolution takes it for contiguous and rounds differently."""
+    """FSDP passes inputs through an autograd function, which returns views. A view of a single channels-last sample has
+    another batch stride: a convolution then takes it for contiguous, and rounds differently."""
     inputs: tuple[Any, Any] = tree_map_only(Tensor, _with_stride_along_the_batch, (args, kwargs))
     return inputs
 
@@ -308,7 +308,7 @@ def _with_stride_along_the_batch(x: Tensor) -> Tensor:
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that a model repeats, by name: modules in a list or a sequence (``nn.ModuleList``, ``nn.Sequential``)
-    that are called, of a class of which there are several in such places. None lies in another one."""
+    that are called, and whose class occurs there several times. No block lies in another one."""
     candidates = {
         name: block
         for name, block in model.named_modules()

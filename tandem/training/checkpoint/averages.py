@@ -27,11 +27,11 @@ _HEADER = "average"
 
 class AverageFiles:
     """Files `step_00000100_ema_0.05.safetensors`: update, part of the checkpoint, and length of the average. They hold
-    its weights in fp32, and in their header the number of updates that it averages, of a cascade those of each Unet.
-    None is ever replaced by a newer one.
+    its fp32 weights and, in the header, the number of averaged updates, for a cascade that of each Unet. Newer files do
+    not replace older ones.
 
     Args:
-        folder: Holds them; the first one creates it.
+        folder: Holds the files; the first write creates it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,9 +41,8 @@ class AverageFiles:
         """Write the files of one save, each atomically.
 
         Args:
-            tensors: All tensors of the checkpoint by part and name, on the CPU, of which the averages are taken.
-            states: JSON values of the parts; those whose averages are wanted are states of `training.ema.Average` with
-                "powers".
+            tensors: All tensors of the checkpoint by part and name, on the CPU; only averages are written.
+            states: JSON values of the parts; averages are in the states of `training.ema.Average` with "powers".
         """
         for part, state in states.items():
             counts = state.get("updates")
@@ -61,8 +60,8 @@ class AverageFiles:
             sync(self.folder)
 
     def cut_back(self, step: int) -> list[str]:
-        """Delete the files of later updates than `step`, which a run that goes on from there makes again, and those
-        that a killed run left unfinished. Returns a line for each that could not be deleted."""
+        """Delete the files of updates after `step`, which a run that resumes there writes again, and files that a
+        killed run left unfinished. Returns a line for each file that could not be deleted."""
         errors = []
         for path in self.folder.glob("*"):
             match = _NAME.fullmatch(path.name)
@@ -88,17 +87,17 @@ class AverageFiles:
             like: The tensors to average, by name; only their shapes matter.
 
         Returns:
-            fp32 tensors by name, those of a Unet that was not trained as they are; the number of updates; and how far
-            the profile is from the one that was asked for, see `power_function.coefficients`. A profile that is
-            stored returns the stored weights, with the same bits.
+            fp32 tensors by name, unchanged those of a Unet that was not trained; the number of updates; and the
+            distance of the profile from the requested one, see `power_function.coefficients`. If that profile is
+            stored, the weights are the stored ones, bit for bit.
 
         Raises:
-            ValueError: one line, if the length is none, or a file is missing, damaged or of another model.
+            ValueError: one line, if no average has that length, or a file is missing, damaged or of another model.
         """
         files, exponent = self._list_files(part), exponent_of(length)
         last, distance = files[-1], 0.0
         newest_only = [0.0] * (len(files) - 1) + [1.0]
-        prefix_shares: dict[str, list[float]] = {}  # the share of each file, by the beginning of the names
+        prefix_shares: dict[str, list[float]] = {}  # the share of each file, by prefix of the names
         for prefix, updates in last.updates.items():
             indices = [index for index, file in enumerate(files) if file.updates[prefix]]
             prefix_shares[prefix] = [0.0] * len(files) if indices else newest_only
@@ -132,7 +131,7 @@ class AverageFiles:
         if not files:
             raise ValueError(f"{self.folder} holds no averages: only a run with --ema_power writes them, at each save")
         prefixes = {prefix for file in files for prefix in file.updates} - {""}
-        if prefixes:  # in a file of an earlier version one count is that of all Unets
+        if prefixes:  # a file of an earlier version has one count for all Unets
             files = [
                 file._replace(updates=dict.fromkeys(prefixes, file.updates[""])) if "" in file.updates else file
                 for file in files
@@ -143,7 +142,7 @@ class AverageFiles:
 
 
 class _AverageFile(NamedTuple):
-    """A file, the exponent of its profile, and the updates that it averages, by the beginning of the weights' names."""
+    """A file, the exponent of its profile, and the updates that it averages, by prefix of the weights' names."""
 
     path: Path
     exponent: float

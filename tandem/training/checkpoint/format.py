@@ -129,8 +129,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _has_full_length(path: Path) -> bool:
-    """Whether a safetensors file is as long as its header says: one that claims to be endless could not be read to its
-    end. True for other files. Raises OSError and ValueError, in one line, if it is no regular file."""
+    """Whether a safetensors file is as long as its header says: an endless one could not be read to its end. True for
+    other files. Raises OSError and ValueError, in one line, if it is no regular file."""
     if path.suffix != ".safetensors":
         return True
     with open_regular(path) as file:
@@ -154,7 +154,7 @@ def _sha256(path: Path, on_progress: Callable[[str], None] = lambda phase: None)
 
 @contextmanager
 def explained(folder: Path, part: str) -> Iterator[None]:
-    """Turn the errors of a part that restores itself from a state of another form into the ValueError of `damaged`."""
+    """Turn the errors of a part that gets a state of another form into the ValueError of `damaged`."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:

@@ -15,8 +15,8 @@ MODELS = "models"
 
 
 class Models:
-    """The part of a checkpoint that says of each model its class, as "model", and its constructor arguments: what
-    config.json of a model folder says. So a checkpoint can be loaded without the script and the flags of its run.
+    """The part of a checkpoint that describes each model: its class, as "model", and its constructor arguments, like
+    the config.json of a model folder. So a checkpoint can be loaded without the script and the flags of its run.
 
     Args:
         models: Of the class `Pretrained`, by the name of the part that holds the weights; a decoder's are in several.
@@ -32,8 +32,8 @@ class Models:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, if a checkpoint's models are of other classes, or were trained with other
-        pretrained models, which are mappings: of files with a SHA-256 that alone is compared, and what a checkpoint of
-        an earlier version does not say is not. Other arguments are compared as flags (`RunFolder.check_config`)."""
+        pretrained models. These are mappings: of files only the SHA-256 is compared, and nothing that an earlier
+        version did not save. `RunFolder.check_config` compares the other arguments, as flags."""
         for name, description in self._descriptions.items():
             for key, value in description.items():
                 saved_value = state.get(name, {}).get(key, value if key != "model" else None)
@@ -47,12 +47,12 @@ class Models:
 
 
 def _identity(value: Any) -> Any:
-    """What of an argument is compared."""
+    """The part of an argument that is compared."""
     return value.get("sha256", value) if isinstance(value, dict) else value
 
 
 def models_in(parts: Mapping[str, Tree], folder: Path) -> dict[str, dict[str, Any]]:
-    """What a checkpoint says of its models, by name. Raises ValueError, in one line, if it says nothing."""
+    """The descriptions of a checkpoint's models, by name. Raises ValueError, in one line, if there are none."""
     models = parts.get(MODELS)
     if models is None:
         raise ValueError(
@@ -70,7 +70,7 @@ def model_in(folder: Path, which: str = "best", name: str | None = None) -> tupl
     Args:
         which: "ema" (the moving average of its weights), "online" (as trained), or "best", which means the average if
             there is one. Only the first model has an average.
-        name: The model that is wanted; None: the first.
+        name: The model's name; None: the first.
 
     Raises:
         ValueError: one line, if the checkpoint does not hold it.
@@ -89,7 +89,7 @@ def model_in(folder: Path, which: str = "best", name: str | None = None) -> tupl
 
 
 def kept_average(part: Mapping[str, Any]) -> Any:
-    """Of a checkpoint's averages the one that the run keeps: the only one, or that of the first --ema_power."""
+    """The average that the run keeps, among those of a checkpoint: the only one, or that of the first --ema_power."""
     if not isinstance(part.get("powers"), dict):
         return part
     first = next(iter(part["powers"].values()), None)

@@ -14,13 +14,13 @@ from .format import Tree
 
 _PIECE_BYTES = 1 << 28  # of pinned memory; a larger tensor has a larger piece
 _ALIGNED_BYTES = 64
-_MAX_SPARE = 1 / 16  # of the memory for a state, at most, if one piece ends with it
+_MAX_SPARE = 1 / 16  # of a state's memory, at most, may be unused in its last piece
 
 Key = tuple[str, str]  # the part of a state, and the path of a tensor in it, joined with '/'
 
 
 class Memory:
-    """Where the snapshots of a run copy tensors to: a place for each tensor, which the next snapshot uses again.
+    """The buffers to which the snapshots of a run copy tensors: one for each tensor, which the next snapshot reuses.
 
     Tensors of an accelerator are copied to pinned memory. PyTorch rounds each piece of that up to a power of two (the
     source: `CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h), so tensors share pieces of such
@@ -31,7 +31,7 @@ class Memory:
         self._buffers: dict[Key, Tensor] = {}
 
     def pin(self, tensors: Mapping[Key, Tensor]) -> None:
-        """Make places in pinned memory for those of the tensors that have none. Only shapes and dtypes matter.
+        """Allocate pinned buffers for the tensors that have none. Only shapes and dtypes matter.
 
         Raises:
             MemoryError: one line.
@@ -52,7 +52,7 @@ class Memory:
                 start += _aligned(buffer.nbytes)
 
     def place(self, key: Key, tensor: Tensor) -> Tensor:
-        """Where the copy of a tensor goes."""
+        """The buffer for the copy of a tensor."""
         if has_pinned_memory(tensor.device):
             self.pin({key: tensor})
         elif not self._has_buffer(key, tensor):
@@ -147,7 +147,7 @@ def _split_tree(
 
 
 def pinned_by(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
-    """Tensors without memory, like those that a snapshot copies to pinned memory. Collective."""
+    """Meta tensors like those that a snapshot copies to pinned memory. Collective."""
     shapes: dict[Key, Tensor] = {}
 
     def record(key: Key, tensor: Tensor, _: bool) -> None:
@@ -159,8 +159,8 @@ def pinned_by(parts: Mapping[str, Tree]) -> dict[Key, Tensor]:
 
 
 def pieces(sizes: Mapping[Any, int]) -> Iterator[tuple[int, Sequence[Any]]]:
-    """The sizes of pieces of memory, each a power of two, for blocks of these sizes, all in bytes; and the keys of the
-    blocks in each, one after the other, aligned. Large blocks come first, and smaller ones fill what they leave."""
+    """Pack blocks of these sizes into pieces of memory: the size of each piece, a power of two (all in bytes), and the
+    keys of the blocks in it, in their order, aligned. Large blocks come first, smaller ones fill the rest."""
     remaining = {key: _aligned(size) for key, size in sorted(sizes.items(), key=lambda item: -item[1])}
     most_spare = sum(remaining.values()) * _MAX_SPARE
     while remaining:

@@ -66,15 +66,15 @@ class Checkpoints:
         self.folder = folder
         #: Why the newest checkpoint is not on the disk, in one line; None if it is. Set on the root alone.
         self.failure: str | None = None
-        #: What could not be deleted, in one line each, until `news` tells it. Set on the root alone.
+        #: What could not be deleted, in one line each, until `news` yields it. Set on the root alone.
         self.left: list[str] = []
         #: Step of the last call of `save`.
         self.requested_step: int | None = None
         #: Seconds of the longest write so far, from the copy to the rename.
         self.longest_seconds = 0.0
         self._keep, self._processes, self._synced_first, self._check = keep, processes, synced_first, check
-        self._has_reported_failure = False  # whether `news` has told of failures that go on
-        self._reported_names: set[str] = set()  # names that `left` has told
+        self._has_reported_failure = False  # whether `news` has reported that saves fail
+        self._reported_names: set[str] = set()  # names that were in `left` before
         self._protected_names: set[str] = set()  # names of checkpoints that no save tries to delete again
         self._memory = Memory()
         self._snapshot: Snapshot | None = None
@@ -82,7 +82,7 @@ class Checkpoints:
 
     def prepare(self, parts: Mapping[str, Tree]) -> None:
         """Allocate the pinned memory to which saves of a state like this one are copied. For some gigabytes that takes
-        seconds, in which the first save would hold up training. Collective.
+        seconds, which the first save would add to training. Collective.
 
         Raises:
             UserMistake: one line, if the root's machine has too little memory.
@@ -129,8 +129,8 @@ class Checkpoints:
         return failure
 
     def news(self, *, at_end: bool = False) -> Iterator[str]:
-        """That writes fail, which is said once until one succeeds, and at the end by the caller; that one has succeeded
-        again; or that something could not be deleted: a line each, on the root."""
+        """Lines for the user, on the root: that saves fail (once until one succeeds; at the end the caller says it),
+        that they succeed again, and what could not be deleted."""
         while self.left:
             yield f"{self.left.pop(0)}; it stays"
         newest = None if self.requested_step is None else self._step_path(self.requested_step)
@@ -185,7 +185,7 @@ class Checkpoints:
             ValueError: one line, if a state is not what its part wrote; on all processes.
         """
         for name, state in states.items():
-            # Each in its own agreement, which a part that has collectives begins with them.
+            # One agreement for each part: a part that has collectives calls them first.
             with self._processes.agreement(), explained(path, name):
                 parts[name].load_state_dict(state)
 
@@ -283,7 +283,7 @@ class Checkpoints:
             write_atomically(self.folder / "latest", f"{path.name}\n".encode())
         finally:
             for old in _list_checkpoints(self.folder)[: -self._keep]:
-                if old.name not in self._protected_names:  # else each save would rename it, and a kill take its name
+                if old.name not in self._protected_names:  # not renamed at each save: a kill could leave it so
                     self._delete_checkpoint(old)
 
     def _make_room(self) -> None:
@@ -329,7 +329,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def unseen(rank: int, folder: Path) -> str:
-    """What is said if a process does not see the run folder of the root."""
+    """The message if a process does not see the run folder of the root."""
     return (
         f"rank {rank} does not see {folder}; put --output_dir on a disk that all machines see, because every process "
         "reads the checkpoint there to resume"
@@ -342,7 +342,7 @@ def step_of(path: Path) -> int:
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first. A link is none: it would have a run go on from any folder."""
+    """The checkpoints in a folder, oldest first. Links are ignored: with one, a run could resume from any folder."""
     candidates = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
     return sorted((path for path in candidates if path.is_dir() and not path.is_symlink()), key=step_of)
 

@@ -50,12 +50,12 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 class Clock:
-    """Wall-clock seconds of all starts of a run, and of those of this start what is training and what was waited for.
+    """Wall-clock seconds of all starts of a run, and how much of this start was training and how much waiting.
 
     Args:
-        minutes: Of the process, in which a last save is to be done; None for no limit.
+        minutes: Limit of this process, within which a last save must be done; None for no limit.
         save_minutes: Age of a checkpoint at which the next one is due; 0 for never.
-        run_minutes: Of all starts, after which the run finishes; None for no limit.
+        run_minutes: Limit of all starts together, after which the run finishes; None for no limit.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Clock:
         return time.monotonic() - self._start
 
     def times(self, samples: int) -> dict[str, Any]:
-        """Of a line of metrics, after `samples` of all starts: samples per second of training since the last call,
-        seconds of all starts, and the time of day."""
+        """The times of a line of metrics, after `samples` of all starts: samples per second of training since the last
+        call, seconds of all starts, and the time of day."""
         until = time.monotonic() if self._paused_since is None else self._paused_since
         rate = (samples - self._lap_samples) / max(until - self._lap, 1e-9)
         self._lap, self._lap_samples = until, samples
@@ -107,8 +107,8 @@ class Clock:
 
     @contextmanager
     def validating(self) -> Iterator[Callable[[], float]]:
-        """Context for a validation. Afterwards the function that it gives returns the share of it in the time since the
-        validation before it ended; 0 for the first one of a start, in which loaders begin and kernels are chosen."""
+        """Context for a validation. It gives a function that afterwards returns the share of the validation in the time
+        since the end of the previous one; 0 for the first of a start, in which loaders begin and kernels are chosen."""
         start, previous_end, share = time.monotonic(), self._validated_at, 0.0
         yield lambda: share
         self._validated_at = time.monotonic()
@@ -133,7 +133,7 @@ class Clock:
 
     def is_late(self, save_seconds: float) -> bool:
         """Whether it is time to save. Called when the processes ask whether to stop: after each update, and between the
-        steps of an evaluation. Three of these and the save get twice the time of the longest so far.
+        steps of an evaluation. Three of these steps and the save are allowed twice the longest time so far.
 
         Args:
             save_seconds: Of the longest save so far, 0 if none.
@@ -147,8 +147,8 @@ class Clock:
         return self._limit_seconds < math.inf and process_seconds() + margin >= self._limit_seconds
 
     def look(self, updates: int) -> tuple[bool, bool, int]:
-        """Whether a checkpoint is due by its age, whether the time of the run is over, and in how many updates to look
-        again: so many as take half of what is left, if they are as slow as the slowest so far, or as the mean of all
+        """Whether a checkpoint is due by its age, whether the time of the run is over, and after how many updates to
+        look again: after half of the remaining time, if updates are as slow as the slowest so far or as the mean of all
         `updates` of this start, of which the first may have compiled the model."""
         now = time.monotonic()
         save_seconds, run_seconds = self._save_seconds - (now - self._saved_at), self.run_seconds - self.seconds

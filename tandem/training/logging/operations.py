@@ -90,20 +90,20 @@ def matrix_product(device: torch.device, precision: str) -> float:
         product[0, 0].item()  # waits for the device
         seconds = time.monotonic() - start
         max_rate = max(max_rate, 2 * size**3 / seconds)
-        size *= 2 if seconds < (0.1 if size < 1024 else 0.01) else 1  # begin and end of a short one would count
+        size *= 2 if seconds < (0.1 if size < 1024 else 0.01) else 1  # a short one is mostly launch and wait
     return max_rate
 
 
 class Operations:
-    """Counts the operations of this process's updates. Updates of one kind have as many. The first two of each kind are
-    counted while they are made, because the first may begin a codebook; all others cost nothing.
+    """Counts the operations of this process's updates. All updates of one kind have the same number. The first two of
+    each kind are counted while they run, because the first may initialise a codebook; the others cost nothing.
 
-    Of the kinds that come after the first `MOST_KINDS`, such as texts of ever new lengths, nothing is known: counting
-    slows an update down.
+    Kinds after the first `MOST_KINDS`, such as texts of ever new lengths, are not counted, because counting slows an
+    update down.
 
     Args:
-        is_compiled: Of each kind only the second is counted: the compiler may try kernels in the first.
-        is_unknown: Nothing is counted, because a compiled backward pass computes again what cannot be told apart.
+        is_compiled: Only the second update of each kind is counted: the compiler may try kernels in the first.
+        is_unknown: Nothing is counted, because a compiled backward pass hides what it computes a second time.
     """
 
     def __init__(self, *, is_compiled: bool = False, is_unknown: bool = False) -> None:

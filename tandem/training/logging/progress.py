@@ -153,14 +153,14 @@ class ProgressDisplay:
             total=progress.total_steps,
             initial=progress.step,
             bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} updates, {elapsed} passed{postfix}",
-            leave=False,  # the last words of a run are its last lines
+            leave=False,  # the last lines of a run stay last
             ncols=self._columns,
             file=self._stream,
             disable=None if is_root else True,  # None: where there is no terminal
         )
         width = _WIDTH if self._bar.disable else min(_WIDTH, self._columns)
         self._table = MetricsTable(progress.total_steps, columns, width)
-        #: Take the values of a validation of an earlier start as those that the next one is compared with.
+        #: Set the values of an earlier start's validation, with which the next one is compared.
         self.remember = self._table.remember
 
     def update(self) -> None:
@@ -223,7 +223,7 @@ def plain(value: Any) -> Any:
 
 
 def described(part: Any) -> str:
-    """An engine's number of parameters, and the codebook of its model if it has one; of other parts nothing."""
+    """An engine's number of parameters, and the codebook of its model if it has one; empty for other parts."""
     count = getattr(part, "num_parameters", None)
     if count is None:
         return ""

@@ -30,9 +30,9 @@ class MetricsTable:
         self._previous: dict[str, Any] = {}
 
     def remember(self, metrics: Mapping[str, Any]) -> None:
-        """Take the values of a validation as those that the next one is compared with."""
+        """Set the values of a validation, with which the next one is compared."""
         validation = {name: value for name, value in metrics.items() if name.startswith("valid/")}
-        # What a damaged file may hold is not compared.
+        # Values from a damaged file are not compared.
         self._previous |= {n: v for n, v in validation.items() if isinstance(v, int | float) and abs(v) < 1e300}
 
     def lines(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> Iterator[str]:
@@ -47,7 +47,7 @@ class MetricsTable:
         self.remember(metrics)
 
     def _row(self, clock: str, metrics: Mapping[str, Any], time_text: str) -> Iterator[str]:
-        """A row for an update, and the heading if it is time for one or has become another."""
+        """A row for an update; before it the heading, if that has changed or 20 rows have passed."""
         fixed_cells = {"samples/s": number(metrics.get("samples_per_second")), "left": time_text}
         # Counts of faults are not shown as long as they are 0.
         fixed_cells |= {name: str(metrics[name]) for name in FAULTS if metrics.get(name)}
@@ -66,8 +66,8 @@ class MetricsTable:
         yield start + "".join(f"  {text:>{widths[name]}}" for name, text in row_cells.items())
 
     def _validation_cells(self, metrics: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """What is shown of a validation: of the most important metric the values of the trained weights and of their
-        averages, of each other one a single value."""
+        """The cells of a validation: for the most important metric the values of the trained weights and of their
+        averages, for each other metric a single value."""
         values = {
             name.removeprefix(f"{prefix}/"): value for name, value in metrics.items() if name.startswith(f"{prefix}/")
         }
@@ -112,7 +112,7 @@ def difference(value: float, before: float) -> str:
 
 
 def _decimals(value: float) -> int:
-    """Those of a number that is written with four significant digits."""
+    """The decimals of a number that is written with four significant digits."""
     return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 3
 
 

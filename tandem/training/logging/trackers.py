@@ -28,8 +28,7 @@ class Trackers:
 
     metrics.jsonl has one object per line, `{"step": ..., ...}`, readable while the run goes on. NaN and infinities,
     which JSON does not have, are written as null, and numbers with 12 digits, because further digits of a mean depend
-    on the number of processes whose parts of it were added. Lines that cannot be written are kept and written with the
-    next one.
+    on the number of processes. Lines that cannot be written are kept and written with the next one.
 
     Args:
         report_to: "tensorboard", "wandb", or both, see `KINDS`; empty: metrics.jsonl alone.

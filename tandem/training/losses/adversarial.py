@@ -24,7 +24,7 @@ def heads_of(logits: Logits) -> list[Tensor]:
 
 
 def _sum_over_heads(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let a loss of one head's logits take those of several heads too, and give the sum of their losses."""
+    """Let a loss of one head's logits also take those of several heads, and return the sum of their losses."""
 
     @functools.wraps(loss)
     def summed_loss(*logits: Logits) -> Tensor:
@@ -61,7 +61,7 @@ def bce_generator_loss(fake_logits: Tensor) -> Tensor:
 @_sum_over_heads
 def softplus_generator_loss(fake_logits: Tensor) -> Tensor:
     """mean over the images of softplus(-mean D(fake)), 0-d: -log s of an image's mean logit (`non_saturate_gen_loss` of
-    Open-MAGVIT2). Beside the hinge loss of a discriminator, an image that deceives it already pulls less."""
+    Open-MAGVIT2). Beside the hinge loss of a discriminator, an image that deceives it has a smaller gradient."""
     return F.softplus(-fake_logits.float().reshape(len(fake_logits), -1).mean(1)).mean()
 
 

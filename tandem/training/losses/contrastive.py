@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 KINDS = ("softmax", "decoupled", "sigmoid")
 
-# Replaces `Backend` in computations on a single process: its collectives communicate with nobody.
+# Stands in for `Backend` where a process computes alone: its collectives return their input.
 _ALONE: Any = SimpleNamespace(
     rank=0,
     world_size=1,
@@ -65,8 +65,8 @@ class _Sums(NamedTuple):
 
 
 class _SigmoidTotals:
-    """What comparisons with the sigmoid loss add up to, in fp64, so that the number of chunks does not change the
-    rounded result: loss and gradients of this process's audio (b, h, d), scale and bias, and how many were compared."""
+    """Sums over comparisons by the sigmoid loss, in fp64, so that the number of chunks does not change the rounded
+    result: loss, gradients of this process's audio (b, h, d), scale and bias, and number of comparisons."""
 
     def __init__(self, audio: Tensor, scale: Tensor, bias: Tensor) -> None:
         self.loss, self.n_compared, self.audio, self.scale, self.bias = (

@@ -44,7 +44,7 @@ def frames_of(videos: Tensor, frames: Tensor) -> Tensor:
 
 
 class _MicroBatch(NamedTuple):
-    """A micro-batch: images, and further arguments of those that judge them, and of the generator, by name."""
+    """A micro-batch: images, and further arguments of the losses and of the generator, by name."""
 
     images: Tensor
     loss_inputs: Mapping[str, Tensor]
@@ -57,7 +57,7 @@ class _ImageLosses(NamedTuple):
     reconstruction: Tensor  # 0-d
     adversarial: Tensor  # 0-d
     gradients: Tensor  # of both with respect to the images (2, b, c, h, w)
-    last_layer_gradients: Tensor | None  # of both with respect to the last weight (2, ...), if it is needed
+    last_layer_gradients: Tensor | None  # of both with respect to the last weight (2, ...), if needed
 
 
 class Judge:
@@ -102,7 +102,7 @@ class Judge:
         self.lecam = LeCam(args.lecam_decay, self._heads).to(processes.device)
 
     def parts(self, step: int) -> tuple[bool, bool]:
-        """Whether the discriminator takes part in update number `step`, and whether its gradient is punished then."""
+        """Whether the discriminator takes part in update number `step`, and whether with a gradient penalty."""
         is_active = step >= self._args.discr_start_step
         return is_active, is_active and step % self._args.apply_grad_penalty_every == 0
 
@@ -237,12 +237,12 @@ class Judge:
         return weight * self._args.gan_weight_scale
 
     def _micro_batches_of(self, engine: Any) -> Iterator[_MicroBatch]:
-        """What is shown of each micro-batch."""
+        """The images and further arguments of each micro-batch."""
         for loader_batch in engine.micro_batches(self._batch):
             generator_inputs = self._generator_inputs(loader_batch, self._step) if engine is self._generator else {}
             yield _MicroBatch(self._images(loader_batch), self._loss_inputs(loader_batch, self._step), generator_inputs)
 
 
 def _double(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is given, for the real and then for the generated images."""
+    """The inputs for the real images, followed by the same inputs for the generated images."""
     return {name: torch.cat([value, value]) for name, value in inputs.items()}

@@ -63,7 +63,7 @@ class GradCache:
         result, rows = self._result, slice(self._rows, self._rows + len(out.audio))
         is_first = self._is_root and self._rows == 0
         self._rows = rows.stop
-        factor = 1.0 if is_first else 0.0  # times 0 instead of left out: all processes use a parameter, or none does
+        factor = 1.0 if is_first else 0.0  # a factor of 0, so that all processes use the same parameters
         surrogate = (
             (out.audio * result.audio_gradient[rows]).sum()
             + (out.text * result.text_gradient[rows]).sum()

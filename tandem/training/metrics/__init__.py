@@ -1,1 +1,1 @@
-"""What is measured: averages over batches and processes, quality of reconstructions and of retrieval."""
+"""Metrics: averages over batches and processes, quality of reconstructions, generated images and retrieval."""

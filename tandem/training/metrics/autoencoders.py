@@ -1,4 +1,4 @@
-"""What a validation says and shows of models that turn images or videos into codes and back."""
+"""The validation of models that turn images or videos into codes and back."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def evaluated(
 
 
 def reconstructions(models: Mapping[str, Any], samples: Tensor) -> dict[str, Tensor]:
-    """What each model makes of the codes of samples, by its name: images (b, c, h, w) or videos (b, c, f, h, w) in
-    [0, 1] -> the same shape."""
+    """The reconstructions of samples by each model, by its name: images (b, c, h, w) or videos (b, c, f, h, w) in [0,
+    1] -> the same shape."""
     return {name: model.decode(model.encode(samples)) for name, model in models.items()}

@@ -44,7 +44,7 @@ class Averages:
 def code_statistics(counts: Tensor) -> dict[str, float]:
     """`codes_used`, `codes_used_fraction` and `perplexity` of counts (num_codes,). The perplexity is the exponential of
     the entropy in nats of the distribution of codes: 1 for a single code, num_codes for codes of equal frequency.
-    Nothing of a model without codes."""
+    Empty for a model without codes."""
     if not len(counts):
         return {}
     probabilities = counts.double() / counts.sum().clamp_min(1)

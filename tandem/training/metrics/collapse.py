@@ -1,4 +1,4 @@
-"""Warns when a run has collapsed: when its embeddings or its reconstructions no longer tell anything apart."""
+"""Warns when a run has collapsed: when its embeddings or its reconstructions no longer differ."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CollapseAlarm:
 
 class ReconstructionAlarm:
     """Watches the lines of metrics of a script that turns samples into codes and back. It knows only the lines since
-    the start of the process, so after a resume it may repeat, once, what still holds.
+    the start of the process, so after a resume it may repeat a warning once.
 
     Args:
         remedy: What to try, besides the flags of the discriminator, if reconstructions are alike or poor.
@@ -82,7 +82,7 @@ class ReconstructionAlarm:
         self._few, self._discriminator = _Condition(2 * _CHECKS), _Condition(4 * _CHECKS)
 
     def check(self, step: int, line: Mapping[str, float]) -> list[str]:
-        """Warnings, in one line each, of what is first seen now; again only after the run had recovered from it.
+        """Warnings, in one line each, when a fault is first seen, and again only after the run had recovered from it.
 
         Args:
             step: Completed updates.
@@ -125,7 +125,7 @@ class ReconstructionAlarm:
 
     def _check_codes(self, line: Mapping[str, float], has_had_time: bool) -> list[str]:
         if "codes_used" in line and self._codes != "codes_used":
-            self._codes, self._most_codes = "codes_used", 0.0  # of batches, if a script has them: more lines
+            self._codes, self._most_codes = "codes_used", 0.0  # of batches, if a script logs them: they have more lines
         if self._codes not in line:
             return []
         codes, unit = line[self._codes], "a batch uses" if self._codes == "codes_used" else "the validation split uses"

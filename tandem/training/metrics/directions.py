@@ -1,4 +1,4 @@
-"""What names of metrics say: whether more or less is better, for best values on cards and pages, and what are costs."""
+"""Which metrics are better if high or low, for best values on cards and pages, and which are costs, by their names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HIGHER_IS_BETTER = re.compile(
     r"psnr\w*|ssim\w*|r[0-9]+|recall\w*|map10|top[0-9]+|accuracy|explained_variance|inception_score|clip_\w+"
 )
 _LOWER_IS_BETTER = re.compile(r"(\w+_)?(loss|error|nll|m[as]e|lpips|l1|l2)|r?fid|r?fvd|kid|median_rank")
-# A critic's loss falls where the generator fails.
+# A discriminator's loss falls where the generator fails.
 _NEITHER = re.compile(r"(discr|gan|lecam)_loss")
 
 

@@ -1,5 +1,5 @@
-"""Sums over features that are the same bits in any order, and so for any number of processes: what is added is rounded
-to a grid first, on which float64 adds without error."""
+"""Sums over features that have the same bits in any order, so for any number of processes: each term is first rounded
+to a grid on which float64 adds without error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEATURE, _PROBABILITY = 2.0**-16, 2.0**-32
 
 
 class Features:
-    """What a network sees in samples, for Fréchet distances and the inception score.
+    """Statistics of a network's features of samples, for Fréchet distances and the inception score.
 
     Args:
         network: Samples in [0, 1] -> vectors (b, dim), which are rounded to multiples of 2^-16: that adds 2e-11 to each

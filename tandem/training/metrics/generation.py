@@ -35,7 +35,7 @@ def no_gather(tensor: Tensor) -> Tensor:
 
 
 def left_out(networks: Mapping[str, object | None]) -> str | None:
-    """One line on the measures that are missing because their network is; None if all are there.
+    """One line that names the measures without a network; None if all have theirs.
 
     Args:
         networks: "inception", "lpips" and "clip", or some of them, by name; None or absent if there are no weights.
@@ -45,8 +45,8 @@ def left_out(networks: Mapping[str, object | None]) -> str | None:
 
 
 class Distributions:
-    """Distances between real and generated images by a network's features of all, which every process holds in the
-    end, fp32: 16 KB for a pair of images with Inception's 2048 numbers each. KID and inception score are those of
+    """Distances between real and generated images by a network's features, which every process holds of all images in
+    the end, fp32: 16 KB for a pair of images with Inception's 2048 numbers each. KID and inception score are those of
     torch-fidelity, as published values are.
 
     - `fid`: see `frechet_distance`.

@@ -74,7 +74,7 @@ class Variety:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        # Images, their squares, those of reconstructions and of errors; then sums of images and of reconstructions.
+        # Number of images; squares of images, reconstructions and errors; then sums of images and of reconstructions.
         self._sums = torch.zeros(4 + 2 * _MAX_CHANNELS * _CELLS**2, dtype=torch.float64, device=fp64_device(device))
 
     def add(self, images: Tensor, reconstructions: Tensor) -> None:
@@ -94,7 +94,7 @@ class Variety:
 
     @staticmethod
     def _cell_means(images: Tensor) -> Tensor:
-        """(b, c, h, w) -> the means of the parts, float64 (b, 64): zeros in place of channels that there are not."""
+        """(b, c, h, w) -> the means of the parts, float64 (b, 64): zeros for missing channels."""
         means = functional.adaptive_avg_pool2d(double(images).clamp(0, 1), _CELLS).flatten(1)
         return functional.pad(means, (0, _MAX_CHANNELS * _CELLS**2 - means.shape[1]))
 

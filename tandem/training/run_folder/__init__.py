@@ -1,1 +1,1 @@
-"""What a run writes into its folder besides checkpoints."""
+"""The files of a run folder besides checkpoints."""

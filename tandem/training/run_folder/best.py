@@ -19,7 +19,7 @@ _UNFINISHED = ".best.unfinished"
 
 
 class BestModel:
-    """`best/` in the run folder: the model that had the highest (or lowest) value in a validation, of equal ones that
+    """`best/` in the run folder: the model with the highest (or lowest) value in a validation, among equal ones that
     with the lowest loss, and `best.json` with {"step", "metric", "value", "loss"} of that validation. The state of this
     object is a part of the checkpoint.
 
@@ -46,10 +46,10 @@ class BestModel:
         #: Why the last model could not be written, that the checkpoint's best model is gone, or what cannot be deleted,
         #: in one line, or None. The same on every process.
         self.failure: str | None = None
-        self._undeleted: dict[str, str] = {}  # what cannot be deleted, said once: lines by name
+        self._undeleted: dict[str, str] = {}  # a line on each path that cannot be deleted, by name
         self._is_root, self.metric, self._lowest, self._broadcast = is_root, metric, lowest, broadcast
         self._loss_metric = loss
-        #: Whole as long as it has this name.
+        #: The model of before, complete as long as it has this name.
         self._old_path = self.path.with_name(".best.unwanted")
         if is_root:
             try:
@@ -136,8 +136,8 @@ class BestModel:
         A run saves before it validates, so `best/` may know of a later validation than the checkpoint.
 
         Args:
-            evaluated: The values of `step`, if its validation was made before the run ended: where a later model stands
-                in `path`, its update is made again, and only what was better than these values may replace it.
+            evaluated: The values of `step`, if its validation was made before the run ended. If `path` holds a later
+                model, its update is made again, and only a model that is better than these values may replace it.
         """
         value, loss = self.measured(evaluated)
         if value is not None and self.is_better(value, loss):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # be measured on samples that it was trained on.
 _SEED_FLAGS = ("seed", "split_seed")
 
-# What --fresh must not leave in place, and the keys by which config.yaml is known to be that of a run.
+# Files that --fresh must not leave in place, and keys that the config.yaml of every run has.
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
 _RUN_CONFIG_KEYS = {"output_dir", "keep_n_checkpoints", "on_bad_sample"}
 
@@ -87,8 +87,8 @@ class RunFolder:
         """Refuse to resume with arguments that would change the model, or with another seed. On the root.
 
         Args:
-            lasting: Names of settings that may not change, each with what of its value is compared.
-            said: Names of those that the user has set: others that differ may only follow from these.
+            fixed_flags: Settings that may not change, each with a function that returns what is compared of its value.
+            explicit_flags: Settings that the user has given: others that differ may follow from these.
 
         Raises:
             ValueError: one line naming each of them that differs, with both values.
@@ -195,12 +195,12 @@ class RunFolder:
 
 
 def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, Any] | None:
-    """What config.yaml says of the run that these arguments go on with, None if they begin a new one: of a run with a
-    checkpoint, no flag has to say what its model is or where that came from. Collective.
+    """The config.yaml of the run that these arguments resume, None for a new run: a run with a checkpoint needs no
+    flags for its model's shape and origin. Collective.
 
     Raises:
-        UserMistake: one line, if config.yaml cannot be read, or a process does not see it: what else it lacks in a
-            folder of its own, such as a tokenizer, would be a message that misleads.
+        UserMistake: one line, if config.yaml cannot be read, or a process does not see it: a later message, such as
+            about a missing tokenizer, would mislead.
     """
     from tandem.training.checkpoint.store import latest_checkpoint, unseen  # not at the top: it imports PyTorch
 

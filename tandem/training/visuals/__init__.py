@@ -1,1 +1,1 @@
-"""Pictures of what a model does, for samples/ and the trackers."""
+"""Pictures of a model's outputs, for samples/ and the trackers."""

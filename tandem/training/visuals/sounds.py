@@ -1,4 +1,4 @@
-"""Pictures of what an audio-text model makes of sounds."""
+"""Pictures of sounds and the captions that an audio-text model finds for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.devices import double
 from .images import caption_of, enlarged, grid
 
 _WIDTH, _HEIGHT = 320, 128  # pixels of a spectrogram's picture
-_MATRIX_PIXELS = 384  # that a side of the picture of the cosines has at least
+_MATRIX_PIXELS = 384  # least side of the picture of the cosines
 
 # From blue for -1 over white for 0 to red for 1.
 _DIVERGING = ((33, 82, 156), (128, 172, 213), (247, 247, 247), (232, 146, 116), (166, 27, 41))

@@ -19,7 +19,7 @@ from .images import Sample, enlarged, grid, to_pixels
 
 _FRAMES = 9  # at most, of a clip in a picture
 _HIGHEST_RATE = 1000  # frames per second that a film is played with
-_STRIP_SIDE, _FILM_SIDE = 64, 128  # pixels that a frame has at least
+_STRIP_SIDE, _FILM_SIDE = 64, 128  # least pixels of a frame's side
 _GAP_PIXELS = 4
 _ERROR_FACTOR = 4
 
