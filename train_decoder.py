@@ -98,7 +98,7 @@ def other_clip(
 
 
 class UnetTraining:
-    """What the training of one Unet needs besides its engine: losses, random numbers and the learning rate."""
+    """The training of one Unet besides its engine: losses, random numbers and the learning rate."""
 
     def __init__(self, args: argparse.Namespace, decoder: Decoder, number: int, device: torch.device) -> None:
         from tandem.models.diffusion import DiffusionLoss

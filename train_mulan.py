@@ -126,7 +126,7 @@ def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> MuLaN:
     take_towers(model, towers, tokenizer)
     if args.init_from:
         source = load_from(args.init_from, "MuLaN")
-        if Path(args.init_from).is_file():  # a public package's, which does not say its tokenizer either
+        if Path(args.init_from).is_file():  # of a public package, which does not name its tokenizer
             source.config |= {name: model.config[name] for name in UNSAID}
         else:
             tokenizer.require_same(args.init_from, tokenizer_file(Path(args.init_from)))

@@ -110,7 +110,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     from tandem.training.visuals.images import code_histogram, grid
     from tandem.weights.formats.dalle import save_dalle
 
-    with backend.agreement():  # if this fails on one process, all of them end, so that none waits for it
+    with backend.agreement():  # if this fails on one process, all end
         model = build_model(args).to(backend.device)
     feed = image_feed(args, backend, model.channels)
     run = Run(args, settings, backend, feed, models={"engine": model}, columns=COLUMNS)

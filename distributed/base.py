@@ -72,7 +72,7 @@ class Backend(ABC):
         rank, local_rank: Of this process, in the job and on its machine, from 0.
         world_size: Number of processes in the job.
         is_restart: Whether the launcher started these processes again after some had failed.
-        comm: What the collectives go through; like ``device``, ``connect`` sets it.
+        comm: The communicator of the collectives; like ``device``, ``connect`` sets it.
     """
 
     device: torch.device
@@ -117,7 +117,7 @@ class Backend(ABC):
         """Disconnect. If not ``gracefully``, an error has happened and a process may be gone, so wait for none."""
 
     def wait_without_limit(self) -> None:
-        """From now on the watchdog alone decides whether a process is waited for, and collectives have no time limit:
+        """From now on collectives have no time limit, and only the watchdog ends the job if a process does not come:
         one process may write for hours, and time in which the whole job was frozen does not count."""
         return
 
@@ -238,8 +238,8 @@ class Backend(ABC):
         return True
 
     def after_leaving(self, work: Callable[[], None]) -> None:
-        """Do ``work`` on this process when it has left the others, if nothing failed: it may take as long as it likes,
-        because nobody waits for it, and signals end it."""
+        """Do ``work`` on this process when it has left the others, if nothing failed. The work may take any time,
+        because no process waits for it, and signals end it."""
         self._after_leaving.append(work)
 
     def _agree_on_plan(self) -> None:
@@ -286,7 +286,7 @@ class Backend(ABC):
         self.wait_without_limit()  # in the groups of the engine too
         return engine
 
-    # What a script may ask for. Collectives are called by every process: never put a call behind a test of the rank.
+    # For scripts. Collectives are called by every process: never put a call behind a test of the rank.
 
     @property
     def is_root(self) -> bool:
@@ -382,8 +382,8 @@ class Backend(ABC):
 
     @property
     def waited(self) -> Mapping[str, float]:
-        """Seconds in which this process waited so far, by what it waited for: "data", and "communication" (on a GPU
-        only the waits of the host; the device has its own)."""
+        """Seconds that this process has waited so far, by cause: "data", and "communication" (on a GPU only the waits
+        of the host; the device has its own)."""
         return self.watchdog.waited
 
     @contextmanager

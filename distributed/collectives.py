@@ -108,7 +108,7 @@ class Communicator:
         all_bytes = words.view(torch.uint8)[:total]
         all_bytes[start : start + len(own)] = own
         if total:
-            self.all_reduce_(words, "sum_of_bytes").wait()  # bits that nobody else has set are added without a carry
+            self.all_reduce_(words, "sum_of_bytes").wait()  # no two processes set the same bit, so no addition carries
         return all_bytes
 
 

@@ -1,4 +1,4 @@
-"""Which device a process computes on, and what it asks of its machine."""
+"""The device on which a process computes, and settings of PyTorch and of the machine."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def local_device(local_rank: int, launcher: str = "python") -> torch.device:
 
 
 def gpus_are_shared() -> bool:
-    """Whether TANDEM_SHARE_GPU=1 is in the environment: several processes may then train on one GPU, which shows on a
-    machine with a single GPU that they compute what one process computes. They communicate through Gloo, because NCCL
+    """Whether TANDEM_SHARE_GPU=1 is in the environment: several processes may then train on one GPU, to test on a
+    machine with a single GPU that they compute the same as one process. They communicate through Gloo, because NCCL
     refuses two processes on one GPU. A training run has no use for it: it would only be slower."""
     return os.environ.get("TANDEM_SHARE_GPU") == "1"
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """Identifies the GPU among those of all machines; None for a CPU, and where PyTorch does not tell it."""
+    """Identifies the GPU among those of all machines; None for a CPU, and where PyTorch does not know it."""
     if device.type == "cpu":
         return None
     get_properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)

@@ -1,4 +1,4 @@
-"""What can end a run on purpose, each with a text meant for the person who started it."""
+"""The errors that end a run on purpose, each with a text for the user who started it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class TrainingStopped(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's text, without what it says to developers of C++; its type if it has no text."""
+    """The first line of the error's text, without the parts for C++ developers; its type if it has no text."""
     text = _FOR_DEVELOPERS.sub("", str(error)).strip() or type(error).__name__
     return text.splitlines()[0].rstrip()
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory was asked for that there is not, on the CPU or on a GPU."""
+    """Whether memory is exhausted, on the CPU or on a GPU."""
     # PyTorch raises a plain RuntimeError if the CPU's memory is exhausted, or if a size overflows.
     phrases = ("not enough memory", "can't allocate memory", "out of memory", "Storage size calculation overflowed")
     return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in phrases)

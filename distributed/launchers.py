@@ -83,8 +83,8 @@ def _is_restart(env: Mapping[str, str]) -> bool:
 
 
 def torchrun_id() -> str | None:
-    """A text that is the same whenever one torchrun starts processes on this machine, and that no other torchrun gives;
-    None if no torchrun started this process. --rdzv_id is no such text, because several launches may have the same."""
+    """A text that identifies the torchrun that started this process on this machine, the same after its restarts; None
+    if no torchrun did. --rdzv_id does not identify it, because several launches may have the same."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError, IndexError):  # not Linux, or the launcher is gone
             boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -25,7 +25,7 @@ from tandem.io.writing import tell
 
 TICK_SECONDS = 1.0
 LINK_SECONDS = 25  # a machine that does not answer for so long is lost: torchrun kills 30 s after it has noticed
-SILENT_TICKS = 10  # without an answer, for a process that holds up a job which is asked to end
+SILENT_TICKS = 10  # without an answer, after which a process is lost if the job is asked to end
 _LOADING_TICKS = 30  # without a sample, likewise
 _NO_ANSWER_TICKS = 3
 _UNIDENTIFIED_TICKS = 30  # after which a connection that has not named its rank is dropped
@@ -58,7 +58,7 @@ def to_line(*message: Any) -> bytes:
 
 @dataclass
 class _Rank:
-    """What is known of a rank; ``heard_at`` and ``moved_at`` are ticks: of its last answer, of its last progress."""
+    """The state of a rank; ``heard_at`` and ``moved_at`` are the ticks of its last answer and of its last progress."""
 
     heard_at: int
     moved_at: int
@@ -138,7 +138,7 @@ class Judge:
         return not state.has_left and self.now - state.heard_at > ticks
 
     def _lacks_data(self, state: _Rank) -> bool:
-        """Whether a rank waits for loader processes, which may hang, so that it does not come to save."""
+        """Whether a rank has waited long for its loader processes, which may hang and keep it from saving."""
         return not state.has_left and bool(state.mark.get("loads")) and self.now - state.moved_at > _LOADING_TICKS
 
     def _is_waiting(self, state: _Rank) -> bool:
@@ -177,13 +177,13 @@ def _join_first(descriptions: Iterable[str]) -> str:
 
 @dataclass
 class _Member:
-    """A connection to a process; its rank is -1 until it has said which one it is."""
+    """A connection to a process; its rank is -1 until it has sent it."""
 
     connection: socket.socket
     rank: int = -1
     text: bytes = b""
     ticks: int = 0  # in which its rank was not known
-    is_asked: bool = False  # and has not answered yet, so that nothing piles up at a process that is stopped
+    is_asked: bool = False  # and has not answered yet: a stopped process gets no second question
 
     def send(self, line: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -194,8 +194,8 @@ class Liveness:
     """Runs in a thread of the root. ``port`` and ``token`` are what a process needs to connect; ``update`` returns the
     number of the root's present update.
 
-    A process sends ["here", token, rank] first; then ["beat", mark] as the answer to ["beat"]; ["met"] when it has come
-    to a meeting, which everybody gets as soon as all have come; and at its end ["left"] or ["failed", error]. ["end",
+    A process sends ["here", token, rank] first; then ["beat", mark] as the answer to ["beat"]; ["met"] when it has
+    entered a meeting, which all get when all have entered it; and at its end ["left"] or ["failed", error]. ["end",
     verdict] tells it why the job ends, ["left"] that the root has left on purpose.
     """
 
@@ -239,7 +239,7 @@ class Liveness:
                 next_tick = time.monotonic() + TICK_SECONDS
                 self._tick()
         next_tick = time.monotonic() + TICK_SECONDS
-        while self._poll(0.0) and time.monotonic() < next_tick:  # what the root itself has said last
+        while self._poll(0.0) and time.monotonic() < next_tick:  # the root's own last messages
             pass
         self._tick()
         self._send_all("left")

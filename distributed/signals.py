@@ -36,7 +36,7 @@ _TERMINAL_LAUNCHERS = ("python", "deepspeed")
 _JOB_WIDE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # mostly through the launcher
 _WAKE_UP = b"\0"  # the number of no signal
 _ORPHAN_CHECK_SECONDS = 1.0
-_VERDICT_SECONDS = 3.0  # until the watchdog has told that a process is lost: launchers then ask the others to stop
+_VERDICT_SECONDS = 3.0  # for a verdict of the watchdog: launchers ask processes to stop if one is lost
 
 
 # Weak: functions that are registered for forks are never released, and would keep a whole run.
@@ -159,7 +159,7 @@ class Signals:
             self._announce_once(number)
 
     def _is_explained(self, seconds: float = _VERDICT_SECONDS) -> bool:
-        """Whether the watchdog says, now or in so many seconds, why the job ends."""
+        """Whether the watchdog knows, now or within so many seconds, why the job ends."""
         return self.watchdog is not None and self.watchdog.verdict_within(seconds)
 
     def _end_start_up(self, reason: str) -> None:
@@ -170,7 +170,7 @@ class Signals:
         leave(ASKED_TO_STOP, at_once=True)
 
     def _announce_once(self, number: int | None) -> None:
-        """The root says that it was asked to stop. ``number`` is None if it has heard no signal itself."""
+        """The root prints that it was asked to stop. ``number`` is None if it has received no signal itself."""
         with self._announce_lock:
             if not self._is_root or self._has_announced:
                 return

@@ -28,7 +28,7 @@ from .devices import gpu_id, gpus_are_shared, shared_gpu
 from .errors import UserMistake
 from .launchers import DEFAULT_MASTER_PORT, Launch
 
-# While there is no watchdog yet, collectives time out a little later than one would: its message says more.
+# Before there is a watchdog, collectives time out a little later than it would, because its message says more.
 GRACE_SECONDS = 60
 _WITHOUT_LIMIT = timedelta(days=3650)
 _THREADS = "/proc/self/task"
@@ -60,7 +60,7 @@ def init_process_group(launch: Launch, device: torch.device, timeout_minutes: fl
         options["store"] = dist.HashStore()
     else:
         _reach_store(launch, options["timeout"])
-        # PyTorch's own constructor (`rendezvous`) waits for all processes, says nothing, and ends with its own words.
+        # PyTorch's own `rendezvous` waits for all processes without a message, and fails with a long one.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(
             *address, is_master=launch.is_root and not _torchrun_holds_store(), timeout=options["timeout"],
@@ -104,7 +104,7 @@ class Start(NamedTuple):
 
 
 def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: str | None = None) -> Start:
-    """What every process returns when all processes of this start have called it.
+    """Return, the same on every process, when all processes of this start have called it.
 
     torchrun keeps its store when it starts the processes again, so each start needs a prefix of its own: otherwise it
     reads what the one before wrote. TORCHELASTIC_RESTART_COUNT cannot be that prefix, because each machine counts only
@@ -157,7 +157,7 @@ def agree_on_start(store: dist.Store, launch: Launch, timeout: timedelta, gpu: s
 
 
 def _report_absent(launch: Launch, absent: Sequence[int]) -> None:
-    """Say which processes are waited for: by the root, or by one process of each machine that waits for the root."""
+    """Print which processes are missing: on the root, or on one process of each machine that waits for the root."""
     if launch.is_root if 0 not in absent else launch.local_rank == 0:
         present_count = launch.world_size - len(absent)
         rank_text = ", ".join(map(str, absent[:_MAX_NAMED_RANKS])) + (" ..." if len(absent) > _MAX_NAMED_RANKS else "")
@@ -167,7 +167,7 @@ def _report_absent(launch: Launch, absent: Sequence[int]) -> None:
 
 
 def _why_absent(launch: Launch) -> str:
-    """Behind a line about processes that do not come: what may be wrong with the launch."""
+    """The end of a line about missing processes: what may be wrong with the launch."""
     if launch.launcher != "srun" or "SLURM_PTY_PORT" not in os.environ:
         return ""
     return (

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _CONNECT_SECONDS = 30.0
 _REPORT_SECONDS = 10.0
 _VERDICT_SECONDS = 5.0  # after a collective has failed; launchers give survivors 5 s (horovodrun) or more
-_UNWINDING_SECONDS = 2.0  # after the verdict: the error of a collective that has failed too says more
+_UNWINDING_SECONDS = 2.0  # after the verdict: the error of a failed collective says more
 _LEAVING_TICKS = 30  # after the root has left on purpose, which all do at the same time
 _IDLE_TICKS = 30  # a thread that writes and did not use the processor for so long, even in one fsync, hangs
 _LONGEST_TEXT = 200
@@ -48,7 +48,7 @@ class _Heartbeat:
     loads: bool = False
 
 
-WAITS = ("data", "communication")  # what this process may wait for
+WAITS = ("data", "communication")  # causes of a wait
 
 
 class Watchdog:
@@ -58,7 +58,7 @@ class Watchdog:
         self._rank, self._world_size = comm.rank, comm.world_size
         self._timeout_ticks = timeout_minutes * 60 / TICK_SECONDS
         self._heartbeat = _Heartbeat()
-        #: Seconds in which this process waited, by what it waited for.
+        #: Seconds that this process has waited, by cause.
         self.waited = dict.fromkeys(WAITS, 0.0)
         self._wait_kind: str | None = None
         self._loads_since, self._has_reported_loading = math.inf, False
@@ -103,7 +103,7 @@ class Watchdog:
         self._heartbeat, self._loads_since = replace(self._heartbeat, loads=False), math.inf
 
     def tell_of_loading(self) -> None:
-        """Say, once, that no data has come for long. Called by another thread now and then."""
+        """Print once that no data has come for long. Called by another thread now and then."""
         if time.monotonic() > self._loads_since + _REPORT_SECONDS:
             self._loads_since = math.inf
             if not self._has_reported_loading:
@@ -111,8 +111,8 @@ class Watchdog:
                 tell(f"rank {self._rank} has waited for data from its loader processes for {_REPORT_SECONDS:g} s")
 
     def meet(self) -> None:
-        """Return when every process has called this. The others may have hours of work: as long as they make progress
-        the watchdog ends nobody.
+        """Return when every process has called this. The others may have hours of work: the watchdog ends no process
+        while they make progress.
 
         Raises:
             TrainingStopped: the job ends, because a process is lost or stands still.
@@ -133,7 +133,7 @@ class Watchdog:
             self._liveness.hear_signal(number)
 
     def verdict_within(self, seconds: float) -> bool:
-        """Whether it is known, now or in so many seconds, why the job ends, or this process leaves anyway."""
+        """Whether it is known, now or within so many seconds, why the job ends, or this process leaves anyway."""
         with self._condition:
             return self._condition.wait_for(
                 lambda: bool(self._verdict) or self._leaving.is_set(), seconds if self._thread else 0
@@ -154,7 +154,7 @@ class Watchdog:
         return stop_error
 
     def stop(self, error: BaseException | None = None) -> None:
-        """This process leaves: on purpose, or because of its own ``error``, which the others are told."""
+        """This process leaves: on purpose, or because of its own ``error``, which is sent to the others."""
         if self._leaving.is_set():
             return
         with self._condition:
@@ -209,7 +209,7 @@ class Watchdog:
             self._connection.sendall(line)
 
     def beat(self) -> bytes:
-        """What this process answers when the root asks how it goes."""
+        """The answer of this process to the root's heartbeat."""
         beat = asdict(self._heartbeat)
         if beat.pop("writes"):
             time_used = processor_time(threading.main_thread())
@@ -269,7 +269,7 @@ class Watchdog:
         self.leave_alone()
 
     def let_writes_end(self) -> None:
-        """Wait for what this process writes, such as a checkpoint, while that gets on, at most for the timeout."""
+        """Wait for this process's writes, such as a checkpoint, while they make progress, at most for the timeout."""
         for thread in threading.enumerate():
             if thread.name != WRITER:
                 continue
@@ -289,7 +289,7 @@ class Watchdog:
 
 
 def _machine_id() -> str:
-    """What only the processes that share this one's loopback device have: machines may have equal names."""
+    """A text that only the processes that share this one's loopback device have: machines may have equal names."""
     identifiers = [socket.gethostname()]
     with contextlib.suppress(OSError):
         identifiers += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]

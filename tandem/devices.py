@@ -36,7 +36,7 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 def fp64_device(device: torch.device | str) -> torch.device:
-    """Where sums are made that need fp64: on the device itself, or on the host if it has no fp64."""
+    """The device for sums that need fp64: the device itself, or the host if it has no fp64."""
     return torch.device(device if has_fp64(device) else "cpu")
 
 
@@ -60,7 +60,7 @@ def has_pinned_memory(device: torch.device | str) -> bool:
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A tensor on a device. A copy from the host to an accelerator comes from pinned memory: from other memory the host
-    would wait for what the device has still to do."""
+    would wait for the device's queued work."""
     if tensor.device.type == "cpu" and has_pinned_memory(device):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

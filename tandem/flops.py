@@ -1,4 +1,4 @@
-"""Floating point operations of what runs, counted while it runs."""
+"""Counts floating point operations while they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _IS_REPEATED = ContextVar("_IS_REPEATED", default=False)
 
 @contextmanager
 def repeated() -> Iterator[None]:
-    """Context for what an update computes a second time to save memory: `FlopCounter` leaves it out."""
+    """Context for operations that an update repeats to save memory: `FlopCounter` leaves them out."""
     token = _IS_REPEATED.set(True)
     try:
         yield
@@ -48,6 +48,6 @@ class FlopCounter(TorchDispatchMode):
         if formula is not None and not _IS_REPEATED.get():
             try:
                 self.flops += formula(*args, **(kwargs or {}), out_val=out)
-            except Exception:  # they assert what they expect of shapes: no run may end for the sake of a figure
+            except Exception:  # formulas assert shapes: no run may end because of a figure
                 self.flops = math.nan
         return out

@@ -56,7 +56,7 @@ class HorovodBackend(Backend):
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         os.environ.setdefault("HOROVOD_CYCLE_TIME", "1")  # ms; Horovod waits this long for tensors to fuse
         # Gloo's limit for an answer, 30 s by default, also ends a job that was frozen for so long, and Horovod does not
-        # change it later: the watchdog ends a job that does not get on.
+        # change it later: the watchdog ends a job that makes no progress.
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(60 * self.options.timeout_minutes) + 60))
         import torch
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Update:
-    """What one ``Engine.step`` did. The tensors are on the device: reading them makes the host wait for it."""
+    """The outcome of one ``Engine.step``. The tensors are on the device: reading them makes the host wait for it."""
 
     grad_norm: Tensor
     """L2 norm of the mean gradient before clipping, 0-d; the same on every process. NaN where an engine leaves it out,
@@ -87,7 +87,7 @@ class Engine(ABC):
         with contextlib.nullcontext() if self._is_plain else self._backend.autocast():
             output = (self._plain_forward if self._is_plain else self.module)(*args, **kwargs)
         if self.is_sharded:
-            self._backend.watchdog.mark("computing")  # what follows gathers nothing
+            self._backend.watchdog.mark("computing")  # no more weights are gathered
         return output
 
     def _graph_parameters(self) -> Iterable[tuple[str, Any]]:
@@ -201,7 +201,7 @@ class Engine(ABC):
             for parameter in self._empty_module.parameters():
                 parameter.data = parameter.data.new_empty(0)
 
-    # What an average of the weights needs. Where weights are sharded, a process averages the part that it holds.
+    # For averages of the weights. Where weights are sharded, a process averages the part that it holds.
 
     def blank_copy(self) -> Any:
         """A copy of the module as it was wrapped, in fp32, whose parameters are frozen and empty."""
@@ -218,7 +218,7 @@ class Engine(ABC):
         return local
 
     def held_part(self, name: str, full: Tensor) -> Tensor:
-        """What this process holds of a tensor like the whole weight ``name``; the inverse of ``whole_weight``.
+        """This process's part of a tensor like the whole weight ``name``; the inverse of ``whole_weight``.
 
         Raises:
             ValueError: where weights are sharded, if the tensor has another shape than the weight.

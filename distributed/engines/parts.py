@@ -75,8 +75,8 @@ class GradientParts:
                 columns[0].copy_(sum(sums[1:], start=sums[0]))
 
     def _columns_at_once(self, bucket: Tensor) -> int:
-        """How many numbers of each part to add at a time: what a process gathers grows with the number of processes."""
-        sums_per_process = len(bucket) // (len(bucket) & -len(bucket))  # what _add_pairs leaves of the local parts
+        """How many numbers of each part to add at a time: gathered sums take more memory with more processes."""
+        sums_per_process = len(bucket) // (len(bucket) & -len(bucket))  # the length of _add_pairs(local parts)
         column_bytes = self._comm.world_size * sums_per_process * bucket.element_size()
         return max(GATHERED_BYTES // column_bytes, 1)
 

@@ -19,8 +19,8 @@ _MAX_ROWS = 2**21
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """By name, a number that depends on every bit of the tensor and on where the bit stands. Sums of integers do not
-    depend on their order, so the number is the same on every device."""
+    """By name, a number that depends on every bit of the tensor and on its position. Sums of integers do not depend on
+    their order, so the number is the same on every device."""
     sums = [_checksum(tensor.detach()) for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
 

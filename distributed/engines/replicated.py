@@ -104,7 +104,7 @@ class ReplicatedEngine(Engine):
 
 def cut_graph(model: nn.Module) -> None:
     """Let torch.compile begin a new graph where the model calls each of its children ``cut_before`` (names). All
-    gradients of a graph appear at the end of its backward pass, so that with one graph none could be sent meanwhile."""
+    gradients of a graph appear at the end of its backward pass, so that with one graph none could be sent before."""
     for name in getattr(model, "cut_before", ()):
         model.get_submodule(name).register_forward_pre_hook(torch.compiler.disable(_end_graph))
 

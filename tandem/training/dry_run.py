@@ -1,4 +1,4 @@
-"""`--dry_run`: a few updates, a validation, a picture and a checkpoint, and what the whole run would cost."""
+"""`--dry_run`: a few updates, a validation, a picture and a checkpoint, and the cost of the whole run."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class _Abandoned(Exception):
 
 
 def noise_of(seed: int, numbers: Sequence[int], device: torch.device) -> Callable[[int], Callable[..., Tensor]]:
-    """The source of noise for `models.Decoder.sample`: that of a picture depends on its number and the seed alone."""
+    """The source of noise for `models.Decoder.sample`: a picture's noise depends only on its number and the seed."""
 
     def unet_noise(index: int) -> Callable[..., Tensor]:
         def draw(name: str, step: int, shape: Sequence[int]) -> Tensor:

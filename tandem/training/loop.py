@@ -30,7 +30,7 @@ class Action:
     """Something that happens after every n-th update and after the last one, on every process.
 
     Args:
-        name: What a dry run calls it.
+        name: Its name in a dry run.
         every: The number n of updates; 0: only at the end.
         do: May return values for the line of metrics.
         is_asked: Whether it happens after this update in any case.
@@ -62,7 +62,7 @@ class Evaluation:
             The first one also writes best/. The model is the average if there is one.
         best: Keeps the model of the best validation, if the script wants it.
         name: Distinguishes the metrics and pictures of several models; "" for one.
-        picture_name: What the trackers call the picture.
+        picture_name: The picture's name in the trackers.
         use: A command that uses the model in the first path of `write`, for the last line of the run: the script and
             its flags besides --model; empty: none.
         watch: (completed updates, line of metrics) -> warnings to print, each in one line. Called on every process for
@@ -106,8 +106,8 @@ def updates(
     answered at once; the next start then makes it. The actions of `also` need the validation split, and are left out
     without one. After the last update the models are written. Yields nothing if the run is complete.
 
-    `kind` is (number of an update, its batch) -> what determines, besides the shapes of the batch, how many operations
-    the update has.
+    `kind` is (number of an update, its batch) -> a key that, with the shapes of the batch, determines how many
+    operations the update has.
 
     Raises:
         AskedToStop: after a stop request, for which the run is saved.
@@ -194,8 +194,8 @@ def _updates(
 
 
 def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, also: Sequence[Action]) -> list[Action]:
-    """What happens every n updates, in this order. The save comes first, because a validation may take longer than a
-    scheduler waits."""
+    """The actions of a run, in this order. The save comes first, because a validation may take longer than a scheduler
+    waits."""
     args = run.args
     validation = Action(
         "validation", args.validate_every_n_steps, partial(_validate_all, run, evaluations), measures=True

@@ -62,8 +62,8 @@ class Run:
     Args:
         args: The arguments of the run (`tandem.config.parser`).
         settings: Every argument by flag name, for config.yaml.
-        models: What is trained, by the name of its part of a checkpoint, which describes it (`Models`).
-        columns: What the terminal shows of a line of metrics (`MetricsTable`).
+        models: The trained models by the names of their parts of a checkpoint, which describes them (`Models`).
+        columns: The metrics that the terminal shows (`MetricsTable`).
 
     Raises:
         UserMistake: one line, if the folder cannot be used.
@@ -112,7 +112,7 @@ class Run:
         self._has_reported_validations = False
         #: Whether a checkpoint is due by --save_every_minutes; `look_at_clock` sets it on all processes.
         self.is_save_due, self._next_clock_step = False, 0
-        #: Values of the checkpoint's own evaluation, if it was made before the run ended.
+        #: Values of the evaluation of the checkpoint's update, if it was made before the run ended.
         self.evaluated_before: dict[str, Any] = {}
         steps = args.profile_steps if self.is_root and not args.dry_run else None
         self.profiler = Profiler(steps, self.folder.path / "profile", lambda text: self.say(text))
@@ -138,9 +138,9 @@ class Run:
             "updated"     the same batch, when that update is made and counted, before anything that follows it
             "evaluation"  None, between the steps of validations and pictures, before the run looks for a stop request
 
-        Every process calls it, so that it may contain collectives of `processes`. It may replace `feed.batches`, what
-        the loader gives for the updates that follow. What it raises ends the run as an error of the script would. A dry
-        run tells of no update.
+        Every process calls it, so that it may contain collectives of `processes`. It may replace `feed.batches`, the
+        loader's batches for the updates that follow. An error that it raises ends the run like an error of the script.
+        A dry run has no events of updates.
         """
         cls._watchers.append(watch)
         try:
@@ -149,7 +149,7 @@ class Run:
             cls._watchers.remove(watch)
 
     def tell(self, event: str, about: Any = None) -> None:
-        """Call who watches: the loop has come to an event of `watched`."""
+        """Call the functions given to `watched`: the loop has come to an event."""
         for watch in self._watchers:
             watch(self, event, about)
 
@@ -169,7 +169,7 @@ class Run:
 
     def resume(self, **parts: Stateful) -> None:
         """Register the parts of a checkpoint, once, and restore them from the newest checkpoint if there is any. Then
-        print what this run is and where it stands.
+        print a summary of the run and its progress.
 
         Raises:
             UserMistake: all checkpoints are damaged, or the newest does not fit the arguments.
@@ -255,7 +255,7 @@ class Run:
         self.display.say(text)
 
     def line(self) -> dict[str, Any]:
-        """What `add` and `log` recorded for the newest update, the number of skipped updates and what was waited for;
+        """The values that `add` and `log` recorded for the newest update, the number of skipped updates and the waits;
         empty if no line is due. Collective."""
         if not self.due(self.args.log_every_n_steps):
             return {}
@@ -386,8 +386,8 @@ class Run:
         Raises:
             AskedToStop: it is saved.
             Failed: it cannot be written.
-            UserMistake: on all processes, if it was the deadline that ended an evaluation in a start that made nothing
-                else, so that each further start would end in the same place.
+            UserMistake: on all processes, if the deadline ended an evaluation in a start that did nothing else, because
+                every further start would end there, too.
         """
         step = self.progress.step
         if self.args.dry_run:
@@ -431,7 +431,7 @@ class Run:
         write(path)
 
     def close(self, use: Sequence[str] = ()) -> None:
-        """Wait until everything is on the disk, and say what the run has written and how to use its model (see
+        """Wait until everything is on the disk, and print the run's outputs and how to use its model (see
         `Evaluation.use`). Raises Failed if the last writes failed."""
         self.checkpoints.wait()
         self._report_saves(at_end=True)
@@ -454,7 +454,7 @@ class Run:
             for line in last_words(self.folder.path, self._models, picture, use):
                 self.display.say(line, whole=True)
         self.display.close()
-        # In this order: the newest artifact of a name is what people get who ask for no other.
+        # "final" last: without an alias, people get the newest artifact of a name.
         models = {"best": self.folder.path / "best", "final": Path(self._models[0])} if self._models else {}
         # Last, because an upload may take longer than other processes or a scheduler wait.
         self.processes.after_leaving(lambda: self.tracker.close(models))

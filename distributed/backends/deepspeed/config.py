@@ -23,7 +23,7 @@ AUTO = "auto"
 # other backends has (engines/reducer.py): large enough to fill a link, small enough to be sent in the backward pass.
 BUCKET_ELEMENTS = 25 * 2**20 // 4
 _LONGEST_BYTES = 1 << 20
-_LARGEST = 2**63 - 1  # of int64; no number of a configuration comes near it
+_LARGEST = 2**63 - 1  # of int64; every sensible number is far below it
 
 # The keys that "DeepSpeed Configuration JSON" documents (deepspeed.ai, 2026).
 SECTIONS = frozenset({
@@ -224,7 +224,7 @@ def resolve(
     have changed between versions of DeepSpeed.
 
     ZeroEngine itself accumulates gradients over any number of backward calls, so DeepSpeed sees one step per update.
-    ``sizes`` are the numbers of elements of the model's parameters; ``auto`` is what "auto" means in the sections
+    ``sizes`` are the numbers of elements of the model's parameters; ``auto`` holds the values of "auto" in the sections
     optimizer and scheduler, by path, such as "optimizer.params.betas".
     """
     full = _drop_autos(_fill_autos(config, auto))

@@ -1,4 +1,4 @@
-"""The averages of a run's weights at all its saves, from which an average of another length is made afterwards."""
+"""The averages of a run's weights at all its saves, from which an average of another length can be made later."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AverageFiles:
                 weights = {name.removeprefix(prefix): w for name, w in tensors[part].items() if name.startswith(prefix)}
                 self.folder.mkdir(exist_ok=True)
                 with replacing(self.folder / f"step_{step:08d}_{part}_{length}.safetensors") as unfinished:
-                    # One entry, because the library writes several in any order, and the same run should give the same
+                    # One entry, because the library writes several in any order, and the same run should write the same
                     # bytes.
                     profile = json.dumps({"updates": counts, "length": float(length)})
                     save_file(weights, unfinished, metadata={_HEADER: profile})

@@ -27,7 +27,7 @@ from tandem.io.writing import NEW_FILE_MODE, sync
 
 STATE, SUMS = "state.json", "SHA256SUMS"
 _CHUNK_BYTES = 1 << 24
-# state.json has numbers and the names of a thousand bad samples; a public tool may have made a longer one.
+# state.json has numbers and the names of at most a thousand bad samples; other tools may write longer ones.
 LONGEST_STATE_BYTES, _LONGEST_SUMS_BYTES = 1 << 28, 1 << 20
 _LONGEST_HEADER_BYTES = 100_000_000  # safetensors reads no longer one
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, RuntimeError, SafetensorError)

@@ -72,9 +72,9 @@ class Snapshot:
     must not change.
 
     Args:
-        parts: Nested dicts of tensors, JSON values, and functions that fetch a tensor. What they return is copied
-            before anything else happens.
-        memory: Holds the copies. What older snapshots copied there is lost.
+        parts: Nested dicts of tensors, JSON values, and functions that fetch a tensor. Their results are copied at
+            once.
+        memory: Holds the copies. Those of older snapshots are lost.
         keep: Whether this process needs the copies; if not, it makes none. All processes call the functions, because
             they are collective.
     """

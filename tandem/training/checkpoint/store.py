@@ -267,7 +267,7 @@ class Checkpoints:
             write_folder(unfinished, snapshot.tensors, state)
             self._commit(unfinished, path)
         except Exception as error:  # training goes on after any error, because the next save may succeed
-            if not path.exists():  # if it exists, only what follows the rename failed: the next save repeats it
+            if not path.exists():  # if it exists, only steps after the rename failed: the next save repeats them
                 self.failure = f"cannot write the checkpoint {path}: {words_of(error)}"
             if unfinished is not None:
                 delete(unfinished)  # make room: the disk may be full
@@ -287,7 +287,7 @@ class Checkpoints:
                     self._delete_checkpoint(old)
 
     def _make_room(self) -> None:
-        """Create the folder, and delete what killed saves left in it."""
+        """Create the folder, and delete the leftovers of killed saves."""
         if not self.folder.exists():
             self.folder.mkdir()  # without its parents: a run folder that was renamed meanwhile must not reappear
             sync(self.folder.parent)

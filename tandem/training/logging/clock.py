@@ -96,8 +96,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context for what is not training, such as validation, pictures and checkpoints: rate and waits leave it
-        out."""
+        """Context for validation, pictures, checkpoints and the like: rate and waits of training leave it out."""
         new_waits, start = self._new_waits(), time.monotonic()
         self._paused_since = start
         yield

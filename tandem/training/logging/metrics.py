@@ -1,4 +1,4 @@
-"""What is recorded during an update for its line of metrics."""
+"""The record of an update for its line of metrics."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Metrics:
         self._histogram = None
 
     def line(self, skipped_updates: int) -> dict[str, Any]:
-        """What was recorded for the newest update, and what it cost. Collective."""
+        """The values recorded for the newest update, and its costs. Collective."""
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in self._values.items()}
         means = self._processes.mean({**self._sums, **self._clock.waits(), "flops": self._operations.of_line()})
         flops = means.pop("flops") * self._processes.world_size / self._progress.batch_size

@@ -1,8 +1,8 @@
-"""Floating point operations per second of a run, and what its device could do.
+"""Floating point operations per second of a run, and the peak of its device.
 
 A multiplication and an addition are two operations. Those of matrix products, convolutions and attention are counted,
-forward and backward, of frozen networks too, and each once: what is computed again to save memory is left out. So the
-share of the peak is the model FLOPs utilization of Chowdhery et al. 2022, "PaLM", appendix B.
+forward and backward, of frozen networks too, and each once: repetitions that save memory are left out. So the share of
+the peak is the model FLOPs utilization of Chowdhery et al. 2022, "PaLM", appendix B.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def peak(name: str | None, precision: str) -> float | None:
 
 
 def name_of(device: torch.device) -> str | None:
-    """What PyTorch calls a device; None for a CPU, and where PyTorch does not tell it."""
+    """PyTorch's name of a device; None for a CPU, and where PyTorch knows none."""
     if device.type == "cpu":
         return None
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)

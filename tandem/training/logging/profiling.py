@@ -39,7 +39,7 @@ class Profiler:
             self._write()
 
     def close(self) -> None:
-        """Write what was recorded, if the run ends before the last of these updates."""
+        """Write the record if the run ends before the last of these updates."""
         if self._profile is not None:
             self._write()
         elif self._steps is not None and not self._recorded:

@@ -232,8 +232,7 @@ def described(part: Any) -> str:
 
 
 def last_words(folder: Path, models: Sequence[str], picture: Path | None, use: Sequence[str]) -> Iterator[str]:
-    """What a finished run has written, and the commands that show it and use its model (`Evaluation.use`), a line
-    each."""
+    """A line on each output of a finished run, and the commands that show it and use its model (`Evaluation.use`)."""
     yield f"model: {', '.join(models)}"
     if picture:
         yield f"picture: {picture}"

@@ -36,8 +36,8 @@ class MetricsTable:
         self._previous |= {n: v for n, v in validation.items() if isinstance(v, int | float) and abs(v) < 1e300}
 
     def lines(self, step: int, metrics: Mapping[str, Any], seconds_left: float | None) -> Iterator[str]:
-        """The lines for what was logged after `step` updates: of the update, of a validation, of both or of neither.
-        The time left is not shown if it is None."""
+        """The lines for the metrics after `step` updates: of the update, of a validation, of both or of neither. The
+        time left is not shown if it is None."""
         clock = f"{step:>{len(self._total)}}/{self._total}"
         if any(name in metrics for name in self._update_columns):
             yield from self._row(clock, metrics, "-" if seconds_left is None else time_left(seconds_left))

@@ -121,7 +121,7 @@ class Trackers:
                     self._size = size
                     if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                         content = b"\n" + content
-                file.truncate(self._size)  # remove what the last failed write left
+                file.truncate(self._size)  # remove the remains of the last failed write
                 file.write(content)
         except OSError as error:
             failure = f"cannot write {self.path}: {words_of(error)}"

@@ -1,7 +1,7 @@
 """Losses and regularisers of a generator and a discriminator, and the adaptive weight of the adversarial loss.
 
 A positive logit means that the discriminator takes the image for real. Losses are fp32 means over all logits. A
-discriminator with several heads gives a list with a tensor of logits for each of them; its loss is the sum over them.
+discriminator with several heads returns a list with a tensor of logits for each head; its loss is the sum over them.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Contrastive:
             )
 
     def metrics(self, result: ContrastiveResult) -> dict[str, Tensor]:
-        """What a line of metrics has of a result, by name; the bias only if the loss uses it."""
+        """The metrics of a result by name; the bias only if the loss uses it."""
         values = {
             "loss": result.loss, "collapsed_loss": result.collapsed, "temperature": result.scale[0],
             "audio_variance": result.audio_variance, "text_variance": result.text_variance,

@@ -19,7 +19,7 @@ from tandem.training.noise import Noise
 
 @dataclass(frozen=True)
 class LowresDraws:
-    """How low-resolution pictures are made worse in training."""
+    """The degradation of low-resolution pictures in training."""
 
     timesteps: int = 0  # noise levels, drawn uniformly; 0 adds no noise
     blur_prob: float = 0.5  # 0: none is blurred

@@ -1,5 +1,5 @@
-"""The judge of a generator's images: what the two losses of an adversarial update are made of, however a batch is
-divided into processes and micro-batches. The formulas are those of `adversarial`."""
+"""The losses of a generator and its discriminator, the same however a batch is divided into processes and
+micro-batches. `adversarial` has their formulas."""
 
 from __future__ import annotations
 
@@ -61,21 +61,22 @@ class _ImageLosses(NamedTuple):
 
 
 class Judge:
-    """A discriminator and the error of images, which judge what a generator makes, for the formulas of both losses.
+    """The terms of the generator's and the discriminator's losses, for any formula of them.
 
-    `recon, adversarial = judge(out)` are losses of a micro-batch (0-d), and `weight` (0-d), which is known by then for
-    the whole batch, that of the second one. A loss may be any function of them and of the other losses in `out`: with
-    `generator.backward(judge.carried(loss))`, all weights get its gradients as if one graph led from them to the loss.
-    No network that judges images has a second backward pass: what is known of its gradients is carried on from there.
+    `recon, adversarial = judge(out)` are losses of a micro-batch (0-d). `weight` (0-d), that of the second one, is then
+    known for the whole batch. A loss may be any function of them and of the other losses in `out`:
+        `generator.backward(judge.carried(loss))` gives all weights its gradients as if one graph led from them to the
+        loss. Discriminator and perceptual loss need no second backward pass: their gradients with respect to the images
+        are reused.
 
     The generator's model gives `reconstruction`, `codes`, `losses` and `features` (`models.VQGANOutput`); called with
-    `observe=True` it only shows its input to its `quantizer`. Its `last_layer_gradient` is (features, gradient of a
-    loss with respect to the reconstruction) -> the gradient of the loss with respect to the weight of its last
+    `observe=True` it only adds to the statistics of its `quantizer`. Its `last_layer_gradient` is (features, gradient
+    of a loss with respect to the reconstruction) -> the gradient of the loss with respect to the weight of its last
     convolution, summed over the batch. The discriminator's model gives a list of logits if it has `num_heads` above 1;
     the last ones may be left out of an update. Both models may be of videos.
 
     Args:
-        args: What `AdversaryFlags` says, and the seed.
+        args: The flags of `AdversaryFlags`, and the seed.
         generator: Engine of the generator.
         discriminator: Engine of the discriminator.
         images: A micro-batch of the loader -> images (b, c, h, w), or videos, as both models take them.
@@ -87,7 +88,7 @@ class Judge:
 
     weight: Tensor
     drawn: Mapping[str, Tensor]
-    """What the generator gets beside the images that it is being shown."""
+    """Further arguments of the generator for the current images."""
 
     def __init__(
         self, args: argparse.Namespace, generator: Any, discriminator: Any, processes: Backend, *,
@@ -107,8 +108,8 @@ class Judge:
         return is_active, is_active and step % self._args.apply_grad_penalty_every == 0
 
     def micro_batches(self, batch: Mapping[str, Any], step: int, *, is_active: bool) -> Iterator[Tensor]:
-        """The images of each micro-batch of update number `step`, each of which is to be judged before the next one.
-        If the discriminator is not active yet, the adversarial loss is 0 and not computed. Collective."""
+        """The images of each micro-batch of update number `step`. Call this object for each before the next one. If the
+        discriminator is not active yet, the adversarial loss is 0 and not computed. Collective."""
         self._batch, self._step, self._is_active = batch, step, is_active
         self._fakes: list[Tensor] = []
         self.weight = torch.zeros((), device=self._processes.device)
@@ -131,7 +132,7 @@ class Judge:
             self._log(gan_weight=self.weight, gan_loss=losses.adversarial)
         self._reconstruction = out.reconstruction
         self._fakes.append(out.reconstruction.detach())
-        # The losses of what lies at this distance from the reconstruction, which is 0.
+        # A displacement of the reconstruction, 0, as whose function the losses are differentiated.
         self._distance = torch.zeros_like(self._fakes[-1]).requires_grad_()
         reconstruction_term, adversarial_term = ((self._distance * gradient).sum() for gradient in losses.gradients)
         return losses.reconstruction + reconstruction_term, losses.adversarial + adversarial_term
@@ -143,7 +144,7 @@ class Judge:
         return loss + (surrogate - surrogate.detach())
 
     def update_codebook(self, skipped: Tensor) -> None:
-        """What the quantizer does after an update of the generator, which may have been skipped (0-d bool)."""
+        """Update the quantizer after an update of the generator, which may have been skipped (0-d bool)."""
         self._quantizer.after_update(self._step, self._args.seed, skipped)
 
     def critic_losses(self, *, with_penalty: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

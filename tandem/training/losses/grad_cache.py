@@ -26,7 +26,7 @@ class GradCache:
     every micro-batch is compared with all negatives, in the memory that one micro-batch needs.
 
     Args:
-        engine: Engine of a model that gives ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
+        engine: Engine of a model that returns ``audio``, ``text`` (b, h, d), ``scale`` and ``bias`` (h,) (as
             ``models.MulanOutput``), and whose output depends on its arguments alone, noise included.
         batch: This process's part of the batch, ``caption_ids`` (b,) among it.
         inputs: A micro-batch -> keyword arguments of the model.

@@ -38,7 +38,7 @@ class CollapseAlarm:
             line: Metrics by name: `loss`, `collapsed_loss`, its value if all clips are equally near to all captions,
                 and `audio_variance` and `text_variance`, those of the batch's embeddings, 1 - |mean unit vector|^2.
         """
-        if step <= self._after_steps or "collapsed_loss" not in line:  # a line of a validation alone
+        if step <= self._after_steps or "collapsed_loss" not in line:  # a line that has only a validation
             return []
         loss, collapsed = line["loss"], line["collapsed_loss"]
         warnings = [
@@ -65,8 +65,8 @@ class ReconstructionAlarm:
     the start of the process, so after a resume it may repeat a warning once.
 
     Args:
-        remedy: What to try, besides the flags of the discriminator, if reconstructions are alike or poor.
-        remedy_of_codes: What to try if only a few codes are in use.
+        remedy: The advice, besides the flags of the discriminator, if reconstructions are alike or poor.
+        remedy_of_codes: The advice if only a few codes are in use.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ReconstructionAlarm:
             step: Completed updates.
             line: Metrics of all processes by name: `lr`, `codes_used` of a batch, `discr_loss`, and of the validation
                 split `valid/psnr` in dB, `valid/codes_used`, and `valid/variance_kept` and `valid/explained_variance`
-                (`tandem.training.metrics.reconstruction.Variety`). What a line does not have is not checked.
+                (`tandem.training.metrics.reconstruction.Variety`). Missing metrics are not checked.
         """
         updates = step - self._step if self._step else 0  # the first line may be that of a resumed run
         self._step, self._updates, self._rate = step, self._updates + updates, line.get("lr", self._rate)

@@ -31,7 +31,7 @@ def text_inputs(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
 
 class Embedder:
     """Computes embeddings of a `MuLaN` without noise and gradients, `rows` sounds (a micro-batch) per forward pass.
-    Forward passes are made in the context that `precision` makes."""
+    Forward passes run in the context that `precision` returns."""
 
     def __init__(
         self, model: Any, tokenizer: Tokenizer, rows: int, device: torch.device,

@@ -2,8 +2,8 @@
 
 torchmetrics has the same sums, and the same distance to 1e-10. It takes the eigenvalues of a matrix that is not
 symmetric, which costs 1.1 to 1.3 times the processor time for 2048 numbers and may come out negative (-2e-4 of 100
-images and themselves). To import it takes 3.1 s and 263 MiB of each process, and joining it to our processes would take
-as many lines as are here.
+images and themselves). Its import takes 3.1 s and 263 MiB of each process, and an adapter to our processes would be as
+long as this file.
 """
 
 from __future__ import annotations
@@ -66,9 +66,8 @@ class FrechetStatistics:
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """|mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2) of the covariances A and B (Dowson & Landau 1982).
 
-    The outer root is taken of a symmetric matrix, so it is real even if the covariances are singular because they come
-    from fewer than d vectors.
-    For d = 2048: about a second on a GPU, up to a minute on a small CPU.
+    The outer root is that of a symmetric matrix, so it is real even if the covariances of fewer than d vectors are
+    singular. For d = 2048: about a second on a GPU, up to a minute on a small CPU.
     """
     values, vectors = torch.linalg.eigh(a.covariance)
     root_of_a = (vectors * values.clamp_min(0).sqrt()) @ vectors.T  # rounding makes zeros slightly negative

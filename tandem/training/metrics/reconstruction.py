@@ -1,8 +1,8 @@
 """Quality of reconstructed images, and use of the codes, on a validation split.
 
 PSNR and SSIM are not torchmetrics', because every run reports them: importing torchmetrics takes 3.1 s of processor
-time and 263 MiB of each process beside PyTorch, and its measures meet the other processes through torch.distributed
-alone, which Horovod does without.
+time and 263 MiB of each process beside PyTorch, and its measures are reduced through torch.distributed, which Horovod
+does not use.
 """
 
 import math

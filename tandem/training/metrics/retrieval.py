@@ -10,8 +10,8 @@ https://dcase.community/challenge2024/task-language-based-audio-retrieval):
 In the protocol all captions differ. Here several clips may share a caption: it is right for each of these clips, is a
 single candidate, and is a query once for each of them.
 
-torchmetrics' measures of retrieval take the scores of all pairs in one list, where these are made in parts, and break
-ties by a sort that keeps no order, where these count ties against the query.
+torchmetrics' measures of retrieval take the scores of all pairs at once and break ties by an unstable sort. Here scores
+are computed in parts, and ties count against the query.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RetrievalQuality:
         - `median_rank` of the best right candidate, from 1, the mean of the middle two for an even number of queries;
         - `map10`: mean over queries of sum_j [r_j <= 10] j / r_j / min(10, n), where r_j is the rank of the j-th best
           of the n right candidates;
-        - `chance_r1`: what r1 is on average for an order drawn at random: mean of n / number of candidates.
+        - `chance_r1`: the mean of r1 for a random order: mean of n / number of candidates.
 
         `r10` alone is the mean of both directions. Ties and NaNs count against the query, so that a model which gives
         everything the same embedding finds nothing. All values are NaN if there are no queries.

@@ -24,7 +24,7 @@ class BestModel:
     object is a part of the checkpoint.
 
     A new model is written beside the old one and replaces it by two renames. If the run is killed between the two, the
-    next start renames the old model back. What cannot be deleted is left, and keeps no model from being written.
+    next start renames the old model back. Files that cannot be deleted stay, and models are written nevertheless.
 
     Args:
         metric: Name of the value.
@@ -43,8 +43,8 @@ class BestModel:
         self.value: float | None = None
         self.loss: float | None = None
         self.step: int | None = None
-        #: Why the last model could not be written, that the checkpoint's best model is gone, or what cannot be deleted,
-        #: in one line, or None. The same on every process.
+        #: One line: why the last model could not be written, that the checkpoint's best model is gone, or that
+        #: something cannot be deleted. Or None. The same on every process.
         self.failure: str | None = None
         self._undeleted: dict[str, str] = {}  # a line on each path that cannot be deleted, by name
         self._is_root, self.metric, self._lowest, self._broadcast = is_root, metric, lowest, broadcast
@@ -68,8 +68,8 @@ class BestModel:
         return value < self.value if self._lowest else value > self.value
 
     def measured(self, values: Mapping[str, float]) -> tuple[float | None, float | None]:
-        """Value and loss among the values of a validation, by name; None for what is not there, and for a loss that is
-        not finite, which JSON cannot say."""
+        """Value and loss among the values of a validation, by name; None for a missing value, and for a loss that is
+        not finite, which JSON does not have."""
         loss = values.get(self._loss_metric or "")
         return values.get(self.metric), loss if loss is not None and math.isfinite(loss) else None
 
@@ -168,7 +168,7 @@ class BestModel:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Undo a replacement that did not finish, and delete what is left of others."""
+        """Undo an unfinished replacement, and delete the leftovers of others."""
         if self._old_path.exists():
             is_needed = not self.path.exists()
             os.rename(self._old_path, self.path if is_needed else self._free_path())

@@ -1,4 +1,4 @@
-"""The folder of a run: what it holds, whether it can be written, and whether it fits the present arguments."""
+"""The folder of a run: its files, whether it can be written, and whether it fits the present arguments."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RunFolder:
                     folder_state = self._open(fresh)
         self.moved_to, self.finished_step = processes.broadcast_object(folder_state)
         #: Whether this process sees the folder of the root, from which each process resumes.
-        self.is_seen = os.path.exists(self._lock_file)  # False on any error, which then is this process's alone
+        self.is_seen = os.path.exists(self._lock_file)  # False on any error, even if only this process has it
 
     def write_sample(self, step: int, content: bytes, name: str = "", ending: str = "png") -> None:
         """Write the picture of a step, or a film of it, on the root; `name` distinguishes several models. Raises
@@ -211,7 +211,7 @@ def resumed_config(args: argparse.Namespace, processes: Backend) -> dict[str, An
             args.fresh and not processes.is_restart and not _was_started_by(folder, torchruns)
         )
         is_resuming = False
-        with contextlib.suppress(OSError):  # of a folder that cannot be read: `RunFolder` says it
+        with contextlib.suppress(OSError):  # an unreadable folder, which `RunFolder` reports
             is_ours = not begins_anew and script_of(folder) in (None, args.script)
             is_resuming = is_ours and processes.is_root and latest_checkpoint(folder / "checkpoints") is not None
         if is_resuming:
@@ -244,7 +244,7 @@ def _was_started_by(folder: Path, torchruns: Collection[str]) -> bool:
 
 
 def _fill_split_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings whose --split_seed is a number: --seed if it is not given, as in runs from before there was the flag."""
+    """Settings whose --split_seed is a number: --seed if it is not given, as in runs of earlier versions."""
     seed = settings.get("split_seed")
     return {**settings, "split_seed": settings.get("seed") if seed is None else seed}
 
@@ -253,11 +253,11 @@ def check_apart(output_dir: str, sources: Mapping[str, str | None]) -> None:
     """Check that a run does not write into a folder of samples, where its pictures would become samples themselves.
 
     Args:
-        sources: What flags name as the place of samples, by flag.
+        sources: Where samples come from, by flag.
 
     Raises:
-        ValueError: one line, if a source is a folder that is `output_dir`, or holds it and does not hide it from what
-            lists the samples by a name that begins with a dot.
+        ValueError: one line, if a source is `output_dir`, or holds it outside of hidden folders (names that begin with
+            a dot), which are not searched for samples.
     """
     for flag, source in sources.items():
         if source is None or not os.path.isdir(source):

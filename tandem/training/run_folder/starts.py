@@ -1,4 +1,4 @@
-"""starts.jsonl of a run folder: what each start of the run was, and where."""
+"""starts.jsonl of a run folder: a line on each start of the run."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ def script_of(output_dir: str | Path) -> str | None:
 
 
 def place(start: Mapping[str, Any]) -> str:
-    """Backend, processes and device of a start, such as "ddp on 2 x cpu" or "one process on cpu"; empty if it does not
-    say."""
+    """Backend, processes and device of a start, such as "ddp on 2 x cpu" or "one process on cpu"; empty if unknown."""
     if not start.get("backend"):
         return ""
     stage = f", ZeRO {start['zero_stage']}" if "zero_stage" in start else ""

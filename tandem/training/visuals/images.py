@@ -23,7 +23,7 @@ _WIDE_FONTS = ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf", "Arial Unicode.ttf",
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture for samples/, and files that stand beside it: ending such as "gif" -> content."""
+    """A picture for samples/, and files beside it: ending such as "gif" -> content."""
 
     picture: Image.Image
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def to_pixels(images: Tensor) -> Tensor:
 
 
 def enlarged(images: Tensor, side: int) -> Tensor:
-    """Images (n, c, h, w), their pixels repeated so that no side has fewer than so many."""
+    """Images (n, c, h, w), their pixels repeated so that each side has at least `side` pixels."""
     factor = -(-side // min(images.shape[-2:]))
     return images.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
 

@@ -67,8 +67,8 @@ def side_by_side(originals: Tensor, reconstructions: Mapping[str, Tensor]) -> np
 
 
 def to_gif(frames: Iterable[np.ndarray], fps: float) -> bytes:
-    """The content of a GIF file that repeats for ever, of frames (h, w, 3), uint8, of which all are in memory at once.
-    GIF counts hundredths of a second and has 256 colours a frame; equal frames in succession become one."""
+    """The content of a GIF file that repeats for ever, of frames (h, w, 3), uint8, which are in memory all at once. GIF
+    counts hundredths of a second and has 256 colours a frame; equal frames in succession become one."""
     first, *others = (Image.fromarray(frame) for frame in frames)
     content = io.BytesIO()
     stamps = [round(100 * number / fps) for number in range(len(others) + 2)]
@@ -111,8 +111,8 @@ def write_mp4(
     import av
 
     rate = min(max(Fraction(fps).limit_denominator(1001), Fraction(1, 1001)), Fraction(_HIGHEST_RATE))
-    # The file depends on the frames alone: one thread, and no mbtree, which in some builds reads memory that it has not
-    # written. Full colour keeps small things sharp.
+    # The file depends only on the frames: one thread, and no mbtree, which reads uninitialised memory in some builds.
+    # Full colour keeps small things sharp.
     options = {"crf": "10", "threads": "1", "x264-params": "mbtree=0"}
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options=options)
