@@ -227,7 +227,7 @@ class Liveness:
         if self._is_stopping:
             return
         self._is_stopping = True
-        with contextlib.suppress(OSError):  # the thread may notice by itself, and close the bell
+        with contextlib.suppress(OSError):  # the thread may notice by itself, and close the socket
             self._wake_sender.send(b"\0")
         self._thread.join(timeout=2 * TICK_SECONDS)
 

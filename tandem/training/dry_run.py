@@ -86,7 +86,7 @@ def rehearse(
         run.advance()
         if run.stop_requested(now=True):
             raise AskedToStop
-    per_update, run_seconds = min(seconds), total * min(seconds)
+    per_update, total_seconds = min(seconds), total * min(seconds)
     action_seconds: dict[str, float] = {}
     for action in sorted(actions, key=lambda action: not action.measures):
         timing: list[float] = []
@@ -97,12 +97,12 @@ def rehearse(
             run.say(failure)
             raise Failed
         action_seconds[action.name] = timing[0]
-        run_seconds += timing[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
+        total_seconds += timing[0] * (total // action.every + (total % action.every > 0) if action.every else 1)
     feed = run.feed
     feed.report_bad_samples(run.say)
     if n_used := len(feed.validated):
         n_whole = len(feed.valid_set)
-        run_seconds += action_seconds["validation"] * (n_whole / n_used if n_used < n_whole else 0)
+        total_seconds += action_seconds["validation"] * (n_whole / n_used if n_used < n_whole else 0)
     hint = f" (the first one {seconds[0]:.2f} s)" if len(seconds) > 1 else ""
     run.say(f"an update takes {per_update:.3g} s, {run.progress.batch_size / per_update:.3g} samples per second{hint}")
     run.warn(_utilization(run, kinds[seconds.index(per_update)], per_update))
@@ -112,9 +112,9 @@ def rehearse(
     newest = run.checkpoints.latest() if run.is_root else None
     n_bytes = sum(path.stat().st_size for path in newest.iterdir()) if newest else 0
     run.say(f"memory, the most of a process: {memory}; a checkpoint has {n_bytes / 1e6:.3g} MB")
-    summary = f"the whole run, {counted(total, 'update')} with all that, would take {duration(run_seconds)}"
-    if run_seconds > run.clock.run_seconds:
-        reachable = counted(max(1, int(total * run.clock.run_seconds / run_seconds)), "update")
+    summary = f"the whole run, {counted(total, 'update')} with all that, would take {duration(total_seconds)}"
+    if total_seconds > run.clock.run_seconds:
+        reachable = counted(max(1, int(total * run.clock.run_seconds / total_seconds)), "update")
         summary += f"; --max_minutes {run.args.max_minutes:g} ends it after about {reachable}"
     run.say(f"{summary}; dry run: nothing of it was kept")
     run.close()

@@ -11,7 +11,7 @@ import torch
 from forks import fork
 
 # FSDP itself hands such views on, and which kernel takes them depends on the machine: so the function alone is tested.
-from tandem.distributed.backends.fsdp.engine import _with_stride_along_the_batch
+from tandem.distributed.backends.fsdp.engine import _fix_batch_stride
 
 VARIANTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, ["--distributed_backend", "single"]),
@@ -108,7 +108,7 @@ def test_one_sample_in_channels_last_stays_that_for_a_convolution(shape: tuple[i
     last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     x = torch.randn(shape).to(memory_format=last)
     seen_by_block = x.view_as(x)  # as a function of autograd returns it
-    again = _with_stride_along_the_batch(seen_by_block)
+    again = _fix_batch_stride(seen_by_block)
     assert again.stride() == x.stride() and torch.equal(again, x)
     layer = {4: torch.nn.Conv2d, 5: torch.nn.Conv3d}[len(shape)](shape[1], 8, 1)
     assert layer(again).stride() == layer(x).stride()

@@ -295,11 +295,11 @@ class FSDPEngine(ReplicatedEngine):
 def _fix_input_strides(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """FSDP passes inputs through an autograd function, which returns views. A view of a single channels-last sample has
     another batch stride: a convolution then takes it for contiguous, and rounds differently."""
-    inputs: tuple[Any, Any] = tree_map_only(Tensor, _with_stride_along_the_batch, (args, kwargs))
+    inputs: tuple[Any, Any] = tree_map_only(Tensor, _fix_batch_stride, (args, kwargs))
     return inputs
 
 
-def _with_stride_along_the_batch(x: Tensor) -> Tensor:
+def _fix_batch_stride(x: Tensor) -> Tensor:
     if x.ndim not in (4, 5) or len(x) != 1 or x.stride(0) == x.numel() or x.is_contiguous():
         return x
     channels_last = x.movedim(1, -1)

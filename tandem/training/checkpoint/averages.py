@@ -87,9 +87,9 @@ class AverageFiles:
             like: The tensors to average, by name; only their shapes matter.
 
         Returns:
-            fp32 tensors by name, unchanged those of a Unet that was not trained; the number of updates; and the
-            distance of the profile from the requested one, see `power_function.coefficients`. If that profile is
-            stored, the weights are the stored ones, bit for bit.
+            fp32 tensors by name (a Unet that was not trained is unchanged); the number of updates; and the distance of
+            the profile from the requested one, see `power_function.coefficients`. If that profile is stored, the
+            weights are the stored ones, bit for bit.
 
         Raises:
             ValueError: one line, if no average has that length, or a file is missing, damaged or of another model.

@@ -132,14 +132,14 @@ class Judge:
             self._log(gan_weight=self.weight, gan_loss=losses.adversarial)
         self._reconstruction = out.reconstruction
         self._fakes.append(out.reconstruction.detach())
-        # A displacement of the reconstruction, 0, as whose function the losses are differentiated.
-        self._distance = torch.zeros_like(self._fakes[-1]).requires_grad_()
-        reconstruction_term, adversarial_term = ((self._distance * gradient).sum() for gradient in losses.gradients)
+        # A displacement of the reconstruction by 0, with respect to which `carried` differentiates the loss.
+        self._displacement = torch.zeros_like(self._fakes[-1]).requires_grad_()
+        reconstruction_term, adversarial_term = ((self._displacement * gradient).sum() for gradient in losses.gradients)
         return losses.reconstruction + reconstruction_term, losses.adversarial + adversarial_term
 
     def carried(self, loss: Tensor) -> Tensor:
         """A loss of these images (0-d), with a graph that leads through their reconstruction."""
-        (gradient,) = torch.autograd.grad(loss, self._distance, retain_graph=True)
+        (gradient,) = torch.autograd.grad(loss, self._displacement, retain_graph=True)
         surrogate = (self._reconstruction * gradient).sum()
         return loss + (surrogate - surrogate.detach())
 
