@@ -66,7 +66,7 @@ class Communicator:
     def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate along dimension 0, by rank; the sizes of dimension 0 may differ. Differentiable.
 
-        Without ``sizes``, those of dimension 0 by rank, the processes exchange them, and the host waits for the device.
+        ``sizes`` are those of dimension 0 by rank; without them the processes exchange them, and the host waits.
 
         The gradient is that of a single process which holds the whole batch, once gradients are averaged over the
         processes (as every engine does): each process's part of the gradient summed over all processes.

@@ -66,7 +66,7 @@ class Signals:
 
     def __init__(self, is_orphan: Callable[[], bool], *, is_root: bool, launcher: str = "python") -> None:
         self._is_orphan, self._is_root, self._launcher = is_orphan, is_root, launcher
-        #: Those that ask the run to stop.
+        #: The signals that ask the run to stop.
         self.received: set[int] = set()
         #: It gets the signals, too; None until it is created.
         self.watchdog: Watchdog | None = None

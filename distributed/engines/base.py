@@ -62,7 +62,7 @@ class Engine(ABC):
         options = backend.options
         check_replicas(model, "before training", backend.gather_objects)
         self.module, self.name, self._backend, self._plan = model, name, backend, options.plan
-        #: Of the whole model, trained or not.
+        #: Parameters of the whole model, trained or not.
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._optimizer: Any = optimizer
         self._max_grad_norm = options.max_grad_norm if max_grad_norm is None else max_grad_norm

@@ -30,7 +30,7 @@ class AveragedModel:
     update of the average sends nothing and takes no memory for whole weights.
 
     Args:
-        weights: Those to average, of an engine or a cascade of engines. The average starts from a copy of them.
+        weights: An engine or a cascade of engines. The average starts from a copy of its weights.
     """
 
     def __init__(self, weights: Engine | Cascade) -> None:
@@ -103,8 +103,8 @@ class Average:
     any, the run keeps the trained model itself. Buffers are copied, not averaged.
 
     Args:
-        weights: Those to average, of an engine or a cascade of engines.
-        shares: Of each average, how far update n = 1, 2, ... (float64, 0-d) moves it towards the weights.
+        weights: An engine or a cascade of engines, whose weights are averaged.
+        shares: For each average, n -> how far update n = 1, 2, ... (float64, 0-d) moves it towards the weights.
         parts: Prefixes of the names of weights that are updated together, each with a count of its own.
     """
 
@@ -203,7 +203,7 @@ def power_of_time(length: float) -> Callable[[Tensor], Tensor]:
 
 def kept_weights(engine: Engine | Cascade, average: Average) -> AbstractContextManager[Any]:
     """Context of the model that the run keeps, whole on every process, to read and evaluate, not to change: the first
-    average of the engine's weights, or these where there is none. Collective."""
+    average of the engine's weights, or without one these weights. Collective."""
     return next(iter(average.averages().values()), engine.gathered)()
 
 

@@ -75,8 +75,8 @@ class Noise:
         rows = torch.empty(len(positions), math.prod(shape), device=device)
         seeds = [self.seed_of(step, position) for position in positions]
         if rows.device.type == "cpu":
-            # One generator whose key is exchanged: making a new one takes ten times as long, because NumPy first asks
-            # the system for a random seed.
+            # One generator with a new key for each row: a new generator takes ten times as long, because NumPy first
+            # asks the system for a random seed.
             philox = np.random.Philox(key=0)
             state = philox.state
             generator = np.random.Generator(philox)

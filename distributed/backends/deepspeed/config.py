@@ -248,7 +248,7 @@ def resolve(
         zero["overlap_comm"] = False  # nothing to overlap: gradients are reduced once, in step()
     elif zero_stage == 2:
         # On CPUs DeepSpeed reduces in the thread that computes, so nothing overlaps; the second bucket takes memory.
-        # With an optimizer on the CPU, DeepSpeed's default stays, which overlaps nothing.
+        # With an optimizer on the CPU, keep DeepSpeed's default, which overlaps nothing.
         zero.setdefault("overlap_comm", not on_cpu and "offload_optimizer" not in zero)
     if options.plan.batch_parts:
         # ZeRO 3 would replace F.linear in the whole process by one that sums a bias's gradient in another order.

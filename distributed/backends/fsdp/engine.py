@@ -104,7 +104,7 @@ class FSDPEngine(ReplicatedEngine):
             block_policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype or torch.float32, cast_forward_inputs=False)
         for block in blocks.values():
             shard(block, reshard_after_forward=backend.reshard_after_forward, mp_policy=block_policy)
-        # What is in no block stays fp32: codebooks, temperatures and latents are computed in fp32 under autocast too.
+        # Weights outside of blocks stay fp32: codebooks, temperatures and latents are fp32 under autocast, too.
         shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False))
         self._root = model
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -97,8 +97,8 @@ def kept_average(part: Mapping[str, Any]) -> Any:
 
 
 def _online_weights(name: str, parts: Mapping[str, Tree]) -> Any:
-    """The weights of a model as trained. Those of a decoder are in the parts of its Unets' engines, and those of the
-    Unets that were not trained in the part "others"."""
+    """The weights of a model as trained. A decoder's are in the parts of its Unets' engines, and in the part "others"
+    for Unets that were not trained."""
     if name in parts:
         return parts[name]["weights"]
     weights = {f"unets.{key}": tensor for key, tensor in parts["others"]["weights"].items()}

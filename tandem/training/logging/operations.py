@@ -132,7 +132,7 @@ class Operations:
         return self._flops.get(kind, math.nan)
 
     def of_line(self) -> float:
-        """Operations per update since the last call, a mean; NaN if those of any of them are not known."""
+        """Mean operations per update since the last call; NaN if an update's are not known."""
         total = sum(self.of(kind) * updates for kind, updates in self._since_line.items())
         mean = total / self._since_line.total() if self._since_line else math.nan
         self._since_line.clear()

@@ -88,7 +88,7 @@ class Progress:
 
     def due(self, every_n_steps: int, *, ahead: int = 0) -> bool:
         """Whether something that happens every n updates (0: only at the end) happens after the update just counted, or
-        after one that is so many updates ahead."""
+        after the one that is `ahead` by so many updates."""
         step = self.step + ahead
         return step >= self.last_step or (every_n_steps > 0 and step > 0 and step % every_n_steps == 0)
 
@@ -177,7 +177,7 @@ class ProgressDisplay:
                 self._print(printable(line))
 
     def _seconds_left(self) -> float | None:
-        """Until the end of the run, by the updates of this start; None before the first one."""
+        """Seconds until the end of the run, by the rate of this start; None before its first update."""
         progress = self._progress
         if (n_updates := progress.step - self._first_step) < 1:
             return None

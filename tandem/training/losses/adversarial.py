@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Logits = Tensor | Sequence[Tensor]
-"""Logits of any shape, or those of each head. A head that takes no part is left out at the end."""
+"""Logits of any shape, or those of each head; the last heads may be missing in an update."""
 
 
 def heads_of(logits: Logits) -> list[Tensor]:

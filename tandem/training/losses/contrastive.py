@@ -250,8 +250,8 @@ def _sigmoid_losses(
 
 
 def _collapsed_sigmoid(pairs: int, comparisons: Tensor) -> Tensor:
-    """The sigmoid loss of so many pairs, 0-d, if all scores are equal and have the best bias, where the loss of a
-    comparison is the entropy of whether it is of a pair; ``comparisons`` (0-d) is their number."""
+    """The sigmoid loss (0-d) of ``pairs`` pairs if all scores are equal, with the best bias: comparisons x H / pairs,
+    where H is the entropy of whether one of the ``comparisons`` (0-d, their number) is of a pair."""
     others = comparisons - pairs
     return (-pairs * (pairs / comparisons).log() - torch.special.xlogy(others, others / comparisons)) / pairs
 

@@ -63,8 +63,8 @@ class _ImageLosses(NamedTuple):
 class Judge:
     """The terms of the generator's and the discriminator's losses, for any formula of them.
 
-    `recon, adversarial = judge(out)` are losses of a micro-batch (0-d). `weight` (0-d), that of the second one, is then
-    known for the whole batch. A loss may be any function of them and of the other losses in `out`:
+    `recon, adversarial = judge(out)` are losses of a micro-batch (0-d). `weight` (0-d), the adversarial loss's weight
+    for the whole batch, is then known. A loss may be any function of them and of the other losses in `out`:
         `generator.backward(judge.carried(loss))` gives all weights its gradients as if one graph led from them to the
         loss. Discriminator and perceptual loss need no second backward pass: their gradients with respect to the images
         are reused.
@@ -149,7 +149,7 @@ class Judge:
 
     def critic_losses(self, *, with_penalty: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For each micro-batch of the discriminator its loss, LeCam's regulariser and the gradient penalty, 0-d, on the
-        images and their reconstructions. A term whose weight is 0, and a penalty that is not asked for, is 0."""
+        images and their reconstructions. A term is 0 if its weight is, the penalty also without `with_penalty`."""
         # fp64, because the sums feed back into training: the order in which processes and micro-batches are added must
         # not change the result. A head that takes no part has no mean.
         shape, device = (2, self._heads), self._processes.device

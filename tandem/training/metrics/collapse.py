@@ -115,7 +115,7 @@ class ReconstructionAlarm:
                 f"all samples get almost the same reconstruction ({psnr:.1f} dB, {100 * variety:.2g}% of the samples' "
                 f"variance): the model has collapsed. Try {remedy}"
             )
-        # A low PSNR that rises is no collapse; nor is a high one that does not, as at the end of a long run.
+        # A low PSNR that rises is no collapse, neither is a high one that stays, as at the end of a long run.
         rises = psnr >= self._first_psnr + _RISE
         is_poor = not are_alike and ((explained <= 0 and samples_differ and not rises) or fall > _FALL)
         if self._poor.begins(is_poor, (explained > 0 or rises) and fall < _RECOVERED_FALL, has_had_time):

@@ -135,7 +135,7 @@ class GenerationQuality:
 
         Args:
             positions: Places of the b conditions in the whole set, each once over all processes.
-            cosines: Two embeddings (b, d) of any length by name, of which the mean cosine is taken.
+            cosines: By name two embeddings (b, d) of any length, whose mean cosine is measured.
         """
         real, generated = real.clamp(0, 1), generated.clamp(0, 1)
         if self._distributions:

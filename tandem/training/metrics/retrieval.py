@@ -140,8 +140,7 @@ class RetrievalQuality:
         one over the number of classes. Collective.
 
         Args:
-            class_names: The same on every process, with every label among them, of which there has to be one; `classes`
-                returns them.
+            class_names: The same on every process, at least one, every label among them; `classes` returns them.
             embeddings: Embeddings of the classes (c, d), in the order of `class_names` (`class_embeddings`).
         """
         batches = zip(self._audio, self._labels, strict=True)
