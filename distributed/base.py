@@ -92,7 +92,7 @@ class Backend(ABC):
         self.launch, self.is_restart, self.options = launch, launch.is_restart, options
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank, launch.world_size
         self._before_update: list[Callable[[], None]] = []
-        self._can_compile = False  # as far as is known
+        self._can_compile = False  # not checked yet
         self.norms_are_logged = True
         """Whether `Update.grad_norm` of the coming update is read; otherwise engines may leave it out."""
         self.total_updates: int | None = None

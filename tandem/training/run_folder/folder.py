@@ -74,9 +74,9 @@ class RunFolder:
 
     def check_script(self, script: str) -> None:
         """Refuse to go on in the folder of another script's run. On the root. Raises ValueError, in one line."""
-        other_script = script_of(self.path)
-        if other_script and other_script != script:
-            raise ValueError(f"{self.path} is a run of {other_script}, not of {script}: give another --output_dir")
+        run_script = script_of(self.path)
+        if run_script and run_script != script:
+            raise ValueError(f"{self.path} is a run of {run_script}, not of {script}: give another --output_dir")
 
     def check_config(
         self,
@@ -113,7 +113,7 @@ class RunFolder:
         command, versions, commit and host, and `facts` (JSON), such as script, backend and processes. On the root.
 
         Returns:
-            The settings that differ from those of the start before: by name, the old and the new value. Empty if
+            The settings that differ from those of the previous start: by name, the old and the new value. Empty if
             config.yaml was missing or damaged.
         """
         import yaml  # not at the top: the scripts import this file before they answer --help
