@@ -97,13 +97,13 @@ def updates(
     run: Run,
     *evaluations: Evaluation,
     preview: int,
-    also: Sequence[Action] = (),
+    extra_actions: Sequence[Action] = (),
     kind: Callable[[int, Any], Hashable] = lambda step, batch: None,
 ) -> Iterator[tuple[int, Any]]:
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
     order: count the update, exit if the run is asked to stop, and do the `actions` that are due. The line of metrics is
     written before them, or after those that measure. Before and within a validation or a picture, a request to stop is
-    answered at once; the next start then makes it. The actions of `also` need the validation split, and are left out
+    answered at once; the next start then makes it. The actions of `extra_actions` need the validation split, and are left out
     without one. After the last update the models are written. Yields nothing if the run is complete.
 
     `kind` is (number of an update, its batch) -> a key that, with the shapes of the batch, determines how many
@@ -115,7 +115,7 @@ def updates(
     """
     with collected_together() as collect:
         is_first = True
-        for step, batch in _updates(run, evaluations, preview, also, kind):
+        for step, batch in _updates(run, evaluations, preview, extra_actions, kind):
             yield step, batch
             if is_first:
                 run.prepare_saves()
@@ -127,7 +127,7 @@ def _updates(
     run: Run,
     evaluations: Sequence[Evaluation],
     preview: int,
-    also: Sequence[Action],
+    extra_actions: Sequence[Action],
     kind: Callable[[int, Any], Hashable],
 ) -> Iterator[tuple[int, Any]]:
     """`updates` without the collection of garbage."""
@@ -193,7 +193,7 @@ def _updates(
     run.finish(evaluations)
 
 
-def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, also: Sequence[Action]) -> list[Action]:
+def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, extra_actions: Sequence[Action]) -> list[Action]:
     """The actions of a run, in this order. The save comes first, because a validation may take longer than a scheduler
     waits."""
     args = run.args
@@ -202,7 +202,7 @@ def actions(run: Run, evaluations: Sequence[Evaluation], samples: Any, also: Seq
     )
     return [
         Action("checkpoint", args.save_every_n_steps, run.save, is_asked=lambda: run.is_save_due),
-        *([validation, *also] if len(run.feed.valid_set) else []),
+        *([validation, *extra_actions] if len(run.feed.valid_set) else []),
         Action("pictures", args.sample_every_n_steps, partial(_draw, run, evaluations, samples), measures=True),
     ]
 
