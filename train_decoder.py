@@ -233,7 +233,7 @@ def train(args: argparse.Namespace, settings: dict[str, Any], backend: distribut
     vb_weight = args.vb_loss_weight * args.timesteps
     warmed_up = partial(schedules.warmed_up, args.lr_schedule)
 
-    for step, batch in updates(run, evaluation, preview=args.num_images_save, also=extra_actions):
+    for step, batch in updates(run, evaluation, preview=args.num_images_save, extra_actions=extra_actions):
         batch = embed(batch)
         for (number, engine), unet in zip(engines.items(), unets.values(), strict=True):
             engine.lr = warmed_up(step, run.progress.total_steps, unet.learning_rate, unet.warmup)

@@ -23,7 +23,7 @@ import tandem.models.features.lpips
 from tandem.models import VQGAN as VQGAN_MODEL
 from tandem.models import Discriminator
 from tandem.models.features.lpips import PerceptualLoss
-from tandem.training.losses import gan as judge
+from tandem.training.losses import gan
 from tandem.training.losses.adversarial import ADVERSARIAL_LOSSES, LeCam, adaptive_weight
 from tests.scripts import RUN, VIDEO_TOKENIZER, VQGAN, Script, metrics, words
 
@@ -75,7 +75,7 @@ def built(script: Script, folder: Path, name: str = "", **changes: Any) -> Built
     # published one of 15 million weights.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tandem.models.features.lpips, "load_perceptual", network)
-        patch.setattr(judge, "Judge", stop)
+        patch.setattr(gan, "Judge", stop)
         with pytest.raises(BuiltError):
             script.main(*recipe, *tiny)
     return found[0]

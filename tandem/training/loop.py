@@ -103,8 +103,8 @@ def updates(
     """Yields the number of each update, from 0, and its batch; the caller makes the update. In between, always in this
     order: count the update, exit if the run is asked to stop, and do the `actions` that are due. The line of metrics is
     written before them, or after those that measure. Before and within a validation or a picture, a request to stop is
-    answered at once; the next start then makes it. The actions of `extra_actions` need the validation split, and are left out
-    without one. After the last update the models are written. Yields nothing if the run is complete.
+    answered at once; the next start then makes it. The actions of `extra_actions` need the validation split, and are
+    left out without one. After the last update the models are written. Yields nothing if the run is complete.
 
     `kind` is (number of an update, its batch) -> a key that, with the shapes of the batch, determines how many
     operations the update has.
@@ -155,7 +155,7 @@ def _updates(
         return kind(step, batch), *shapes
 
     feed.ask = ask
-    all_actions = actions(run, evaluations, samples, also)
+    all_actions = actions(run, evaluations, samples, extra_actions)
     try:
         if run.args.dry_run:
             yield from rehearse(run, all_actions, batch, update_kind)
