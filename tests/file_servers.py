@@ -125,5 +125,5 @@ def servers_of(folder: Path, log: Path) -> Iterator[dict[str, tuple[str, Proxy]]
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3.address}.items():
             patch.setenv(name, value)
-        remote._made.cache_clear()  # of another server
+        remote._make_filesystem.cache_clear()  # of another server
         yield {"s3": ("s3://bucket", s3), "http": (http.address, http)}

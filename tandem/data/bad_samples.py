@@ -14,8 +14,8 @@ import torch
 
 from tandem.io.reading import counted
 
-_LISTED = 20
-_NAMED = 1000  # bad samples whose path and reason are kept; of all, that they are bad
+_MOST_LISTED = 20
+_MOST_NAMED = 1000  # bad samples whose path and reason are kept; of all, that they are bad
 _KINDS = {"bad": 1, "incomplete": 2}
 _reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
 
@@ -65,7 +65,7 @@ class BadSampleLog:
 
     def __init__(self, n_samples: int) -> None:
         self.n_samples = n_samples
-        self._named: list[BadSample] = []  # the first bad samples
+        self._first_samples: list[BadSample] = []  # the first bad samples
         self._kinds = np.zeros(n_samples, np.uint8)  # of each sample: 0, or one of the numbers in `_KINDS`
         self.count = self.count_incomplete = 0
 
@@ -78,52 +78,52 @@ class BadSampleLog:
             self._kinds[sample.index] = _KINDS["incomplete" if sample.is_incomplete else "bad"]
             self.count += not sample.is_incomplete
             self.count_incomplete += sample.is_incomplete
-            if not sample.is_incomplete and len(self._named) < _NAMED:
-                self._named.append(sample)
+            if not sample.is_incomplete and len(self._first_samples) < _MOST_NAMED:
+                self._first_samples.append(sample)
             new.append(sample)
         return new
 
     def share(self, samples: Iterable[BadSample], gather_objects: Callable[[Any], list[Any]]) -> list[BadSample]:
         """`add` the samples of all processes; every process returns the same. Collective, through `gather_objects`."""
         by_rank = gather_objects([astuple(sample) for sample in samples])
-        return self.add(BadSample(*sample) for met in by_rank for sample in met)
+        return self.add(BadSample(*sample) for rank_samples in by_rank for sample in rank_samples)
 
     @property
-    def _tolerated(self) -> float:
+    def _limit(self) -> float:
         return max(0.01 * self.n_samples, min(10, math.ceil(0.1 * self.n_samples)))
 
     @property
     def are_too_many(self) -> bool:
         """Whether `check` raises."""
-        return self.count > self._tolerated
+        return self.count > self._limit
 
     def check(self) -> None:
         """Raise ValueError if more than 1% of the samples, and more than min(10, 10% rounded up), are bad."""
         if not self.are_too_many:
             return
-        listed = "; ".join(map(str, self._named[:_LISTED]))
-        rest = f"; and {self.count - _LISTED} more" if self.count > _LISTED else ""
+        first_samples = "; ".join(map(str, self._first_samples[:_MOST_LISTED]))
+        remainder = f"; and {self.count - _MOST_LISTED} more" if self.count > _MOST_LISTED else ""
         raise ValueError(
             f"{self.count} of {counted(self.n_samples, 'sample')} could not be read, more than the "
-            f"{int(self._tolerated)} that are passed over; repair or remove them: {listed}{rest}"
+            f"{int(self._limit)} that are passed over; repair or remove them: {first_samples}{remainder}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: "samples", the index, path and reason of the first bad ones, and of each kind of
         which there are some a bit for every sample of the set (uint8, the lowest bit first)."""
-        samples = [[sample.index, sample.path, sample.reason] for sample in self._named]
+        samples = [[sample.index, sample.path, sample.reason] for sample in self._first_samples]
         counts = {"bad": self.count, "incomplete": self.count_incomplete}
         bits = {kind: np.packbits(self._kinds == _KINDS[kind], bitorder="little") for kind, n in counts.items() if n}
-        return {"samples": samples, **{kind: torch.from_numpy(of_kind) for kind, of_kind in bits.items()}}
+        return {"samples": samples, **{kind: torch.from_numpy(mask) for kind, mask in bits.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the known bad samples by those of `state`; of a set that was larger, what is beyond this one is left
         out."""
-        self._named = [BadSample(index, path, reason) for index, path, reason in state["samples"]]
+        self._first_samples = [BadSample(index, path, reason) for index, path, reason in state["samples"]]
         self._kinds[:] = 0
         for kind in _KINDS.keys() & state.keys():
-            known = np.unpackbits(state[kind].numpy(), bitorder="little")[: self.n_samples]
-            self._kinds[: len(known)][known > 0] = _KINDS[kind]
+            mask = np.unpackbits(state[kind].numpy(), bitorder="little")[: self.n_samples]
+            self._kinds[: len(mask)][mask > 0] = _KINDS[kind]
         self.count, self.count_incomplete = (int((self._kinds == number).sum()) for number in _KINDS.values())
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tandem.distributed import Backend
 
 Batch = dict[str, Any]  # see `Feed`; of what fields give, every entry has one element per sample
-_TRAINED_PER_VALIDATED = 10  # samples between two validations for each sample that a validation sees by default
+_SAMPLES_PER_VALID_SAMPLE = 10  # samples between two validations for each sample that a validation sees by default
 
 
 class Feed:
@@ -68,12 +68,12 @@ class Feed:
         self._args, self._processes, self.noun, self._source = args, processes, noun, source
         self._valid_source = args.valid_folder if open_valid else ""
         self._has_shown_traceback = False
-        with self._agreement():
+        with self._raise_on_all_ranks():
             processes.working("listing the samples")
             self.first = self.samples = first = open_samples()
             second, self.valid_samples = (None if opens is None else opens() for opens in (open_second, open_valid))
-            for more in (second, self.valid_samples):
-                self.samples = self.samples if more is None else Joined(self.samples, more)
+            for extra in (second, self.valid_samples):
+                self.samples = self.samples if extra is None else Joined(self.samples, extra)
         views = processes.gather_objects((len(self.samples), self.samples.fingerprint, socket.gethostname()))
         with processes.agreement():
             sources = " and ".join(filter(None, [source, self._valid_source]))
@@ -82,13 +82,13 @@ class Feed:
             if self.valid_samples is not None:
                 indices = range(len(self.samples))[-len(self.valid_samples) :]
                 self.valid_set = order.split_of_folder(indices, split_seed_of(args), args.batch_size)
-            self._part = order.part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
+            self._valid_part = order.part_of(self.valid_set, _validated_samples(len(self.valid_set), args))
             self.samples_per_epoch = len(self.train_set)
             self._order: order.Order = order.TrainingOrder(self.train_set, args.seed)
             if args.shuffle == "shards":
                 assert isinstance(self.train_set, order.Ranges)
                 ranges = self.train_set.ranges
-                self._order = order.ShardOrder(ranges, args.seed, fetch=_fetched_before(first, ranges, args))
+                self._order = order.ShardOrder(ranges, args.seed, fetch=_make_fetcher(first, ranges, args))
             if second is not None:
                 # Until each sample of the first set was seen once, so many were seen of both.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
@@ -110,16 +110,16 @@ class Feed:
         self.batches: Iterator[Any] = iter(())
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
-        self._said = 0  # how many were left out, when it was said last
+        self._reported_incomplete = 0  # how many were left out, when it was said last
         self._partial = set[int]()  # samples of which only a part is read, of all processes
-        self._partial_here = set[int]()  # those of this process, since they were exchanged
-        self._example_of_partial = ""
-        self._said_partial = 0
+        self._unshared_partial = set[int]()  # those of this process, since they were exchanged
+        self._partial_example = ""
+        self._reported_partial = 0
 
     @property
     def validated(self) -> order.Indices:
         """The samples of the validation split that a pass of `validation` sees."""
-        return self.valid_set if self.sees_whole_split else self._part
+        return self.valid_set if self.sees_whole_split else self._valid_part
 
     def summary(self) -> str:
         """What the data is and how it is split, in one line."""
@@ -127,30 +127,30 @@ class Feed:
         n, noun = sum(map(len, parts.values())), self.noun
         counts = [f"{counted(len(part), noun)} {use}" for use, part in parts.items() if len(part) or use != "to test"]
         fraction, batch_size = self._args.valid_fraction, self._args.batch_size
-        asked = order.share(n, fraction)
+        n_by_fraction = order.share(n, fraction)
         if self._valid_source:
             counts[1] += f" in {self._valid_source}"
-        elif len(self.valid_set) == batch_size > asked:
-            counts[1] += f" (a batch is the least; --valid_fraction {fraction:g} alone is {asked})"
+        elif len(self.valid_set) == batch_size > n_by_fraction:
+            counts[1] += f" (a batch is the least; --valid_fraction {fraction:g} alone is {n_by_fraction})"
         if len(self.validated) < len(self.valid_set):
             counts[1] += f" ({len(self.validated)} at each validation, all at the end)"
-        if more := len(self.samples) - n:
-            counts.append(f"and {more} of the second set to train on")
+        if n_second := len(self.samples) - n:
+            counts.append(f"and {n_second} of the second set to train on")
         return f"{self._source}: {', '.join(counts)}"
 
     def start(self, start_samples: int) -> Batch:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
-        self._whole_validation = self._validation = ValidationStream(self.samples, self._part, **self._loading)
-        if len(self._part) < len(self.valid_set):  # which is read for the preview and at the end alone
+        self._whole_validation = self._validation = ValidationStream(self.samples, self._valid_part, **self._loading)
+        if len(self._valid_part) < len(self.valid_set):  # which is read for the preview and at the end alone
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
         self._training = TrainingStream(self.samples, self._order, start=start_samples, **self._loading)
         self.batches = iter(self._training)
         # Inside the agreement, because reading the first batch may fail on some processes only.
-        with self._agreement():
+        with self._raise_on_all_ranks():
             self._processes.mark("loading the first batch")
             batch = next(self.batches)
-        return self._received(batch)
+        return self._receive_batch(batch)
 
     def next(self) -> Batch:
         """The next batch of the order."""
@@ -160,19 +160,19 @@ class Feed:
             except Raised as error:
                 self._show_traceback(error.traceback)
                 raise
-        return self._received(batch)
+        return self._receive_batch(batch)
 
     def validation(self) -> Iterator[Batch]:
         """This process's part of one pass over the `validated` part of the validation split."""
         stream = self._whole_validation if self.sees_whole_split else self._validation
         for batch in self._processes.each("validation data", stream):
             self.ask()
-            yield self._received(batch)
+            yield self._receive_batch(batch)
 
     def validation_samples(self, places: range) -> Batch:
         """The samples at these places of the validation split, which begins again after its end, loaded in this process
         alone. Not collective."""
-        return self._received(self._whole_validation.load(places))
+        return self._receive_batch(self._whole_validation.load(places))
 
     def preview(self, count: int) -> Batch:
         """A batch of at most `count` samples, the same on every process: the first ones of the validation split, which
@@ -180,23 +180,23 @@ class Feed:
         process loads them itself. Raises what `start` raises."""
         n_valid = len(self.valid_set)
         stream, least = (self._whole_validation, n_valid) if n_valid else (self._training, self._args.batch_size)
-        with self._agreement():
+        with self._raise_on_all_ranks():
             batch = stream.load(range(min(count, least)))
-        return self._received(batch)
+        return self._receive_batch(batch)
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:
         """Say which files any process could not read since the last call, each file once, and how many were left out.
         Raises UserMistake if those that could not be read are too many to continue. Collective."""
         new: list[BadSample] = []
         # Ask first: this comes with every line of metrics, and hardly ever has anything to exchange.
-        counts = self._processes.sum({"unreported": len(self._unreported), "partial": len(self._partial_here)})
+        counts = self._processes.sum({"unreported": len(self._unreported), "partial": len(self._unshared_partial)})
         if counts["partial"]:
-            self._say_partial(say)
+            self._report_partial(say)
         if counts["unreported"]:
             new = self.bad_samples.share(self._unreported, self._processes.gather_objects)
         for sample in new:
             if sample.is_incomplete:
-                self._say_seldom(say, sample)
+                self._report_incomplete(say, sample)
             else:
                 say(f"cannot read {sample}; the next {self.noun} takes its place")
                 if self._processes.rank == 0:
@@ -207,7 +207,7 @@ class Feed:
                 self.bad_samples.check()
 
     @contextlib.contextmanager
-    def _agreement(self) -> Iterator[None]:
+    def _raise_on_all_ranks(self) -> Iterator[None]:
         """An agreement of the processes. Of those in which a user's dataset raises an error, the first one shows it
         before it goes on in one line. Collective."""
         traceback = ""
@@ -219,8 +219,8 @@ class Feed:
                     traceback = error.traceback
                     raise
         except ValueError:  # on all processes
-            have_one = self._processes.gather_objects(bool(traceback))
-            if True not in have_one[: self._processes.rank]:
+            have_traceback = self._processes.gather_objects(bool(traceback))
+            if True not in have_traceback[: self._processes.rank]:
                 self._show_traceback(traceback)
             raise
 
@@ -230,28 +230,28 @@ class Feed:
             self._has_shown_traceback = True
             print("\n".join(map(printable, traceback.splitlines())), file=sys.stderr, flush=True)
 
-    def _say_seldom(self, say: Callable[[str], None], sample: BadSample) -> None:
+    def _report_incomplete(self, say: Callable[[str], None], sample: BadSample) -> None:
         """Say how many samples were left out, if they have doubled since that was said."""
-        if (count := self.bad_samples.count_incomplete) >= 2 * self._said:
-            self._said = count
+        if (count := self.bad_samples.count_incomplete) >= 2 * self._reported_incomplete:
+            self._reported_incomplete = count
             say(f"left out {counted(count, self.noun)} so far, such as {sample}")
 
-    def _say_partial(self, say: Callable[[str], None]) -> None:
+    def _report_partial(self, say: Callable[[str], None]) -> None:
         """Say of how many samples only a part is read, if they have doubled since that was said. Collective."""
-        of_ranks = self._processes.gather_objects([sorted(self._partial_here), self._example_of_partial])
-        self._partial.update(*(indices for indices, _ in of_ranks))
-        self._example_of_partial = next(example for _, example in of_ranks if example)
-        self._partial_here.clear()
-        if (count := len(self._partial)) >= 2 * self._said_partial:
-            self._said_partial = count
-            say(f"read only in part so far: {counted(count, self.noun)}, such as {self._example_of_partial}")
+        by_rank = self._processes.gather_objects([sorted(self._unshared_partial), self._partial_example])
+        self._partial.update(*(indices for indices, _ in by_rank))
+        self._partial_example = next(example for _, example in by_rank if example)
+        self._unshared_partial.clear()
+        if (count := len(self._partial)) >= 2 * self._reported_partial:
+            self._reported_partial = count
+            say(f"read only in part so far: {counted(count, self.noun)}, such as {self._partial_example}")
 
-    def _received(self, batch: Mapping[str, Any]) -> Batch:
+    def _receive_batch(self, batch: Mapping[str, Any]) -> Batch:
         """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
         self._unreported += batch["bad"]
         partial = batch.get("partial", {})
-        self._partial_here |= partial.keys() - self._partial
-        self._example_of_partial = self._example_of_partial or next(iter(partial.values()), "")
+        self._unshared_partial |= partial.keys() - self._partial
+        self._partial_example = self._partial_example or next(iter(partial.values()), "")
         device = self._processes.device
         return {
             key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
@@ -263,10 +263,10 @@ class Feed:
 def _validated_samples(n: int, args: argparse.Namespace) -> int:
     """Of n samples of the validation split, how many a validation sees: the same for any number of processes, which
     have to get one each."""
-    most = args.valid_samples
-    if most is None:  # none between the updates: the only validation is that of the end
-        most = math.ceil(args.batch_size * args.validate_every_n_steps / _TRAINED_PER_VALIDATED)
-    return min(n, max(most, args.batch_size)) if most else n
+    limit = args.valid_samples
+    if limit is None:  # none between the updates: the only validation is that of the end
+        limit = math.ceil(args.batch_size * args.validate_every_n_steps / _SAMPLES_PER_VALID_SAMPLE)
+    return min(n, max(limit, args.batch_size)) if limit else n
 
 
 def divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Split:
@@ -283,36 +283,36 @@ def divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Sp
     return order.split_shards(shards, *fractions, split_seed_of(args), args.batch_size, otherwise)
 
 
-def _fetched_before(
-    samples: Samples, trained: Sequence[range], args: argparse.Namespace
+def _make_fetcher(
+    samples: Samples, ranges: Sequence[range], args: argparse.Namespace
 ) -> Callable[[Sequence[range]], None] | None:
     """What fetches shards that are trained on from a server before they are read; None if there are none there, or no
     cache for them. Raises ValueError, in one line."""
-    shards, paths, kept = samples.source.shards or (), getattr(samples.source, "paths", ()), {*trained}
-    found = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in kept and is_address(path))
-    addresses = {shard.start: path for shard, path in found}
-    at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
+    shards, paths, trained = samples.source.shards or (), getattr(samples.source, "paths", ()), {*ranges}
+    pairs = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in trained and is_address(path))
+    addresses = {shard.start: path for shard, path in pairs}
+    n_at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
     try:
-        remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), at_once)
+        remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), n_at_once)
     except OSError as error:
         raise ValueError(f"--cache_dir {args.cache_dir} cannot be used: {error}") from None
-    return partial(_fetch, addresses, args.num_workers) if addresses and args.cache_dir else None
+    return partial(_fetch_shards, addresses, args.num_workers) if addresses and args.cache_dir else None
 
 
-def _fetch(addresses: Mapping[int, str], num_workers: int, shards: Sequence[range]) -> None:
+def _fetch_shards(addresses: Mapping[int, str], num_workers: int, shards: Sequence[range]) -> None:
     """Fetch where samples are read: in a worker, if there are any, because a process with threads should not fork."""
     if not num_workers or torch.utils.data.get_worker_info() is not None:
         remote.fetch_shards(addresses, shards)
 
 
-def _check_views(views: Sequence[Sequence[Any]], what: str) -> None:
+def _check_views(views: Sequence[Sequence[Any]], noun: str) -> None:
     """Raise ValueError if not every rank sees the same samples: (number, fingerprint, host) by rank."""
     n, fingerprint, host = views[0]
-    for rank, (n_here, fingerprint_here, host_here) in enumerate(views):
-        if n_here != n or fingerprint_here != fingerprint:
-            but = "" if n_here != n else ", but of other names or in another order"
+    for rank, (rank_n, rank_print, rank_host) in enumerate(views):
+        if rank_n != n or rank_print != fingerprint:
+            hint = "" if rank_n != n else ", but of other names or in another order"
             raise ValueError(
-                f"rank {rank} (on {host_here}) sees {n_here} {what}, rank 0 (on {host}) sees {n}{but}: every process "
+                f"rank {rank} (on {rank_host}) sees {rank_n} {noun}, rank 0 (on {host}) sees {n}{hint}: every process "
                 "has to see the same files; copy the whole folder or list to each machine again"
             )
 

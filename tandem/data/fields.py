@@ -84,14 +84,14 @@ class ImageField(Field):
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         cut, resize = (self.crop.cut(epoch, index), OURS) if augment else (None, self.resize)
-        how = (self.image_size, self.channels, self.enlarge, cut, resize)
-        found = self.found(record)
-        if isinstance(found, Entry):
-            image = decode_image(found, *how)
-        elif isinstance(found, Image.Image):
-            image = decode_picture(found, *how)
+        options = (self.image_size, self.channels, self.enlarge, cut, resize)
+        content = self.found(record)
+        if isinstance(content, Entry):
+            image = decode_image(content, *options)
+        elif isinstance(content, Image.Image):
+            image = decode_picture(content, *options)
         else:
-            image = found(self.image_size, self.channels)
+            image = content(self.image_size, self.channels)
         return {"images": randomly_flipped(image, self.seed, epoch, index) if self.flip and augment else image}
 
 
@@ -121,13 +121,13 @@ class ClipField(Field):
         )  # fmt: skip
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        found = self.found(record)
-        if isinstance(found, Entry):
-            clip = self.clips.load(found, index, epoch, augment)
-        elif isinstance(found, own.Video):
-            clip = self._clip_of(found, index, epoch, augment)
+        content = self.found(record)
+        if isinstance(content, Entry):
+            clip = self.clips.load(content, index, epoch, augment)
+        elif isinstance(content, own.Video):
+            clip = self._make_clip(content, index, epoch, augment)
         else:
-            clip = self._drawn(found)
+            clip = self._draw_clip(content)
         flip = self.flip and augment
         return {"videos": randomly_flipped(clip, self.clips.seed, epoch, index) if flip else clip}
 
@@ -135,30 +135,32 @@ class ClipField(Field):
 
     def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
         """All frames of a video, see `ClipDecoder.frames`; of a drawn one, a square without end, those of a clip."""
-        found = record[self.wanted.name]
-        if isinstance(found, Entry):
-            return self.clips.frames(found, multiple)
-        return ((frame, FRAMES_PER_SECOND / self._step) for frame in self._drawn(found).unbind(1))
+        content = record[self.wanted.name]
+        if isinstance(content, Entry):
+            return self.clips.frames(content, multiple)
+        return ((frame, FRAMES_PER_SECOND / self._frames_per_step) for frame in self._draw_clip(content).unbind(1))
 
     @property
-    def _step(self) -> float:
+    def _frames_per_step(self) -> float:
         """Frames of a drawn scene from one frame of a clip to the next."""
         return FRAMES_PER_SECOND / self.clips.fps if self.clips.fps else self.clips.frame_stride
 
-    def _drawn(self, draw: Callable[..., Tensor]) -> Tensor:
-        return draw(self.clips.image_size, self.clips.num_frames, self._step)
+    def _draw_clip(self, draw: Callable[..., Tensor]) -> Tensor:
+        return draw(self.clips.image_size, self.clips.num_frames, self._frames_per_step)
 
-    def _clip_of(self, video: own.Video, index: int, epoch: int, augment: bool) -> Tensor:
-        share = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
-        pictures = [video.picture(number) for number in self._numbers(video, share)]
+    def _make_clip(self, video: own.Video, index: int, epoch: int, augment: bool) -> Tensor:
+        fraction = Draws("clip", self.clips.seed, epoch, index).uniform() if augment else 0.5
+        pictures = [video.picture(number) for number in self._frame_numbers(video, fraction)]
         size, cut = self.clips.image_size, self.clips.crop.cut(epoch, index) if augment else None
-        return self.clips.filled([decode_picture(one, size, 3, cut=cut).permute(1, 2, 0).numpy() for one in pictures])
+        return self.clips.filled(
+            [decode_picture(frame, size, 3, cut=cut).permute(1, 2, 0).numpy() for frame in pictures]
+        )
 
-    def _numbers(self, video: own.Video, share: float) -> list[int]:
+    def _frame_numbers(self, video: own.Video, fraction: float) -> list[int]:
         """Which frames of a video are those of a clip; fewer than num_frames if there are no more."""
         n, step = len(video.frames), video.fps / self.clips.fps if self.clips.fps else float(self.clips.frame_stride)
         count = min(self.clips.num_frames, math.ceil(n / step))
-        start = max(0.0, n - 1 - (count - 1) * step) * share
+        start = max(0.0, n - 1 - (count - 1) * step) * fraction
         if not self.clips.fps:
             start = math.floor(start)
         return [min(n - 1, math.floor(start + number * step + 1e-6)) for number in range(count)]
@@ -178,13 +180,13 @@ class SoundField(Field):
     )  # fmt: skip
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        found = self.found(record)
-        if not isinstance(found, Entry):
-            clip = found(self.clips.sample_rate, self.clips.clip_samples)
+        content = self.found(record)
+        if not isinstance(content, Entry):
+            clip = content(self.clips.sample_rate, self.clips.clip_samples)
             return {"waveforms": clip[None] if self.most else clip}
         if self.most:
-            return {"waveforms": self.clips.spread(found, self.most)}
-        return {"waveforms": self.clips.load(found, index, epoch, augment)}
+            return {"waveforms": self.clips.spread(content, self.most)}
+        return {"waveforms": self.clips.load(content, index, epoch, augment)}
 
     of_item = staticmethod(own.sound_of)
 
@@ -237,24 +239,24 @@ class CaptionField(Field):
     wanted: ClassVar[Wanted] = Wanted("texts", "caption", (".txt",), TEXT_KEYS, as_cells=True)
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        found = self.found(record)
-        if isinstance(found, Entry):
-            found = read_sentence(found)
-        elif not isinstance(found, str):
-            found = next(iter(texts_of_row(found or {}).captions), "")
-        return {"captions": found, **({"tokens": self.tokenize([found])[0]} if self.tokenize else {})}
+        caption = self.found(record)
+        if isinstance(caption, Entry):
+            caption = read_sentence(caption)
+        elif not isinstance(caption, str):
+            caption = next(iter(texts_of_row(caption or {}).captions), "")
+        return {"captions": caption, **({"tokens": self.tokenize([caption])[0]} if self.tokenize else {})}
 
     of_item = staticmethod(own.caption_of)
 
 
-def texts_of(found: Any) -> Texts:
+def texts_of(content: Any) -> Texts:
     """The captions of a sound, and its class, of what a record holds of texts. Raises OSError or ValueError, in one
     line, if there is no caption."""
-    texts = read_texts(found) if isinstance(found, Entry) else found
+    texts = read_texts(content) if isinstance(content, Entry) else content
     texts = texts if isinstance(texts, Texts) else texts_of_row(texts or {})
     if not texts.captions:
-        beside = ": there is neither a .txt nor a .json beside it" if found is None else ""
-        raise ValueError(f"it has no caption{beside}")
+        hint = ": there is neither a .txt nor a .json beside it" if content is None else ""
+        raise ValueError(f"it has no caption{hint}")
     return texts
 
 
@@ -296,17 +298,17 @@ class Joined(Samples):
         return len(self.first) + len(self.second)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        samples, index = self._place(index)
+        samples, index = self._locate(index)
         return samples.load(index, epoch, augment)
 
     def describe(self, index: int) -> str:
-        samples, index = self._place(index)
+        samples, index = self._locate(index)
         return samples.describe(index)
 
     def name(self, index: int) -> str:
-        samples, index = self._place(index)
+        samples, index = self._locate(index)
         return samples.name(index)
 
-    def _place(self, index: int) -> tuple[Samples, int]:
+    def _locate(self, index: int) -> tuple[Samples, int]:
         n = len(self.first)
         return (self.first, index) if index < n else (self.second, index - n)

@@ -47,22 +47,22 @@ class Divided(NamedTuple):
     fingerprint: str
 
 
-def divided_by(run: argparse.Namespace, **how: Any) -> Divided:
-    """The data of a run with these arguments, as it is now; `how`: see `images_of`. Raises ValueError, in one line, if
-    there are no such samples or too few."""
-    is_of_videos = run.data_flag == "video_folder"
-    open_set = videos_of(run) if is_of_videos else images_of(run, **how)
+def divided_by(run: argparse.Namespace, **image_options: Any) -> Divided:
+    """The data of a run with these arguments, as it is now; `image_options`: see `images_of`. Raises ValueError, in one
+    line, if there are no such samples or too few."""
+    is_video = run.data_flag == "video_folder"
+    open_set = videos_of(run) if is_video else images_of(run, **image_options)
     spec = data_of(run, run.data_flag)
     samples = open_set(spec)
-    train, *others = divided(samples, run, str(spec))
-    trained: Samples = Part(samples, map(train.at, range(len(train))))
-    left_out = sorted(indices.at(place) for indices in others for place in range(len(indices)))
-    held_out: Samples = Part(samples, left_out)
+    train, *other_splits = divided(samples, run, str(spec))
+    train_samples: Samples = Part(samples, map(train.at, range(len(train))))
+    held_out_indices = sorted(indices.at(i) for indices in other_splits for i in range(len(indices)))
+    held_out_samples: Samples = Part(samples, held_out_indices)
     if run.valid_folder:
-        held_out = Joined(held_out, open_set(run.valid_folder))
-    if is_of_videos and run.image_folder:
-        trained = Joined(trained, images_of(run)(run.image_folder))
-    return Divided(trained, held_out, samples.fingerprint)
+        held_out_samples = Joined(held_out_samples, open_set(run.valid_folder))
+    if is_video and run.image_folder:
+        train_samples = Joined(train_samples, images_of(run)(run.image_folder))
+    return Divided(train_samples, held_out_samples, samples.fingerprint)
 
 
 def count_trained_on(run: argparse.Namespace, samples: Samples, data: str) -> tuple[int, str | None]:
@@ -76,23 +76,23 @@ def count_trained_on(run: argparse.Namespace, samples: Samples, data: str) -> tu
         raise ValueError(f"{data} and the run's data, {' and '.join(folders)}, are drawn and have no paths")
     if not any(_may_share_files(folder, data) for folder in folders):
         return 0, None
-    of_run = divided_by(run)
-    paths = {os.path.abspath(of_run.trained.describe(index)) for index in range(len(of_run.trained))}
-    return sum(os.path.abspath(samples.describe(index)) in paths for index in range(len(samples))), of_run.fingerprint
+    split = divided_by(run)
+    paths = {os.path.abspath(split.trained.describe(index)) for index in range(len(split.trained))}
+    return sum(os.path.abspath(samples.describe(index)) in paths for index in range(len(samples))), split.fingerprint
 
 
 def places_of(run: argparse.Namespace) -> str:
     """Where the data of a run is. A relative path is one from the folder of this process."""
     folders = [folder for name in ("image_folder", "video_folder") if (folder := getattr(run, name, None))]
-    drawn_or_far = [folder.startswith("demo:") or is_address(folder) for folder in folders]
+    are_fixed = [folder.startswith("demo:") or is_address(folder) for folder in folders]
     return " and ".join(
-        folder if stays else os.path.abspath(folder) for folder, stays in zip(folders, drawn_or_far, strict=True)
+        folder if is_fixed else os.path.abspath(folder) for folder, is_fixed in zip(folders, are_fixed, strict=True)
     )
 
 
-def _may_share_files(one: str, other: str) -> bool:
+def _may_share_files(first: str, second: str) -> bool:
     """Whether one of two paths of data is the other, or lies inside it."""
-    if any(path.startswith("demo:") for path in (one, other)):
+    if any(path.startswith("demo:") for path in (first, second)):
         return False
-    outer, inner = sorted((path if is_address(path) else os.path.realpath(path) for path in (one, other)), key=len)
+    outer, inner = sorted((path if is_address(path) else os.path.realpath(path) for path in (first, second)), key=len)
     return inner == outer or inner.startswith(os.path.join(outer, ""))

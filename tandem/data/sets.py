@@ -41,7 +41,7 @@ _LARGEST_CLIP_BYTES = 1 << 32
 _NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of images as they are"
 
 
-def open_records(spec: Spec, wanted: Sequence[Wanted], kind: str, seed: int, **numbers: Any) -> Source:
+def open_records(spec: Spec, field_specs: Sequence[Wanted], kind: str, seed: int, **numbers: Any) -> Source:
     """The source that a flag stands for: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
     (`OwnData`); or what `open_source` makes of a path. No sample is opened.
 
@@ -55,56 +55,56 @@ def open_records(spec: Spec, wanted: Sequence[Wanted], kind: str, seed: int, **n
     if isinstance(spec, OwnData):
         return OwnSource(spec)
     demo = demo_name(kind)
-    return open_demo(spec or demo, kind, seed) or open_source(str(spec), wanted, demo=demo, **numbers)
+    return open_demo(spec or demo, kind, seed) or open_source(str(spec), field_specs, demo=demo, **numbers)
 
 
-def _feed(
+def _open_feed(
     open_set: Callable[..., Samples],
     args: argparse.Namespace,
     processes: Backend,
     flag: str,
     noun: str,
-    of_training: Mapping[str, Any] = {},
-    **more: Any,
+    train_options: Mapping[str, Any] = {},
+    **feed_options: Any,
 ) -> Feed:
     """The feed of the samples that `open_set` makes of --dataset or of the value of a flag, with further arguments for
     these alone, and of --valid_folder."""
     spec = data_of(args, flag)
     open_valid = partial(open_set, args.valid_folder) if args.valid_folder else None
-    more = {"source": str(spec), "noun": noun, "open_valid": open_valid, **more}
-    return Feed(partial(open_set, spec, **of_training), args, processes, **more)
+    feed_options = {"source": str(spec), "noun": noun, "open_valid": open_valid, **feed_options}
+    return Feed(partial(open_set, spec, **train_options), args, processes, **feed_options)
 
 
-def open_images(spec: Spec, field: type[ImageField] = ImageField, **how: Any) -> Samples:
+def open_images(spec: Spec, field: type[ImageField] = ImageField, **options: Any) -> Samples:
     """A set of images: see `open_records` for `spec` and what is raised, and `ImageField` for the arguments."""
-    fields = [field(**how)]
+    fields = [field(**options)]
     return Samples(open_records(spec, [fields[0].wanted], "shapes", fields[0].seed), fields)
 
 
-def images_of(args: argparse.Namespace, **how: Any) -> Callable[..., Samples]:
-    """What opens sets of images as the flags of a run say; `how`: further arguments of `ImageField`."""
-    return partial(open_images, **_pictures(args, args.image_size), **how)
+def images_of(args: argparse.Namespace, **options: Any) -> Callable[..., Samples]:
+    """What opens sets of images as the flags of a run say; `options`: further arguments of `ImageField`."""
+    return partial(open_images, **_picture_options(args, args.image_size), **options)
 
 
 def image_feed(args: argparse.Namespace, processes: Backend, channels: int = 3) -> Feed:
     """The feed of a script that trains on images of 3 (RGB) or 4 (RGBA) channels. Raises what `Feed` raises."""
-    return _feed(images_of(args, channels=channels), args, processes, "image_folder", "image")
+    return _open_feed(images_of(args, channels=channels), args, processes, "image_folder", "image")
 
 
-def _pictures(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
+def _picture_options(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
     """What flags say of squares of pictures, whether they are images or frames."""
     crop = Crop(args.crop, args.crop_area, args.seed)
     return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
 
 
-def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = False, **how: Any) -> Samples:
+def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = False, **options: Any) -> Samples:
     """A set of clips, "videos", in which an image is a video of one frame: see `open_records` for `spec` and what is
     raised, `ClipField` for `flip`, and `ClipDecoder` for the others."""
     if (n_bytes := 3 * num_frames * image_size**2) > _LARGEST_CLIP_BYTES:
         raise ValueError(
             f"a clip of {num_frames} frames of {image_size} pixels takes {n_bytes / 1e9:.3g} GB: lower one of them"
         )
-    clips = videos.ClipDecoder(image_size, num_frames, **how)
+    clips = videos.ClipDecoder(image_size, num_frames, **options)
     fields = [ClipField(clips, flip)]
     source = open_records(spec, [fields[0].wanted], "moving", clips.seed)
     if not isinstance(source, DemoSource | OwnSource):
@@ -115,18 +115,19 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
 def videos_of(args: argparse.Namespace) -> Callable[..., Samples]:
     """What opens sets of clips as the flags of a run say."""
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
-    return partial(open_videos, **_pictures(args, args.image_size), **{name: getattr(args, name) for name in names})
+    clip_options = {name: getattr(args, name) for name in names}
+    return partial(open_videos, **_picture_options(args, args.image_size), **clip_options)
 
 
 def video_feed(args: argparse.Namespace, processes: Backend) -> Feed:
     """The feed of a script that trains on videos: with `--image_folder`, every `--image_every`-th update is a batch of
     images, as clips of one frame. Validation is of videos only. Raises what `Feed` raises."""
-    more = dict[str, Any]()
+    feed_options = dict[str, Any]()
     if args.image_folder:
-        both = f"{data_of(args, 'video_folder')} and {args.image_folder}"
+        sources = f"{data_of(args, 'video_folder')} and {args.image_folder}"
         open_second = partial(images_of(args), args.image_folder, OneFrameField)
-        more = {"open_second": open_second, "second_every": args.image_every, "source": both}
-    return _feed(videos_of(args), args, processes, "video_folder", "clip", **more)
+        feed_options = {"open_second": open_second, "second_every": args.image_every, "source": sources}
+    return _open_feed(videos_of(args), args, processes, "video_folder", "clip", **feed_options)
 
 
 def open_sounds(
@@ -140,7 +141,7 @@ def open_sounds(
     fields: list[Field] = [SoundField(sounds.ClipDecoder(sample_rate, clip_samples, seed))]
     if tokenizer:
         fields.append(TextsField(tokenizer, seed))
-    source = _sounds_of(spec, fields, seed)
+    source = _open_sound_source(spec, fields, seed)
     if isinstance(source, DemoSource):
         check_sound(sample_rate, clip_samples)
     if tokenizer and not isinstance(source, OwnSource) and not has(source, "texts"):
@@ -156,10 +157,10 @@ def open_spread(spec: str, clips: sounds.ClipDecoder, most: int) -> Samples:
     """A set of sounds, each by at most `most` clips, and their captions: see `open_records` for `spec` and what is
     raised, and `SoundField`."""
     fields = [SoundField(clips, most), CaptionsField()]
-    return Samples(_sounds_of(spec, fields), fields)
+    return Samples(_open_sound_source(spec, fields), fields)
 
 
-def _sounds_of(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Source:
+def _open_sound_source(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Source:
     source = open_records(spec, [field.wanted for field in fields], "tones", seed)
     if not isinstance(source, DemoSource):
         sounds.require_decoders()
@@ -168,8 +169,8 @@ def _sounds_of(spec: Spec, fields: Sequence[Field], seed: int = 0) -> Source:
 
 def sound_feed(args: argparse.Namespace, processes: Backend, tokenizer: Tokenizer) -> Feed:
     """The feed of a script that trains on sounds and captions. Raises what `Feed` raises."""
-    hearing = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds, "seed": args.seed}
-    return _feed(partial(open_sounds, **hearing, tokenizer=tokenizer), args, processes, "audio_data", "sound")
+    options = {"sample_rate": args.sample_rate, "clip_seconds": args.clip_seconds, "seed": args.seed}
+    return _open_feed(partial(open_sounds, **options, tokenizer=tokenizer), args, processes, "audio_data", "sound")
 
 
 def open_conditioned(
@@ -205,28 +206,28 @@ def open_conditioned(
         ImageField(image_size, flip=flip, seed=seed, enlarge=False, crop=crop),
         CaptionField(tokenize),
     ]
-    stored = [] if tokenize else [kind for kind in takes if kind not in rows]
-    wanted = [*(field.wanted for field in fields), *(kind.wanted for kind in stored)]
-    source = open_records(spec, wanted, "scenes", seed, **numbers)
-    selects = numbers.get("start_shard") or numbers.get("end_shard") is not None
-    if selects and isinstance(source, DemoSource | OwnSource):
+    stored_kinds = [] if tokenize else [kind for kind in takes if kind not in rows]
+    field_specs = [*(field.wanted for field in fields), *(kind.wanted for kind in stored_kinds)]
+    source = open_records(spec, field_specs, "scenes", seed, **numbers)
+    selects_shards = numbers.get("start_shard") or numbers.get("end_shard") is not None
+    if selects_shards and isinstance(source, DemoSource | OwnSource):
         raise ValueError(f"{spec} has no shards: leave out the flags that select or describe them")
     for kind in [] if tokenize else takes:
-        found = (
+        embedding = (
             embedding_rows(source, kind, rows[kind], index_width=index_width)
             if kind in rows
             else embedding_field(source, kind, longest_text)
         )
-        if found is None:
+        if embedding is None:
             raise ValueError(
                 f"the model takes {kind.wanted.noun}s, and {spec!r} has none: put KEY{kind.wanted.endings[0]} beside "
                 f"each image, give {kind.flag}, compute them with --clip, or train without by --condition_on none"
             )
-        if kind == TEXT and found.shape[0] > longest_text:
+        if kind == TEXT and embedding.shape[0] > longest_text:
             raise ValueError(
-                f"texts of {found.shape[0]} tokens are longer than --max_text_len {longest_text}: raise it"
+                f"texts of {embedding.shape[0]} tokens are longer than --max_text_len {longest_text}: raise it"
             )
-        fields.append(found)
+        fields.append(embedding)
     is_own = isinstance(source, OwnSource)
     if flip and ((takes and not tokenize) or (not is_own and has(source, "texts"))):
         raise ValueError(_NO_FLIP)
@@ -240,16 +241,16 @@ def decoder_feed(
     image_size: int,
     takes_image: bool = True,
     takes_text: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> Feed:
-    """The feed of a script that trains on conditioned images; `widths_of` says how wide its conditions are. `how`:
+    """The feed of a script that trains on conditioned images; `widths_of` says how wide its conditions are. `options`:
     "longest_text" and "tokenize", see `open_conditioned`. Raises what `Feed` raises."""
     takes = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
     rows = {kind: spec for kind, spec in ((IMAGE, args.image_embeddings), (TEXT, args.text_embeddings)) if spec}
     names = ("index_width", "start_shard", "end_shard", "shard_width")
-    of_training = {"rows": rows, **{name: getattr(args, name) for name in names}}
-    open_set = partial(open_conditioned, **_pictures(args, image_size), takes=takes, **how)
-    feed = _feed(open_set, args, processes, "image_folder", "image", of_training)
+    train_options = {"rows": rows, **{name: getattr(args, name) for name in names}}
+    open_set = partial(open_conditioned, **_picture_options(args, image_size), takes=takes, **options)
+    feed = _open_feed(open_set, args, processes, "image_folder", "image", train_options)
     with processes.agreement():
         if feed.valid_samples is not None:
             _check_widths(feed.valid_samples, feed.first, args.valid_folder)
@@ -259,11 +260,11 @@ def decoder_feed(
 def widths_of(samples: Samples) -> dict[str, Any]:
     """The shape of what a sample holds of each kind: "image_embed", d; "text_encodings", (L, d); None where a set has
     none or they are not used."""
-    shapes = _shapes_of(samples)
+    shapes = _embedding_shapes(samples)
     return {"image_embed": shapes.get(IMAGE, (None,))[0], "text_encodings": shapes.get(TEXT)}
 
 
-def _shapes_of(samples: Samples) -> dict[Kind, tuple[Any, ...]]:
+def _embedding_shapes(samples: Samples) -> dict[Kind, tuple[Any, ...]]:
     return {field.kind: field.shape for field in samples.fields if isinstance(field, EmbeddingField)}
 
 
@@ -276,7 +277,7 @@ def _check_widths(valid: Samples, trained: Samples, folder: str) -> None:
     """Raise ValueError if the embeddings to validate are no such as the model is trained on; texts may be shorter or
     longer."""
     for kind in KINDS:
-        width, expected = (_shapes_of(samples).get(kind, (None,))[-1] for samples in (valid, trained))
+        width, expected = (_embedding_shapes(samples).get(kind, (None,))[-1] for samples in (valid, trained))
         if width != expected:
             raise ValueError(
                 f"{kind.wanted.noun}s of --valid_folder {folder} have {width} numbers, those to train on {expected}: "

@@ -19,7 +19,7 @@ from tandem.io.installed import missing_package
 from tandem.io.reading import LONGEST_BEGINNING, LONGEST_JSON_BYTES, other_kind, read_bytes
 from tandem.io.writing import write_atomically
 
-_NAME_OF_CLIP = "clip"
+_CLIP_NAME = "clip"
 FILE = "tokenizer.json"
 
 
@@ -67,7 +67,7 @@ class Tokenizer:
         if (b"" if path is None else read_bytes(path, LONGEST_JSON_BYTES)) != self._content:
             raise ValueError(
                 f"the model in {model} was trained with another tokenizer than {self.name}: give --tokenizer "
-                f"{path or _NAME_OF_CLIP}"
+                f"{path or _CLIP_NAME}"
             )
 
     def state_dict(self) -> dict[str, str]:
@@ -101,26 +101,26 @@ def open_tokenizer(spec: str, max_text_tokens: int, marks: bool = True) -> Token
     Raises ValueError, in one line, if a package or the file is missing, or max_text_tokens leaves no room for a token
     beside the marks of start and end.
     """
-    if spec == _NAME_OF_CLIP:
-        return _clip(max_text_tokens, marks)
-    return _hugging_face(os.path.expanduser(spec), max_text_tokens)
+    if spec == _CLIP_NAME:
+        return _open_clip(max_text_tokens, marks)
+    return _open_hugging_face(os.path.expanduser(spec), max_text_tokens)
 
 
-def _clip(max_text_tokens: int, marks: bool) -> Tokenizer:
+def _open_clip(max_text_tokens: int, marks: bool) -> Tokenizer:
     if marks and max_text_tokens < 3:
-        room = f"--max_text_tokens {max_text_tokens} leaves no room for the marks of start and end"
-        raise ValueError(f"{room}: use 3 or more")
-    simple = _simple_tokenizer()
-    before, after = ([simple.sot_token_id], [simple.eot_token_id]) if marks else ([], [])
+        reason = f"--max_text_tokens {max_text_tokens} leaves no room for the marks of start and end"
+        raise ValueError(f"{reason}: use 3 or more")
+    tokenizer = _load_clip_tokenizer()
+    before, after = ([tokenizer.sot_token_id], [tokenizer.eot_token_id]) if marks else ([], [])
 
     def to_ids(text: str) -> list[int]:
-        return [*before, *simple.encode(text)[: max_text_tokens - 2 * marks], *after]
+        return [*before, *tokenizer.encode(text)[: max_text_tokens - 2 * marks], *after]
 
-    return Tokenizer(_NAME_OF_CLIP, simple.vocab_size, max_text_tokens, to_ids, marks=marks)
+    return Tokenizer(_CLIP_NAME, tokenizer.vocab_size, max_text_tokens, to_ids, marks=marks)
 
 
 @functools.lru_cache(maxsize=1)
-def _simple_tokenizer() -> Any:
+def _load_clip_tokenizer() -> Any:
     """open_clip's tokenizer, imported from its file alone: importing the package takes seconds and needs torchvision
     and timm, which the tokenizer does not use."""
     package = importlib.util.find_spec("open_clip")
@@ -134,21 +134,21 @@ def _simple_tokenizer() -> Any:
         raise missing_package("the tokenizer clip", error.name or "open_clip_torch") from None
 
 
-def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
+def _open_hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
     if not os.path.isfile(path):
         raise ValueError(f"there is no tokenizer {path!r}: give clip, or the path of a Hugging Face tokenizer.json")
     try:
-        from tokenizers import Tokenizer as Fast
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
     except ImportError:
         raise missing_package("a tokenizer.json", "tokenizers") from None
     try:
         content = read_bytes(path, LONGEST_JSON_BYTES).removeprefix(codecs.BOM_UTF8)
         if reason := other_kind(content[:LONGEST_BEGINNING]):
             raise ValueError(reason)
-        fast = Fast.from_str(content.decode())
-        fast.no_padding()
-        fast.enable_truncation(max_text_tokens)  # this keeps the marks of start and end
-        n_marks = fast.num_special_tokens_to_add(is_pair=False)
+        tokenizer = HuggingFaceTokenizer.from_str(content.decode())
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(max_text_tokens)  # this keeps the marks of start and end
+        n_marks = tokenizer.num_special_tokens_to_add(is_pair=False)
     except BaseException as error:  # the package raises plain Exception, and panics of its Rust code
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
@@ -156,11 +156,11 @@ def _hugging_face(path: str, max_text_tokens: int) -> Tokenizer:
         raise ValueError(f"{reason}; it has to be a Hugging Face tokenizer.json") from None
     if n_marks >= max_text_tokens:
         raise ValueError(f"--max_text_tokens {max_text_tokens} leaves no room beside {n_marks} marks of start and end")
-    vocab_size = max(fast.get_vocab().values(), default=-1) + 1
+    vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
 
     def to_ids(text: str) -> list[int]:
         try:
-            ids: list[int] = fast.encode(text).ids  # not as a batch, which starts threads that a fork would lose
+            ids: list[int] = tokenizer.encode(text).ids  # not as a batch, which starts threads that a fork would lose
         except Exception as error:  # the package has no class of its own for errors
             reason = " ".join(str(error).split())
             raise ValueError(f"the tokenizer {path!r} cannot read the text {text[:60]!r}: {reason}") from None

@@ -15,7 +15,7 @@ import termios
 import pytest
 import torch
 
-from tandem.data.sampling.workers import Loader, _End
+from tandem.data.sampling.workers import Loader, _PipeEnd
 from tandem.data.sets import open_images
 from tandem.io.exits import CannotGoOn
 from tests.data.helpers import ROOT, stream
@@ -137,7 +137,7 @@ def test_what_a_worker_cannot_send_is_one_line_and_no_wait(result, capfd):
 
 
 def test_an_end_of_a_pipe_is_closed_once_though_garbage_is_collected_that_holds_it():
-    end = _End(os.dup(2))
+    end = _PipeEnd(os.dup(2))
     number = end.fileno()
     end.close()
     other = os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free

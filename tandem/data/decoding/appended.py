@@ -11,7 +11,7 @@ _LONGEST_PAGE = 1 << 16  # bytes of a page of Ogg, rounded up (RFC 3533)
 _LONGEST_FRAME = 1441  # bytes of a frame of MP3
 _ID3V1 = 128  # bytes of a tag behind an MP3
 # Where the tag of Xing stands in the first frame, by MPEG version and channels, without and with a checksum.
-_PLACES_OF_XING = (13, 15, 21, 23, 36, 38)
+_XING_OFFSETS = (13, 15, 21, 23, 36, 38)
 
 _MOST_CHUNKS = 100  # of a CAF file, which are looked at
 
@@ -22,12 +22,12 @@ def check_nothing_appended(sound: Any, read: Read, n_bytes: int) -> None:
     read to its end; of FLAC, by the number of its last frame; of others, by a second header where the first one ends.
     libsndfile itself refuses WAV and AIFF of this kind."""
     is_longer = {
-        "OGG": lambda: _is_chained(sound, read, n_bytes),
-        "MP3": lambda: _goes_on(read, n_bytes),
+        "OGG": lambda: _is_chained_ogg(sound, read, n_bytes),
+        "MP3": lambda: _has_more_mp3(read, n_bytes),
         "FLAC": lambda: ends_elsewhere(read, n_bytes, sound.frames),
-        "AU": lambda: _begins_again(read, sum(int.from_bytes(read(at, 4), _order_of_au(read)) for at in (4, 8))),
-        "W64": lambda: _begins_again(read, int.from_bytes(read(16, 8), "little")),
-        "CAF": lambda: _begins_again(read, _end_of_caf(read)),
+        "AU": lambda: _has_second_header(read, sum(int.from_bytes(read(at, 4), _au_byte_order(read)) for at in (4, 8))),
+        "W64": lambda: _has_second_header(read, int.from_bytes(read(16, 8), "little")),
+        "CAF": lambda: _has_second_header(read, _find_caf_end(read)),
     }.get(sound.format)
     if is_longer and is_longer():
         raise ValueError(
@@ -36,15 +36,15 @@ def check_nothing_appended(sound: Any, read: Read, n_bytes: int) -> None:
         )
 
 
-def _begins_again(read: Read, end: int) -> bool:
+def _has_second_header(read: Read, end: int) -> bool:
     return 0 < end < 1 << 62 and read(end, 4) == read(0, 4)
 
 
-def _order_of_au(read: Read) -> Literal["big", "little"]:
+def _au_byte_order(read: Read) -> Literal["big", "little"]:
     return "big" if read(0, 4) == b".snd" else "little"
 
 
-def _end_of_caf(read: Read) -> int:
+def _find_caf_end(read: Read) -> int:
     """Where the chunks of a CAF file end: a name of 4 bytes, a length of 8, and the content of each."""
     at = 8
     for _ in range(_MOST_CHUNKS):
@@ -55,28 +55,28 @@ def _end_of_caf(read: Read) -> int:
     return at
 
 
-def _is_chained(sound: Any, read: Read, n_bytes: int) -> bool:
+def _is_chained_ogg(sound: Any, read: Read, n_bytes: int) -> bool:
     if "Junk after the last page" not in sound.extra_info:  # of this stream; libsndfile has looked for it
         return False
     tail = read(max(0, n_bytes - 2 * _LONGEST_PAGE), 2 * _LONGEST_PAGE)
-    serials = {tail[found.start() + 14 : found.start() + 18] for found in re.finditer(b"OggS\0", tail)}
+    serials = {tail[match.start() + 14 : match.start() + 18] for match in re.finditer(b"OggS\0", tail)}
     return any(len(serial) == 4 and serial != read(14, 4) for serial in serials)
 
 
-def _goes_on(read: Read, n_bytes: int) -> bool:
+def _has_more_mp3(read: Read, n_bytes: int) -> bool:
     """Whether there are frames of MP3, or tags in front of some, where the first stream says that it ends."""
     head, start = read(0, 10), 0
     if head[:3] == b"ID3":
-        start = 10 + sum(byte << 7 * (3 - place) for place, byte in enumerate(head[6:10]))
+        start = 10 + sum(byte << 7 * (3 - offset) for offset, byte in enumerate(head[6:10]))
     frame = read(start, _LONGEST_FRAME)
-    place = next((at + 4 for at in _PLACES_OF_XING if frame[at : at + 4] in (b"Xing", b"Info")), 0)
-    flags = int.from_bytes(frame[place : place + 4], "big") if place else 0
+    offset = next((at + 4 for at in _XING_OFFSETS if frame[at : at + 4] in (b"Xing", b"Info")), 0)
+    flags = int.from_bytes(frame[offset : offset + 4], "big") if offset else 0
     if not flags & 2:  # no number of bytes
         return False
-    place += 8 if flags & 1 else 4  # behind a number of frames
-    end = start + int.from_bytes(frame[place : place + 4], "big")
+    offset += 8 if flags & 1 else 4  # behind a number of frames
+    end = start + int.from_bytes(frame[offset : offset + 4], "big")
     if end + _ID3V1 + 2 * _LONGEST_FRAME > n_bytes:  # some programs do not count the first frame
         return False
-    behind = read(end, _ID3V1 + 3)
-    behind = behind[_ID3V1:] if behind[:3] == b"TAG" else behind
-    return behind[:2] == frame[:2] or behind[:3] == b"ID3"
+    tail = read(end, _ID3V1 + 3)
+    tail = tail[_ID3V1:] if tail[:3] == b"TAG" else tail
+    return tail[:2] == frame[:2] or tail[:3] == b"ID3"

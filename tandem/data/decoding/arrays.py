@@ -31,18 +31,18 @@ class StoredArray(NamedTuple):
 
     def read(self, limit: int = LARGEST_BYTES) -> Array:
         """All of it. Raises OSError, and ValueError, in one line, if it has more bytes than `limit` or is cut off."""
-        return self._numbers(0, self.shape, limit)
+        return self._read_numbers(0, self.shape, limit)
 
     def row(self, index: int) -> Array:
         """Entry `index` of the first dimension; nothing else is read. Raises what `read` raises."""
         assert 0 <= index < self.shape[0], (index, self.shape)
-        return self._numbers(index, self.shape[1:], LARGEST_BYTES)
+        return self._read_numbers(index, self.shape[1:], LARGEST_BYTES)
 
-    def _numbers(self, index: int, shape: tuple[int, ...], limit: int) -> Array:
+    def _read_numbers(self, index: int, shape: tuple[int, ...], limit: int) -> Array:
         size = math.prod(shape) * self.dtype.itemsize
         if size > limit:
             raise ValueError(f"{shown(self.entry.path)} holds {size} bytes where at most {limit} are read")
-        content, _ = _part(self.entry, self.offset + index * size, size)
+        content, _ = _read_part(self.entry, self.offset + index * size, size)
         if len(content) < size:
             raise ValueError(f"{shown(self.entry.path)} was cut off after it was opened")
         return np.frombuffer(content, self.dtype).reshape(shape).astype(np.float32)
@@ -54,7 +54,7 @@ def find_array(entry: Entry) -> StoredArray:
     Raises OSError if the file cannot be read and ValueError, in one line, if it holds no array of floats in C order, or
     is cut off.
     """
-    content, size = _part(entry, 0, _LONGEST_HEADER)
+    content, size = _read_part(entry, 0, _LONGEST_HEADER)
     header = io.BytesIO(content)
     try:
         shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)
@@ -63,15 +63,15 @@ def find_array(entry: Entry) -> StoredArray:
     if dtype.kind != "f" or is_fortran:
         kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
         raise ValueError(f"it holds {kind}: save it as float16 or float32 in C order")
-    needed = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or header.tell() + needed > size:
-        raise ValueError(f"it is cut off: an array of shape {shape} takes {needed} bytes")
-    if header.tell() + needed < size:
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or header.tell() + n_bytes > size:
+        raise ValueError(f"it is cut off: an array of shape {shape} takes {n_bytes} bytes")
+    if header.tell() + n_bytes < size:
         raise ValueError(f"more follows its array of shape {shape}: give one array per file")
     return StoredArray(entry, header.tell(), shape, dtype)
 
 
-def _part(entry: Entry, offset: int, size: int) -> tuple[bytes, int]:
+def _read_part(entry: Entry, offset: int, size: int) -> tuple[bytes, int]:
     """At most `size` bytes from `offset` of an entry, and how many it has."""
     with open_entry(entry) as file:
         n_bytes = file.seek(0, os.SEEK_END)

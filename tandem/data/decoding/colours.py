@@ -19,12 +19,12 @@ _WHITE_IS_ZERO, _SIGNED = 0, 2
 _SAMPLES_PER_PIXEL, _COMPRESSION = 277, 259
 _TYPES = {1: "integers", _SIGNED: "signed integers", 3: "floats"}  # of samples
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how a file begins; the last two are of BigTIFF
-_ALL_OF_SOME_BITS = {(1 << bits) - 1 for bits in range(8, 16)}
-_OUTSIDE = 1e-3  # of the range: how far samples may lie outside, as an interpolation leaves them
+_MAXIMA_OF_FEWER_BITS = {(1 << bits) - 1 for bits in range(8, 16)}
+_RANGE_TOLERANCE = 1e-3  # of the range: how far samples may lie outside, as an interpolation leaves them
 # The transparent value in a PNG has the bits of its file, the pixels of Pillow have eight.
 _TO_EIGHT_BITS = {"L;2": lambda value: value * 85, "L;4": lambda value: value * 17, "RGB;16B": lambda value: value >> 8}
 _SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # of the profiles that fit a mode
-_SAME_LEVEL = 1  # of 255: the most by which a profile that says sRGB in other words differs
+_LEVEL_TOLERANCE = 1  # of 255: the most by which a profile that says sRGB in other words differs
 
 
 def resizable(image: Image.Image) -> Image.Image:
@@ -33,8 +33,8 @@ def resizable(image: Image.Image) -> Image.Image:
     Raises ValueError, in one line, if the samples have a range that neither the mode nor a tag of the file tells.
     """
     tags = getattr(image, "tag_v2", {})
-    if image.mode.startswith(("I", "F")) or _first(tags.get(_SAMPLE_FORMAT)) == _SIGNED:
-        return _grey(image, tags)
+    if image.mode.startswith(("I", "F")) or _first_number(tags.get(_SAMPLE_FORMAT)) == _SIGNED:
+        return _to_grey(image, tags)
     if not image.has_transparency_data:
         if image.mode in ("L", "RGB") or (image.mode == "CMYK" and image.info.get("icc_profile")):
             return image  # convert() would copy it
@@ -61,7 +61,7 @@ def why_unread(file: Any) -> str:
         file.seek(tags.next)
         tags.load(file)
         n, bits, kind = tags.get(_SAMPLES_PER_PIXEL, 1), tags.get(_BITS_PER_SAMPLE, 1), tags.get(_SAMPLE_FORMAT, 1)
-        details = [f"{_TYPES.get(_first(kind), 'numbers of another type')} of {_first(bits)} bits"]
+        details = [f"{_TYPES.get(_first_number(kind), 'numbers of another type')} of {_first_number(bits)} bits"]
         details += ["0 is white"] if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else []
         details += [f"compression {number}"] if (number := tags.get(_COMPRESSION, 1)) != 1 else []
     except Exception:  # damaged tags raise what they like
@@ -75,7 +75,7 @@ def in_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:
     kind, is ignored, as browsers do; without a profile colours are those of sRGB."""
     has_alpha = picture.mode in ("LA", "RGBA")
     colours = picture.convert(picture.mode[:-1]) if profile and has_alpha else picture
-    transform = _to_srgb(profile, colours.mode) if profile else None
+    transform = _build_srgb_transform(profile, colours.mode) if profile else None
     if transform is None:
         return picture.convert("RGB") if picture.mode == "CMYK" else picture
     converted = transform.apply(colours)
@@ -85,7 +85,7 @@ def in_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 @functools.lru_cache(maxsize=32)  # building one takes milliseconds, and most pictures of a set have one of a few
-def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+def _build_srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     """littleCMS's way from a profile to sRGB, with the perceptual intent; None if there is none, or if it changes
     nothing, because the profile is sRGB's."""
     try:
@@ -98,15 +98,15 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     levels = np.meshgrid(*[np.arange(0, 256, 17, dtype=np.uint8)] * len(mode))
     swatches = Image.frombytes(mode, (16, levels[0].size // 16), np.stack(levels, -1).tobytes())
     differences: Any = ImageChops.difference(swatches.convert("RGB"), transform.apply(swatches)).getextrema()
-    return None if max(most for _, most in differences) <= _SAME_LEVEL else transform
+    return None if max(most for _, most in differences) <= _LEVEL_TOLERANCE else transform
 
 
-def _grey(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
+def _to_grey(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
     """Grey samples that are not bytes from 0 to 255 -> L, or LA if one of them is transparent."""
-    black, white = _range(image, tags)
+    black, white = _find_range(image, tags)
     samples = np.asarray(image)
     samples = samples.view(np.int8) if image.mode == "L" else samples
-    least, most, margin = samples.min(), samples.max(), _OUTSIDE * (white - black)
+    least, most, margin = samples.min(), samples.max(), _RANGE_TOLERANCE * (white - black)
     if not (least >= black - margin and most <= white + margin):  # not of NaN
         raise ValueError(
             f"its samples reach from {least:g} to {most:g}, where black is {black:g} and white is {white:g} unless the "
@@ -120,19 +120,19 @@ def _grey(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
     return grey
 
 
-def _range(image: Image.Image, tags: Mapping[int, Any]) -> tuple[float, float]:
+def _find_range(image: Image.Image, tags: Mapping[int, Any]) -> tuple[float, float]:
     """The samples that are black and white."""
-    least, most = (_first(tags.get(tag)) for tag in (_S_MIN, _S_MAX))
+    least, most = (_first_number(tags.get(tag)) for tag in (_S_MIN, _S_MAX))
     is_stated = least is not None and most is not None and least < most
     if image.mode == "F":
         return (least, most) if is_stated and most > 1 else (0.0, 1.0)
     if image.mode.startswith("I;16") or image.format in ("PNG", "PPM"):  # Pillow scales those of a PGM to 16 bits
-        white = (1 << (_first(tags.get(_BITS_PER_SAMPLE)) or 16)) - 1
-        fewer = (_first(tags.get(tag)) for tag in (_MAX_SAMPLE_VALUE, _S_MAX))  # 4095: 12 bits are used of 16
-        return 0, next((int(value) for value in fewer if value in _ALL_OF_SOME_BITS and value < white), white)
+        white = (1 << (_first_number(tags.get(_BITS_PER_SAMPLE)) or 16)) - 1
+        maxima = (_first_number(tags.get(tag)) for tag in (_MAX_SAMPLE_VALUE, _S_MAX))  # 4095: 12 bits are used of 16
+        return 0, next((int(value) for value in maxima if value in _MAXIMA_OF_FEWER_BITS and value < white), white)
     if not is_stated:
-        sign = "signed " if _first(tags.get(_SAMPLE_FORMAT)) == _SIGNED else ""
-        kind = f"{sign}integers of {_first(tags.get(_BITS_PER_SAMPLE)) or 32} bits"
+        sign = "signed " if _first_number(tags.get(_SAMPLE_FORMAT)) == _SIGNED else ""
+        kind = f"{sign}integers of {_first_number(tags.get(_BITS_PER_SAMPLE)) or 32} bits"
         raise ValueError(
             f"it holds {kind}, and does not say which of them are black and white (the tags SMinSampleValue and "
             "SMaxSampleValue of a TIFF): save it with 8 bits, or with 16 bits without a sign"
@@ -140,6 +140,6 @@ def _range(image: Image.Image, tags: Mapping[int, Any]) -> tuple[float, float]:
     return least, most
 
 
-def _first(value: Any) -> Any:
+def _first_number(value: Any) -> Any:
     """A tag of one number, or the first of several."""
     return value[0] if isinstance(value, tuple) and value else value

@@ -28,18 +28,18 @@ def with_length(file: Any) -> io.RawIOBase:
     file.seek(0)
     start = file.read(_MOST_AT_START)
     info = start.find(b"fLaC") + _STREAM_INFO
-    last = _last_frame(_read_of(file), file.seek(0, os.SEEK_END), int.from_bytes(start[info + 2 : info + 4], "big"))
+    last = _find_last(_make_reader(file), file.seek(0, os.SEEK_END), int.from_bytes(start[info + 2 : info + 4], "big"))
     total = last.first + (last.samples if last.is_whole else 0) if last else 0
     if not 0 < total < 1 << _LENGTH_BITS:
         raise ValueError("its header does not state its length, and no whole frame of a FLAC file is at its end")
-    stated = (
+    format_bits = (
         int.from_bytes(start[info + 10 : info + 18], "big") >> _LENGTH_BITS << _LENGTH_BITS
     )  # rate, channels and bits of a sample
     file.seek(0)
-    return _Patched(file, start[: info + 10] + (stated | total).to_bytes(8, "big"))
+    return _PatchedFile(file, start[: info + 10] + (format_bits | total).to_bytes(8, "big"))
 
 
-class _Patched(io.RawIOBase):
+class _PatchedFile(io.RawIOBase):
     """A file that begins with other bytes than are in it."""
 
     def __init__(self, file: Any, start: bytes) -> None:
@@ -62,8 +62,8 @@ class _Patched(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         at = self.tell()
         n: int = self._file.readinto(buffer)
-        changed = self._start[at : at + n]
-        memoryview(buffer).cast("B")[: len(changed)] = changed
+        patch = self._start[at : at + n]
+        memoryview(buffer).cast("B")[: len(patch)] = patch
         return n
 
 
@@ -83,13 +83,13 @@ def ends_elsewhere(read: Read, n_bytes: int, frames: int) -> bool:
         return False
     block = int.from_bytes(info[-2:], "big")
     begin = max(0, n_bytes - 3 * n_bytes * block // max(2 * frames, 1) - 16)  # half more than the mean of a frame
-    if any(first + samples == frames for _, first, samples in _frames(read(begin, n_bytes - begin), block)):
+    if any(first + samples == frames for _, first, samples in _find_frames(read(begin, n_bytes - begin), block)):
         return False  # as nearly always
-    last = _last_frame(read, n_bytes, block)
+    last = _find_last(read, n_bytes, block)
     return last is not None and last.is_whole and last.first + last.samples != frames
 
 
-def _read_of(file: Any) -> Read:
+def _make_reader(file: Any) -> Read:
     def read(offset: int, size: int) -> bytes:
         file.seek(offset)
         content: bytes = file.read(size)
@@ -98,14 +98,14 @@ def _read_of(file: Any) -> Read:
     return read
 
 
-def _last_frame(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
+def _find_last(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
     """The last frame of a file; None if none is found. `block`: the samples of a frame, where all but the last have as
     many."""
     n = _LEAST_AT_END
     while n <= _MOST_AT_END:
         begin = max(0, n_bytes - n)
         content = read(begin, n)
-        frames = _frames(content, block)
+        frames = _find_frames(content, block)
         ends = {first + samples for _, first, samples in frames}
         for at, first, samples in reversed(frames):
             if first in ends or (first == 0 and begin == 0):  # bytes that look like a frame by chance follow none
@@ -119,20 +119,20 @@ def _last_frame(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
 def _is_whole(content: bytes) -> bool:
     """Whether a frame that begins here ends with its checksum at the end, or in front of a tag."""
     ends = [*(tag.start() for tag in _TAGS.finditer(content)), len(content)]
-    return any(_remainder(content[:end], *_CRC_16) == 0 for end in ends)
+    return any(_compute_remainder(content[:end], *_CRC_16) == 0 for end in ends)
 
 
-def _frames(content: bytes, block: int) -> list[tuple[int, int, int]]:
+def _find_frames(content: bytes, block: int) -> list[tuple[int, int, int]]:
     """What looks like the beginning of a frame: its place, the number of its first sample, and how many it has."""
     frames, at = [], content.find(b"\xff")
     while at >= 0:
-        if content[at + 1 : at + 2] in (b"\xf8", b"\xf9") and (found := _frame(content[at : at + 16], block)):
-            frames.append((at, *found))
+        if content[at + 1 : at + 2] in (b"\xf8", b"\xf9") and (header := _parse_frame(content[at : at + 16], block)):
+            frames.append((at, *header))
         at = content.find(b"\xff", at + 1)
     return frames
 
 
-def _frame(header: bytes, block: int) -> tuple[int, int] | None:
+def _parse_frame(header: bytes, block: int) -> tuple[int, int] | None:
     """The number of the first sample of a frame and how many it has; None if this is no header of one."""
     if len(header) < 16:
         header += bytes(16 - len(header))
@@ -148,21 +148,21 @@ def _frame(header: bytes, block: int) -> tuple[int, int] | None:
         width = code - 5
         samples, end = int.from_bytes(header[end : end + width], "big") + 1, end + width
     end += {12: 1, 13: 2, 14: 2}.get(rate, 0)
-    if _remainder(header[: end + 1], *_CRC_8):
+    if _compute_remainder(header[: end + 1], *_CRC_8):
         return None
     return (number if kind else number * block), samples
 
 
-def _remainder(content: bytes, bits: int, polynomial: int) -> int:
+def _compute_remainder(content: bytes, bits: int, polynomial: int) -> int:
     """The cyclic redundancy check of bytes; 0 of those that end with theirs."""
-    table, remainder, mask = _table(bits, polynomial), 0, (1 << bits) - 1
+    table, remainder, mask = _build_table(bits, polynomial), 0, (1 << bits) - 1
     for byte in content:
         remainder = (remainder << 8 & mask) ^ table[remainder >> (bits - 8) ^ byte]
     return remainder
 
 
 @functools.cache
-def _table(bits: int, polynomial: int) -> list[int]:
+def _build_table(bits: int, polynomial: int) -> list[int]:
     table = [value << (bits - 8) for value in range(256)]
     for _ in range(8):
         table = [(value << 1) ^ (polynomial | 1 << bits if value >> (bits - 1) else 0) for value in table]

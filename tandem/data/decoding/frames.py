@@ -38,12 +38,12 @@ class Converter:
 
         self._side, self._pixel_width, self._cut, self._is_opaque = side, pixel_width, cut, is_opaque
         self._multiple = multiple
-        self._resize, self._uncover = VideoReformatter().reformat, VideoReformatter().reformat
+        self._resize, self._to_rgba = VideoReformatter().reformat, VideoReformatter().reformat
 
     def __call__(self, frame: Frame) -> Picture:
         image = frame.image
         if image.format.has_palette or any(component.is_alpha for component in image.format.components):
-            image = image if self._is_opaque else self._over_white(image)
+            image = image if self._is_opaque else self._lay_over_white(image)
         sides = image.width * self._pixel_width, image.height
         if self._multiple:
             check_shape(*sides)
@@ -51,32 +51,32 @@ class Converter:
         shorter = square.side if square else min(sides)
         width, height = (max(self._side, round(side * self._side / shorter)) for side in sides)
         method = "AREA" if shorter > self._side else "BICUBIC"
-        small = self._resize(image, width, height, "gbrp", interpolation=method, threads=1)
-        pixels = small.to_ndarray()
+        resized = self._resize(image, width, height, "gbrp", interpolation=method, threads=1)
+        pixels = resized.to_ndarray()
         if square:
-            begins = (round(begin * self._side / shorter) for begin in (square.top, square.left))
-            top, left = (min(begin, room - self._side) for begin, room in zip(begins, pixels.shape, strict=False))
+            origins = (round(begin * self._side / shorter) for begin in (square.top, square.left))
+            top, left = (min(begin, length - self._side) for begin, length in zip(origins, pixels.shape, strict=False))
             pixels = pixels[top : top + self._side, left : left + self._side]
-        picture: Picture = _upright(pixels, frame.image)
+        picture: Picture = _turn_upright(pixels, frame.image)
         multiple = self._multiple
-        down, across = (side // multiple * multiple if multiple else self._side for side in picture.shape[:2])
-        top, left = (picture.shape[0] - down) // 2, (picture.shape[1] - across) // 2
-        return picture[top : top + down, left : left + across]
+        rows, columns = (side // multiple * multiple if multiple else self._side for side in picture.shape[:2])
+        top, left = (picture.shape[0] - rows) // 2, (picture.shape[1] - columns) // 2
+        return picture[top : top + rows, left : left + columns]
 
-    def _over_white(self, image: Any) -> Any:
+    def _lay_over_white(self, image: Any) -> Any:
         """A frame with transparent pixels, laid over white before anything is resized: what such a pixel hides would
         otherwise leak into its neighbours."""
         import av
 
-        pixels = self._uncover(image, format="rgba", threads=1).to_ndarray()
+        pixels = self._to_rgba(image, format="rgba", threads=1).to_ndarray()
         if pixels[..., 3].min() == 255:
             return image
         colour, alpha = pixels[..., :3].astype(np.uint16), pixels[..., 3:].astype(np.uint16)
-        laid = (colour * alpha + 255 * (255 - alpha) + 127) // 255
-        return av.VideoFrame.from_ndarray(laid.astype(np.uint8), format="rgb24")
+        blended = (colour * alpha + 255 * (255 - alpha) + 127) // 255
+        return av.VideoFrame.from_ndarray(blended.astype(np.uint8), format="rgb24")
 
 
-def _upright(pixels: Any, image: Any) -> Any:
+def _turn_upright(pixels: Any, image: Any) -> Any:
     """A frame turned and mirrored as its display matrix says, in which (x, y) is shown at (a x + c y, b x + d y)."""
     try:
         matrix = image.side_data.get("DISPLAYMATRIX")

@@ -42,7 +42,7 @@ _EXIF_ORIENTATION = 0x0112
 LONGEST_SHAPE = 4  # longer over shorter side of a picture whose shape is kept: what is in memory grows with it
 OURS = "ours"  # how a picture is resized for training: by Pillow's bilinear filter, which averages
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
-_UPRIGHT = {
+_TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -52,7 +52,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 RATIO = 4 / 3  # the widest region of a crop, as width over height; the tallest is its inverse
-_TRIES = 10
+_MOST_DRAWS = 10
 
 _JPEG_BEHIND_JPEG = b"\xff\xd9\xff\xd8\xff"  # the end of one and the start of another
 _LONGEST_PNG_END = 24  # bytes: the last checksum, and the start of another one
@@ -100,28 +100,28 @@ class Crop:
         """The square of one sample in one epoch, equal for pictures of one size; None for the middle of the whole
         picture, which decoders cut by themselves."""
         is_plain = self.place == "center" and self.area is None
-        return None if is_plain else functools.partial(self._square, epoch, index)
+        return None if is_plain else functools.partial(self._draw_square, epoch, index)
 
-    def _square(self, epoch: int, index: int, width: int, height: int) -> Square:
+    def _draw_square(self, epoch: int, index: int, width: int, height: int) -> Square:
         draws = Draws("square", self.seed, epoch, index)
-        left, top, across, down = self.region(width, height, draws)
-        side = min(across, down)
+        left, top, w, h = self.region(width, height, draws)
+        side = min(w, h)
         if self.place == "random":
-            return Square(left + draws.below(across - side + 1), top + draws.below(down - side + 1), side)
-        return Square(left + (across - side) / 2, top + (down - side) / 2, side)
+            return Square(left + draws.below(w - side + 1), top + draws.below(h - side + 1), side)
+        return Square(left + (w - side) / 2, top + (h - side) / 2, side)
 
     def region(self, width: int, height: int, draws: Draws) -> tuple[int, int, int, int]:
         """Left, top, width and height."""
         if self.area is None:
             return 0, 0, width, height
-        for _ in range(_TRIES):
+        for _ in range(_MOST_DRAWS):
             pixels = draws.uniform(*self.area) * width * height
             ratio = math.exp(draws.uniform(-math.log(RATIO), math.log(RATIO)))
-            across, down = (max(round(math.sqrt(x)), self.least) for x in (pixels * ratio, pixels / ratio))
-            if across <= width and down <= height:
-                return draws.below(width - across + 1), draws.below(height - down + 1), across, down
-        across, down = min(width, round(height * RATIO)), min(height, round(width * RATIO))
-        return (width - across) // 2, (height - down) // 2, across, down
+            w, h = (max(round(math.sqrt(area)), self.least) for area in (pixels * ratio, pixels / ratio))
+            if w <= width and h <= height:
+                return draws.below(width - w + 1), draws.below(height - h + 1), w, h
+        w, h = min(width, round(height * RATIO)), min(height, round(width * RATIO))
+        return (width - w) // 2, (height - h) // 2, w, h
 
 
 CENTER = Crop()
@@ -157,26 +157,26 @@ def decode_image(
     shorter side has fewer than `image_size` pixels. Of a file that is cut off, Pillow's LOAD_TRUNCATED_IMAGES lets the
     part be returned that there is; the rest is black or grey.
     """
-    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as raw:
-        file = io.BufferedReader(raw, _BUFFER) if isinstance(raw, io.RawIOBase) else raw
+    with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as handle:
+        file = io.BufferedReader(handle, _BUFFER) if isinstance(handle, io.RawIOBase) else handle
         try:
-            with _opened(file) as image:
+            with _open_image(file) as image:
                 picture = decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
-                if _holds_more(image, file):
+                if _has_more_pictures(image, file):
                     tell_partly_read("it holds several pictures, of which the first is read")
                 return picture
         except Incomplete:
             raise
         except ValueError:
-            pixels = _pixels_of_png(file)
+            pixels = _strip_png(file)
             if pixels is None:
                 raise
-            with contextlib.suppress(ValueError), _opened(pixels) as image:
+            with contextlib.suppress(ValueError), _open_image(pixels) as image:
                 return decode_picture(image, image_size, channels, enlarge, cut, resize, multiple)
             raise
 
 
-def _holds_more(image: Image.Image, file: Any) -> bool:
+def _has_more_pictures(image: Image.Image, file: Any) -> bool:
     """Whether other pictures follow one that was decoded, as pages or frames, or because files were appended (`cat`):
     PNG, WebP, and JPEG of which a piece of `_BUFFER` is left, for a search of every last piece takes 1.5% of the time.
     What a phone puts behind a JPEG belongs to it (MPO)."""
@@ -197,7 +197,7 @@ def _holds_more(image: Image.Image, file: Any) -> bool:
     return False
 
 
-def _pixels_of_png(file: Any) -> io.BytesIO | None:
+def _strip_png(file: Any) -> io.BytesIO | None:
     """A PNG without what stands beside its pixels, such as a damaged comment; None of another file."""
     file.seek(0)
     if file.read(len(_PNG)) != _PNG:
@@ -211,19 +211,19 @@ def _pixels_of_png(file: Any) -> io.BytesIO | None:
     return io.BytesIO(b"".join(chunks))
 
 
-def _opened(file: Any) -> Image.Image:
+def _open_image(file: Any) -> Image.Image:
     try:
         return Image.open(file, formats=tuple(FORMATS))
     except UnidentifiedImageError:
         file.seek(0)
         beginning = file.read(LONGEST_BEGINNING)
-        found = ", ".join(name for name, endings in FORMATS.items() if endings)
-        reason = f"the content is none of {found}, or of a kind of them that Pillow does not read"
+        formats = ", ".join(name for name, endings in FORMATS.items() if endings)
+        reason = f"the content is none of {formats}, or of a kind of them that Pillow does not read"
         raise ValueError(
             (other_kind(beginning) or why_unread(file) or reason) if beginning else "the file is empty"
         ) from None
     except Exception as error:  # decoders fail on broken content with SyntaxError, struct.error, KeyError, ...
-        raise _in_one_line(error) from error
+        raise _one_line_error(error) from error
 
 
 def decode_picture(
@@ -241,21 +241,21 @@ def decode_picture(
     try:
         if resize != OURS:
             picture = in_srgb(resizable(image), image.info.get("icc_profile"))
-            picture = _with_channels(_upright(picture, image), channels)
-            return _tensor(_middle(RESIZES[resize](picture, image_size), image_size))
+            picture = _convert_channels(_turn_upright(picture, image), channels)
+            return _to_tensor(_crop_center(RESIZES[resize](picture, image_size), image_size))
         left, top, side = _decode_small(image, image_size, cut)
         box, size = (left, top, left + side, top + side), (image_size, image_size)
         if multiple:
-            box, size = _in_shape(side + 2 * left, side + 2 * top, image_size, multiple)
+            box, size = _region_in_shape(side + 2 * left, side + 2 * top, image_size, multiple)
         # Pillow weights colours by alpha.
         picture = resizable(image).resize(size, Image.Resampling.BILINEAR, box=box)
         picture = in_srgb(picture, image.info.get("icc_profile"))
-        return _tensor(_with_channels(_upright(picture, image), channels))
+        return _to_tensor(_convert_channels(_turn_upright(picture, image), channels))
     except Exception as error:
-        raise _in_one_line(error) from error
+        raise _one_line_error(error) from error
 
 
-def _in_one_line(error: Exception) -> ValueError:
+def _one_line_error(error: Exception) -> ValueError:
     return ValueError(" ".join(str(error).split()) or type(error).__name__)
 
 
@@ -264,13 +264,13 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
     return image.flip(-1) if derive_key("flip", seed, epoch, index) & 1 else image
 
 
-def _upright(picture: Image.Image, image: Image.Image) -> Image.Image:
+def _turn_upright(picture: Image.Image, image: Image.Image) -> Image.Image:
     """The picture, which was made of the image, turned as the image's file says."""
     try:  # after the pixels: for a PNG, this decodes them and ignores errors
         orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:  # broken metadata does not make a bad image
         return picture
-    return picture.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else picture
+    return picture.transpose(_TRANSPOSES[orientation]) if orientation in _TRANSPOSES else picture
 
 
 def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
@@ -278,67 +278,67 @@ def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
 
     The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5.
     """
-    whole = image.size
-    square = cut(*whole) if cut else None
-    needed = size if square is None else math.ceil(size * min(whole) / square.side)
-    scaled = image.draft(None, (needed, needed))
-    width, height = scaled[1][2:] if scaled else whole
+    full_size = image.size
+    square = cut(*full_size) if cut else None
+    target_size = size if square is None else math.ceil(size * min(full_size) / square.side)
+    draft = image.draft(None, (target_size, target_size))
+    width, height = draft[1][2:] if draft else full_size
     if square is None:
         side = min(width, height)
         return Square((width - side) / 2, (height - side) / 2, side)
-    scale = width / whole[0]
-    return Square(*(scale * number for number in square))
+    scale = width / full_size[0]
+    return Square(*(scale * length for length in square))
 
 
-def _in_shape(
+def _region_in_shape(
     width: float, height: float, image_size: int, multiple: int
 ) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
     """Of a picture of this size, the middle that is resized, and width and height that it gets."""
     check_shape(width, height)
     scale = min(width, height) / image_size
-    across, down = (round(length / scale) // multiple * multiple for length in (width, height))
-    left, top = (max(0.0, (length - side * scale) / 2) for length, side in ((width, across), (height, down)))
-    return (left, top, width - left, height - top), (across, down)
+    w, h = (round(length / scale) // multiple * multiple for length in (width, height))
+    left, top = (max(0.0, (length - side * scale) / 2) for length, side in ((width, w), (height, h)))
+    return (left, top, width - left, height - top), (w, h)
 
 
-def _with_channels(image: Image.Image, channels: int) -> Image.Image:
+def _convert_channels(image: Image.Image, channels: int) -> Image.Image:
     if channels == 3 and image.mode in ("LA", "RGBA"):
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert({3: "RGB", 4: "RGBA"}[channels])
 
 
-def _tensor(image: Image.Image) -> Tensor:
+def _to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
 
 
-def _resized_as_taming(picture: Image.Image, side: int) -> Image.Image:
+def _resize_as_taming(picture: Image.Image, side: int) -> Image.Image:
     """The shorter side becomes `side` by bilinear interpolation of the four nearest pixels, however much smaller the
     picture becomes: albumentations' SmallestMaxSize, as in taming-transformers, Open-MAGVIT2 and IBQ. No value is more
     than one level from that of OpenCV, whose weights have 11 bits."""
-    width, height = _with_shorter_side(picture, side)
+    width, height = _size_by_shorter_side(picture, side)
     pixels = torch.from_numpy(np.array(picture)).movedim(2, 0)[None].float()
     resized = functional.interpolate(pixels, (height, width), mode="bilinear", align_corners=False).round().byte()
     return Image.fromarray(resized[0].movedim(0, 2).numpy())
 
 
-def _resized_as_adm(picture: Image.Image, side: int) -> Image.Image:
+def _resize_as_adm(picture: Image.Image, side: int) -> Image.Image:
     """Halved by a box filter while it is twice as large or more, then the shorter side becomes `side` by Pillow's
     bicubic filter: center_crop_arr of guided-diffusion, as in LlamaGen."""
     while min(picture.size) >= 2 * side:
         picture = picture.resize((picture.width // 2, picture.height // 2), Image.Resampling.BOX)
-    return picture.resize(_with_shorter_side(picture, side), Image.Resampling.BICUBIC)
+    return picture.resize(_size_by_shorter_side(picture, side), Image.Resampling.BICUBIC)
 
 
-def _with_shorter_side(picture: Image.Image, side: int) -> tuple[int, int]:
+def _size_by_shorter_side(picture: Image.Image, side: int) -> tuple[int, int]:
     """Width and height of the picture whose shorter side is `side`."""
     scale = side / min(picture.size)
     return round(picture.width * scale), round(picture.height * scale)
 
 
-def _middle(picture: Image.Image, side: int) -> Image.Image:
+def _crop_center(picture: Image.Image, side: int) -> Image.Image:
     left, top = (picture.width - side) // 2, (picture.height - side) // 2
     return picture.crop((left, top, left + side, top + side))
 
 
 #: Other ways to resize a picture, by names: its shorter side becomes a number of pixels.
-RESIZES: dict[str, Callable[[Image.Image, int], Image.Image]] = {"taming": _resized_as_taming, "adm": _resized_as_adm}
+RESIZES: dict[str, Callable[[Image.Image, int], Image.Image]] = {"taming": _resize_as_taming, "adm": _resize_as_adm}

@@ -70,44 +70,44 @@ class ClipDecoder:
         Raises OSError if the file cannot be opened and ValueError, in one line, if it cannot be decoded there.
         """
         choose = Draws("crop", self.seed, epoch, index).below if augment else lambda n: (n - 1) // 2
-        with _opened(entry) as sound:
-            return torch.from_numpy(self._clip(sound, choose, entry))
+        with _open_sound(entry) as sound:
+            return torch.from_numpy(self._cut_clip(sound, choose, entry))
 
     def spread(self, entry: Entry, most: int) -> Tensor:
         """As many clips as it takes to cover a sound, but at most `most`, spread evenly from its beginning to its end:
         (k, clip_samples), see `clip_starts`. No other part of it is decoded. Raises what `load` raises."""
-        with _opened(entry) as sound:
-            (first, last), rate = _part(sound, entry), sound.samplerate
-        needed = math.ceil(self.clip_samples * rate / self.sample_rate)
-        starts = [first + start for start in clip_starts(last - first, needed, most)]
-        parts = [entry._replace(start_seconds=at / rate, end_seconds=(at + needed) / rate) for at in starts]
-        return torch.stack([self.load(part, 0) for part in (parts if len(parts) > 1 else [entry])])
+        with _open_sound(entry) as sound:
+            (first, last), rate = _find_part(sound, entry), sound.samplerate
+        size = math.ceil(self.clip_samples * rate / self.sample_rate)
+        starts = [first + start for start in clip_starts(last - first, size, most)]
+        clips = [entry._replace(start_seconds=begin / rate, end_seconds=(begin + size) / rate) for begin in starts]
+        return torch.stack([self.load(part, 0) for part in (clips if len(clips) > 1 else [entry])])
 
-    def _clip(self, sound: Any, choose: Callable[[int], int], entry: Entry) -> Array:
-        (first, last), rate = _part(sound, entry), sound.samplerate
-        needed = -(-self.clip_samples * rate // self.sample_rate)
-        grid = _grid(rate, self.sample_rate)
-        begin = first + grid * choose(max(0, last - first - needed) // grid + 1)
-        n = min(needed, last - first)
+    def _cut_clip(self, sound: Any, choose: Callable[[int], int], entry: Entry) -> Array:
+        (first, last), rate = _find_part(sound, entry), sound.samplerate
+        clip_frames = -(-self.clip_samples * rate // self.sample_rate)
+        step = _clip_step(rate, self.sample_rate)
+        begin = first + step * choose(max(0, last - first - clip_frames) // step + 1)
+        n = min(clip_frames, last - first)
         margin = 0 if rate == self.sample_rate else math.ceil(_MARGIN * max(1.0, rate / self.sample_rate))
         run_up = max(margin, _MP3_RUN_UP if sound.format == "MP3" else 0)
-        before = min(-(-run_up // grid), begin // grid) * grid
+        before = min(-(-run_up // step), begin // step) * step
         after = min(margin, sound.frames - begin - n)
         samples = _read_mono(sound, begin - before, before + n + after)
-        return self._fitted(samples, rate, before, n)
+        return self._fit_clip(samples, rate, before, n)
 
-    def _fitted(self, samples: Array, rate: int, before: int, n: int) -> Array:
+    def _fit_clip(self, samples: Array, rate: int, before: int, n: int) -> Array:
         """Samples with margins, of which the n that start at `before` are the clip -> (clip_samples,) in [-1, 1]."""
-        wanted = min(self.clip_samples, max(1, n * self.sample_rate // rate))
+        length = min(self.clip_samples, max(1, n * self.sample_rate // rate))
         if rate != self.sample_rate:
             import soxr
 
             samples = soxr.resample(samples, rate, self.sample_rate, quality="HQ")
         start = round(before * self.sample_rate / rate)
-        clip = samples[start : start + wanted]
-        if len(clip) < wanted:  # at the end of a file: rounding, or an MP3 file shorter than it seemed
-            clip = np.pad(clip, (0, wanted - len(clip)))
-        if wanted < self.clip_samples:
+        clip = samples[start : start + length]
+        if len(clip) < length:  # at the end of a file: rounding, or an MP3 file shorter than it seemed
+            clip = np.pad(clip, (0, length - len(clip)))
+        if length < self.clip_samples:
             clip = np.resize(clip, self.clip_samples)  # repeats it
         return np.ascontiguousarray(np.clip(clip, -1, 1), np.float32)
 
@@ -136,33 +136,33 @@ def clip_starts(frames: int, clip_frames: int, most: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _opened(entry: Entry) -> Iterator[Any]:
+def _open_sound(entry: Entry) -> Iterator[Any]:
     """An open soundfile.SoundFile. Errors of libsndfile inside become ValueErrors of one line."""
     import soundfile
 
     is_local = entry.is_local_file
     try:
-        with open_regular(entry.path) if is_local else open_entry(entry) as file, _quiet_worker():
+        with open_regular(entry.path) if is_local else open_entry(entry) as file, _silenced_worker():
             if is_local and os.fstat(file.fileno()).st_size == 0:
                 raise ValueError("the file is empty")
             # By descriptor, because names need not be valid text.
             with soundfile.SoundFile(file.fileno() if is_local else file, closefd=False) as sound:
                 if sound.format != "FLAC" or sound.frames < _UNKNOWN_FRAMES:
-                    whole = LocalBytes(file.fileno()) if is_local else _Window(file)
+                    whole = LocalBytes(file.fileno()) if is_local else _OpenBytes(file)
                     check_nothing_appended(sound, lambda offset, size: whole.pread(size, offset), whole.size)
                     yield sound
                     return
             with soundfile.SoundFile(with_length(file)) as sound:
                 yield sound
     except RuntimeError as error:  # raised by libsndfile
-        failure = (
+        reason = (
             other_kind(entry.read(LONGEST_BEGINNING))
             or f"libsndfile cannot read it: {' '.join(str(getattr(error, 'error_string', error)).split())}"
         )
-        raise ValueError(failure) from None
+        raise ValueError(reason) from None
 
 
-class _Window:
+class _OpenBytes:
     """`Bytes` of an open file, which stays where it is."""
 
     def __init__(self, file: Any) -> None:
@@ -179,29 +179,29 @@ class _Window:
 
 
 @contextlib.contextmanager
-def _quiet_worker() -> Iterator[None]:
+def _silenced_worker() -> Iterator[None]:
     """Silence stderr in a loader worker, because the MP3 decoder prints a warning at every jump."""
     if get_worker_info() is None:  # not in the main process, whose other threads may write to stderr
         yield
         return
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        os.dup2(devnull, 2)
         yield
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        os.close(nowhere)
+        os.close(devnull)
 
 
-def _grid(rate: int, target: int) -> int:
+def _clip_step(rate: int, target: int) -> int:
     """Distance in frames between the places where a clip may begin. Clips begin if the resampled file has a sample,
     so that a clip is a part of the resampled file, unless such places are more than 1/20 s apart."""
     step = rate // math.gcd(rate, target)
     return step if step <= rate // 20 else 1
 
 
-def _part(sound: Any, entry: Entry) -> tuple[int, int]:
+def _find_part(sound: Any, entry: Entry) -> tuple[int, int]:
     """The first frame of the part that is asked for, and the one behind its last. Raises ValueError, in one line, if
     there is no such part, or the header cannot be true."""
     if not SAMPLE_RATES[0] <= sound.samplerate <= SAMPLE_RATES[1]:
@@ -223,8 +223,8 @@ def _read_mono(sound: Any, first: int, n: int) -> Array:
     sound.seek(first)
     frames = sound.read(n, dtype="float32", always_2d=True)
     if len(frames) < max(n - (_MP3_ESTIMATE if sound.format == "MP3" else 0), 1):
-        ended, stated = (first + len(frames)) / sound.samplerate, sound.frames / sound.samplerate
-        raise ValueError(f"it is cut off: it ends after {ended:g} s, where its header states {stated:g} s")
+        end, stated_end = (first + len(frames)) / sound.samplerate, sound.frames / sound.samplerate
+        raise ValueError(f"it is cut off: it ends after {end:g} s, where its header states {stated_end:g} s")
     mono: Array = frames[:, 0] if frames.shape[1] == 1 else frames.mean(axis=1)
     loudest = float(np.abs(mono).max())
     if not math.isfinite(loudest):

@@ -48,31 +48,31 @@ def sentence(text: str) -> str:
     return " ".join(text.replace(BYTE_ORDER_MARK, "").encode("utf-8", "replace").decode().split())
 
 
-def texts_of_object(value: Any) -> Texts:
+def texts_of_object(json_object: Any) -> Texts:
     """{"caption": "..."}, or "text", "captions", "caption_1", ..., "caption_5" -> captions; "label" -> class.
 
     "captions" is a list, or a string with | between the captions; the others are a string or a list of strings.
-    Raises ValueError if `value` has another form.
+    Raises ValueError if `json_object` has another form.
     """
-    if not isinstance(value, Mapping):
+    if not isinstance(json_object, Mapping):
         raise ValueError('it holds no JSON object: write {"caption": "..."}')
     captions: list[str] = []
     for key in TEXT_KEYS:
-        entry = value.get(key)
-        if isinstance(entry, str):
-            entry = split_captions(entry) if key == "captions" else [entry]
-        if not (entry is None or _is_list_of_strings(entry)):
+        texts = json_object.get(key)
+        if isinstance(texts, str):
+            texts = split_captions(texts) if key == "captions" else [texts]
+        if not (texts is None or _is_list_of_strings(texts)):
             raise ValueError(f"its {key} is neither a string nor a list of strings")
-        captions += entry or []
-    label = value.get("label")
-    words = cleaned([] if label is None else [str(label)])
-    return Texts(cleaned(captions), words[0] if words else None)
+        captions += texts or []
+    label = json_object.get("label")
+    labels = cleaned([] if label is None else [str(label)])
+    return Texts(cleaned(captions), labels[0] if labels else None)
 
 
-def texts_of_row(entry: Mapping[str, Any]) -> Texts:
+def texts_of_row(row: Mapping[str, Any]) -> Texts:
     """`texts_of_object` of a row of a table, where a text beside captions is something else, such as what is spoken."""
-    texts = texts_of_object({key: value for key, value in entry.items() if key != "text"})
-    return texts if texts.captions else texts_of_object(entry)
+    texts = texts_of_object({key: value for key, value in row.items() if key != "text"})
+    return texts if texts.captions else texts_of_object(row)
 
 
 def split_captions(text: str) -> list[str]:

@@ -74,11 +74,11 @@ class ClipDecoder:
         """
         cut = self.crop.cut(epoch, index) if augment else None
         if entry.name.lower().endswith(IMAGE_ENDINGS):
-            frames = [self._image(entry, cut).permute(1, 2, 0).numpy()]
+            frames = [self._decode_image(entry, cut).permute(1, 2, 0).numpy()]
         else:
-            share = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
+            fraction = Draws("clip", self.seed, epoch, index).uniform() if augment else 0.5
             with opened(entry) as video:
-                frames = self._clip(video, entry, share, augment and self.clip_starts == "keyframe", cut)
+                frames = self._decode_clip(video, entry, fraction, augment and self.clip_starts == "keyframe", cut)
         return self.filled(frames)
 
     def frames(self, entry: Entry, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
@@ -87,39 +87,41 @@ class ClipDecoder:
         those that the headers state, if all stamps agree with them to half a frame, else the mean; None for an image.
         With `multiple`, (3, height, width) in the shape of the file, see `Converter`. Raises what `load` raises."""
         if entry.name.lower().endswith(IMAGE_ENDINGS):
-            yield self._image(entry, multiple=multiple), None
+            yield self._decode_image(entry, multiple=multiple), None
             return
         with opened(entry) as video:
             begin, end = video.part(entry)
-            step, first, is_steady, shape = self._step(video), math.nan, True, (0, 0, 0)
-            for number, (time, picture) in enumerate(self._pictures(video, begin, end, multiple=multiple)):
+            step, first, is_steady, shape = self._ticks_per_step(video), math.nan, True, (0, 0, 0)
+            for number, (time, picture) in enumerate(self._convert_frames(video, begin, end, multiple=multiple)):
                 first, shape = (time, picture.shape) if number == 0 else (first, shape)
                 if picture.shape != shape:
                     raise ValueError(
                         f"its shape changes: frame {number} would be {picture.shape[1]} x {picture.shape[0]} pixels "
                         f"large, those before {shape[1]} x {shape[0]}; without --keep_aspect all become square"
                     )
-                passed = time - first
-                is_steady = is_steady and abs(passed - number * step) < step / 2
-                ticks = step if is_steady or passed <= 0 else passed / number
+                elapsed = time - first
+                is_steady = is_steady and abs(elapsed - number * step) < step / 2
+                ticks = step if is_steady or elapsed <= 0 else elapsed / number
                 fps = self.fps or video.ticks_per_second / ticks
                 yield torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1))), fps
             if end == math.inf:
                 video.require_end()
 
-    def _image(self, entry: Entry, cut: Cut | None = None, multiple: int | None = None) -> Tensor:
+    def _decode_image(self, entry: Entry, cut: Cut | None = None, multiple: int | None = None) -> Tensor:
         return decode_image(entry, self.image_size, 3, cut=cut, multiple=multiple)
 
-    def _clip(self, video: Video, entry: Entry, share: float, at_keyframe: bool, cut: Cut | None) -> list[Picture]:
+    def _decode_clip(
+        self, video: Video, entry: Entry, fraction: float, at_keyframe: bool, cut: Cut | None
+    ) -> list[Picture]:
         """At most num_frames frames; fewer if the part of the video has no more."""
         begin, end = video.part(entry)
-        step = self._step(video)
-        room = min(end, video.end) - begin - (self.num_frames - 1) * step
-        start = begin + max(0.0, room) * share
+        step = self._ticks_per_step(video)
+        slack = min(end, video.end) - begin - (self.num_frames - 1) * step
+        start = begin + max(0.0, slack) * fraction
         if at_keyframe:
             start = max(begin, video.keyframe_before(start))
         for tries in itertools.count(1):
-            pictures = self._pictures(video, start, end, cut)
+            pictures = self._convert_frames(video, start, end, cut)
             frames = [picture for _, picture in itertools.islice(pictures, self.num_frames)]
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
@@ -128,11 +130,11 @@ class ClipDecoder:
             start = max(begin, min(start, video.reached) - 2**tries * missing * step)
         raise AssertionError
 
-    def _step(self, video: Video) -> float:
+    def _ticks_per_step(self, video: Video) -> float:
         """Ticks from one frame of a clip to the next."""
         return video.ticks_per_second / self.fps if self.fps else video.ticks_per_frame * self.frame_stride
 
-    def _pictures(
+    def _convert_frames(
         self, video: Video, start: float, end: float, cut: Cut | None = None, multiple: int | None = None
     ) -> Iterator[tuple[float, Picture]]:
         """The frames from time `start` to before `end`, in ticks, as `Converter` makes them, with their times."""
@@ -144,19 +146,19 @@ class ClipDecoder:
                 if number % self.frame_stride == 0:
                     yield frame.pts, convert(frame)
             return
-        step = self._step(video)
+        step = self._ticks_per_step(video)
         times = (start + number * step for number in itertools.count())
         time, frames = next(times), video.frames_from(start)
-        shown = next(frames, None)
-        while shown is not None:
-            following = next(frames, None)
-            until = following.pts if following else shown.pts + (shown.duration or video.ticks_per_frame)
+        current = next(frames, None)
+        while current is not None:
+            next_frame = next(frames, None)
+            end_time = next_frame.pts if next_frame else current.pts + (current.duration or video.ticks_per_frame)
             picture = None
-            while time + _HALF_TICK < min(until, end):
-                picture = convert(shown) if picture is None else picture
+            while time + _HALF_TICK < min(end_time, end):
+                picture = convert(current) if picture is None else picture
                 yield time, picture
                 time = next(times)
-            shown = following
+            current = next_frame
 
     def filled(self, frames: list[Picture]) -> Tensor:
         """At most num_frames frames (image_size, image_size, 3) -> a clip (3, num_frames, image_size, image_size), by
@@ -168,8 +170,8 @@ class ClipDecoder:
             raise Unsuitable(f"it has {counted(n, 'frame')} for a clip of {self.num_frames} (--short_clips skip)")
         order = [i % n if self.short_clips == "repeat" else min(i, n - 1) for i in range(self.num_frames)]
         clip = np.empty((3, self.num_frames, self.image_size, self.image_size), np.uint8)
-        for place, number in enumerate(order):
-            clip[:, place] = frames[number].transpose(2, 0, 1)
+        for position, number in enumerate(order):
+            clip[:, position] = frames[number].transpose(2, 0, 1)
         return torch.from_numpy(clip)
 
 
@@ -235,8 +237,8 @@ class Video:
         codec.thread_type, codec.thread_count = "NONE", 1  # the loader's workers are the threads
         # Windows leaves the fourth byte of bitmaps empty, of which such a film consists.
         self.is_opaque = codec.name == "rawvideo" and container.format.name == "avi"
-        shape = self._stream.sample_aspect_ratio  # of a pixel: width over height
-        width = shape.numerator / shape.denominator if shape else 1.0
+        aspect = self._stream.sample_aspect_ratio  # of a pixel: width over height
+        width = aspect.numerator / aspect.denominator if aspect else 1.0
         self.pixel_width = width if 1 / _LONGEST_PIXEL <= width <= _LONGEST_PIXEL else 1.0
         base, rate = self._stream.time_base, self._stream.average_rate or self._stream.guessed_rate
         self.ticks_per_second = base.denominator / base.numerator
@@ -248,7 +250,7 @@ class Video:
         begin = max(begin, min(0.0, self.start))
         self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start
         self.reached = self.reached_end = self.start  # the last moments when decoded frames begin and end to be shown
-        self._moved = False
+        self._has_moved = False
 
     def sound(self) -> Sound | None:
         """The sound beside the pictures, if there is one that FFmpeg can decode. Reading it moves the video."""
@@ -270,7 +272,7 @@ class Video:
             return (3600 * hours + 60 * minutes + seconds) * self.ticks_per_second
         if container.duration:
             return self._ticks((container.start_time or 0) + container.duration)
-        self._moved = True
+        self._has_moved = True
         stamps = (packet.pts for packet in container.demux(stream) if packet.pts is not None)
         return max(stamps, default=self.start) + self.ticks_per_frame
 
@@ -289,19 +291,21 @@ class Video:
     def require_end(self) -> None:
         """Raise ValueError, in one line, if the frames that were decoded end before the film does by the table of an
         MP4 file, which states each of them."""
-        stated = self.start + (self._stream.duration or 0)
+        stated_end = self.start + (self._stream.duration or 0)
         is_stated = self._stream.frames and "mp4" in self._container.format.name
-        if is_stated and self.reached_end < stated - 2 * self.ticks_per_frame:
-            raise self._cut_off(self.reached_end)
+        if is_stated and self.reached_end < stated_end - 2 * self.ticks_per_frame:
+            raise self._cut_off_error(self.reached_end)
 
-    def _cut_off(self, ended: float) -> ValueError:
-        there, stated = ((end - self.start) / self.ticks_per_second for end in (ended, self.end))
-        return ValueError(f"it is cut off: its frames end after {there:.3g} s, where its header states {stated:.3g} s")
+    def _cut_off_error(self, end_time: float) -> ValueError:
+        seconds, stated = ((time - self.start) / self.ticks_per_second for time in (end_time, self.end))
+        return ValueError(
+            f"it is cut off: its frames end after {seconds:.3g} s, where its header states {stated:.3g} s"
+        )
 
     def keyframe_before(self, time: float) -> float:
         """When the last key frame before a time is shown, as far as the index of the file knows."""
         self._seek(time)
-        self._moved = True
+        self._has_moved = True
         packet = next(self._container.demux(self._stream), None)
         return time if packet is None or packet.pts is None else float(packet.pts)
 
@@ -310,57 +314,57 @@ class Video:
         back = 0.0
         while True:
             self._seek(time - back)
-            frames = self._decoded(time)
+            frames = self._decode_from(time)
             first = next(frames, None)
             if time - back <= self.start or (first is not None and first.pts <= time + _HALF_TICK):
                 break
             back = max(2 * back, self.ticks_per_second)  # the index led too far, or a key frame has frames before it
         if first is None:
             return
-        shown: Frame | None = None
+        current: Frame | None = None
         for frame in itertools.chain([first], frames):
             if frame.pts > time + _HALF_TICK:
-                yield from [shown, frame] if shown else [frame]
+                yield from [current, frame] if current else [frame]
                 yield from frames
                 return
-            shown = frame
-        if shown is not None and time <= shown.pts + max(shown.duration, self.ticks_per_frame) + _HALF_TICK:
-            yield shown  # the last frame; behind its end nothing is shown
+            current = frame
+        if current is not None and time <= current.pts + max(current.duration, self.ticks_per_frame) + _HALF_TICK:
+            yield current  # the last frame; behind its end nothing is shown
 
     def _seek(self, time: float) -> None:
-        if time <= self.start and not self._moved:
+        if time <= self.start and not self._has_moved:
             return
         import av
 
         try:
             self._container.seek(math.floor(max(time, self.start) + _HALF_TICK), stream=self._stream, backward=True)
         except av.FFmpegError:  # a file without an index: decode from where we are, which is the beginning
-            if self._moved:
+            if self._has_moved:
                 raise
-        self._moved = True
+        self._has_moved = True
 
-    def _decoded(self, time: float) -> Iterator[Frame]:
+    def _decode_from(self, time: float) -> Iterator[Frame]:
         """Frames from the place of the last seek; of those before the one that is shown at a time, only the ones that
         others are predicted from, because they alone are needed."""
         packets = self._container.demux(self._stream)
-        early = []  # the packets of all frames up to `time`, because no frame is shown before its packet is due
+        first_packets = []  # the packets of all frames up to `time`, because no frame is shown before its packet is due
         for packet in packets:
-            early.append(packet)
-            if len(early) > _MOST_REORDERED if packet.dts is None else packet.dts > time + _HALF_TICK:
+            first_packets.append(packet)
+            if len(first_packets) > _MOST_REORDERED if packet.dts is None else packet.dts > time + _HALF_TICK:
                 break
-        stamps = [packet.pts for packet in early if packet.size]
-        wanted = self.start
+        stamps = [packet.pts for packet in first_packets if packet.size]
+        target = self.start
         if None not in stamps:
-            wanted = max((pts for pts in stamps if pts <= time + _HALF_TICK), default=wanted)
+            target = max((pts for pts in stamps if pts <= time + _HALF_TICK), default=target)
         codec, pts = self._stream.codec_context, self.start - self.ticks_per_frame
-        for packet in itertools.chain(early, packets):
+        for packet in itertools.chain(first_packets, packets):
             if packet.is_corrupt:  # the file ends in it
                 if self._stream.frames:
-                    raise self._cut_off(self.reached_end if packet.dts is None else packet.dts)
+                    raise self._cut_off_error(self.reached_end if packet.dts is None else packet.dts)
                 continue  # a recording that was not closed, and states no length, ends with its last whole frame
-            codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts < wanted else "DEFAULT"
+            codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts < target else "DEFAULT"
             for image in packet.decode():
-                self._moved = True
+                self._has_moved = True
                 self.reached = pts = pts + self.ticks_per_frame if image.pts is None else float(image.pts)
                 frame = Frame(image, pts, float(image.duration or 0))
                 self.reached_end = max(self.reached_end, pts + frame.duration)

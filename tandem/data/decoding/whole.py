@@ -16,8 +16,8 @@ def check_whole(file: Any) -> None:
     not closed states no length, and passes."""
     start = file.read(_LONGEST_START)
     n_bytes = file.seek(0, os.SEEK_END)
-    if start.startswith(_HEADER) and (stated := _length_of_matroska(start)) > n_bytes:
-        raise ValueError(f"it is cut off: it has {n_bytes} bytes, where its header states {stated}")
+    if start.startswith(_HEADER) and (stated_size := _read_matroska_length(start)) > n_bytes:
+        raise ValueError(f"it is cut off: it has {n_bytes} bytes, where its header states {stated_size}")
     if start.startswith(b"GIF8"):
         file.seek(max(0, n_bytes - _LONGEST_END))
         end = file.read(_LONGEST_END)
@@ -26,18 +26,18 @@ def check_whole(file: Any) -> None:
     file.seek(0)
 
 
-def _length_of_matroska(start: bytes) -> int:
+def _read_matroska_length(start: bytes) -> int:
     """The bytes of a file by its header; 0 if it states none."""
-    size, at = _number(start, len(_HEADER))
-    at += size
-    if start[at : at + len(_SEGMENT)] != _SEGMENT:
+    size, offset = _read_number(start, len(_HEADER))
+    offset += size
+    if start[offset : offset + len(_SEGMENT)] != _SEGMENT:
         return 0
-    size, begin = _number(start, at + len(_SEGMENT))
-    is_unknown = size + 1 == 1 << 7 * (begin - at - len(_SEGMENT))  # all bits are 1
+    size, begin = _read_number(start, offset + len(_SEGMENT))
+    is_unknown = size + 1 == 1 << 7 * (begin - offset - len(_SEGMENT))  # all bits are 1
     return 0 if is_unknown else begin + size
 
 
-def _number(content: bytes, at: int) -> tuple[int, int]:
+def _read_number(content: bytes, offset: int) -> tuple[int, int]:
     """A number of variable length (RFC 8794), whose leading zeros say how many bytes follow, and what is behind it."""
-    n = 9 - int.from_bytes(content[at : at + 1], "big").bit_length()
-    return int.from_bytes(content[at : at + n], "big") & (1 << 7 * n) - 1, at + n
+    n = 9 - int.from_bytes(content[offset : offset + 1], "big").bit_length()
+    return int.from_bytes(content[offset : offset + n], "big") & (1 << 7 * n) - 1, offset + n

@@ -73,21 +73,21 @@ class Ranges(Indices):
         super().__init__(self._ends[-1] if self._ends else 0, self._at)
 
     def _at(self, i: int) -> int:
-        which = bisect.bisect_right(self._ends, i)
-        return self.ranges[which][i - self._ends[which]]  # counted from the range's end
+        number = bisect.bisect_right(self._ends, i)
+        return self.ranges[number][i - self._ends[number]]  # counted from the range's end
 
 
 def part_of(indices: Indices, length: int) -> Indices:
     """`length` of the indices, always the same: the first ones of a shuffle, those at equal distances in ranges, whose
     neighbours may be alike."""
-    return Indices(length, partial(_spread, indices, length) if isinstance(indices, Ranges) else indices.at)
+    return Indices(length, partial(_spread_index, indices, length) if isinstance(indices, Ranges) else indices.at)
 
 
-def _spread(indices: Indices, length: int, i: int) -> int:
+def _spread_index(indices: Indices, length: int, i: int) -> int:
     return indices[i * len(indices) // length]
 
 
-def _shuffled(permutation: Permutation, start: int, first: int, i: int) -> int:
+def _shuffled_index(permutation: Permutation, start: int, first: int, i: int) -> int:
     """The index at place start + i of a shuffle of those that begin with `first`."""
     return first + permutation(start + i)
 
@@ -110,14 +110,14 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
     n_train = n - n_valid - n_test
     if n_train < at_least:
         raise ValueError(
-            f"{counted(n, 'sample')}, too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)} (at least a "
-            f"batch), which leaves {max(0, n_train)} to train on, less than one batch of {at_least}: add data, or "
+            f"{counted(n, 'sample')}, too few: {_sizes_text(valid_fraction, n_valid, test_fraction, n_test)} (at least "
+            f"a batch), which leaves {max(0, n_train)} to train on, less than one batch of {at_least}: add data, or "
             "lower --batch_size or the fractions"
         )
     permutation, starts = Permutation(n, "split", seed), (0, n_train, n_train + n_valid)
     sizes = (n_train, n_valid, n_test)
     return Split(
-        *(Indices(size, partial(_shuffled, permutation, at, 0)) for size, at in zip(sizes, starts, strict=True))
+        *(Indices(size, partial(_shuffled_index, permutation, at, 0)) for size, at in zip(sizes, starts, strict=True))
     )
 
 
@@ -131,7 +131,7 @@ def split_of_folder(indices: range, seed: int, at_least: int) -> Indices:
             f"--valid_folder holds {counted(n, 'sample')}, less than one batch of {at_least}: add some, or lower "
             "--batch_size"
         )
-    return Indices(n, partial(_shuffled, Permutation(n, "split", seed), 0, indices.start))
+    return Indices(n, partial(_shuffled_index, Permutation(n, "split", seed), 0, indices.start))
 
 
 def split_shards(
@@ -148,28 +148,28 @@ def split_shards(
     valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
     ValueError if no shard remains to train on, or a split is smaller than `at_least` samples, the global batch size.
     """
-    filled = [shard for shard in shards if len(shard)]
-    n, n_valid, n_test = len(filled), share(len(filled), valid_fraction), share(len(filled), test_fraction)
+    nonempty = [shard for shard in shards if len(shard)]
+    n, n_valid, n_test = len(nonempty), share(len(nonempty), valid_fraction), share(len(nonempty), test_fraction)
     if n <= n_valid + n_test:
         raise ValueError(
-            f"{counted(n, 'shard')}, too few: {_taken(valid_fraction, n_valid, test_fraction, n_test)}, which leaves "
-            f"none to train on: add shards, lower the fractions, or use {otherwise}"
+            f"{counted(n, 'shard')}, too few: {_sizes_text(valid_fraction, n_valid, test_fraction, n_test)}, which "
+            f"leaves none to train on: add shards, lower the fractions, or use {otherwise}"
         )
     permutation = Permutation(n, "split shards", seed)
-    order = [filled[permutation(i)] for i in range(n)]
+    order = [nonempty[permutation(i)] for i in range(n)]
     n_train = n - n_valid - n_test
     parts = (order[:n_train], order[n_train : n_train + n_valid], order[n_train + n_valid :])
-    found = Split(*map(Ranges, parts))
-    for name, part, indices in zip(("training", "validation", "test"), parts, found, strict=True):
+    split = Split(*map(Ranges, parts))
+    for name, part, indices in zip(("training", "validation", "test"), parts, split, strict=True):
         if part and len(indices) < at_least:
             raise ValueError(
                 f"the {name} split has {len(part)} of {counted(n, 'shard')} and {counted(len(indices), 'sample')}, "
                 f"less than one batch of {at_least}: lower --batch_size, or use {otherwise}"
             )
-    return found
+    return split
 
 
-def _taken(valid_fraction: float, n_valid: int, test_fraction: float, n_test: int) -> str:
+def _sizes_text(valid_fraction: float, n_valid: int, test_fraction: float, n_test: int) -> str:
     test = f" and --test_fraction {test_fraction:g} {n_test}" if test_fraction else ""  # a flag of some scripts
     return f"--valid_fraction {valid_fraction:g} takes {n_valid}{test}"
 
@@ -192,8 +192,8 @@ class TrainingOrder:
         a sample that cannot be read.
         """
         n = len(self._subset)
-        epoch, place = divmod(position, n)
-        return epoch, self._subset[_shuffle(n, "epoch", self._seed, epoch)((place + skip) % n)]
+        epoch, offset = divmod(position, n)
+        return epoch, self._subset[_cached_permutation(n, "epoch", self._seed, epoch)((offset + skip) % n)]
 
     def __len__(self) -> int:
         """Samples per epoch."""
@@ -217,27 +217,27 @@ class ShardOrder:
         self, shards: Sequence[range], seed: int, fetch: Callable[[Sequence[range]], None] | None = None
     ) -> None:
         self._shards, self._seed = [shard for shard in shards if len(shard)], seed
-        self._n, self._fetch, self._begun = sum(map(len, self._shards)), fetch, (-1, -1)
+        self._n, self._fetch, self._current_window = sum(map(len, self._shards)), fetch, (-1, -1)
         self._epochs: dict[int, tuple[list[Ranges], list[int]]] = {}
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
         """As `TrainingOrder`; substitutes come from the shards that are read at that time."""
-        epoch, place = divmod(position, self._n)
-        windows, ends = self._windows(epoch)
-        number = bisect.bisect_right(ends, place)
+        epoch, offset = divmod(position, self._n)
+        windows, ends = self._epoch_windows(epoch)
+        number = bisect.bisect_right(ends, offset)
         window = windows[number]
-        if self._fetch is not None and self._begun != (epoch, number):
-            self._begun = (epoch, number)
+        if self._fetch is not None and self._current_window != (epoch, number):
+            self._current_window = (epoch, number)
             is_last = number + 1 == len(windows)
-            self._fetch((self._windows(epoch + 1)[0][0] if is_last else windows[number + 1]).ranges)
-        shuffle = _shuffle(len(window), "window", self._seed, epoch, number)
-        return epoch, window[shuffle((place - ends[number] + skip) % len(window))]
+            self._fetch((self._epoch_windows(epoch + 1)[0][0] if is_last else windows[number + 1]).ranges)
+        shuffle = _cached_permutation(len(window), "window", self._seed, epoch, number)
+        return epoch, window[shuffle((offset - ends[number] + skip) % len(window))]
 
     def __len__(self) -> int:
         """Samples per epoch."""
         return self._n
 
-    def _windows(self, epoch: int) -> tuple[list[Ranges], list[int]]:
+    def _epoch_windows(self, epoch: int) -> tuple[list[Ranges], list[int]]:
         """The shards of an epoch that are read together, and where each such group ends."""
         if epoch not in self._epochs:
             n = len(self._shards)
@@ -246,8 +246,8 @@ class ShardOrder:
             cuts = [n * i // n_windows for i in range(n_windows + 1)]
             windows = [Ranges(order[begin:end]) for begin, end in itertools.pairwise(cuts)]
             # Of two epochs, because where one ends and the next begins, both are asked for.
-            kept = dict(list(self._epochs.items())[-1:])
-            self._epochs = {**kept, epoch: (windows, list(itertools.accumulate(map(len, windows))))}
+            previous = dict(list(self._epochs.items())[-1:])
+            self._epochs = {**previous, epoch: (windows, list(itertools.accumulate(map(len, windows))))}
         return self._epochs[epoch]
 
 
@@ -279,11 +279,11 @@ class AlternatingOrder:
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
         """As `TrainingOrder`; the epoch is that of the order from which the sample comes."""
-        update, place = divmod(position, self._batch_size)
+        update, offset = divmod(position, self._batch_size)
         n_before = update // self._every  # updates so far that took from the second order
         if (update + 1) % self._every:
-            return self._first((update - n_before) * self._batch_size + place, skip)
-        epoch, index = self._second(n_before * self._batch_size + place, skip)
+            return self._first((update - n_before) * self._batch_size + offset, skip)
+        epoch, index = self._second(n_before * self._batch_size + offset, skip)
         return epoch, self._offset + index
 
     def __len__(self) -> int:
@@ -295,5 +295,5 @@ Order = TrainingOrder | ShardOrder | AlternatingOrder | ValidationOrder
 
 
 @functools.lru_cache(maxsize=8)
-def _shuffle(n: int, *key: int | str) -> Permutation:
+def _cached_permutation(n: int, *key: int | str) -> Permutation:
     return Permutation(n, *key)

@@ -26,7 +26,7 @@ _MOST_TRIES = 100
 def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Samples with equal keys -> the entries of a batch: tensors are stacked, other values become lists."""
     columns = {key: [sample[key] for sample in samples] for key in samples[0]}
-    return {key: torch.stack(part) if isinstance(part[0], Tensor) else part for key, part in columns.items()}
+    return {key: torch.stack(column) if isinstance(column[0], Tensor) else column for key, column in columns.items()}
 
 
 class _Stream(Loader):
@@ -66,16 +66,17 @@ class TrainingStream(_Stream):
     """This rank's part of every global batch of an order, endlessly.
 
     batch_size (B) is global and a multiple of world_size (W); rank r holds positions r*B/W .. (r+1)*B/W-1. Begins at
-    sample `start` of the endless order, in O(1). `how`: see `_Stream`.
+    sample `start` of the endless order, in O(1). `options`: see `_Stream`.
     """
 
     def __init__(
-        self, samples: Samples, order: Order, *, batch_size: int, rank: int, world_size: int, start: int = 0, **how: Any
-    ) -> None:
+        self, samples: Samples, order: Order, *,
+        batch_size: int, rank: int, world_size: int, start: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
         assert batch_size % world_size == 0, (batch_size, world_size)
         share = batch_size // world_size
         requests = _Requests(start, batch_size, range(rank * share, (rank + 1) * share))
-        super().__init__(samples, order, requests, augment=True, first=start, **how)
+        super().__init__(samples, order, requests, augment=True, first=start, **options)
 
 
 class ValidationStream(_Stream):
@@ -83,12 +84,12 @@ class ValidationStream(_Stream):
 
     batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
     at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set; what is
-    loaded behind its last place begins again. `how`: see `_Stream`; the workers of a pass wait for the next one, unless
-    `keep_workers` is false.
+    loaded behind its last place begins again. `options`: see `_Stream`; the workers of a pass wait for the next one,
+    unless `keep_workers` is false.
     """
 
     def __init__(
-        self, samples: Samples, subset: Indices, *, batch_size: int, rank: int, world_size: int, **how: Any
+        self, samples: Samples, subset: Indices, *, batch_size: int, rank: int, world_size: int, **options: Any
     ) -> None:
         n = len(subset)
         assert n == 0 or n >= world_size, (n, world_size)
@@ -96,7 +97,7 @@ class ValidationStream(_Stream):
         n_parts = self._n_steps * world_size
         parts = [range(n * i // n_parts, n * (i + 1) // n_parts) for i in range(rank, n_parts, world_size)]
         requests = [(0, part) for part in parts]
-        super().__init__(samples, ValidationOrder(subset), requests, augment=False, **{"keep_workers": True, **how})
+        super().__init__(samples, ValidationOrder(subset), requests, augment=False, **{"keep_workers": True, **options})
 
     def __len__(self) -> int:
         return self._n_steps
@@ -151,9 +152,9 @@ class _BatchLoader:
             except NotASample:
                 raise
             except (OSError, ValueError) as error:
-                said = self.samples.describe(index), reason_of(error)
+                details = self.samples.describe(index), reason_of(error)
                 traceback = getattr(error, "traceback", "")
-                failure = BadSample(index, *said, is_incomplete=isinstance(error, Incomplete), traceback=traceback)
+                failure = BadSample(index, *details, is_incomplete=isinstance(error, Incomplete), traceback=traceback)
                 is_bad = not isinstance(error, Unsuitable)
             if is_bad or failure.is_incomplete:
                 bad[index] = failure

@@ -39,7 +39,7 @@ from tandem.io.writing import tell
 # How long a worker may take to begin, for which milliseconds are usual, before it is ended and forked once more.
 _BEGIN_SECONDS = (10.0, 20.0, 40.0, 80.0)
 
-_LEFT_TO_THE_MAIN_PROCESS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_MAIN_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 # What is left of an iterator that could not be made has nothing to shut down, but prints a traceback without this.
 _MultiProcessingDataLoaderIter._shutdown = True
@@ -74,7 +74,7 @@ class Loader:
             _Requests(load),
             batch_size=None,  # one request is one result
             sampler=requests,
-            collate_fn=_unchanged,
+            collate_fn=_identity,
             num_workers=num_workers,
             worker_init_fn=_become_worker,
             multiprocessing_context=_FORK if num_workers else None,
@@ -85,27 +85,27 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
-        kept = getattr(self._loader, "_iterator", None)
-        with _signals_held_back():  # workers that are kept answer that they begin again
+        iterator = getattr(self._loader, "_iterator", None)
+        with _signals_blocked():  # workers that are kept answer that they begin again
             try:
                 with self._waiting():
-                    results = _awaited(self._loader.__iter__, kept)
+                    results = _wait_for_workers(self._loader.__iter__, iterator)
             except CannotGoOn as error:
-                return map(_raised, [error])  # where a result is waited for, for which scripts are prepared
+                return map(_raise_errors, [error])  # where a result is waited for, for which scripts are prepared
             except OSError as error:
-                return map(_raised, [CannotGoOn(_why_not_started(error))])
+                return map(_raise_errors, [CannotGoOn(_explain_start_failure(error))])
         if threading.current_thread() is threading.main_thread():
             # PyTorch's own handler interrupts the main thread wherever that is when a worker dies; here an error is
             # expected only where a result is waited for, and PyTorch looks for dead workers there, too.
             signal.signal(signal.SIGCHLD, handler)
-        return map(_raised, self._watched(results) if self._loader.num_workers else results)
+        return map(_raise_errors, self._results_of_workers(results) if self._loader.num_workers else results)
 
-    def _watched(self, results: Iterator[Any]) -> Iterator[Any]:
+    def _results_of_workers(self, results: Iterator[Any]) -> Iterator[Any]:
         """The results of workers."""
         with contextlib.suppress(StopIteration):
             while True:
                 with self._waiting():
-                    result = _awaited(results.__next__, results)
+                    result = _wait_for_workers(results.__next__, results)
                 yield result
 
 
@@ -121,35 +121,35 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
     def _Popen(process_obj: multiprocessing.process.BaseProcess) -> Any:
         assert isinstance(process_obj, _ForkedWorker)
         for seconds in _BEGIN_SECONDS:
-            main, own = process_obj.ends = multiprocessing.Pipe()
-            with main:
-                forked = multiprocessing.context.ForkProcess._Popen(process_obj)
-                own.close()
-                if main.poll(seconds):
+            main_end, worker_end = process_obj.ends = multiprocessing.Pipe()
+            with main_end:
+                popen = multiprocessing.context.ForkProcess._Popen(process_obj)
+                worker_end.close()
+                if main_end.poll(seconds):
                     with contextlib.suppress(OSError, EOFError):  # it has died: torch says so
-                        main.recv_bytes()
-                        main.send_bytes(b"go on")
-                    return forked
+                        main_end.recv_bytes()
+                        main_end.send_bytes(b"go on")
+                    return popen
                 tell(f"a loader process has not begun within {seconds:g} s, and is started again")
-                forked.kill()
-                forked.wait()
+                popen.kill()
+                popen.wait()
         raise CannotGoOn("loader processes do not begin: give --num_workers 0, or more CPUs or memory")
 
     def run(self) -> None:
         # Collecting the main process's garbage here would end the other workers, whose pipes it may hold.
         gc.freeze()
-        main, own = self.ends
-        main.close()
-        with own, contextlib.suppress(OSError, EOFError):
-            own.send_bytes(b"begun")
-            own.recv_bytes()
+        main_end, worker_end = self.ends
+        main_end.close()
+        with worker_end, contextlib.suppress(OSError, EOFError):
+            worker_end.send_bytes(b"begun")
+            worker_end.recv_bytes()
         super().run()
 
 
 _SET_PIPE_SIZE, _PIPE_BYTES = 1031, 1 << 20  # F_SETPIPE_SZ of Linux, and what a user may ask for by default
 
 
-class _End:
+class _PipeEnd:
     """An end of a pipe, closed once whoever closes it. Python's own is closed a second time, when its number may be
     another file's, where garbage is collected that holds it and what closes it."""
 
@@ -183,11 +183,11 @@ class _Queue:
     """
 
     def __init__(self) -> None:
-        self._reader, self._writer = map(_End, os.pipe())
+        self._reader, self._writer = map(_PipeEnd, os.pipe())
         self._writes = multiprocessing.get_context("fork").Lock()
         self._to_send: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._received = _messages(self._reader)
+        self._messages = _read_messages(self._reader)
         with contextlib.suppress(OSError):  # the pipe then stays as small as it was
             fcntl.fcntl(self._reader.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
 
@@ -195,11 +195,11 @@ class _Queue:
         """Send (the number of a request, the request or its result), or None. A result that cannot be pickled is sent
         as a CannotGoOn."""
         try:
-            parts = _pickled(message)
+            parts = _pickle_parts(message)
         except Exception as error:
             if message is None or torch.utils.data.get_worker_info() is None:
                 raise
-            parts = _pickled((message[0], CannotGoOn(_cannot_send(error))))
+            parts = _pickle_parts((message[0], CannotGoOn(_explain_send_failure(error))))
         self._to_send.put(parts)
         if self._thread is None:
             self._thread = threading.Thread(target=self._send, daemon=True)
@@ -210,14 +210,14 @@ class _Queue:
             header = struct.pack(f"={1 + len(parts)}Q", len(parts), *map(len, parts))
             try:
                 with self._writes:
-                    for rest in [memoryview(header), *parts]:
-                        while rest:
-                            rest = rest[os.write(self._writer.fileno(), rest) :]
-                del parts, rest  # the next batch may be long in coming
+                    for view in [memoryview(header), *parts]:
+                        while view:
+                            view = view[os.write(self._writer.fileno(), view) :]
+                del parts, view  # the next batch may be long in coming
             except OSError as error:
                 # From a worker, the main process would wait for it without end.
                 if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
-                    tell(_cannot_send(error))
+                    tell(_explain_send_failure(error))
                     leave(FAILED, at_once=True)
                 break
         self._writer.close()
@@ -225,7 +225,7 @@ class _Queue:
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next message. Raises queue.Empty where none, or no more of one, has come within `timeout` seconds."""
         while multiprocessing.connection.wait([self._reader.fileno()], timeout):
-            if message := next(self._received):
+            if message := next(self._messages):
                 return message[0]
         raise queue.Empty
 
@@ -240,13 +240,13 @@ class _Queue:
         """Nothing: a process that ends never waits for the thread."""
 
 
-def _messages(reader: _End) -> Iterator[tuple[Any, ...]]:
+def _read_messages(reader: _PipeEnd) -> Iterator[tuple[Any, ...]]:
     """The messages that come from a pipe, in tuples of one; an empty tuple wherever the next read may have to wait."""
     while True:
-        yield ((yield from _message(reader)),)  # and nothing here refers to it any more
+        yield ((yield from _read_message(reader)),)  # and nothing here refers to it any more
 
 
-def _message(reader: _End) -> Generator[tuple[()], None, Any]:
+def _read_message(reader: _PipeEnd) -> Generator[tuple[()], None, Any]:
     yield from _fill(number := bytearray(8), reader)
     yield from _fill(sizes := bytearray(8 * struct.unpack("=Q", number)[0]), reader)
     parts = list[memoryview]()
@@ -258,16 +258,16 @@ def _message(reader: _End) -> Generator[tuple[()], None, Any]:
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
-def _fill(buffer: Any, reader: _End) -> Iterator[tuple[()]]:
-    rest = memoryview(buffer)
-    while rest:
+def _fill(buffer: Any, reader: _PipeEnd) -> Iterator[tuple[()]]:
+    view = memoryview(buffer)
+    while view:
         yield ()
-        if not (count := os.readv(reader.fileno(), [rest])):
+        if not (count := os.readv(reader.fileno(), [view])):
             raise EOFError
-        rest = rest[count:]
+        view = view[count:]
 
 
-def _cannot_send(error: BaseException) -> str:
+def _explain_send_failure(error: BaseException) -> str:
     return f"a loader process cannot send what it has loaded: {type(error).__name__}: {error}"
 
 
@@ -278,7 +278,7 @@ class _Fork(multiprocessing.context.ForkContext):
         return _Queue()
 
 
-def _pickled(message: Any) -> list[memoryview]:
+def _pickle_parts(message: Any) -> list[memoryview]:
     """The bytes of a pickle, and those of each buffer that it leaves out."""
     content, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(content, protocol=5, buffer_callback=buffers.append).dump(message)
@@ -301,23 +301,23 @@ class _Pickler(pickle.Pickler):
 _FORK = _Fork() if sys.platform == "linux" else None
 
 
-_OF_TORCH = "DataLoader worker (pid"  # begins PyTorch's messages about workers that have died
+_TORCH_MESSAGE = "DataLoader worker (pid"  # begins PyTorch's messages about workers that have died
 
 
-def _awaited(wait: Callable[[], Any], results: Any) -> Any:
+def _wait_for_workers(wait: Callable[[], Any], results: Any) -> Any:
     """What the workers of `results` answer. Raises CannotGoOn, in one line, if one has died."""
     try:
         return wait()
     except RuntimeError as error:
-        if _OF_TORCH not in str(error):
+        if _TORCH_MESSAGE not in str(error):
             raise
-        workers = getattr(results, "_workers", [])
-        raise CannotGoOn(_why([worker.exitcode for worker in workers if worker.exitcode is not None])) from None
+        codes = [worker.exitcode for worker in getattr(results, "_workers", []) if worker.exitcode is not None]
+        raise CannotGoOn(_explain_exit(codes)) from None
 
 
 # Not --batch_size: a run that goes on must keep it.
-_NEEDS_LESS = "lower --num_workers and start again, or ask for more memory"
-_MISSING = {
+_MEMORY_ADVICE = "lower --num_workers and start again, or ask for more memory"
+_REMEDIES = {
     errno.ENOSPC: "/dev/shm, the shared memory, is full: make room there, make it larger (docker run --shm-size 1g)",
     errno.EMFILE: "too many files are open: raise `ulimit -n`, lower --num_workers",
     errno.EAGAIN: "no more processes may be started: raise `ulimit -u`, lower --num_workers",
@@ -325,20 +325,20 @@ _MISSING = {
 }
 
 
-def _why_not_started(error: OSError) -> str:
+def _explain_start_failure(error: OSError) -> str:
     """What an error, with which workers cannot be started, says to a user."""
-    missing = _MISSING.get(error.errno or 0, f"{error}: look whether /dev/shm is there and writable")
-    return f"loader processes cannot be started: {missing}, or load without them, by --num_workers 0"
+    remedy = _REMEDIES.get(error.errno or 0, f"{error}: look whether /dev/shm is there and writable")
+    return f"loader processes cannot be started: {remedy}, or load without them, by --num_workers 0"
 
 
-def _why(codes: list[int]) -> str:
+def _explain_exit(codes: list[int]) -> str:
     """What the exit codes of workers that have died say to a user."""
     if -signal.SIGBUS in codes:
         return "a loader process has died, because a file that it read was cut off meanwhile, or its disk failed"
     if -signal.SIGKILL in codes or not codes:
-        return f"a loader process was killed, as a system does that runs out of memory: {_NEEDS_LESS}"
-    faulty = "a library that reads the samples may be faulty; --num_workers 0 shows more"
-    return f"a loader process ended with the exit code {codes[0]}: {faulty}"
+        return f"a loader process was killed, as a system does that runs out of memory: {_MEMORY_ADVICE}"
+    hint = "a library that reads the samples may be faulty; --num_workers 0 shows more"
+    return f"a loader process ended with the exit code {codes[0]}: {hint}"
 
 
 class _Requests(Dataset):
@@ -354,28 +354,28 @@ class _Requests(Dataset):
         except ValueError as error:
             return error
         except MemoryError as error:
-            return CannotGoOn(f"a loader process lacks memory ({error}): {_NEEDS_LESS}")
+            return CannotGoOn(f"a loader process lacks memory ({error}): {_MEMORY_ADVICE}")
 
 
-def _unchanged(result: Any) -> Any:
+def _identity(result: Any) -> Any:
     return result
 
 
-def _raised(result: Any) -> Any:
+def _raise_errors(result: Any) -> Any:
     if isinstance(result, ValueError | CannotGoOn):
         raise result
     return result
 
 
 @contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """Block the signals that are meant for the main process, which receives them afterwards. Workers that are forked
     inside inherit the mask and so never receive them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_MAIN_PROCESS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _become_worker(worker_id: int) -> None:
@@ -390,11 +390,11 @@ def _become_worker(worker_id: int) -> None:
 def _end_with_the_main_process() -> None:
     """End this worker on the main process's SIGTERM, or if the main process is gone. A worker that outlived its rank
     would keep the rank's sockets open, and the other ranks would wait for it."""
-    main = multiprocessing.parent_process()
-    assert main is not None
+    main_process = multiprocessing.parent_process()
+    assert main_process is not None
     if sys.platform == "linux":  # for type checkers: workers are forked there alone
-        while os.getppid() == main.pid:
-            received = signal.sigtimedwait({signal.SIGTERM}, 0.5)
-            if received is not None and received.si_pid == main.pid:
+        while os.getppid() == main_process.pid:
+            signal_info = signal.sigtimedwait({signal.SIGTERM}, 0.5)
+            if signal_info is not None and signal_info.si_pid == main_process.pid:
                 break
     leave(0, at_once=True)

@@ -26,7 +26,7 @@ class ShardCache:
     def __init__(self, folder: str | Path, limit: int) -> None:
         self._folder, self.limit = Path(folder), limit
         self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._folder), self._alone():
+        with tempfile.TemporaryFile(dir=self._folder), self._locked_folder():
             pass
 
     def open(self, key: str, size: int, read: Callable[[int, int], bytes]) -> BinaryIO | None:
@@ -40,48 +40,48 @@ class ShardCache:
                 now = time.time_ns()  # finer than the clock by which the system would set it
                 os.utime(file.fileno(), ns=(now, now))
                 return file
-            with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as made, _locked(made):
-                if not _is_named(made, part):
+            with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as copy, _locked(copy):
+                if not _is_at_path(copy, part):
                     continue  # another process has finished or deleted it
-                with contextlib.ExitStack() as unfinished:
-                    unfinished.callback(part.unlink)
+                with contextlib.ExitStack() as cleanup:
+                    cleanup.callback(part.unlink)
                     if path.exists():
                         continue
-                    if not self._has_room(made, size):
+                    if not self._has_room(copy, size):
                         break
                     for offset in range(0, size, _PIECE):
-                        made.write(read(_PIECE, offset))
-                    made.flush()
-                    os.fsync(made.fileno())  # after a loss of power, a file of the final name must hold no zeros
-                    with self._alone():
+                        copy.write(read(_PIECE, offset))
+                    copy.flush()
+                    os.fsync(copy.fileno())  # after a loss of power, a file of the final name must hold no zeros
+                    with self._locked_folder():
                         os.replace(part, path)
-                    unfinished.pop_all()
+                    cleanup.pop_all()
         return None
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked_folder(self) -> Iterator[None]:
         """While files are counted, none may get its name or its room."""
         with open(self._folder / "lock", "ab") as lock, _locked(lock):
             yield
 
-    def _has_room(self, made: BinaryIO, size: int) -> bool:
+    def _has_room(self, copy: BinaryIO, size: int) -> bool:
         """Give a file `size` bytes of the disk, and delete others until all fit. Returns whether they do: files that
         other processes are fetching stay."""
-        with self._alone():
-            os.truncate(made.fileno(), 0)  # a killed process may have left something in it
-            found = []
-            for path in filter(_is_ours, self._folder.iterdir()):
+        with self._locked_folder():
+            os.truncate(copy.fileno(), 0)  # a killed process may have left something in it
+            files = []
+            for path in filter(_is_cache_file, self._folder.iterdir()):
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
-                    found.append((status.st_mtime, status.st_size, path))
-            total = size + sum(size for _, size, _ in found)
-            for _, freed, path in sorted(found):
-                if total > self.limit and freed and not (path.suffix and _is_locked(path)):
+                    files.append((status.st_mtime, status.st_size, path))
+            total = size + sum(size for _, size, _ in files)
+            for _, n_bytes, path in sorted(files):
+                if total > self.limit and n_bytes and not (path.suffix and _is_locked(path)):
                     path.unlink(missing_ok=True)
-                    total -= freed
+                    total -= n_bytes
             # A full disk is an error before anything is fetched; macOS, which cannot tell, meets it while it fetches.
             if size and total <= self.limit and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(made.fileno(), 0, size)
+                os.posix_fallocate(copy.fileno(), 0, size)
             return total <= self.limit
 
 
@@ -95,12 +95,12 @@ def _locked(file: BinaryIO) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _is_ours(path: Path) -> bool:
+def _is_cache_file(path: Path) -> bool:
     """Whether it is a file of the cache: a user may name a folder that holds others."""
     return re.fullmatch(r"[0-9a-f]{64}(\.part)?", path.name) is not None
 
 
-def _is_named(file: BinaryIO, path: Path) -> bool:
+def _is_at_path(file: BinaryIO, path: Path) -> bool:
     """Whether an open file is the one that the path names now."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())

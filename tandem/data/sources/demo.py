@@ -89,8 +89,8 @@ def open_demo(spec: str, kind: str, seed: int = 0) -> DemoSource | None:
     if not spec.startswith(PREFIX):
         return None
     name = demo_name(kind)
-    said, _, number = spec.removeprefix(PREFIX).partition(":")
-    if PREFIX + said != name:
+    name_in_spec, _, number = spec.removeprefix(PREFIX).partition(":")
+    if PREFIX + name_in_spec != name:
         raise ValueError(f"there is no demonstration set {spec!r}: the only one is {name}")
     n = int(number or DEFAULT_SIZE) if re.fullmatch("[0-9]{,7}", number) else 0
     if not 0 < n <= LARGEST_SIZE:
@@ -101,9 +101,9 @@ def open_demo(spec: str, kind: str, seed: int = 0) -> DemoSource | None:
     return DemoSource(kind, n, seed)
 
 
-def _one_of(choices: Iterable[T], draws: Draws) -> T:
-    listed = list(choices)
-    return listed[draws.below(len(listed))]
+def _draw_one(choices: Iterable[T], draws: Draws) -> T:
+    options = list(choices)
+    return options[draws.below(len(options))]
 
 
 # Shapes: what they are, and how they are painted.
@@ -168,7 +168,7 @@ def paint(picture: Array, item: Item) -> None:
     size = picture.shape[-1]
     reach = 1.05 * item.radius + 1 / size
     columns, rows = (slice(max(0, int((c - reach) * size)), int((c + reach) * size) + 1) for c in (item.x, item.y))
-    grid = _middles(size)
+    grid = _pixel_centers(size)
     x, y = (grid[None, columns] - item.x) / item.radius, (grid[rows, None] - item.y) / item.radius
     cos, sin = math.cos(item.angle), math.sin(item.angle)
     distance = SHAPES[item.shape](cos * x + sin * y, cos * y - sin * x)
@@ -177,7 +177,7 @@ def paint(picture: Array, item: Item) -> None:
     region += cover * (np.array(COLOURS[item.colour], np.float32)[:, None, None] - region)
 
 
-def _middles(size: int) -> Array:
+def _pixel_centers(size: int) -> Array:
     """Where the middles of the pixels of a row are, in sides."""
     return (np.arange(size, dtype=np.float32) + 0.5) / size
 
@@ -185,20 +185,20 @@ def _middles(size: int) -> Array:
 def _dull_colour(draws: Draws) -> Array:
     """float32 (3, 1, 1) in [0, 255]. With waves of up to 20 besides, as pictures and clips have, it stays 50 or more
     away from every one of COLOURS in at least one channel. What `draws` determine first is whether it is dark."""
-    level = draws.uniform(50, 75) if _one_of(BACKGROUNDS, draws) == "dark" else draws.uniform(185, 205)
+    level = draws.uniform(50, 75) if _draw_one(BACKGROUNDS, draws) == "dark" else draws.uniform(185, 205)
     return np.array([level + draws.uniform(-12, 12) for _ in range(3)], np.float32)[:, None, None]
 
 
 # Pictures.
 
 
-def _far_apart(places: tuple[str, ...]) -> bool:
+def _are_far_apart(places: tuple[str, ...]) -> bool:
     """Whether any two places are half a picture apart, across or down, so that not even large shapes touch."""
     pairs = itertools.combinations((PLACES[place] for place in places), 2)
     return all(max(abs(ax - bx), abs(ay - by)) >= 0.5 for (ax, ay), (bx, by) in pairs)
 
 
-_ARRANGEMENTS = [[c for c in itertools.combinations(PLACES, n) if _far_apart(c)] for n in (1, 2, 3)]
+_ARRANGEMENTS = [[c for c in itertools.combinations(PLACES, n) if _are_far_apart(c)] for n in (1, 2, 3)]
 TRIPLES = list(itertools.product(SHAPES, COLOURS, PLACES))
 
 
@@ -207,40 +207,41 @@ def is_held_out(shape: str, colour: str, place: str) -> bool:
     return (list(SHAPES).index(shape) + 3 * list(COLOURS).index(colour) + 7 * list(PLACES).index(place)) % 10 == 0
 
 
-_SEEN = [triple for triple in TRIPLES if not is_held_out(*triple)]
+_TRAINING_TRIPLES = [triple for triple in TRIPLES if not is_held_out(*triple)]
 
 
-def _shapes(seed: int, index: int, _: int | str) -> Record:
+def _draw_shapes(seed: int, index: int, _: int | str) -> Record:
     draws = Draws("shapes", seed, index)
     items = [
-        _placed(_one_of(SHAPES, draws), _one_of(COLOURS, draws), _one_of(SIZES, draws), place, draws)
-        for place in _one_of(_one_of(_ARRANGEMENTS, draws), draws)
+        _make_item(_draw_one(SHAPES, draws), _draw_one(COLOURS, draws), _draw_one(SIZES, draws), place, draws)
+        for place in _draw_one(_draw_one(_ARRANGEMENTS, draws), draws)
     ]
     *others, last = map(str, items)
     caption = f"{', '.join(others)} and {last}" if others else last
-    return {"image": partial(_picture, items, ("background", seed, index)), "texts": {"captions": [caption]}}
+    return {"image": partial(_paint_picture, items, ("background", seed, index)), "texts": {"captions": [caption]}}
 
 
-def _scene(seed: int, index: int, _: int | str) -> Record:
+def _draw_scene(seed: int, index: int, _: int | str) -> Record:
     draws, key = Draws("scene", "seen", seed, index), ("scene background", "seen", seed, index)
-    shape, colour, place = _one_of(_SEEN, draws)
-    item, background = _placed(shape, colour, _one_of(SIZES, draws), place, draws), _one_of(BACKGROUNDS, Draws(*key))
+    shape, colour, place = _draw_one(_TRAINING_TRIPLES, draws)
+    item = _make_item(shape, colour, _draw_one(SIZES, draws), place, draws)
+    background = _draw_one(BACKGROUNDS, Draws(*key))
     caption = f"{item}, on {background}"
     return {
-        "image": partial(_picture, [item], key), "texts": {"captions": [caption]},
-        "image_embed": partial(_attributes, item, background), "text_encodings": partial(_encoded, caption),
+        "image": partial(_paint_picture, [item], key), "texts": {"captions": [caption]},
+        "image_embed": partial(_encode_item, item, background), "text_encodings": partial(_encode_text, caption),
     }  # fmt: skip
 
 
-def _placed(shape: str, colour: str, size: str, place: str, draws: Draws) -> Item:
+def _make_item(shape: str, colour: str, size: str, place: str, draws: Draws) -> Item:
     """A shape near the middle of its place, about as large as its size says, turned a little."""
     x, y = (centre + draws.uniform(-0.02, 0.02) for centre in PLACES[place])
     return Item(shape, colour, size, place, x, y, SIZES[size] * draws.uniform(0.96, 1.04), draws.uniform(-0.15, 0.15))
 
 
-def _picture(items: list[Item], key: Key, image_size: int, channels: int = 3) -> Tensor:
+def _paint_picture(items: list[Item], key: Key, image_size: int, channels: int = 3) -> Tensor:
     """Shapes on a dull colour with a slope and two long waves of brightness, which `key` determines."""
-    draws, grid = Draws(*key), _middles(image_size)
+    draws, grid = Draws(*key), _pixel_centers(image_size)
     colour, x, y = _dull_colour(draws), grid[None, :], grid[:, None]
     brightness = draws.uniform(-16, 16) * (x - 0.5) + draws.uniform(-16, 16) * (y - 0.5)
     for _ in range(2):
@@ -261,22 +262,22 @@ TOKENS, TOKEN_DIM = 9, 32  # of an encoded caption: "a small red circle on the l
 WIDTH = sum(map(len, _TABLES))  # 30
 
 
-def _attributes(item: Item, background: str) -> Tensor:
+def _encode_item(item: Item, background: str) -> Tensor:
     """A shape and its background -> float32 (30,) of zeros and five ones: which of the 9 places, 8 shapes, 8 colours
     and 3 sizes the shape has, and which of the 2 backgrounds the picture.
 
     What a shape looks like has the same numbers wherever it is, so that it need not be learned at each place anew.
     """
-    has = (item.place, item.shape, item.colour, item.size, background)
-    return torch.cat([torch.eye(len(table))[table.index(name)] for table, name in zip(_TABLES, has, strict=True)])
+    names = (item.place, item.shape, item.colour, item.size, background)
+    return torch.cat([torch.eye(len(table))[table.index(name)] for table, name in zip(_TABLES, names, strict=True)])
 
 
-def _encoded(caption: str) -> Tensor:
+def _encode_text(caption: str) -> Tensor:
     """A caption as a text encoder might give it, without one: float32 (9, 32), for each word a fixed random vector plus
     one of its place in the sentence, with variance 1; zeros after the end."""
     rows = [
-        [(a + b) / 2**0.5 for a, b in zip(_vector("word", word), _vector("position", place), strict=True)]
-        for place, word in enumerate(caption.replace(",", "").split())
+        [(a + b) / 2**0.5 for a, b in zip(_vector("word", word), _vector("position", position), strict=True)]
+        for position, word in enumerate(caption.replace(",", "").split())
     ]
     return torch.tensor(rows + [[0.0] * TOKEN_DIM] * (TOKENS - len(rows)))
 
@@ -298,7 +299,7 @@ def condition_of(text: str) -> dict[str, Tensor]:
         item = Item(*names, x=0.5, y=0.5, radius=0.0, angle=0.0)
         if str(item).split(" ", 1)[1] == words and background in BACKGROUNDS:
             caption = f"{item}, on {background}"
-            return {"image_embed": _attributes(item, background), "text_encodings": _encoded(caption)}
+            return {"image_embed": _encode_item(item, background), "text_encodings": _encode_text(caption)}
     raise ValueError(
         f"{text!r} is no caption of demo:shapes: write 'a', perhaps small or large, then one of {', '.join(COLOURS)}, "
         f"one of {', '.join(SHAPES)}, and one of {', '.join(PLACES)}; then perhaps ', on dark'"
@@ -322,35 +323,37 @@ class _Mover(NamedTuple):
     def at(self, time: float) -> Item:
         """The shape at a time, in frames."""
         return self.item._replace(
-            x=_bounced(self.item.x + self.speed_x * time),
-            y=_bounced(self.item.y + self.speed_y * time),
+            x=_bounce(self.item.x + self.speed_x * time),
+            y=_bounce(self.item.y + self.speed_y * time),
             angle=self.item.angle + self.spin * time,
         )
 
 
-def _bounced(place: float) -> float:
+def _bounce(position: float) -> float:
     """A place on an endless line -> the place between the margins of one that bounces off them."""
     width = 1 - 2 * _MARGIN
-    return _MARGIN + width - abs((place - _MARGIN) % (2 * width) - width)
+    return _MARGIN + width - abs((position - _MARGIN) % (2 * width) - width)
 
 
-def _moving(seed: int, index: int, _: int | str) -> Record:
+def _draw_moving(seed: int, index: int, _: int | str) -> Record:
     draws = Draws("moving", seed, index)
-    movers = [_mover(draws) for _ in range(1 + draws.below(2))]
-    return {"clip": partial(_clip, movers, ("moving background", seed, index))}
+    movers = [_draw_mover(draws) for _ in range(1 + draws.below(2))]
+    return {"clip": partial(_paint_clip, movers, ("moving background", seed, index))}
 
 
-def _mover(draws: Draws) -> _Mover:
-    shape, colour = _one_of(SHAPES, draws), _one_of(COLOURS, draws)
+def _draw_mover(draws: Draws) -> _Mover:
+    shape, colour = _draw_one(SHAPES, draws), _draw_one(COLOURS, draws)
     x, y = (draws.uniform(_MARGIN, 1 - _MARGIN) for _ in range(2))
     direction, speed = draws.uniform(0, 2 * math.pi), draws.uniform(0.04, 0.07)
     item = Item(shape, colour, "", "", x, y, draws.uniform(0.2, 0.3), draws.uniform(0, 2 * math.pi))
     return _Mover(item, speed * math.cos(direction), speed * math.sin(direction), draws.uniform(-0.06, 0.06))
 
 
-def _clip(movers: list[_Mover], key: Key, image_size: int, num_frames: int, frames_per_step: float = 1.0) -> Tensor:
+def _paint_clip(
+    movers: list[_Mover], key: Key, image_size: int, num_frames: int, frames_per_step: float = 1.0
+) -> Tensor:
     """Shapes, the hindmost first, on a dull colour with long waves of brightness that drift, which `key` determines."""
-    draws, grid = Draws(*key), _middles(image_size)
+    draws, grid = Draws(*key), _pixel_centers(image_size)
     colour, waves = _dull_colour(draws), []
     for _ in range(2):
         direction, number, phase = draws.uniform(0, math.pi), draws.uniform(0.5, 1.5), draws.uniform(0, 2 * math.pi)
@@ -414,17 +417,18 @@ _MOST_HARMONICS = 40
 _DUTY, _RAMP = 0.6, 0.08  # shares of a pulse's period: of the sound, and of its rise and of its fall
 
 
-def _tones(seed: int, index: int, epoch: int | str) -> Record:
+def _draw_tone(seed: int, index: int, epoch: int | str) -> Record:
     draws = Draws("tones", seed, index)
-    has = {name: _one_of(table, draws) for name, table in _WORDS.items()}
-    low, high = HERTZ[has["pitch"]]
-    hertz, pulses_per_second = low * (high / low) ** draws.uniform(), draws.uniform(*PULSES_PER_SECOND[has["tempo"]])
-    draws, words = Draws("tone words", seed, index), {name: table[has[name]] for name, table in _WORDS.items()}
-    captions = [TEMPLATES[0].format(**{name: plain for name, (plain, *_) in words.items()})]
-    captions += [one.format(**{name: _one_of(some, draws) for name, some in words.items()}) for one in TEMPLATES[1:]]
+    traits = {name: _draw_one(table, draws) for name, table in _WORDS.items()}
+    low, high = HERTZ[traits["pitch"]]
+    hertz, pulses_per_second = low * (high / low) ** draws.uniform(), draws.uniform(*PULSES_PER_SECOND[traits["tempo"]])
+    draws, words = Draws("tone words", seed, index), {name: table[traits[name]] for name, table in _WORDS.items()}
+    captions = [TEMPLATES[0].format(**{name: first for name, (first, *_) in words.items()})]
+    for template in TEMPLATES[1:]:
+        captions.append(template.format(**{name: _draw_one(synonyms, draws) for name, synonyms in words.items()}))
     key = ("tone", seed, epoch, index)
     return {
-        "sound": partial(_sound, has["waveform"], has["envelope"], hertz, pulses_per_second, key),
+        "sound": partial(_synthesize, traits["waveform"], traits["envelope"], hertz, pulses_per_second, key),
         "texts": {"captions": captions, "label": words["waveform"][0]},
     }
 
@@ -438,16 +442,16 @@ def check_sound(sample_rate: int, clip_samples: int) -> None:
         )
 
 
-def _sound(
+def _synthesize(
     waveform: str, envelope: str, hertz: float, pulses_per_second: float, key: Key, sample_rate: int, clip_samples: int
 ) -> Tensor:
     draws = Draws(*key)
-    beat = _periods(clip_samples, pulses_per_second / sample_rate, draws.uniform())
-    phase = _periods(clip_samples, hertz / sample_rate, draws.uniform())
+    beat = _phases(clip_samples, pulses_per_second / sample_rate, draws.uniform())
+    phase = _phases(clip_samples, hertz / sample_rate, draws.uniform())
     if waveform == "noise":
         samples = _noise(phase, hertz / 3 / sample_rate, draws.bits())
     else:
-        samples = _period(waveform, min(_MOST_HARMONICS, int(0.48 * sample_rate / hertz)))[phase]
+        samples = _one_period(waveform, min(_MOST_HARMONICS, int(0.48 * sample_rate / hertz)))[phase]
     samples = samples * _pulse()[beat] * _ramp(envelope, clip_samples) * np.float32(draws.uniform(0.5, 1.0))
     return torch.from_numpy(samples)
 
@@ -455,31 +459,31 @@ def _sound(
 def _noise(phase: npt.NDArray[np.int64], rate: float, key: int) -> Array:
     """Noise whose spectrum is a band around the frequency of a wave with these phases: two waves, a quarter of a period
     apart, each times noise of low frequencies, of `rate` values per sample."""
-    at = np.arange(len(phase)) * rate
-    n = int(at[-1]) + 2
+    positions = np.arange(len(phase)) * rate
+    n = int(positions[-1]) + 2
     total = np.zeros(len(phase), np.float32)
     for half in range(2):
-        slow = np.interp(at, np.arange(n), _white(n, key + half)).astype(np.float32)
-        total += slow * _period("sine", 1)[(phase + half * _ENTRIES // 4) % _ENTRIES]
+        slow = np.interp(positions, np.arange(n), _white_noise(n, key + half)).astype(np.float32)
+        total += slow * _one_period("sine", 1)[(phase + half * _ENTRIES // 4) % _ENTRIES]
     # Scale to `_RMS`: uniform numbers in [-1, 1) have the mean square 1/3, linear interpolation between them has
     # 2/9, and so the sum of the two products has 4/9 of `_RMS` squared.
     return total * np.float32(1.5)
 
 
-def _white(n: int, key: int) -> Array:
+def _white_noise(n: int, key: int) -> Array:
     """n uniform numbers in [-1, 1), from the same sequence as `Draws`, computed at once."""
     states = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA) + np.uint64(derive_key("white", key))
     return (mix64(states) >> 11).astype(np.float64) * 2.0**-52 - 1.0
 
 
-def _periods(n: int, per_sample: float, start: float) -> npt.NDArray[np.int64]:
+def _phases(n: int, per_sample: float, start: float) -> npt.NDArray[np.int64]:
     """Samples 0 to n - 1 of a wave -> where in its period each is, in 0 .. 2^12 - 1; in 32-bit fixed point."""
     step, first = round(per_sample * 2**32), int(start * 2**32)
     return ((first + step * np.arange(n, dtype=np.int64)) & (2**32 - 1)) >> (32 - _ENTRIES_BITS)
 
 
 @functools.lru_cache(maxsize=256)
-def _period(waveform: str, n_harmonics: int) -> Array:
+def _one_period(waveform: str, n_harmonics: int) -> Array:
     """One period of a waveform without the harmonics that a sample rate cannot hold, of root mean square `_RMS`."""
     turn = 2 * math.pi * np.arange(_ENTRIES) / _ENTRIES
     order = range(1, n_harmonics + 1)
@@ -496,8 +500,8 @@ def _period(waveform: str, n_harmonics: int) -> Array:
 @functools.lru_cache(maxsize=1)
 def _pulse() -> Array:
     """Loudness over one period of the pulses, in [0, 1]."""
-    at = np.arange(_ENTRIES) / _ENTRIES
-    rise = np.clip(np.minimum(at, _DUTY - at) / _RAMP, 0, 1)
+    positions = np.arange(_ENTRIES) / _ENTRIES
+    rise = np.clip(np.minimum(positions, _DUTY - positions) / _RAMP, 0, 1)
     return (rise * rise * (3 - 2 * rise)).astype(np.float32)
 
 
@@ -520,6 +524,6 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "shapes": _Kind("shapes", "images", _shapes), "scenes": _Kind("shapes", "images", _scene),
-    "moving": _Kind("moving", "clips", _moving), "tones": _Kind("tones", "sounds", _tones),
+    "shapes": _Kind("shapes", "images", _draw_shapes), "scenes": _Kind("shapes", "images", _draw_scene),
+    "moving": _Kind("moving", "clips", _draw_moving), "tones": _Kind("tones", "sounds", _draw_tone),
 }  # fmt: skip

@@ -69,12 +69,12 @@ class EmbeddingField(Field):
     def numbers(self, record: Record) -> Array | None:
         """The array that a record holds, None if it holds none; (1, d) becomes (d,), because some programs write a
         batch of one."""
-        found = self.found(record)
-        if isinstance(found, Entry):
-            array = find_array(found).read()
+        content = self.found(record)
+        if isinstance(content, Entry):
+            array = find_array(content).read()
             shape = array.shape[-self.kind.dimensions :]
             return array.reshape(shape) if array.size == math.prod(shape) else array
-        return np.asarray(found()) if callable(found) else found
+        return np.asarray(content()) if callable(content) else content
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         noun, is_own = self.wanted.noun, ITEM in record
@@ -83,16 +83,16 @@ class EmbeddingField(Field):
             raise Incomplete(f"it has no {noun}")
         if array.shape[-1:] != self.shape[-1:] or array.ndim != len(self.shape) or len(array) > self.shape[0]:
             if is_own:
-                most = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
-                raise own.refused(array, f"a {noun} of {most.format(self.shape)}")
+                limit = "at most {} (--max_text_len)" if self.kind == TEXT else "{}, as in the first item"
+                raise own.refused(array, f"a {noun} of {limit.format(self.shape)}")
             raise ValueError(f"its {noun}: shape {array.shape}, where others have {self.shape}")
         if not np.isfinite(array).all():
             raise ValueError(f"its {noun}: not all numbers are finite")
         if not array.any() and not is_own:
             raise Incomplete(f"its {noun}: zeros only, which stand for none")
-        whole = np.zeros(self.shape, np.float32)
-        whole[: len(array)] = array
-        return {self.wanted.name: torch.from_numpy(whole)}
+        padded = np.zeros(self.shape, np.float32)
+        padded[: len(array)] = array
+        return {self.wanted.name: torch.from_numpy(padded)}
 
 
 def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingField | None:
@@ -102,11 +102,11 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
     examples = source.examples(kind.wanted.name)
     if not examples:
         return None
-    shapeless, failures = EmbeddingField(kind, ()), list[Raised]()
+    probe, failures = EmbeddingField(kind, ()), list[Raised]()
     for example in examples if kind == TEXT else sorted(examples):
         try:
             record = source.record(example)
-            array = shapeless.numbers(record)
+            array = probe.numbers(record)
             if array is None and ITEM in record:
                 raise own.without_array(record[ITEM], kind.wanted.name, kind.dimensions)
             if array is None:
@@ -115,14 +115,14 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
         except NotASample as error:
             raise NotASample(f"--dataset: {source.describe(example)} {error}") from None
         except (OSError, ValueError) as error:
-            said = f"cannot read the {kind.wanted.noun} of {source.describe(example)!r}: {reason_of(error)}"
-            failures.append(Raised(said, getattr(error, "traceback", "")))
+            reason = f"cannot read the {kind.wanted.noun} of {source.describe(example)!r}: {reason_of(error)}"
+            failures.append(Raised(reason, getattr(error, "traceback", "")))
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 break  # such as a server that does not answer
             continue
         # Of files, the longest is known; of rows and items, what the model takes.
-        found = record.get(kind.wanted.name)
-        is_longest = kind == IMAGE or isinstance(found, Entry) or callable(found)
+        content = record.get(kind.wanted.name)
+        is_longest = kind == IMAGE or isinstance(content, Entry) or callable(content)
         shape = array.shape if is_longest else (longest_text, *array.shape[1:])
         return EmbeddingField(kind, shape, fingerprint=str(array.shape))
     raise failures[0]
@@ -143,15 +143,15 @@ def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -
             f"{kind.flag} is for tars; in a folder, put a {ending} file beside each image; in a table, a column "
             f"{kind.wanted.name}"
         )
-    files = {number_of(path, kind.flag): path for path in _row_files(spec)}
-    wanted = [number_of(path, "--image_folder") for path in source.paths]
-    if missing := [path for path, number in zip(source.paths, wanted, strict=True) if number not in files]:
+    files = {number_of(path, kind.flag): path for path in _list_row_files(spec)}
+    numbers = [number_of(path, "--image_folder") for path in source.paths]
+    if missing := [path for path, number in zip(source.paths, numbers, strict=True) if number not in files]:
         raise ValueError(
-            f"{kind.flag} {spec!r} has no file for {len(missing)} of {len(wanted)} tars, the first is {missing[0]!r}: "
+            f"{kind.flag} {spec!r} has no file for {len(missing)} of {len(numbers)} tars, the first is {missing[0]!r}: "
             f"add it, or select tars that have one by --start_shard and --end_shard"
         )
     arrays: list[StoredArray] = []
-    for number in wanted:
+    for number in numbers:
         try:
             arrays.append(find_array(Entry(files[number])))
             _check_dimensions(kind, arrays[-1].shape[1:])
@@ -159,16 +159,16 @@ def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -
             noun = kind.wanted.noun
             raise ValueError(f"cannot read the {noun}s in {files[number]!r}: {reason_of(error)}") from None
         if arrays[-1].shape[1:] != arrays[0].shape[1:]:
-            ours, theirs = (f"{array.shape[1:]} in {array.entry.path!r}" for array in (arrays[-1], arrays[0]))
-            raise ValueError(f"{kind.wanted.noun}s have the shape {ours}, but {theirs}")
+            last, first = (f"{array.shape[1:]} in {array.entry.path!r}" for array in (arrays[-1], arrays[0]))
+            raise ValueError(f"{kind.wanted.noun}s have the shape {last}, but {first}")
     for path, indices in zip(source.paths, source.shards or (), strict=True):
         if indices:
             row_of(source.name(indices[0]), index_width, path)
     shapes = [array.shape for array in arrays]
-    return EmbeddingField(kind, shapes[0][1:], partial(_stored, source, arrays, index_width), fingerprint=str(shapes))
+    return EmbeddingField(kind, shapes[0][1:], partial(_load_row, source, arrays, index_width), fingerprint=str(shapes))
 
 
-def _stored(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, index: int) -> Array:
+def _load_row(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, index: int) -> Array:
     """The embedding of an image in the file of its tar."""
     array = arrays[tars.shard(index)]
     row = row_of(tars.name(index), index_width)
@@ -185,12 +185,12 @@ def row_of(name: str, index_width: int, tar: str = "") -> int:
     key = stem_of(name)
     digits = key[-index_width:]
     if len(digits) < index_width or not (digits.isascii() and digits.isdigit()):
-        where = f" in {tar!r}" if tar else ""
-        raise ValueError(f"the key {key!r}{where} does not end with {index_width} digits, the row of its embedding")
+        location = f" in {tar!r}" if tar else ""
+        raise ValueError(f"the key {key!r}{location} does not end with {index_width} digits, the row of its embedding")
     return int(digits)
 
 
-def _row_files(spec: str) -> list[str]:
+def _list_row_files(spec: str) -> list[str]:
     path = os.path.expanduser(spec)
     if os.path.isdir(path):
         path = os.path.join(glob.escape(path), "*.npy")

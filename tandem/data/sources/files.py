@@ -30,8 +30,8 @@ def as_on_disk(path: str) -> str:
     if path.isascii() or os.path.lexists(path):
         return path
     folder, name = os.path.split(path)
-    found = [os.path.join(as_on_disk(folder), unicodedata.normalize(form, name)) for form in ("NFC", "NFD")]
-    return next(filter(os.path.lexists, found), path)
+    candidates = [os.path.join(as_on_disk(folder), unicodedata.normalize(form, name)) for form in ("NFC", "NFD")]
+    return next(filter(os.path.lexists, candidates), path)
 
 
 class Bytes(Protocol):

@@ -49,15 +49,15 @@ class FolderSource:
 
     shards: Sequence[range] | None = None
 
-    def __init__(self, folder: str, wanted: Sequence[Wanted], demo: str = "") -> None:
-        self.folder, (self._first, *self._beside) = folder, wanted
-        _check_folder(folder, f"{self._first.noun}s", f", or {demo} to try without one" if demo else "")
-        kind = json.dumps(["folder", *((one.name, one.taken) for one in wanted)])
-        index = kept(folder, kind, lambda: _Tree(folder, self._first, self._beside).made())
+    def __init__(self, folder: str, specs: Sequence[Wanted], demo: str = "") -> None:
+        self.folder, (self._main, *self._sides) = folder, specs
+        _check_folder(folder, f"{self._main.noun}s", f", or {demo} to try without one" if demo else "")
+        kind = json.dumps(["folder", *((spec.name, spec.taken) for spec in specs)])
+        index = kept(folder, kind, lambda: _Tree(folder, self._main, self._sides).build_index())
         self.fingerprint, self._names, self._damaged = index.fingerprint, index.strings("names"), index.damaged
         self.examples = index.examples  # by sizes as they were when the folder was listed
-        self.tars = [os.path.join(folder, self._inside(name)) for name in index.strings("tars")]
-        self._which = {one.name: index.numbers(f"which {one.name}", len(self)) for one in self._beside}
+        self.tars = [os.path.join(folder, self._check_inside(name)) for name in index.strings("tars")]
+        self._numbers = {spec.name: index.numbers(f"which {spec.name}", len(self)) for spec in self._sides}
         try:
             self._spellings = [*map(str, index.facts["spellings"])]
             self.skipped = skipped_line("file", repr(folder), *index.facts["skipped"])
@@ -69,23 +69,24 @@ class FolderSource:
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
         path = os.path.join(self.folder, self.name(index))
-        record = {self._first.name: Entry(path)}
-        for one in self._beside:
-            if (which := self._which[one.name][index]) != _NONE:
-                form, dot, ending = (self._spellings[which] if 0 <= which < len(self._spellings) else "").partition(".")
-                if f".{ending.lower()}" not in one.endings or form not in _FORMS:
+        record = {self._main.name: Entry(path)}
+        for spec in self._sides:
+            if (number := self._numbers[spec.name][index]) != _NONE:
+                spelling = self._spellings[number] if 0 <= number < len(self._spellings) else ""
+                form, dot, ending = spelling.partition(".")
+                if f".{ending.lower()}" not in spec.endings or form not in _FORMS:
                     raise self._damaged()
                 folder, name = os.path.split(os.path.splitext(path)[0])
-                record[one.name] = Entry(os.path.join(folder, _in_form(form, name) + dot + ending))
+                record[spec.name] = Entry(os.path.join(folder, _normalize(form, name) + dot + ending))
         return record
 
     def name(self, index: int) -> str:
-        return self._inside(self._names[index])
+        return self._check_inside(self._names[index])
 
     def describe(self, index: int) -> str:
         return os.path.join(self.folder, self._names[index])
 
-    def _inside(self, name: str) -> str:
+    def _check_inside(self, name: str) -> str:
         """A relative path. Raises ValueError, in one line, if it leads out of the folder: somebody else may have kept
         the list."""
         if name.startswith("/") or ".." in name.split("/"):
@@ -93,29 +94,29 @@ class FolderSource:
         return name
 
 
-def _check_folder(folder: str, what: str, instead: str) -> None:
+def _check_folder(folder: str, noun: str, hint: str) -> None:
     try:
         mode = os.stat(folder).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"there is no folder {folder!r}: give the path of a folder of {what}{instead}") from None
+        raise ValueError(f"there is no folder {folder!r}: give the path of a folder of {noun}{hint}") from None
     except OSError as error:
         raise ValueError(f"cannot read the folder {folder!r}: {error.strerror}") from None
     if not stat.S_ISDIR(mode):
-        raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the {what}")
+        raise ValueError(f"{folder!r} is a file, not a folder: give the path of the folder that holds the {noun}")
 
 
-def skipped_line(what: str, place: str, n: int, about: str) -> str:
+def skipped_line(noun: str, location: str, n: int, description: str) -> str:
     """A line about n files or members of a source that are not read; "" if there are none."""
-    return f"{n:d} {what}{' is' if n == 1 else 's are'} skipped in {place}: {printable(about)}" if n else ""
+    return f"{n:d} {noun}{' is' if n == 1 else 's are'} skipped in {location}: {printable(description)}" if n else ""
 
 
-def about_skipped(counts: collections.Counter[str], noun: str = "", n_alone: int = 0, alone: str = "") -> str:
+def about_skipped(counts: collections.Counter[str], noun: str = "", n_alone: int = 0, example: str = "") -> str:
     """How many files of each ending are not read, and how many of them `stand alone`, one of which is given: they would
     be read beside a sample of their name."""
     parts = [f"{n} {ending}" for ending, n in counts.most_common(_MOST_ENDINGS) if n]
     parts += ["..."] if len(counts) > _MOST_ENDINGS else []
-    beside = f"; {n_alone} of them beside no {noun} of the same name, such as {alone!r}" if n_alone else ""
-    return ", ".join(parts) + beside
+    note = f"; {n_alone} of them beside no {noun} of the same name, such as {example!r}" if n_alone else ""
+    return ", ".join(parts) + note
 
 
 class _Tree:
@@ -123,104 +124,107 @@ class _Tree:
     `_LONGEST_RUN`, because sorting holds the interpreter: the thread that tells the root what this process does would
     wait for it."""
 
-    def __init__(self, folder: str, first: Wanted, beside: Sequence[Wanted]) -> None:
-        self._folder, self._first, self._beside = folder, first, beside
-        self._watched, self._skipped = Watched(), collections.Counter[str]()
-        self._n_alone, self._alone, self._list = 0, "", ""  # one of those that stand alone; the first list in order
+    def __init__(self, folder: str, sample_spec: Wanted, side_specs: Sequence[Wanted]) -> None:
+        self._folder, self._main, self._sides = folder, sample_spec, side_specs
+        self._dependencies, self._skipped = Watched(), collections.Counter[str]()
+        self._n_alone, self._alone, self._list_name = 0, "", ""  # an example of those alone; the first list in order
         self._visited: set[tuple[int, int]] = set()
         self._spellings: dict[str, int] = {}
-        self._firsts, self._firsts_and_tars = first.taken, (*first.taken, _TAR)
-        self._endings = tuple(dict.fromkeys(ending for one in beside for ending in one.endings))
+        self._sample_endings, self._main_endings = sample_spec.taken, (*sample_spec.taken, _TAR)
+        self._side_endings = tuple(dict.fromkeys(ending for spec in side_specs for ending in spec.endings))
 
-    def made(self) -> Made:
+    def build_index(self) -> Made:
         """Raises ValueError, in one line, if a folder cannot be read, and NothingFoundError."""
         names, tars = PackedStrings(), PackedStrings()
-        which, sizes = ([array("q") for _ in self._beside] for _ in range(2))
-        for name, beside in self._in_order():
+        spellings, sizes = ([array("q") for _ in self._sides] for _ in range(2))
+        for name, beside in self._walk():
             if beside is None:
                 tars.append(name)
                 continue
             names.append(name)
-            for place, (spelling, size) in enumerate(beside):
-                which[place].append(spelling)
-                sizes[place].append(size)
+            for i, (spelling, size) in enumerate(beside):
+                spellings[i].append(spelling)
+                sizes[i].append(size)
         if not len(names) and not len(tars):
             others = counted(n, "other file") if (n := self._skipped.total()) else "nothing"
             raise NothingFoundError(
-                f"no {self._first.noun} in {self._folder!r}, which holds {others}: files that end in "
-                f"{' '.join(self._firsts_and_tars)} are read, in the folder and in those below it{self._instead()}"
+                f"no {self._main.noun} in {self._folder!r}, which holds {others}: files that end in "
+                f"{' '.join(self._main_endings)} are read, in the folder and in those below it{self._hint()}"
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}
-        columns |= {f"which {one.name}": places for one, places in zip(self._beside, which, strict=True)}
+        columns |= {f"which {spec.name}": places for spec, places in zip(self._sides, spellings, strict=True)}
         n_alone = self._n_alone if len(names) else 0  # beside tars there are files of other kinds
-        about = about_skipped(self._skipped, self._first.noun, n_alone, self._alone)
+        description = about_skipped(self._skipped, self._main.noun, n_alone, self._alone)
         facts = {
             "spellings": [*self._spellings],
-            "skipped": [self._skipped.total(), about + self._instead()],
-            "examples": {one.name: largest(n_bytes) for one, n_bytes in zip(self._beside, sizes, strict=True)},
+            "skipped": [self._skipped.total(), description + self._hint()],
+            "examples": {spec.name: largest(n_bytes) for spec, n_bytes in zip(self._sides, sizes, strict=True)},
         }
         parts: list[bytes | memoryview] = [
             *names.buffers,
             json.dumps(facts["spellings"]).encode(),
-            *(places.tobytes() for places in which),
+            *(places.tobytes() for places in spellings),
         ]
-        return Made(columns, fingerprint_of(parts), facts, self._watched)
+        return Made(columns, fingerprint_of(parts), facts, self._dependencies)
 
-    def _instead(self) -> str:
-        return f"; if {self._list!r} in it lists {self._first.noun}s, give its path instead" if self._list else ""
+    def _hint(self) -> str:
+        name = self._list_name
+        return f"; if {name!r} in it lists {self._main.noun}s, give its path instead" if name else ""
 
-    def _in_order(self) -> Iterator[tuple[str, _Beside | None]]:
+    def _walk(self) -> Iterator[tuple[str, _Beside | None]]:
         """Relative path of each sample, sorted, and what stands beside it; and those of tars, with None."""
-        open_folders = [("", self._entries(""))]
+        open_folders = [("", self._list_folder(""))]
         while open_folders:
             relative, entries = open_folders[-1]
-            for entry, beside in entries:
-                path = f"{relative}/{entry}" if relative else entry
-                if entry.endswith("/"):
-                    open_folders.append((path[:-1], self._entries(path[:-1])))
+            for name, beside in entries:
+                path = f"{relative}/{name}" if relative else name
+                if name.endswith("/"):
+                    open_folders.append((path[:-1], self._list_folder(path[:-1])))
                     break
                 yield path, beside
             else:
                 open_folders.pop()
 
-    def _entries(self, relative: str) -> Iterator[tuple[str, _Beside | None]]:
+    def _list_folder(self, relative: str) -> Iterator[tuple[str, _Beside | None]]:
         path = os.path.join(self._folder, relative)
         try:
             status = os.stat(path)
-            self._watched.add(relative, status)  # before the folder is read, so that no change after it is missed
+            self._dependencies.add(relative, status)  # before the folder is read, so that no change after it is missed
             if (status.st_dev, status.st_ino) in self._visited:  # they identify the folder under any path
                 return iter(())
             self._visited.add((status.st_dev, status.st_ino))
             folders, composed = list[str](), dict[str, str]()
-            runs = list(self._read(path, relative, folders, composed))
+            runs = list(self._read_names(path, relative, folders, composed))
         except OSError as error:
             raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
         # With the slash, folders stand among files where the paths of their files do.
         inner = ((name, None) for name in sorted(f"{name}/" for name in folders))
-        return heapq.merge(self._samples(relative, heapq.merge(*runs), composed), inner, key=operator.itemgetter(0))
+        return heapq.merge(self._match_files(relative, heapq.merge(*runs), composed), inner, key=operator.itemgetter(0))
 
-    def _read(self, path: str, relative: str, folders: list[str], composed: dict[str, str]) -> Iterator[Iterable[str]]:
+    def _read_names(
+        self, path: str, relative: str, folders: list[str], composed: dict[str, str]
+    ) -> Iterator[Iterable[str]]:
         """Sorted names of the files in a folder, in runs; those of the folders in it are appended to `folders`.
         `composed` gets those that may stand beside a sample of another form, by their composed form."""
-        endings, files = (*self._firsts_and_tars, *self._endings), list[str]()
+        endings, files = (*self._main_endings, *self._side_endings), list[str]()
         with os.scandir(path) as entries:
             for entry in entries:
                 name = entry.name
                 if name.startswith("."):
                     continue
                 if entry.is_symlink():  # what it leads to may change without a change of this folder
-                    self._watched.add(os.path.join(relative, name), status_of(entry.path))
-                is_folder, is_file = _kind(entry)
+                    self._dependencies.add(os.path.join(relative, name), status_of(entry.path))
+                is_folder, is_file = _is_folder_or_file(entry)
                 if is_folder:
                     folders.append(name)
                 elif name.lower().endswith(endings) and is_file:
                     files.append(name)
-                    if not name.isascii() and _in_form("NFC", name) != _in_form("NFD", name):
-                        composed |= {_in_form("NFC", key): name for key in self._keys(name)}
+                    if not name.isascii() and _normalize("NFC", name) != _normalize("NFD", name):
+                        composed |= {_normalize("NFC", key): name for key in self._keys(name)}
                 else:
                     self._skipped[ending_of(name)] += 1
                     if name.lower().endswith(_LISTS):
-                        self._list = min(filter(None, (self._list, os.path.join(relative, name))))
+                        self._list_name = min(filter(None, (self._list_name, os.path.join(relative, name))))
                 if len(files) == _LONGEST_RUN:
                     yield PackedStrings(sorted(files))
                     files.clear()
@@ -229,68 +233,70 @@ class _Tree:
     def _keys(self, name: str) -> list[str]:
         """The names, with endings in lower case, under which a file is looked for beside a sample."""
         lower = name.lower()
-        if lower.endswith(self._firsts_and_tars):
+        if lower.endswith(self._main_endings):
             return []
-        return [name[: -len(ending)] + ending for ending in self._endings if lower.endswith(ending)]
+        return [name[: -len(ending)] + ending for ending in self._side_endings if lower.endswith(ending)]
 
-    def _samples(
+    def _match_files(
         self, relative: str, names: Iterable[str], composed: Mapping[str, str]
     ) -> Iterator[tuple[str, _Beside | None]]:
         """The samples and tars among the files of a folder. Names that are equal up to their first dot follow each
         other, but for those in `composed`."""
-        of_any_form = {*composed.values()}  # of these, and the samples beside which they may stand, more is known later
-        read_of_them, stems_of_them = set[str](), set[str]()
+        any_form = {*composed.values()}  # of these, and the samples beside which they may stand, more is known later
+        any_form_used, any_form_stems = set[str](), set[str]()
         for _, group in itertools.groupby(names, lambda name: name.partition(".")[0]):
-            found, here, others, read = dict[str, str](), list[str](), set[str](), set[str]()
+            by_key, main, side, used = dict[str, str](), list[str](), set[str](), set[str]()
             for name in group:
                 if keys := self._keys(name):
-                    found.update(dict.fromkeys(keys, name))
-                    others.add(name)
+                    by_key.update(dict.fromkeys(keys, name))
+                    side.add(name)
                 else:
-                    here.append(name)
-            for name in here:
-                if name.lower().endswith(self._firsts):
-                    yield name, [self._place(relative, name, (found, composed), read, one) for one in self._beside]
+                    main.append(name)
+            for name in main:
+                if name.lower().endswith(self._sample_endings):
+                    files = (by_key, composed)
+                    yield name, [self._find_beside(relative, name, files, used, spec) for spec in self._sides]
                 else:
                     yield name, None
-            if others or composed:
-                stems = {_in_form("NFC", os.path.splitext(name)[0]) for name in here}
-                self._leave(relative, others - of_any_form - read, stems)
-                read_of_them |= read & of_any_form
-                stems_of_them |= {stem for stem in stems if not stem.isascii()}
-        self._leave(relative, of_any_form - read_of_them, stems_of_them)
+            if side or composed:
+                stems = {_normalize("NFC", os.path.splitext(name)[0]) for name in main}
+                self._count_skipped(relative, side - any_form - used, stems)
+                any_form_used |= used & any_form
+                any_form_stems |= {stem for stem in stems if not stem.isascii()}
+        self._count_skipped(relative, any_form - any_form_used, any_form_stems)
 
-    def _leave(self, relative: str, names: Set[str], stems: Set[str]) -> None:
+    def _count_skipped(self, relative: str, names: Set[str], stems: Set[str]) -> None:
         """Count files that stand beside none of the samples of these composed stems, or after another one there."""
         for name in sorted(names):
             self._skipped[ending_of(name)] += 1
-            if not any(_in_form("NFC", name[: -len(e)]) in stems for e in self._endings if name.lower().endswith(e)):
+            endings = filter(name.lower().endswith, self._side_endings)
+            if not any(_normalize("NFC", name[: -len(ending)]) in stems for ending in endings):
                 self._n_alone += 1
                 self._alone = self._alone or os.path.join(relative, name)
 
-    def _place(
-        self, relative: str, name: str, beside: Sequence[Mapping[str, str]], read: set[str], one: Wanted
+    def _find_beside(
+        self, relative: str, name: str, beside: Sequence[Mapping[str, str]], used: set[str], spec: Wanted
     ) -> tuple[int, int]:
-        """The number of the spelling of the ending of the file beside a sample, whose name goes to `read`, and its
+        """The number of the spelling of the ending of the file beside a sample, whose name goes to `used`, and its
         bytes. `beside`: the files there by name, and by composed name."""
         stem = os.path.splitext(name)[0]
-        for ending in one.endings if any(beside) else ():
-            other = beside[0].get(stem + ending) or beside[1].get(_in_form("NFC", stem) + ending, "")
-            for form in _FORMS if other else ():
-                if other.startswith(own := _in_form(form, stem)):
-                    read.add(other)
-                    status = None if one.as_cells else status_of(os.path.join(self._folder, relative, other))
-                    spelling = self._spellings.setdefault(form + other[len(own) :], len(self._spellings))
+        for ending in spec.endings if any(beside) else ():
+            file = beside[0].get(stem + ending) or beside[1].get(_normalize("NFC", stem) + ending, "")
+            for form in _FORMS if file else ():
+                if file.startswith(start := _normalize(form, stem)):
+                    used.add(file)
+                    status = None if spec.as_cells else status_of(os.path.join(self._folder, relative, file))
+                    spelling = self._spellings.setdefault(form + file[len(start) :], len(self._spellings))
                     return spelling, status.st_size if status else 0
         return _NONE, -1
 
 
-def _in_form(form: Any, name: str) -> str:
+def _normalize(form: Any, name: str) -> str:
     """A name in one of `_FORMS`."""
     return unicodedata.normalize(form, name) if form else name
 
 
-def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
+def _is_folder_or_file(entry: os.DirEntry[str]) -> tuple[bool, bool]:
     """Whether an entry is a folder, and whether it is a file; neither, if it is a link to itself."""
     try:
         return entry.is_dir(), entry.is_file()

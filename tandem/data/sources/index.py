@@ -37,9 +37,9 @@ from .record import MOST_EXAMPLES
 _VERSION = 3
 FEWEST = 10_000  # strings in an index that is kept: fewer are found in a tenth of a second
 _LONGEST_HEADER = 1 << 20  # bytes
-_READ_TOGETHER = 4096  # strings
+_STRINGS_PER_READ = 4096  # strings
 _CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock have one time; FAT has the longest
-_WATCHED = "watched"
+_DEPENDENCIES = "watched"
 
 
 class PackedStrings:
@@ -75,7 +75,7 @@ class Watched:
 
     def add(self, name: str, status: os.stat_result | None) -> None:
         """`name` is relative to what the index is of, and empty for that itself; no status: there is no such file."""
-        self.lines.append(f"{_state(status)} {name}")
+        self.lines.append(f"{_describe_status(status)} {name}")
         if status is not None:
             self.newest_ns = max(self.newest_ns, status.st_mtime_ns, status.st_ctime_ns)
 
@@ -99,28 +99,28 @@ def largest(sizes: Any) -> list[int]:
     """The places of the largest of these sizes, the largest first; a negative one stands for none."""
     numbers = np.asarray(sizes, np.int64)
     order = np.argsort(-numbers, kind="stable")[:MOST_EXAMPLES]
-    return [int(place) for place in order if numbers[place] >= 0]
+    return [int(index) for index in order if numbers[index] >= 0]
 
 
 class Index:
     """Columns in a file or in memory. Nothing of them is kept in a process: the operating system holds what was read
     once, for all processes of a machine. What cannot be read raises ValueError, in one line."""
 
-    def __init__(self, stored: BinaryIO | bytes, path: str) -> None:
+    def __init__(self, content: BinaryIO | bytes, path: str) -> None:
         """`path` is that of the file. Raises what `DAMAGES` has if this is no index."""
-        self._stored, self._path = stored, path
+        self._content, self._path = content, path
         self.header = self._pread(_LONGEST_HEADER, 0).partition(b"\n")[0]
         header = parse_json(self.header)
         self.key, self.depends, self.fingerprint = header["key"], header["depends"], str(header["fingerprint"])
         self.facts: Mapping[str, Any] = header["facts"]
         self._columns: dict[str, Strings | Numbers] = {}
-        at = len(self.header) + 1
+        offset = len(self.header) + 1
         for name, n, n_bytes in header["columns"]:
             if not (type(n) is int and n >= 0 and (n_bytes is None or (type(n_bytes) is int and n_bytes >= 0))):
                 raise ValueError("no column has such a length")
-            self._columns[name] = Numbers(self, at, n) if n_bytes is None else Strings(self, at, n, n_bytes)
-            at += 8 * n if n_bytes is None else 8 * (n + 1) + n_bytes
-        if at != (len(stored) if isinstance(stored, bytes) else os.fstat(stored.fileno()).st_size):
+            self._columns[name] = Numbers(self, offset, n) if n_bytes is None else Strings(self, offset, n, n_bytes)
+            offset += 8 * n if n_bytes is None else 8 * (n + 1) + n_bytes
+        if offset != (len(content) if isinstance(content, bytes) else os.fstat(content.fileno()).st_size):
             raise ValueError("it has another size than its columns")
 
     def strings(self, name: str) -> Strings:
@@ -138,37 +138,37 @@ class Index:
 
     def examples(self, name: str) -> Sequence[int]:
         """See `Source`; they stand in the facts, and are numbers of the strings "names"."""
-        found = self.facts.get("examples")
-        found, n = found.get(name, []) if isinstance(found, Mapping) else None, len(self.strings("names"))
-        if not (isinstance(found, list) and all(type(each) is int and 0 <= each < n for each in found)):
+        indices = self.facts.get("examples")
+        indices, n = indices.get(name, []) if isinstance(indices, Mapping) else None, len(self.strings("names"))
+        if not (isinstance(indices, list) and all(type(index) is int and 0 <= index < n for index in indices)):
             raise self.damaged()
-        return found
+        return indices
 
-    def read(self, at: int, size: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytes:
         """Exactly `size` bytes."""
         try:
-            content = self._pread(size, at)
+            content = self._pread(size, offset)
         except (OSError, OverflowError, MemoryError):  # such as a file on another machine that somebody has replaced
             content = b""
         if len(content) != size:
             raise self.damaged()
         return content
 
-    def _pread(self, size: int, at: int) -> bytes:
-        if isinstance(self._stored, bytes):
-            return self._stored[at : at + size]
-        return os.pread(self._stored.fileno(), size, at)
+    def _pread(self, size: int, offset: int) -> bytes:
+        if isinstance(self._content, bytes):
+            return self._content[offset : offset + size]
+        return os.pread(self._content.fileno(), size, offset)
 
     def damaged(self) -> ValueError:
         return ValueError(f"the list of samples {self._path!r} was damaged or replaced: delete it, and start again")
 
     def __reduce__(self) -> tuple[Callable[..., Index], tuple[Any, ...]]:
         """For a worker that is not forked, to which no open file can be sent."""
-        is_kept = not isinstance(self._stored, bytes)
-        return (_open_again, (self._path, self.header)) if is_kept else (Index, (self._stored, self._path))
+        is_file = not isinstance(self._content, bytes)
+        return (_reopen, (self._path, self.header)) if is_file else (Index, (self._content, self._path))
 
 
-def _open_again(path: str, header: bytes) -> Index:
+def _reopen(path: str, header: bytes) -> Index:
     try:
         index = Index(open_regular(path), path)
         if index.header == header:
@@ -181,34 +181,34 @@ def _open_again(path: str, header: bytes) -> Index:
 class Strings:
     """Numbered strings of an index."""
 
-    def __init__(self, index: Index, at: int, n: int, n_bytes: int) -> None:
-        self._index, self._at, self._n, self._n_bytes = index, at, n, n_bytes
+    def __init__(self, index: Index, offset: int, n: int, n_bytes: int) -> None:
+        self._index, self._offset, self._n, self._n_bytes = index, offset, n, n_bytes
 
     def __len__(self) -> int:
         return self._n
 
     def __iter__(self) -> Iterator[str]:
-        for first in range(0, self._n, _READ_TOGETHER):
-            yield from self._some(first, min(_READ_TOGETHER, self._n - first))
+        for first in range(0, self._n, _STRINGS_PER_READ):
+            yield from self._read_strings(first, min(_STRINGS_PER_READ, self._n - first))
 
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < self._n:
             raise IndexError(index)
-        return self._some(index, 1)[0]
+        return self._read_strings(index, 1)[0]
 
-    def _some(self, first: int, n: int) -> list[str]:
-        ends = array("q", self._index.read(self._at + 8 * first, 8 * (n + 1)))
+    def _read_strings(self, first: int, n: int) -> list[str]:
+        ends = array("q", self._index.read(self._offset + 8 * first, 8 * (n + 1)))
         if not 0 <= ends[0] <= ends[-1] <= self._n_bytes:
             raise self._index.damaged()
-        content = self._index.read(self._at + 8 * (self._n + 1) + ends[0], ends[-1] - ends[0])
+        content = self._index.read(self._offset + 8 * (self._n + 1) + ends[0], ends[-1] - ends[0])
         return [os.fsdecode(content[begin - ends[0] : end - ends[0]]) for begin, end in itertools.pairwise(ends)]
 
 
 class Numbers:
     """Numbered integers of an index."""
 
-    def __init__(self, index: Index, at: int, n: int) -> None:
-        self._index, self._at, self._n = index, at, n
+    def __init__(self, index: Index, offset: int, n: int) -> None:
+        self._index, self._offset, self._n = index, offset, n
 
     def __len__(self) -> int:
         return self._n
@@ -216,11 +216,11 @@ class Numbers:
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < self._n:
             raise IndexError(index)
-        return int.from_bytes(self._index.read(self._at + 8 * index, 8), sys.byteorder, signed=True)
+        return int.from_bytes(self._index.read(self._offset + 8 * index, 8), sys.byteorder, signed=True)
 
     def whole(self) -> npt.NDArray[np.int64]:
         """All of them, in memory."""
-        return np.frombuffer(self._index.read(self._at, 8 * self._n), np.int64)
+        return np.frombuffer(self._index.read(self._offset, 8 * self._n), np.int64)
 
 
 def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", fewest: int = FEWEST) -> Index:
@@ -234,74 +234,76 @@ def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", f
         depends: What else the index depends on, such as the size of a file: if it is another one, it is made again.
     """
     key = [_VERSION, sys.byteorder, kind]
-    caches = _places(path, kind)
+    caches = _cache_paths(path, kind)
 
-    def found() -> Index | None:
-        return next((index for cache in caches if (index := _load(cache, path, key, depends))), None)
+    def read_cached() -> Index | None:
+        return next((index for cache in caches if (index := _read_cache(cache, path, key, depends))), None)
 
-    if index := found():
+    if index := read_cached():
         return index
     with one_process_at_a_time(path, kind) as has_waited:
         if not has_waited:
-            return found() or _made(caches, path, make, key, depends, fewest)
+            return read_cached() or _make_index(caches, path, make, key, depends, fewest)
     # Who has waited makes one without the lock, or where none is kept in the end each would wait for those before it.
-    return found() or _in_memory(make(), key, depends)
+    return read_cached() or _index_in_memory(make(), key, depends)
 
 
-def _made(caches: list[str], path: str, make: Callable[[], Made], key: list[Any], depends: str, fewest: int) -> Index:
+def _make_index(
+    caches: list[str], path: str, make: Callable[[], Made], key: list[Any], depends: str, fewest: int
+) -> Index:
     """What `make` finds out, kept if it is long and nothing has changed just now, and so can change again without
     getting another time."""
     begin_ns = time.time_ns()
-    made = make()
-    n = sum(len(column) for column in made.columns.values() if isinstance(column, PackedStrings))
-    is_settled = made.watched is None or made.watched.newest_ns < begin_ns - _CLOCK_TICK_NS
+    data = make()
+    n = sum(len(column) for column in data.columns.values() if isinstance(column, PackedStrings))
+    is_settled = data.watched is None or data.watched.newest_ns < begin_ns - _CLOCK_TICK_NS
     for cache in caches if n >= fewest and is_settled else ():
         with contextlib.suppress(OSError):
-            _save(cache, path, _parts(made, key, depends))
-            return _load(cache, path, key, depends) or _in_memory(made, key, depends)
-    return _in_memory(made, key, depends)
+            _write_cache(cache, path, _serialize(data, key, depends))
+            return _read_cache(cache, path, key, depends) or _index_in_memory(data, key, depends)
+    return _index_in_memory(data, key, depends)
 
 
-def _parts(made: Made, key: list[Any], depends: str) -> list[bytes | memoryview]:
+def _serialize(data: Made, key: list[Any], depends: str) -> list[bytes | memoryview]:
     """The content of an index: a line of JSON, and the columns."""
-    columns = {_WATCHED: made.watched.lines if made.watched else PackedStrings(), **made.columns}
-    described, parts = list[Any](), list[bytes | memoryview]()
+    columns = {_DEPENDENCIES: data.watched.lines if data.watched else PackedStrings(), **data.columns}
+    descriptions, parts = list[Any](), list[bytes | memoryview]()
     for name, column in columns.items():
         parts += column.buffers if isinstance(column, PackedStrings) else [memoryview(column).cast("B")]
-        described.append([name, len(column), len(parts[-1]) if isinstance(column, PackedStrings) else None])
-    header = {"key": key, "depends": depends, "fingerprint": made.fingerprint, "facts": dict(made.facts)}
-    return [json.dumps({**header, "columns": described}).encode() + b"\n", *parts]
+        descriptions.append([name, len(column), len(parts[-1]) if isinstance(column, PackedStrings) else None])
+    header = {"key": key, "depends": depends, "fingerprint": data.fingerprint, "facts": dict(data.facts)}
+    return [json.dumps({**header, "columns": descriptions}).encode() + b"\n", *parts]
 
 
-def _in_memory(made: Made, key: list[Any], depends: str) -> Index:
-    return Index(b"".join(_parts(made._replace(watched=None), key, depends)), "in memory")
+def _index_in_memory(data: Made, key: list[Any], depends: str) -> Index:
+    return Index(b"".join(_serialize(data._replace(watched=None), key, depends)), "in memory")
 
 
-def _places(path: str, kind: str) -> list[str]:
+def _cache_paths(path: str, kind: str) -> list[str]:
     """Where an index may be kept: beside its file or folder, unless that has an address, and in the user's cache folder
     by machine: several may share a home, and each hold another copy of the data under the same path. An address means
     the same on all."""
     ending = f".{fingerprint_of([kind.encode()])[:8]}.index"
     # Absolute, because a user without a home has "~" for one, and the variable may say anything.
-    user = os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"))
-    number = fingerprint_of([os.fsencode(path) if is_address(path) else _here(os.path.realpath(path))])
-    places = [os.path.join(user, "tandem", "lists", f"{number}{ending}")]
+    home_cache = os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"))
+    digest = fingerprint_of([os.fsencode(path) if is_address(path) else _machine_path(os.path.realpath(path))])
+    paths = [os.path.join(home_cache, "tandem", "lists", f"{digest}{ending}")]
     if not is_address(path):
         parent, name = os.path.split(os.path.abspath(path))
-        places.insert(0, os.path.join(parent, f".{name}{ending}"))
-    return places
+        paths.insert(0, os.path.join(parent, f".{name}{ending}"))
+    return paths
 
 
-def _here(path: str) -> bytes:
+def _machine_path(path: str) -> bytes:
     return os.fsencode(f"{socket.gethostname()}:{path}")
 
 
-def _save(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
+def _write_cache(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
     """Write the file whole or not at all; whoever may read `path` may read it. Raises OSError."""
     folder, name = os.path.split(cache)
     os.makedirs(folder, exist_ok=True)
     # One name on each machine, so that what a killed process left is deleted; short, because `name` may be a long one.
-    unfinished = f".index-{fingerprint_of([_here(name)])[:16]}"
+    unfinished = f".index-{fingerprint_of([_machine_path(name)])[:16]}"
     with replacing(Path(cache), name=unfinished, mode=None, is_synced=False) as temporary:
         with create(temporary, 0o600) as file:
             for part in parts:
@@ -310,7 +312,7 @@ def _save(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
         temporary.chmod(readers | 0o600)
 
 
-def _load(cache: str, path: str, key: list[Any], depends: str) -> Index | None:
+def _read_cache(cache: str, path: str, key: list[Any], depends: str) -> Index | None:
     """The index in a file; None if there is no such file, or it is of something else, out of date, or damaged."""
     try:
         file = open_regular(cache)
@@ -318,7 +320,7 @@ def _load(cache: str, path: str, key: list[Any], depends: str) -> Index | None:
         return None
     try:
         index = Index(file, cache)
-        if (index.key, index.depends) == (key, depends) and _is_unchanged(path, index.strings(_WATCHED)):
+        if (index.key, index.depends) == (key, depends) and _is_unchanged(path, index.strings(_DEPENDENCIES)):
             return index
     except DAMAGES:
         pass
@@ -326,10 +328,10 @@ def _load(cache: str, path: str, key: list[Any], depends: str) -> Index | None:
     return None
 
 
-def _is_unchanged(path: str, watched: Strings) -> bool:
-    for line in watched:
+def _is_unchanged(path: str, dependencies: Strings) -> bool:
+    for line in dependencies:
         state, _, name = line.partition(" ")
-        if state != _state(status_of(os.path.join(path, name) if name else path)):
+        if state != _describe_status(status_of(os.path.join(path, name) if name else path)):
             return False
     return True
 
@@ -342,7 +344,7 @@ def status_of(path: str) -> os.stat_result | None:
         return None
 
 
-def _state(status: os.stat_result | None) -> str:
+def _describe_status(status: os.stat_result | None) -> str:
     """What is different after a change. Not the number of the device, which NFS has another one of on each machine."""
     if status is None:
         return "none"
@@ -370,17 +372,17 @@ def one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
             file = stack.enter_context(open_appending(lock))
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 raise PermissionError("another user, who could hold the lock for ever, has made it")
-            place = int(fingerprint_of([os.fsencode(os.path.realpath(path)), key.encode()])[:14], 16)
-            while not _locked(file, place):  # a call that blocks uses no processor, as one that hangs
+            offset = int(fingerprint_of([os.fsencode(os.path.realpath(path)), key.encode()])[:14], 16)
+            while not _try_lock(file, offset):  # a call that blocks uses no processor, as one that hangs
                 has_waited = True
                 time.sleep(0.1)
         yield has_waited
 
 
-def _locked(file: BinaryIO, place: int) -> bool:
+def _try_lock(file: BinaryIO, offset: int) -> bool:
     """Whether this process now holds the lock of a byte. Raises OSError where there are no locks."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
     except (BlockingIOError, PermissionError):
         return False
     return True

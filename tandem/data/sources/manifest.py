@@ -44,32 +44,32 @@ class ManifestSource(Rows):
 
     shards: Sequence[range] | None = None
 
-    def __init__(self, path: str, wanted: Sequence[Wanted]) -> None:
-        columns: dict[Wanted, Sequence[str]] = {wanted[0]: ("path",), **{one: columns_of(one) for one in wanted[1:]}}
-        needed = list(dict.fromkeys(itertools.chain(*columns.values())))
+    def __init__(self, path: str, specs: Sequence[Wanted]) -> None:
+        columns: dict[Wanted, Sequence[str]] = {specs[0]: ("path",), **{spec: columns_of(spec) for spec in specs[1:]}}
+        used = list(dict.fromkeys(itertools.chain(*columns.values())))
 
         def make() -> Made:
-            watched, rows, filled, names = Watched(), PackedStrings(), set[str](), dict[str, None]()
+            dependencies, rows, filled, names = Watched(), PackedStrings(), set[str](), dict[str, None]()
             if not is_address(path):
-                watched.add("", status_of(path))  # before it is read, so that no change after it is missed
-            for row, columns in _read(path, wanted, needed, names):
+                dependencies.add("", status_of(path))  # before it is read, so that no change after it is missed
+            for row, columns in _read_rows(path, specs, used, names):
                 rows.append(row)
                 filled.update(columns)
             if not len(rows):
                 raise ValueError(f"the manifest {path!r} has no rows")
             facts = {"filled": sorted(filled), "names": [*names]}
-            return Made({"rows": rows}, fingerprint_of(rows.buffers), facts, watched)
+            return Made({"rows": rows}, fingerprint_of(rows.buffers), facts, dependencies)
 
-        depends = _version(path) if is_address(path) else ""
-        index = kept(path, json.dumps(["manifest", wanted[0].noun, *needed]), make, depends=depends)
+        depends = _read_version(path) if is_address(path) else ""
+        index = kept(path, json.dumps(["manifest", specs[0].noun, *used]), make, depends=depends)
         self._rows, self.fingerprint = index.strings("rows"), index.fingerprint
         filled, names = (index.facts.get(name) for name in ("filled", "names"))
         if not (isinstance(filled, list) and isinstance(names, list)):
             raise index.damaged()
         self._damaged = index.damaged
-        self.skipped = unread_line(shown(path), map(str, names), {"path", "file_name", *TIMES, *needed})
-        there = {one: [name for name in names if name in filled] for one, names in columns.items()}
-        super().__init__(there, os.path.dirname(path))
+        self.skipped = unread_line(shown(path), map(str, names), {"path", "file_name", *TIMES, *used})
+        filled_columns = {spec: [name for name in names if name in filled] for spec, names in columns.items()}
+        super().__init__(filled_columns, os.path.dirname(path))
         self._path = path
 
     def __len__(self) -> int:
@@ -84,51 +84,51 @@ class ManifestSource(Rows):
     def describe(self, index: int) -> str:
         """The path of the file; of a row that names none its number, because the line about a bad row needs a name."""
         try:
-            return shown(self.joined(self._stated(index)))
+            return shown(self.joined(self._path_in_row(index)))
         except (OSError, ValueError):
             return f"{shown(self._path)}[{index}]"
 
     def name(self, index: int) -> str:
         """The path as the manifest states it; of an address what may be shown, because stores keep it."""
-        return shown(self._stated(index))
+        return shown(self._path_in_row(index))
 
-    def _stated(self, index: int) -> str:
+    def _path_in_row(self, index: int) -> str:
         return path_of(self.cells(index), next(iter(self.columns)).noun)
 
 
-def _version(address: str) -> str:
+def _read_version(address: str) -> str:
     try:
         return remote.version(address)
     except OSError as error:
         raise ValueError(f"cannot read the manifest {shown(address)!r}: {reason_of(error)}") from None
 
 
-def _read(
-    path: str, wanted: Sequence[Wanted], needed: Sequence[str], names: dict[str, None]
+def _read_rows(
+    path: str, specs: Sequence[Wanted], used: Sequence[str], names: dict[str, None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """Of each row its path, its times, and those of these columns that it has a cell in, as JSON; and the names of
     these columns. `names` gets those of the first columns of all. Raises ValueError, with path and line, if one is
     wrong."""
-    example = json.dumps({"path": "...", **{columns_of(one)[0]: "..." for one in wanted if one.as_cells}})
-    numbers = {column for one in wanted[1:] if not one.as_cells for column in columns_of(one)}
+    example = json.dumps({"path": "...", **{columns_of(spec)[0]: "..." for spec in specs if spec.as_cells}})
+    numbers = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
     lines: _Lines | None = None
     try:
-        opened = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]
-        if other := other_kind(opened.read(LONGEST_BEGINNING)):
+        raw = io.BufferedReader(remote.open_file(path)) if is_address(path) else open_regular(path)  # type: ignore[type-var]
+        if other := other_kind(raw.read(LONGEST_BEGINNING)):
             raise ValueError(other)
-        opened.seek(0)
-        with io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
+        raw.seek(0)
+        with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             lines, delimiter = _Lines(file), _DELIMITERS.get(os.path.splitext(path)[1].lower())
-            endings = wanted[0].taken
-            for cells in _objects(lines, example) if delimiter is None else _table(lines, delimiter, endings):
+            endings = specs[0].taken
+            for cells in _read_objects(lines, example) if delimiter is None else _read_table(lines, delimiter, endings):
                 names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS)) if len(names) < _MOST_COLUMNS else {}
                 cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}
                 start, end = seconds_of(cells)
-                row = {name: cells[name] for name in needed if cells.get(name) not in (None, "")}
+                row = {name: cells[name] for name in used if cells.get(name) not in (None, "")}
                 for name in numbers & row.keys():
                     if isinstance(row[name], str) and row[name].startswith("["):  # a list in a cell of a table
                         row[name] = parse_json(row[name].encode())
-                row |= {"path": path_of(cells, wanted[0].noun), **({"start_seconds": start} if start else {})}
+                row |= {"path": path_of(cells, specs[0].noun), **({"start_seconds": start} if start else {})}
                 row |= {"end_seconds": end} if math.isfinite(end) else {}
                 yield json.dumps(row), [*row]
     except OSError as error:
@@ -141,7 +141,7 @@ def _read(
         if lines is None:  # such as a pipe
             raise ValueError(f"cannot read the manifest {path!r}: {error}") from None
         reason = f"it is no table ({error}): {_QUOTING}" if isinstance(error, csv.Error) else error
-        raise ValueError(f"{path}, {lines.of_row}: {reason}") from None
+        raise ValueError(f"{path}, {lines.row_lines}: {reason}") from None
 
 
 class _Lines:
@@ -152,7 +152,7 @@ class _Lines:
         self._file, self.number, self.row = file, 0, list[str]()
 
     @property
-    def of_row(self) -> str:
+    def row_lines(self) -> str:
         """The line of the row that is read, or its lines."""
         first = self.number - max(len(self.row), 1) + 1
         return f"line {first}" if first == self.number else f"lines {first} to {self.number}"
@@ -166,7 +166,7 @@ class _Lines:
             yield line
 
 
-def _objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
+def _read_objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
     for line in lines:
         if line.strip():
             try:
@@ -179,7 +179,7 @@ def _objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
         lines.row.clear()
 
 
-def _table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+def _read_table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
     """The rows of a .csv, whose cells may be quoted and go on over several lines; or of a .tsv, of which each line is a
     row. `endings`: of files, by which a line is known for a row of its own that a quotation mark has swallowed."""
     csv.field_size_limit(_LONGEST_LINE)  # a list of numbers in a cell is long

@@ -30,7 +30,7 @@ _LONGEST_QUOTE = 200
 
 def open_source(
     spec: str,
-    wanted: Sequence[Wanted],
+    field_specs: Sequence[Wanted],
     *,
     demo: str,
     start_shard: int = 0,
@@ -48,25 +48,26 @@ def open_source(
 
     Raises ValueError, in one line, if there is nothing of the kind, or no sample in it.
     """
-    path = _numbered(os.path.expanduser(spec), start_shard, end_shard, shard_width)
-    selects = bool(start_shard) or end_shard is not None
-    found = _files(path) or _in_folder(path, wanted, demo)
-    if isinstance(found, Files):
-        paths = found.paths
-        if _have(paths, (".tar",)):
-            return TarSource(_within(paths, start_shard, end_shard) if selects else paths, wanted, found.skipped)
-        if _have(paths, TABLE_ENDINGS):
-            found = TableSource(found, wanted)
-        elif len(paths) == 1 and _have(paths, MANIFEST_ENDINGS):
-            found = ManifestSource(paths[0], wanted)
+    path = _fill_number(os.path.expanduser(spec), start_shard, end_shard, shard_width)
+    selects_tars = bool(start_shard) or end_shard is not None
+    source = _find_files(path) or _open_folder(path, field_specs, demo)
+    if isinstance(source, Files):
+        paths = source.paths
+        if _all_end_with(paths, (".tar",)):
+            paths = _in_range(paths, start_shard, end_shard) if selects_tars else paths
+            return TarSource(paths, field_specs, source.skipped)
+        if _all_end_with(paths, TABLE_ENDINGS):
+            source = TableSource(source, field_specs)
+        elif len(paths) == 1 and _all_end_with(paths, MANIFEST_ENDINGS):
+            source = ManifestSource(paths[0], field_specs)
         else:
-            raise _no_set(path, paths, f"{wanted[0].noun}s")
-    if selects:
+            raise _no_set_error(path, paths, f"{field_specs[0].noun}s")
+    if selects_tars:
         raise ValueError(f"--start_shard and --end_shard select tars, and {spec!r} holds none")
-    return found
+    return source
 
 
-def _files(path: str) -> Files | None:
+def _find_files(path: str) -> Files | None:
     """The files that a path names; of a folder on a server, all tars or tables in it; None if it is none of these."""
     if path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
@@ -75,25 +76,25 @@ def _files(path: str) -> Files | None:
             return Files([path]) if os.path.isfile(path) else None
         return Files(expanded(path)) if _BRACES.search(path) or glob.has_magic(path) else None
     remote.check_address(path)
-    if _BRACES.search(path) or remote.is_pattern(path) or _have([path], _ON_SERVERS):
+    if _BRACES.search(path) or remote.is_pattern(path) or _all_end_with([path], _ON_SERVERS):
         return Files(expanded(path))
     files = remote.listed(path)
-    found = [file for file in files if _have([file], (".tar",))]
-    if not found:
-        found = [file for file in files if _have([file], TABLE_ENDINGS)]
-        check_alike(path, found)
-    others = Counter(map(ending_of, {*files} - {*found}))
+    chosen = [file for file in files if _all_end_with([file], (".tar",))]
+    if not chosen:
+        chosen = [file for file in files if _all_end_with([file], TABLE_ENDINGS)]
+        check_alike(path, chosen)
+    others = Counter(map(ending_of, {*files} - {*chosen}))
     skipped = skipped_line("file", repr(shown(path)), others.total(), about_skipped(others))
-    return Files(found, skipped=skipped) if found else Files(files)
+    return Files(chosen, skipped=skipped) if chosen else Files(files)
 
 
-def _in_folder(path: str, wanted: Sequence[Wanted], demo: str) -> Source | Files:
+def _open_folder(path: str, field_specs: Sequence[Wanted], demo: str) -> Source | Files:
     """The files or tables below a folder, or the paths of tars there."""
     try:
-        folder = FolderSource(path, wanted, demo)
+        folder = FolderSource(path, field_specs, demo)
     except NothingFoundError:
         if (tables := saved_files(path) or tables_below(path)) is not None:
-            return TableSource(tables, wanted)
+            return TableSource(tables, field_specs)
         raise
     if folder.tars and len(folder):
         raise ValueError(
@@ -103,21 +104,21 @@ def _in_folder(path: str, wanted: Sequence[Wanted], demo: str) -> Source | Files
     return Files(folder.tars, skipped=folder.skipped) if folder.tars else folder
 
 
-def _have(paths: Sequence[str], endings: tuple[str, ...]) -> bool:
+def _all_end_with(paths: Sequence[str], endings: tuple[str, ...]) -> bool:
     """Whether all these files have one of these endings."""
     return all(shown(path).lower().endswith(endings) for path in paths)
 
 
-def _no_set(path: str, files: Sequence[str], what: str) -> ValueError:
-    hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {what}, or tars"
+def _no_set_error(path: str, files: Sequence[str], noun: str) -> ValueError:
+    hint = f"give a manifest ({' '.join(MANIFEST_ENDINGS)}), a folder of {noun}, or tars"
     if is_address(path):
         hint = "give tars, tables or a manifest, which may list single files on a server"
-    elif _have(files, (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
+    elif _all_end_with(files, (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
         hint = "decompress it first: a compressed tar cannot be read at random"
-    return ValueError(f"{shown(path)!r} is no set of {what}: {hint}")
+    return ValueError(f"{shown(path)!r} is no set of {noun}: {hint}")
 
 
-def _numbered(path: str, first: int, last: int | None, width: int) -> str:
+def _fill_number(path: str, first: int, last: int | None, width: int) -> str:
     """The pattern or range that a path with `{}` stands for; another path as it is."""
     if "{}" not in path:
         return path
@@ -128,7 +129,7 @@ def _numbered(path: str, first: int, last: int | None, width: int) -> str:
     return path.replace("{}", f"{{{first:0{width}d}..{last:0{width}d}}}")
 
 
-def _within(paths: list[str], first: int, last: int | None) -> list[str]:
+def _in_range(paths: list[str], first: int, last: int | None) -> list[str]:
     numbers = [number_of(path, "--start_shard") for path in paths]
     last = max(numbers) if last is None else last
     chosen = [path for path, number in zip(paths, numbers, strict=True) if first <= number <= last]
@@ -147,15 +148,15 @@ def expanded(pattern: str) -> list[str]:
         remote.check_address(pattern)
     n, quoted = 1, repr(pattern[:_LONGEST_QUOTE])
     for choices in _BRACES.findall(pattern):
-        said = _RANGE.fullmatch(choices)
-        n *= int(said[2]) - int(said[1]) + 1 if said else choices.count(",") + 1
+        bounds = _RANGE.fullmatch(choices)
+        n *= int(bounds[2]) - int(bounds[1]) + 1 if bounds else choices.count(",") + 1
         if n < 1:
             raise ValueError(f"the range {{{choices}}} in {quoted} is empty: write the smaller number first")
     paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n <= _MOST_FILES else []
     if not 0 < len(paths) <= _MOST_FILES:
         raise ValueError(f"{quoted} stands for more than {_MOST_FILES} files: name fewer at a time")
     if is_address(pattern):  # what is missing is said when it is opened
-        return [found for path in paths for found in (remote.listed(path) if remote.is_pattern(path) else [path])]
+        return [file for path in paths for file in (remote.listed(path) if remote.is_pattern(path) else [path])]
     if glob.has_magic(pattern):
         paths = sorted(match for path in paths for match in glob.glob(path))
         if not paths:

@@ -80,10 +80,10 @@ class OwnSource:
 
     def __init__(self, data: OwnData) -> None:
         self._spec, self._seed = data.spec, data.args.seed
-        self._dataset, self._length = _made(data)
-        own = getattr(self._dataset, "fingerprint", None)
-        found = f"{self._spec} {self._length}" if own is None or callable(own) else str(own)
-        self.fingerprint = fingerprint_of([found.encode()])
+        self._dataset, self._length = _make_dataset(data)
+        fingerprint = getattr(self._dataset, "fingerprint", None)
+        text = f"{self._spec} {self._length}" if fingerprint is None or callable(fingerprint) else str(fingerprint)
+        self.fingerprint = fingerprint_of([text.encode()])
 
     def __len__(self) -> int:
         return self._length
@@ -100,8 +100,8 @@ class OwnSource:
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
         """Raises `Raised` if the dataset raises any error."""
-        drawn = ("augmented", epoch) if augment else ("plain",)
-        with _in_one_line(), _seeded(derive_key("dataset", self._seed, *drawn, index)):
+        key_parts = ("augmented", epoch) if augment else ("plain",)
+        with _errors_in_one_line(), _seeded(derive_key("dataset", self._seed, *key_parts, index)):
             return {ITEM: self._dataset[index]}
 
 
@@ -114,45 +114,45 @@ def _put_own_folder_last() -> None:
     sys.path[:] = [os.getcwd(), *sorted(entries, key=lambda entry: os.path.realpath(entry) == str(HOME))]
 
 
-def _made(data: OwnData) -> tuple[Any, int]:
+def _make_dataset(data: OwnData) -> tuple[Any, int]:
     """The dataset and its length."""
-    said = f"--dataset {data.spec}: "
+    flag = f"--dataset {data.spec}: "
     module_name, _, function_name = data.spec.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *function_name.split("."))):
         raise ValueError(
-            f"{said}expected MODULE:FUNCTION, such as my_data:photos for the function photos of my_data.py"
+            f"{flag}expected MODULE:FUNCTION, such as my_data:photos for the function photos of my_data.py"
         )
     if module_name.partition(".")[0] == "tandem":
-        raise ValueError(f"{said}{module_name} is a name of this project; give your module another one")
+        raise ValueError(f"{flag}{module_name} is a name of this project; give your module another one")
     _put_own_folder_last()
-    with _in_one_line(f"{said}importing {module_name} failed: "):
-        is_there = module_name in sys.modules or importlib.util.find_spec(module_name)
-        module = importlib.import_module(module_name) if is_there else None
+    with _errors_in_one_line(f"{flag}importing {module_name} failed: "):
+        exists = module_name in sys.modules or importlib.util.find_spec(module_name)
+        module = importlib.import_module(module_name) if exists else None
     if module is None:
         raise ValueError(
-            f"{said}there is no module {module_name}: it has to be in the current folder, in the script's, or in "
+            f"{flag}there is no module {module_name}: it has to be in the current folder, in the script's, or in "
             "PYTHONPATH"
         )
     try:
         function = operator.attrgetter(function_name)(module)
     except AttributeError:
-        raise ValueError(f"{said}{getattr(module, '__file__', module_name)} has no function {function_name}") from None
-    with _in_one_line(f"{said}the function failed: "):
+        raise ValueError(f"{flag}{getattr(module, '__file__', module_name)} has no function {function_name}") from None
+    with _errors_in_one_line(f"{flag}the function failed: "):
         dataset = function(argparse.Namespace(**vars(data.args)))
     if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
         raise ValueError(
-            f"{said}the function returned {shown(dataset)}, which has not both __len__ and __getitem__: "
+            f"{flag}the function returned {shown(dataset)}, which has not both __len__ and __getitem__: "
             "samples are read at random, so that every process and every start see the same ones"
         )
-    with _in_one_line(f"{said}len() of what the function returned failed: "):
+    with _errors_in_one_line(f"{flag}len() of what the function returned failed: "):
         length = len(dataset)
     if not length:
-        raise ValueError(f"{said}what the function returned is empty")
+        raise ValueError(f"{flag}what the function returned is empty")
     return dataset, length
 
 
 @contextlib.contextmanager
-def _in_one_line(before: str = "") -> Iterator[None]:
+def _errors_in_one_line(prefix: str = "") -> Iterator[None]:
     """Context in which what a user's code raises becomes `Raised`: its type, its text, and the line that raised it."""
     try:
         yield
@@ -161,25 +161,25 @@ def _in_one_line(before: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         files = (__file__, "<frozen", os.path.dirname(importlib.__file__))
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(files)]
-        where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-        said = f"{before}{type(error).__name__}{f': {text}' if text else ''}{where}"
-        raise Raised(said, "".join(traceback.format_exception(error))) from None
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(files)]
+        location = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+        summary = f"{prefix}{type(error).__name__}{f': {text}' if text else ''}{location}"
+        raise Raised(summary, "".join(traceback.format_exception(error))) from None
 
 
 @contextlib.contextmanager
 def _seeded(key: int) -> Iterator[None]:
     """Context in which the global generators of random numbers begin at a key; afterwards they are as before."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  (users' code draws from it)
     torch.default_generator.manual_seed(key & ((1 << 63) - 1))  # of the CPU alone: loaders do not touch a GPU
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
-        torch.set_rng_state(before[2])
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
 
 
 def part_of(item: Any, *names: str, place: int | None = 0) -> Any:
@@ -211,32 +211,32 @@ def as_bytes(array: np.ndarray) -> np.ndarray | None:
     return np.rint(array.clip(0, 1) * 255).astype(np.uint8)
 
 
-def shown(found: Any) -> str:
+def shown(thing: Any) -> str:
     """What something is, for an error."""
-    array = as_array(found)
+    array = as_array(thing)
     if array is not None:
-        kind = "a tensor" if isinstance(found, torch.Tensor) else "an array"
+        kind = "a tensor" if isinstance(thing, torch.Tensor) else "an array"
         values = (
             f" with values from {array.min():g} to {array.max():g}" if array.size and array.dtype.kind == "f" else ""
         )
         return f"{kind} of shape {tuple(array.shape)} and type {array.dtype}{values}"
-    if isinstance(found, Mapping):
-        entries = ", ".join(f"{key}: {type(value).__name__}" for key, value in found.items())
+    if isinstance(thing, Mapping):
+        entries = ", ".join(f"{key}: {type(value).__name__}" for key, value in thing.items())
         return f"a mapping with {entries[:_LONGEST_QUOTE] or 'nothing'}"
-    if isinstance(found, (tuple, list)):
-        kinds = ", ".join(type(entry).__name__ for entry in found[:8])
-        return f"a {type(found).__name__} of {len(found)} ({kinds})"
-    return "None" if found is None else f"{type(found).__name__} {found!r}"[:_LONGEST_QUOTE]
+    if isinstance(thing, (tuple, list)):
+        kinds = ", ".join(type(entry).__name__ for entry in thing[:8])
+        return f"a {type(thing).__name__} of {len(thing)} ({kinds})"
+    return "None" if thing is None else f"{type(thing).__name__} {thing!r}"[:_LONGEST_QUOTE]
 
 
-def refused(found: Any, expected: str) -> NotASample:
+def refused(thing: Any, expected: str) -> NotASample:
     """The error for an item of a user's dataset that is none that the script trains on: what follows its name."""
-    return NotASample(f"is {shown(found)}; it has to be {expected}")
+    return NotASample(f"is {shown(thing)}; it has to be {expected}")
 
 
 def image_of(item: Any) -> Image.Image:
     """The image of an item."""
-    picture = _picture_of(part_of(item, *IMAGE_NAMES))
+    picture = _to_picture(part_of(item, *IMAGE_NAMES))
     if picture is None:
         raise refused(item, _IMAGE)
     return picture
@@ -250,7 +250,7 @@ class Video(NamedTuple):
 
     def picture(self, number: int) -> Image.Image:
         """A frame."""
-        picture = _picture_of(self.frames[number])
+        picture = _to_picture(self.frames[number])
         if picture is None:
             raise refused(part_of(self.item, "video"), _CLIP)
         return picture
@@ -336,7 +336,7 @@ def without_array(item: Any, name: str, dimensions: int) -> NotASample:
     return refused(item, f'a mapping with an "image" and a "{name}", a tensor or array of floats {form}')
 
 
-def _picture_of(part: Any) -> Image.Image | None:
+def _to_picture(part: Any) -> Image.Image | None:
     """A PIL image of a PIL image, or of a tensor or array (c, h, w); None for anything else."""
     if isinstance(part, Image.Image):
         return part

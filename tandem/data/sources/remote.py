@@ -70,17 +70,17 @@ def listed(pattern: str) -> list[str]:
             f"{shown(pattern).rpartition('/')[0]}/{{00000..00099}}.tar"
         )
     try:
-        found = _ask(pattern, "glob" if is_pattern(pattern) else "find", detail=True)
+        infos = _request(pattern, "glob" if is_pattern(pattern) else "find", detail=True)
     except OSError as error:
         raise ValueError(f"cannot list {shown(pattern)!r}: {error.strerror}") from None
-    if not found:
+    if not infos:
         raise ValueError(f"no file is named like {shown(pattern)!r}")
-    kind, lowered = _kind(pattern)
-    beginning = lowered.rstrip("/").removesuffix(kind._strip_protocol(lowered))
-    addresses = {beginning + name: about for name, about in sorted(found.items())}
-    for address, about in addresses.items():
+    fs_class, normal = _fs_class(pattern)
+    prefix = normal.rstrip("/").removesuffix(fs_class._strip_protocol(normal))
+    addresses = {prefix + name: info for name, info in sorted(infos.items())}
+    for address, info in addresses.items():
         with contextlib.suppress(OSError):  # the server may say more when it is asked for one file
-            _listed[address] = _meant(address, about)
+            _listed_infos[address] = _parse_info(address, info)
     return [*addresses]
 
 
@@ -97,7 +97,7 @@ class RemoteBytes:
 
     def __init__(self, address: str, ahead: int = 0) -> None:
         self._address, self._ahead = address, ahead
-        self._kept = (0, b"")  # offset and content
+        self._buffer = (0, b"")  # offset and content
 
     @functools.cached_property
     def size(self) -> int:
@@ -108,15 +108,15 @@ class RemoteBytes:
 
     def pread(self, size: int, offset: int) -> bytes:
         """At most `size` bytes from `offset`; fewer only at the end of the file."""
-        start, content = self._kept
+        start, content = self._buffer
         if self._ahead and not start <= offset <= offset + size <= start + len(content):
-            start, content = self._kept = (offset, self._read(max(size, self._ahead), offset))
+            start, content = self._buffer = (offset, self._read(max(size, self._ahead), offset))
         return content[offset - start :][:size] if self._ahead else self._read(size, offset)
 
     def _read(self, size: int, offset: int) -> bytes:
         if not offset and size <= _PIECE and "size" not in self.__dict__:  # asking for the size is another request
             try:
-                content = self._piece(0, size, least=0)
+                content = self._fetch_piece(0, size, least=0)
             except OSError as error:
                 if error.errno != errno.EINVAL or self.size:  # an empty file has no ranges
                     raise
@@ -124,16 +124,16 @@ class RemoteBytes:
             if len(content) == size or len(content) == self.size:
                 return content
         end = min(offset + size, self.size)
-        return b"".join(self._piece(at, min(_PIECE, end - at)) for at in range(offset, end, _PIECE))
+        return b"".join(self._fetch_piece(at, min(_PIECE, end - at)) for at in range(offset, end, _PIECE))
 
-    def _piece(self, offset: int, size: int, least: int | None = None) -> bytes:
+    def _fetch_piece(self, offset: int, size: int, least: int | None = None) -> bytes:
         def check(content: bytes) -> None:
             if len(content) > size:
                 raise OSError(errno.ENOTSUP, "the server sends whole files only, no parts of them")
             if len(content) < (size if least is None else least):
                 raise ConnectionError("the server sent a part of the answer")
 
-        return _ask(self._address, "cat_file", check, size, start=offset, end=offset + size)
+        return _request(self._address, "cat_file", check, size, start=offset, end=offset + size)
 
 
 class _Window(FileWindow):
@@ -149,7 +149,7 @@ class _Window(FileWindow):
 def open_file(address: str, is_part: bool = False) -> BinaryIO:
     """A file that can be read at random, for a library that takes file objects. See `open_bytes` for `is_part`. Raises
     OSError and ValueError, in one line."""
-    if is_part and (local := _cached(address)) is not None:
+    if is_part and (local := _open_cached(address)) is not None:
         return local
     file = RemoteBytes(address, _AHEAD)
     return cast(BinaryIO, _Window(file, 0, file.size))
@@ -158,7 +158,7 @@ def open_file(address: str, is_part: bool = False) -> BinaryIO:
 @contextlib.contextmanager
 def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[Any]:
     """`open_bytes` of an address."""
-    if is_part and (local := _cached(address)) is not None:
+    if is_part and (local := _open_cached(address)) is not None:
         with local:
             yield LocalBytes(local.fileno())
     else:
@@ -176,8 +176,8 @@ def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str
     Raises:
         OSError, ValueError: in one line; the folder cannot be written to, or so many shards do not fit.
     """
-    global _cache, _kept
-    _kept = frozenset(shards)
+    global _cache, _cached_addresses
+    _cached_addresses = frozenset(shards)
     _cache = None if cache_dir is None else ShardCache(cache_dir, int(cache_gb * 1e9))
     if _cache is not None and shards:
         needed = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
@@ -191,29 +191,29 @@ def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str
 def fetch_shards(addresses: Mapping[int, str], shards: Sequence[range]) -> None:
     """Begin to fetch shards into the cache, in a thread; who reads one meanwhile waits for it. `addresses`: of the
     shards, by the index of the first sample."""
-    asked = [addresses[shard.start] for shard in shards if shard.start in addresses]
-    first = os.getpid() % max(len(asked), 1)  # processes begin with different ones
+    shard_addresses = [addresses[shard.start] for shard in shards if shard.start in addresses]
+    first = os.getpid() % max(len(shard_addresses), 1)  # processes begin with different ones
 
     def fetch() -> None:
-        for address in asked[first:] + asked[:first]:
-            with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as opened:  # the reader meets them
-                opened.enter_context(_cached(address) or contextlib.nullcontext())
+        for address in shard_addresses[first:] + shard_addresses[:first]:
+            with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:  # the reader meets them
+                stack.enter_context(_open_cached(address) or contextlib.nullcontext())
 
     threading.Thread(target=fetch, daemon=True).start()
 
 
 _cache: ShardCache | None = None
-_kept: frozenset[str] = frozenset()
+_buffer: frozenset[str] = frozenset()
 
 
-def _cached(address: str) -> BinaryIO | None:
+def _open_cached(address: str) -> BinaryIO | None:
     """The local copy of a shard; None if the cache is not for it, has no room or fails. Raises errors of the
     server."""
-    if _cache is None or (_kept and address not in _kept):
+    if _cache is None or (_cached_addresses and address not in _cached_addresses):
         return None
-    size, said = _info(address)
+    size, file_version = _info(address)
     try:
-        return None if size is None else _cache.open(f"{address}\n{said}", size, RemoteBytes(address).pread)
+        return None if size is None else _cache.open(f"{address}\n{file_version}", size, RemoteBytes(address).pread)
     except OSError as error:
         if error.filename == shown(address):  # only errors of the server have this name
             raise
@@ -228,44 +228,44 @@ def _protocol(address: str) -> str:
     return _SAME_AS.get(scheme, scheme)
 
 
-_listed: dict[str, _Info] = {}  # what listings have said, until it is used
+_listed_infos: dict[str, _Info] = {}  # what listings have said, until it is used
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _info(address: str) -> _Info:
     """Asked of the server once in each process. Raises OSError and ValueError, in one line."""
-    return _listed.pop(address, None) or _meant(address, _ask(address, "info"))
+    return _listed_infos.pop(address, None) or _parse_info(address, _request(address, "info"))
 
 
-def _meant(address: str, found: Mapping[str, Any]) -> _Info:
-    if found["type"] == "directory":
+def _parse_info(address: str, info: Mapping[str, Any]) -> _Info:
+    if info["type"] == "directory":
         return _Info(None, "")
-    if not isinstance(size := found.get("size"), int):
+    if not isinstance(size := info.get("size"), int):
         raise OSError(errno.ENOTSUP, "the server does not say how long the file is", shown(address))
     names = ("ETag", "etag", "md5Hash", "blob_id", "Last-Modified", "LastModified", "mtime", "updated")
-    return _Info(size, f"{size} {next((found[name] for name in names if found.get(name) is not None), '')}")
+    return _Info(size, f"{size} {next((info[name] for name in names if info.get(name) is not None), '')}")
 
 
 @functools.lru_cache(maxsize=64)
-def _made(pid: int, thread: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Any:
+def _make_filesystem(pid: int, thread: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Any:
     """A file system of fsspec, for one process: the threads of its connections do not survive a fork. If it is not
     asynchronous, for one thread, too: its connections serve one request at a time."""
     import fsspec
 
-    made = fsspec.filesystem(protocol, skip_instance_cache=True, **_OPTIONS.get(protocol, {}), **dict(options))
+    filesystem = fsspec.filesystem(protocol, skip_instance_cache=True, **_OPTIONS.get(protocol, {}), **dict(options))
     if protocol == "s3":
-        made.retries = 1
-    return made
+        filesystem.retries = 1
+    return filesystem
 
 
-def _kind(address: str) -> tuple[Any, str]:
+def _fs_class(address: str) -> tuple[Any, str]:
     """The class of the file systems for an address, and the address with its scheme in lower case, which they want.
     Raises ValueError, in one line."""
     protocol = _protocol(address)
     try:
         import fsspec
 
-        kind = fsspec.get_filesystem_class(protocol)
+        fs_class = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         package = error.name or getattr(error.__cause__, "name", None)  # fsspec's own errors have none, but a cause
         if package and (package == "fsspec" or protocol in _INSTALLED):
@@ -276,20 +276,20 @@ def _kind(address: str) -> tuple[Any, str]:
     if protocol in ("file", "local", "memory") or "::" in address:
         raise ValueError(f"{shown(address)} is no address of a server: give a path for files of this machine")
     scheme, rest = address.split("://", 1)
-    return kind, f"{scheme.lower()}://{rest}"
+    return fs_class, f"{scheme.lower()}://{rest}"
 
 
-def _filesystem(kind: Any, address: str) -> tuple[Any, str]:
+def _filesystem(fs_class: Any, address: str) -> tuple[Any, str]:
     """The file system of an address, and what the file is called there; some connect at once. Raises anything."""
-    options, thread = kind._get_kwargs_from_urls(address), 0 if kind.async_impl else threading.get_ident()
+    options, thread = fs_class._get_kwargs_from_urls(address), 0 if fs_class.async_impl else threading.get_ident()
     try:
-        made = _made(os.getpid(), thread, _protocol(address), tuple(sorted(options.items())))
+        filesystem = _make_filesystem(os.getpid(), thread, _protocol(address), tuple(sorted(options.items())))
     except (TypeError, AttributeError) as error:  # it wants options that no address holds
         raise ValueError(str(error)) from None
-    return made, kind._strip_protocol(address)
+    return filesystem, fs_class._strip_protocol(address)
 
 
-async def _range(http: Any, address: str, start: int, end: int) -> bytes:
+async def _fetch_range(http: Any, address: str, start: int, end: int) -> bytes:
     """These bytes of a file on a web server, and one more if it sends more: it may send all of a large file."""
     session = await http.set_session()
     content = bytearray()
@@ -302,7 +302,7 @@ async def _range(http: Any, address: str, start: int, end: int) -> bytes:
     return bytes(content[: end - start + 1])
 
 
-def _ask(
+def _request(
     address: str, method: str, check: Callable[[Any], None] = lambda _: None, size: int = 0, **arguments: Any
 ) -> Any:
     """What a method of the file system answers about a file, in about `size` bytes. `check` raises OSError if the
@@ -310,19 +310,19 @@ def _ask(
 
     Raises OSError and ValueError, in one line that quotes no server and no library, whose texts may hold passwords.
     """
-    kind, lowered = _kind(address)
+    fs_class, normal = _fs_class(address)
     seconds = _SECONDS + size / _SLOWEST
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(_PAUSE * 2 ** (attempt - 1) * (0.5 + random.SystemRandom().random()))
         try:
-            filesystem, path = _filesystem(kind, lowered)
+            filesystem, path = _filesystem(fs_class, normal)
             if filesystem.async_impl:
                 from fsspec.asyn import sync
 
                 call = getattr(filesystem, f"_{method}")
                 if method == "cat_file" and _protocol(address) == "http":
-                    call = functools.partial(_range, filesystem)
+                    call = functools.partial(_fetch_range, filesystem)
                 answer = sync(filesystem.loop, call, path, timeout=seconds, **arguments)
             else:
                 answer = getattr(filesystem, method)(path, **arguments)
@@ -331,19 +331,19 @@ def _ask(
         except MemoryError:
             raise
         except Exception as error:
-            number, reason = _meaning(error, seconds)
+            number, reason = _explain_error(error, seconds)
             if number != errno.EIO:
                 raise OSError(number, reason, shown(address)) from None
     raise OSError(errno.EIO, f"{reason}, {_TRIES} times in a row", shown(address)) from None
 
 
-def _meaning(error: BaseException, seconds: float) -> tuple[int, str]:
+def _explain_error(error: BaseException, seconds: float) -> tuple[int, str]:
     """What an error says: its number, EIO if another attempt may succeed, and a line."""
     # fsspec raises FileNotFoundError for whatever kept it from asking, and s3fs its own errors in place of botocore's.
     cause = error.__cause__
     if cause is not None and (isinstance(error, FileNotFoundError) or hasattr(cause, "response")):
         error = cause
-    status, name = _status(error), type(error).__name__
+    status, name = _http_status(error), type(error).__name__
     if isinstance(error, PermissionError) or status in (401, 403, 407) or "Credential" in name:
         return errno.EACCES, "the server refuses access: it asks for credentials that may read this"
     if isinstance(error, FileNotFoundError) or status in (404, 410):
@@ -359,10 +359,10 @@ def _meaning(error: BaseException, seconds: float) -> tuple[int, str]:
     return errno.EIO, f"the server answers with status {status}" if status else f"the connection failed ({name})"
 
 
-def _status(error: BaseException) -> int:
+def _http_status(error: BaseException) -> int:
     """The status of HTTP in an error of aiohttp, botocore or huggingface_hub; 0 if there is none."""
     response = getattr(error, "response", None)
-    found = [getattr(error, "status", 0), getattr(error, "code", 0), getattr(response, "status_code", 0)]
+    codes = [getattr(error, "status", 0), getattr(error, "code", 0), getattr(response, "status_code", 0)]
     if isinstance(response, dict):
-        found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    return next((int(each) for each in found if str(each).isdigit() and int(each)), 0)
+        codes.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return next((int(code) for code in codes if str(code).isdigit() and int(code)), 0)

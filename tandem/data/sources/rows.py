@@ -55,21 +55,21 @@ class Rows:
         raise NotImplementedError
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
-        cells, found = self.cells(index), dict[str, Any]()
-        for wanted, columns in self.columns.items():
-            there = {column: cell for column in columns if (cell := cells.get(column)) is not None}
-            value = there if wanted.as_cells else self._value(wanted, next(iter(there.values()), None), index)
-            found.update({} if value is None or not there else {wanted.name: value})
+        cells, record = self.cells(index), dict[str, Any]()
+        for spec, columns in self.columns.items():
+            present = {column: cell for column in columns if (cell := cells.get(column)) is not None}
+            value = present if spec.as_cells else self._parse_cell(spec, next(iter(present.values()), None), index)
+            record.update({} if value is None or not present else {spec.name: value})
         first = next(iter(self.columns))
-        if not isinstance(found.get(first.name), Entry):
+        if not isinstance(record.get(first.name), Entry):
             raise ValueError(f"the row holds no {first.noun}")
         start, end = seconds_of(cells)
-        return {**found, first.name: found[first.name]._replace(start_seconds=start, end_seconds=end)}
+        return {**record, first.name: record[first.name]._replace(start_seconds=start, end_seconds=end)}
 
     def examples(self, name: str) -> Sequence[int]:
         """The first rows, if there is a column for it."""
-        is_there = any(wanted.name == name and columns for wanted, columns in self.columns.items())
-        return range(min(len(self), MOST_EXAMPLES) if is_there else 0)
+        has_column = any(spec.name == name and columns for spec, columns in self.columns.items())
+        return range(min(len(self), MOST_EXAMPLES) if has_column else 0)
 
     def joined(self, path: str) -> str:
         """The path or address of a file that a row names. Raises ValueError, in one line, if a list on a server names a
@@ -80,12 +80,12 @@ class Rows:
             raise ValueError(f"it names {path[:_LONGEST_QUOTE]!r}, which is not below its list on the server")
         return os.path.join(self._folder, path if is_address(self._folder) else os.path.expanduser(path))
 
-    def _value(self, wanted: Wanted, cell: Any, index: int) -> Any:
+    def _parse_cell(self, spec: Wanted, cell: Any, index: int) -> Any:
         """The file or the numbers that a cell stands for, None if for none."""
         path = cell.get("path") if isinstance(cell, Mapping) else cell
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
-            joined = self.joined(path_of({"path": path}, wanted.noun)) if path else ""
+            joined = self.joined(path_of({"path": path}, spec.noun)) if path else ""
             return Entry(joined if is_address(joined) else as_on_disk(joined)) if path else None
         if isinstance(content, bytes | memoryview):
             return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
@@ -93,17 +93,17 @@ class Rows:
             with np.errstate(over="ignore"):  # whoever uses them checks that they are finite
                 return np.array(content, np.float32)
         except (ValueError, TypeError, OverflowError):
-            raise ValueError(f"its {wanted.noun} is no list of numbers, nor lists of equally many") from None
+            raise ValueError(f"its {spec.noun} is no list of numbers, nor lists of equally many") from None
 
 
 def parts_of(source: Source) -> list[str]:
     """Which part of its file each record of a table is, in seconds, or what a row says that is no part; empty if all
     are whole files."""
-    parts = [*map(_part_of, source.times())] if isinstance(source, Rows) else []
-    return parts if {*parts} - {_part_of({})} else []
+    parts = [*map(_describe_part, source.times())] if isinstance(source, Rows) else []
+    return parts if {*parts} - {_describe_part({})} else []
 
 
-def _part_of(cells: Mapping[str, Any]) -> str:
+def _describe_part(cells: Mapping[str, Any]) -> str:
     try:
         start, end = seconds_of(cells)
     except ValueError:  # a bad sample, when it is read
@@ -114,8 +114,8 @@ def _part_of(cells: Mapping[str, Any]) -> str:
 def unread_line(path: str, names: Iterable[str], read: Container[str]) -> str:
     """A line about the columns of a table or manifest of which nothing is read; "" if there are none."""
     unread = [*itertools.islice((name for name in names if name and name not in read), _MOST_NAMES + 1)]
-    shown = [printable(name[:_LONGEST_QUOTE]) for name in unread[:_MOST_NAMES]] + ["..."] * (len(unread) > _MOST_NAMES)
-    return f"columns of {path!r} that are not read: {', '.join(shown)}" if shown else ""
+    listed = [printable(name[:_LONGEST_QUOTE]) for name in unread[:_MOST_NAMES]] + ["..."] * (len(unread) > _MOST_NAMES)
+    return f"columns of {path!r} that are not read: {', '.join(listed)}" if listed else ""
 
 
 def columns_of(wanted: Wanted) -> tuple[str, ...]:
@@ -135,19 +135,19 @@ def seconds_of(cells: Mapping[str, Any]) -> tuple[float, float]:
     """The start and the end of a sample in its file, of the columns `TIMES`, all optional. Raises ValueError, in one
     line, if they cannot be."""
     times = {OTHER_NAMES.get(name, name): cells[name] for name in TIMES if cells.get(name) not in (None, "")}
-    start, end = (_seconds(times, key, missing) for key, missing in (("start_seconds", 0.0), ("end_seconds", math.inf)))
+    start, end = _seconds_of(times, "start_seconds", 0.0), _seconds_of(times, "end_seconds", math.inf)
     if end <= start:
         raise ValueError(f"it ends at {end:g} s, not after its start at {start:g} s")
     return start, end
 
 
-def _seconds(times: Mapping[str, Any], key: str, missing: float) -> float:
-    value = times.get(key, missing)
+def _seconds_of(times: Mapping[str, Any], key: str, default: float) -> float:
+    cell = times.get(key, default)
     try:
-        seconds = math.nan if isinstance(value, bool) else float(value)
+        seconds = math.nan if isinstance(cell, bool) else float(cell)
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if not (0 <= seconds <= _LATEST or value is missing):
-        text = repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+    if not (0 <= seconds <= _LATEST or cell is default):
+        text = repr(cell) if isinstance(cell, (str, int, float)) else f"a {type(cell).__name__}"
         raise ValueError(f"its {key} is {text[:_LONGEST_QUOTE]}, which is no time in seconds")
     return seconds

@@ -59,14 +59,14 @@ def saved_files(folder: str) -> Files | None:
 
     Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
     """
-    path, of_splits = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
+    state_path, splits_path = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
     try:
-        splits = [*map(str, read_json(of_splits)["splits"])] if os.path.isfile(of_splits) else []
-        state = read_json(path) if os.path.isfile(path) else {"_data_files": []}
+        splits = [*map(str, read_json(splits_path)["splits"])] if os.path.isfile(splits_path) else []
+        state = read_json(state_path) if os.path.isfile(state_path) else {"_data_files": []}
         files = [str(file["filename"]) for file in state["_data_files"]]
     except DAMAGES as error:
-        said = f"cannot read {path!r} or {of_splits!r}: {type(error).__name__}, {reason_of(error)}"
-        raise ValueError(f"{said}: save the dataset again") from None
+        reason = f"cannot read {state_path!r} or {splits_path!r}: {type(error).__name__}, {reason_of(error)}"
+        raise ValueError(f"{reason}: save the dataset again") from None
     if splits:
         example = os.path.join(folder, splits[0])
         raise ValueError(
@@ -79,7 +79,7 @@ def saved_files(folder: str) -> Files | None:
             f"{folder!r} holds a selection of the rows of its files: call flatten_indices() and save it again"
         )
     if outside := [name for name in files if os.path.basename(name) != name or name in ("", "..")]:
-        raise ValueError(f"{path!r} names {outside[0]!r}, which is no file of its folder")
+        raise ValueError(f"{state_path!r} names {outside[0]!r}, which is no file of its folder")
     return Files([os.path.join(folder, name) for name in files], folder)
 
 
@@ -103,7 +103,7 @@ def check_alike(folder: str, names: Sequence[str]) -> None:
     """Raises ValueError, in one line, if the tables of a folder are of both kinds, or of several splits."""
     if len({os.path.splitext(name)[1].lower() for name in names}) > 1:
         raise ValueError(f"{folder!r} holds Arrow and parquet files: give those of one kind, as a pattern")
-    splits = {split: name for name in reversed(names) if (split := _split_of(name))}
+    splits = {split: name for name in reversed(names) if (split := _find_split(name))}
     if len(splits) > 1:
         raise ValueError(
             f"{folder!r} holds the splits {', '.join(sorted(splits))}, such as {', '.join(sorted(splits.values()))}: "
@@ -111,7 +111,7 @@ def check_alike(folder: str, names: Sequence[str]) -> None:
         )
 
 
-def _split_of(name: str) -> str | None:
+def _find_split(name: str) -> str | None:
     """The split that the path of a file names, its last word of this kind."""
     words = [_SPLITS[word.lower()] for word in _WORD.findall(name) if word.lower() in _SPLITS]
     return words[-1] if words else None
@@ -125,86 +125,84 @@ class TableSource(Rows):
     their columns.
     """
 
-    def __init__(self, files: Files, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, files: Files, specs: Sequence[Wanted]) -> None:
         try:  # here, so that loader workers that are forked later need not
             import pyarrow.parquet  # noqa: F401
         except ImportError:
             raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
-        self._given, self.paths = (files, tuple(wanted)), files.paths
+        self._arguments, self.paths = (files, tuple(specs)), files.paths
         with ThreadPoolExecutor(_THREADS) as threads:  # a server takes a while for each
-            opened = [*threads.map(_opened, files.paths)]
-        kinds, features = _kinds(opened[0].schema), _features_of(opened[0].schema)
-        columns: dict[Wanted, Sequence[str]] = {wanted[0]: [_column_of(kinds, features, wanted[0], files.paths[0])]}
-        for one in wanted[1:]:
-            there = [name for name in columns_of(one) if name in kinds]
-            columns[one] = [name for name in there if _TEXT.fullmatch(kinds[name])] if one.as_cells else there[:1]
+            open_files = [*threads.map(_open_table, files.paths)]
+        kinds, features = _types_of(open_files[0].schema), _read_features(open_files[0].schema)
+        columns: dict[Wanted, Sequence[str]] = {specs[0]: [_file_column(kinds, features, specs[0], files.paths[0])]}
+        for spec in specs[1:]:
+            present = [name for name in columns_of(spec) if name in kinds]
+            columns[spec] = [name for name in present if _TEXT.fullmatch(kinds[name])] if spec.as_cells else present[:1]
         super().__init__(columns, files.folder or os.path.dirname(files.paths[0]))
         self._times = [name for name in TIMES if name in kinds]
-        chosen = [*dict.fromkeys(itertools.chain(*columns.values(), self._times))]
-        self.classes = {
-            name: names for name in chosen if isinstance(names := features.get(name, {}).get("names"), list)
-        }
-        self.skipped = "; ".join(filter(None, (files.skipped, unread_line(files.paths[0], kinds, chosen))))
-        types = {name: kinds[name] for name in chosen}
-        for path, file in zip(files.paths, opened, strict=True):
-            found = {name: kind for name, kind in _kinds(file.schema).items() if name in types}
-            if found != types:
-                ours, theirs = (", ".join(f"{k}: {v}" for k, v in each.items()) for each in (found, types))
-                raise ValueError(f"{path!r} has the columns {ours}, but {files.paths[0]!r} {theirs}")
-        self._parts = [(file, number) for file in opened for number in range(len(file.lengths))]
-        self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in opened))])  # of the parts, after a 0
-        self._firsts = np.cumsum([0, *(sum(file.lengths) for file in opened)])
+        used = [*dict.fromkeys(itertools.chain(*columns.values(), self._times))]
+        self.classes = {name: names for name in used if isinstance(names := features.get(name, {}).get("names"), list)}
+        self.skipped = "; ".join(filter(None, (files.skipped, unread_line(files.paths[0], kinds, used))))
+        types = {name: kinds[name] for name in used}
+        for path, file in zip(files.paths, open_files, strict=True):
+            file_types = {name: kind for name, kind in _types_of(file.schema).items() if name in types}
+            if file_types != types:
+                last, first_types = (", ".join(f"{k}: {v}" for k, v in each.items()) for each in (file_types, types))
+                raise ValueError(f"{path!r} has the columns {last}, but {files.paths[0]!r} {first_types}")
+        self._parts = [(file, number) for file in open_files for number in range(len(file.lengths))]
+        self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in open_files))])  # of the parts, after a 0
+        self._firsts = np.cumsum([0, *(sum(file.lengths) for file in open_files)])
         if not len(self):
             first, n = repr(files.paths[0]), len(files.paths)
             raise ValueError(f"{first if n == 1 else f'{n} files, the first {first}'} holds no rows")
         ranges = [range(first, end) for first, end in itertools.pairwise(self._firsts.tolist())]
         self.shards: Sequence[range] | None = ranges if len(ranges) > 1 else None
         self._names = [os.path.relpath(path, self._folder) for path in files.paths]
-        about = json.dumps([self._names, self._firsts.tolist(), list(types.items())])
-        self.fingerprint = fingerprint_of([about.encode("utf-8", "surrogateescape")])
-        largest = max(file.largest for file in opened)
-        self._part = lru_cache(max(1, _KEPT_BYTES // largest))(partial(self._read_part, columns=chosen))
+        text = json.dumps([self._names, self._firsts.tolist(), list(types.items())])
+        self.fingerprint = fingerprint_of([text.encode("utf-8", "surrogateescape")])
+        largest = max(file.largest for file in open_files)
+        self._part = lru_cache(max(1, _KEPT_BYTES // largest))(partial(self._read_part, columns=used))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TableSource, self._given  # a worker that is not forked opens the files again
+        return TableSource, self._arguments  # a worker that is not forked opens the files again
 
     def cells(self, index: int) -> Mapping[str, Any]:
         number = int(np.searchsorted(self._ends, index, side="right")) - 1
         columns, row = self._part(number), index - int(self._ends[number])
-        with _in_one_line("the row cannot be read"):
-            cells = {name: _plain(column[row]) for name, column in columns.items()}
+        with _errors_in_one_line("the row cannot be read"):
+            cells = {name: _to_plain(column[row]) for name, column in columns.items()}
         for name, classes in self.classes.items():
-            if isinstance(at := cells[name], int):
-                cells[name] = str(classes[at]) if 0 <= at < len(classes) else None
+            if isinstance(label := cells[name], int):
+                cells[name] = str(classes[label]) if 0 <= label < len(classes) else None
         return cells
 
     def times(self) -> Iterator[Mapping[str, Any]]:
         for number in range(len(self._parts) if self._times else 0):
             columns = self._read_part(number, self._times)
             for cells in zip(*columns.values(), strict=True):
-                yield dict(zip(columns, map(_plain, cells), strict=True))
+                yield dict(zip(columns, map(_to_plain, cells), strict=True))
 
     def describe(self, index: int) -> str:
-        file, row = self._place(index)
+        file, row = self._locate(index)
         return f"{self.paths[file]}[{row}]"
 
     def name(self, index: int) -> str:
-        file, row = self._place(index)
+        file, row = self._locate(index)
         return f"{self._names[file]}/{row:09d}"
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return file, index - int(self._firsts[file])
 
     def _read_part(self, number: int, columns: Sequence[str]) -> Mapping[str, Any]:
         """Columns of rows that are read together."""
         file, part = self._parts[number]
-        with _in_one_line("the rows beside it cannot be read"):
-            read = file.part(part, columns)
-            return {name: read.column(name) for name in columns}
+        with _errors_in_one_line("the rows beside it cannot be read"):
+            rows = file.part(part, columns)
+            return {name: rows.column(name) for name in columns}
 
 
 class _ArrowFile:
@@ -214,35 +212,35 @@ class _ArrowFile:
     def __init__(self, path: str) -> None:
         import pyarrow as pa
 
-        self._path, self.lengths, self._places = path, list[int](), list[tuple[int, int]]()
-        self._mapped = None if is_address(path) else pa.memory_map(path).read_buffer()
-        at = 0
+        self._path, self.lengths, self._batch_ranges = path, list[int](), list[tuple[int, int]]()
+        self._map = None if is_address(path) else pa.memory_map(path).read_buffer()
+        offset = 0
         with open_bytes(path, ahead=1 << 16) as file:
-            while (mark := file.pread(8, at)) != _END_OF_STREAM:
+            while (mark := file.pread(8, offset)) != _END_OF_STREAM:
                 size = 8 + int.from_bytes(mark[4:], "little")
-                header = file.pread(size, at) if mark[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
+                header = file.pread(size, offset) if mark[:4] == _END_OF_STREAM[:4] and size <= _LONGEST_HEADER else b""
                 if len(header) < size:
                     raise ValueError("it is cut off, or no stream of Arrow: write it as a stream, or as parquet")
-                message = pa.ipc.read_message(pa.PythonFile(_WithoutBody(header, file.size - at - size), mode="r"))
-                if not at:
+                message = pa.ipc.read_message(pa.PythonFile(_WithoutBody(header, file.size - offset - size), mode="r"))
+                if not offset:
                     self.schema = pa.ipc.read_schema(message)
                 else:
-                    self.lengths.append(_rows_of(message, self.schema))
-                    self._places.append((at, size + message.body.size))
-                at += size + (message.body.size if message.body else 0)
-            if (n_more := file.size - at - len(_END_OF_STREAM)) > 0:
+                    self.lengths.append(_count_rows(message, self.schema))
+                    self._batch_ranges.append((offset, size + message.body.size))
+                offset += size + (message.body.size if message.body else 0)
+            if (n_more := file.size - offset - len(_END_OF_STREAM)) > 0:
                 raise ValueError(
                     f"{n_more} bytes follow the end of its stream: give files that were appended one by one"
                 )
-        self.largest = 1 if self._mapped else max((size for _, size in self._places), default=1)
+        self.largest = 1 if self._map else max((size for _, size in self._batch_ranges), default=1)
         if self.largest > _LARGEST_GROUP:
             raise ValueError("one of its record batches has more than 1 GB, and all of it is read for one sample")
 
     def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow as pa
 
-        at, size = self._places[number]
-        content = self._mapped.slice(at, size) if self._mapped else Entry(self._path, at, size).read(size)
+        offset, size = self._batch_ranges[number]
+        content = self._map.slice(offset, size) if self._map else Entry(self._path, offset, size).read(size)
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(content), self.schema).select(columns)
         batch.validate(full=True)  # else forged offsets would lead out of the file
         if batch.num_rows != self.lengths[number]:
@@ -267,7 +265,7 @@ class _WithoutBody(io.BytesIO):
         return bytes(size)
 
 
-def _rows_of(message: Any, schema: Any) -> int:
+def _count_rows(message: Any, schema: Any) -> int:
     """How many rows a record batch has, of whose body nothing is known. Raises ValueError, in one line, if it is none
     whose columns stand in the body as they are."""
     import pyarrow as pa
@@ -276,8 +274,8 @@ def _rows_of(message: Any, schema: Any) -> int:
         batch = pa.ipc.read_record_batch(message, schema)
         batch.validate()  # a compressed body has too few bytes
     except (pa.ArrowException, OSError) as error:
-        said = "it is compressed, has dictionaries or is damaged: save it without them, or as parquet"
-        raise ValueError(f"{said} ({error})") from None
+        reason = "it is compressed, has dictionaries or is damaged: save it without them, or as parquet"
+        raise ValueError(f"{reason} ({error})") from None
     return int(batch.num_rows)
 
 
@@ -288,16 +286,16 @@ class _ParquetFile:
         import pyarrow.parquet as pq
 
         self._path = path
-        with _at_random(path, is_part=False) as file:
-            self._about = pq.read_metadata(file)
-        self.schema = self._about.schema.to_arrow_schema()
-        groups = [self._about.row_group(number) for number in range(self._about.num_row_groups)]
+        with _open_random_access(path, is_part=False) as file:
+            self._metadata = pq.read_metadata(file)
+        self.schema = self._metadata.schema.to_arrow_schema()
+        groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
         self.lengths = [group.num_rows for group in groups]
         sizes = [max(group.total_byte_size, _BYTES_OF_ROW * group.num_rows) for group in groups]
         self.largest = max([1, *sizes])
         # Cells that are equal stand in a file once: a small one would take any memory if each became a copy.
-        leaves = (self._about.schema.column(number) for number in range(len(self._about.schema)))
-        self._once = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        leaves = (self._metadata.schema.column(number) for number in range(len(self._metadata.schema)))
+        self._dictionary_columns = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         if self.largest > _LARGEST_GROUP:
             raise ValueError(
                 f"its row group {sizes.index(self.largest)} has {self.largest / 1e9:.1f} GB, and all of it is read for "
@@ -307,13 +305,13 @@ class _ParquetFile:
     def part(self, number: int, columns: Sequence[str]) -> Any:
         import pyarrow.parquet as pq
 
-        how = {"metadata": self._about, "read_dictionary": self._once}
-        with _at_random(self._path, is_part=True) as opened, pq.ParquetFile(opened, **how) as file:
+        options = {"metadata": self._metadata, "read_dictionary": self._dictionary_columns}
+        with _open_random_access(self._path, is_part=True) as raw, pq.ParquetFile(raw, **options) as file:
             return file.read_row_group(number, columns=[*columns], use_threads=False)
 
 
-def _opened(path: str) -> _ArrowFile | _ParquetFile:
-    with _in_one_line(f"cannot read {path!r}"):
+def _open_table(path: str) -> _ArrowFile | _ParquetFile:
+    with _errors_in_one_line(f"cannot read {path!r}"):
         if not is_address(path):
             check_regular(Path(path))
         try:
@@ -324,13 +322,13 @@ def _opened(path: str) -> _ArrowFile | _ParquetFile:
             raise
 
 
-def _at_random(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:
+def _open_random_access(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:
     """What pyarrow opens. `is_part`: as for `open_bytes`."""
     return remote.open_file(path, is_part) if is_address(path) else contextlib.nullcontext(path)
 
 
 @contextlib.contextmanager
-def _in_one_line(what: str) -> Iterator[None]:
+def _errors_in_one_line(what: str) -> Iterator[None]:
     """Context in which whatever pyarrow raises for a damaged file becomes a ValueError, in one line."""
     import pyarrow as pa
 
@@ -340,7 +338,7 @@ def _in_one_line(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {' '.join(reason_of(error).split()) or type(error).__name__}") from None
 
 
-def _plain(cell: Any) -> Any:
+def _to_plain(cell: Any) -> Any:
     """A cell without pyarrow, but for the contents of files, which stay where they are in a map of memory."""
     import pyarrow.types as types
 
@@ -348,47 +346,47 @@ def _plain(cell: Any) -> Any:
         cell = cell.value
     kind = cell.type
     if cell.is_valid and types.is_struct(kind):
-        return {name: _plain(cell[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
+        return {name: _to_plain(cell[name]) for name in ("bytes", "path") if kind.get_field_index(name) >= 0}
     if cell.is_valid and (types.is_binary(kind) or types.is_large_binary(kind)):
         return memoryview(cell.as_buffer())
     if cell.is_valid and str(kind).startswith(_LISTS):
         if types.is_floating(kind.value_type):
             return np.from_dlpack(cell.values)  # to_numpy() would import pandas
-        return [_plain(each) for each in cell.values]
+        return [_to_plain(element) for element in cell.values]
     return cell.as_py()
 
 
-def _features_of(schema: Any) -> Mapping[str, Mapping[str, Any]]:
+def _read_features(schema: Any) -> Mapping[str, Mapping[str, Any]]:
     """What datasets says of the columns."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return {name: said for name, said in features.items() if isinstance(said, Mapping)}
+        return {name: feature for name, feature in features.items() if isinstance(feature, Mapping)}
     except DAMAGES:
         return {}
 
 
-def _kinds(schema: Any) -> dict[str, str]:
+def _types_of(schema: Any) -> dict[str, str]:
     """The type of each column, as pyarrow writes it; of columns of one name, none."""
     counts = Counter(schema.names)
     return {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True) if counts[name] < 2}
 
 
-def _column_of(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
+def _file_column(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
     """The column that holds the files."""
     columns = columns_of(wanted)
     files = {name: kind for name, kind in kinds.items() if _FILE.fullmatch(kind)}
-    said = {name: features.get(name, {}).get("_type") for name in files}
-    stated = [name for name in files if said[name] == wanted.feature]
-    unsaid = [name for name in files if said[name] not in _MEDIA]
-    named = [name for name in unsaid if name.lower() in columns]
-    structs = [name for name in unsaid if files[name].startswith("struct")]
-    for found in (stated, named, structs):
-        found = [name for name in found if name == columns[0]] or found
-        if len(found) == 1:
-            return found[0]
-        if found:
-            what, those = f"several columns of {wanted.noun}s", ", ".join(found)
-            raise ValueError(f"{path!r} has {what}, {those}: call the one to train on {columns[0]}")
+    media = {name: features.get(name, {}).get("_type") for name in files}
+    by_feature = [name for name in files if media[name] == wanted.feature]
+    others = [name for name in files if media[name] not in _MEDIA]
+    by_name = [name for name in others if name.lower() in columns]
+    structs = [name for name in others if files[name].startswith("struct")]
+    for candidates in (by_feature, by_name, structs):
+        candidates = [name for name in candidates if name == columns[0]] or candidates
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
+            problem, names = f"several columns of {wanted.noun}s", ", ".join(candidates)
+            raise ValueError(f"{path!r} has {problem}, {names}: call the one to train on {columns[0]}")
     raise ValueError(
         f"{path!r} has no column of {wanted.noun}s, a struct of bytes and path or a binary one called {columns[0]}; it "
         f"has {', '.join([*kinds][:20]) or 'none'}"

@@ -39,7 +39,8 @@ _WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINKS = (b"1", b"2")
 # What may be said of the end of a tar. One behind which others were appended is read on; between their ends and their
 # next headers there are zeros, of which no more are looked at than any program writes.
-_UNENDED, _GOES_ON = "without a mark of the end, perhaps cut off", "with bytes behind the end, which are not read"
+_NO_END_MARK = "without a mark of the end, perhaps cut off"
+_MORE_BYTES = "with bytes behind the end, which are not read"
 _LONGEST_END = 1 << 20  # bytes
 _PARTS = ("size", "offset", "ending")
 
@@ -57,20 +58,20 @@ class TarSource:
     damaged or cut off, or none holds a sample.
     """
 
-    def __init__(self, paths: Sequence[str], wanted: Sequence[Wanted], skipped: str = "") -> None:
-        self.paths, self._wanted = [*paths], [*wanted]
+    def __init__(self, paths: Sequence[str], specs: Sequence[Wanted], skipped: str = "") -> None:
+        self.paths, self._wanted = [*paths], [*specs]
         with ThreadPoolExecutor(_THREADS) as threads:
-            states = [*threads.map(_state, self.paths)]
+            states = [*threads.map(_read_state, self.paths)]
         self._n_bytes = np.array([size for size, _ in states], np.int64)
         root, names = _root_and_names(self.paths)
-        kind = json.dumps(["tars", names, [(one.name, one.endings, one.further) for one in wanted]])
+        kind = json.dumps(["tars", names, [(spec.name, spec.endings, spec.further) for spec in specs]])
         index = kept(
-            root, fingerprint_of([kind.encode()]), self._made, fewest=_FEWEST,
+            root, fingerprint_of([kind.encode()]), self._build_index, fewest=_FEWEST,
             depends=fingerprint_of([json.dumps(states).encode()]),
         )  # fmt: skip
         self.fingerprint, self._names = index.fingerprint, index.strings("names")
         self._columns = {
-            one.name: [index.numbers(f"{part} {one.name}", len(self)) for part in _PARTS] for one in wanted
+            spec.name: [index.numbers(f"{part} {spec.name}", len(self)) for part in _PARTS] for spec in specs
         }
         self._firsts = index.numbers("firsts", len(self.paths) + 1).whole()
         if self._firsts[0] != 0 or self._firsts[-1] != len(self) or (np.diff(self._firsts) < 0).any():
@@ -84,32 +85,32 @@ class TarSource:
             raise index.damaged() from None
         self.skipped = "; ".join(filter(None, lines))
         if not len(self):
-            more = self.skipped and f"; {self.skipped}"
-            raise ValueError(f"no {wanted[0].noun} ({' '.join(wanted[0].endings)}) in {self}{more}")
+            hint = self.skipped and f"; {self.skipped}"
+            raise ValueError(f"no {specs[0].noun} ({' '.join(specs[0].endings)}) in {self}{hint}")
 
-    def _made(self) -> Made:
-        kinds = functools.lru_cache(1 << 12)(functools.partial(_kinds, self._wanted))
+    def _build_index(self) -> Made:
+        kinds = functools.lru_cache(1 << 12)(functools.partial(_match_tail, self._wanted))
         names, firsts = PackedStrings(), array("q", [0])
         columns = [array("q") for _ in range(len(_PARTS) * len(self._wanted))]
-        left, alone, ends = Counter[str](), list[str](), dict[str, list[int]]()
+        skipped, alone, ends = Counter[str](), list[str](), dict[str, list[int]]()
         with ThreadPoolExecutor(_THREADS) as threads:
-            for found in threads.map(lambda path: scan(path, self._wanted, kinds), self.paths):
-                for name in found.names:
+            for scanned in threads.map(lambda path: scan(path, self._wanted, kinds), self.paths):
+                for name in scanned.names:
                     names.append(name)
-                for column, numbers in zip(columns, found.places.T, strict=True):
+                for column, numbers in zip(columns, scanned.places.T, strict=True):
                     column.frombytes(numbers.tobytes())
-                left += found.left
-                alone += found.alone
-                for said in found.ends:
-                    ends.setdefault(said, [0, len(firsts) - 1])[0] += 1
+                skipped += scanned.left
+                alone += scanned.alone
+                for end in scanned.ends:
+                    ends.setdefault(end, [0, len(firsts) - 1])[0] += 1
                 firsts.append(len(names))
         # Of the same samples in the same tars, with the same members beside them; other members may lie between.
         parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
-        titles = [f"{part} {one.name}" for one in self._wanted for part in _PARTS]
-        about = about_skipped(left, self._wanted[0].noun, len(alone), alone[0] if alone else "")
+        titles = [f"{part} {spec.name}" for spec in self._wanted for part in _PARTS]
+        description = about_skipped(skipped, self._wanted[0].noun, len(alone), alone[0] if alone else "")
         facts = {
-            "examples": {one.name: largest(columns[len(_PARTS) * n]) for n, one in enumerate(self._wanted)},
-            "skipped": [left.total(), about],
+            "examples": {spec.name: largest(columns[len(_PARTS) * n]) for n, spec in enumerate(self._wanted)},
+            "skipped": [skipped.total(), description],
             "ends": ends,
         }
         columns_by_title = dict(zip(titles, columns, strict=True))
@@ -125,14 +126,14 @@ class TarSource:
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
         path, n_bytes, name = self.path(index), self._n_bytes[self.shard(index)], self._names[index]
         record = {}
-        for one in self._wanted:
-            size, offset, ending = (column[index] for column in self._columns[one.name])
-            if size < 0 and one is not self._wanted[0]:
+        for spec in self._wanted:
+            size, offset, ending = (column[index] for column in self._columns[spec.name])
+            if size < 0 and spec is not self._wanted[0]:
                 continue
-            if not (size >= 0 and 0 <= offset <= n_bytes - size and 0 <= ending < len(one.taken)):
+            if not (size >= 0 and 0 <= offset <= n_bytes - size and 0 <= ending < len(spec.taken)):
                 raise self._damaged()
-            member = name if one is self._wanted[0] else f"{_key(name)}{one.taken[ending]}"
-            record[one.name] = Entry(path, offset, size, member=member)
+            member = name if spec is self._wanted[0] else f"{_key(name)}{spec.taken[ending]}"
+            record[spec.name] = Entry(path, offset, size, member=member)
         return record
 
     @property
@@ -162,10 +163,10 @@ def stem_of(name: str) -> str:
 def number_of(path: str, flag: str) -> int:
     """Number of a shard by its file's name: "img_emb_0012.npy" and "00012.tar" -> 12. Raises ValueError, in one line
     that names the flag."""
-    found = re.search(r"([0-9]+)$", stem_of(path))
-    if found is None:
+    match = re.search(r"([0-9]+)$", stem_of(path))
+    if match is None:
         raise ValueError(f"{flag}: the name of {path!r} does not end with the number of its shard, such as 00012")
-    return int(found[1])
+    return int(match[1])
 
 
 def _key(name: str) -> str:
@@ -174,7 +175,7 @@ def _key(name: str) -> str:
     return folder + slash + base.partition(".")[0]
 
 
-def _state(path: str) -> tuple[int, str]:
+def _read_state(path: str) -> tuple[int, str]:
     """The size of a tar, and what is different after a change."""
     try:
         if is_address(path):
@@ -197,20 +198,20 @@ def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
     return root, [os.path.relpath(path, root) for path in paths]
 
 
-def _kinds(wanted: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
-    """What a member may be, whose name ends so after its stem: the number in `wanted`, its rank (the lowest is taken)
+def _match_tail(specs: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
+    """What a member may be, whose name ends so after its stem: the number in `specs`, its rank (the lowest is taken)
     and the number of its ending."""
     tail = tail.lower()
     for is_whole in (True, False):
-        found = []
-        for number, one in enumerate(wanted):
-            fits = [tail == ending if is_whole else tail.endswith(ending) for ending in one.taken]
-            if any(fits) and (is_whole or number == 0 or one.as_cells):
-                ending = fits.index(True)
-                rank = ending if number else int(ending >= len(one.endings))
-                found.append((number, rank if is_whole else len(one.taken) + rank, ending))
-        if found:
-            return found
+        matches = []
+        for number, spec in enumerate(specs):
+            is_match = [tail == ending if is_whole else tail.endswith(ending) for ending in spec.taken]
+            if any(is_match) and (is_whole or number == 0 or spec.as_cells):
+                ending = is_match.index(True)
+                rank = ending if number else int(ending >= len(spec.endings))
+                matches.append((number, rank if is_whole else len(spec.taken) + rank, ending))
+        if matches:
+            return matches
     return []
 
 
@@ -231,24 +232,24 @@ class Scanned(NamedTuple):
     ends: list[str]
 
 
-def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> Scanned:
+def scan(path: str, specs: Sequence[Wanted], kinds: Kinds) -> Scanned:
     """What is in a tar, of which only the headers of members are read.
 
     Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
     """
     samples: dict[str, list[tuple[int, str, int, int, int] | None]] = {}
     clashes: dict[str, tuple[int, str]] = {}
-    left, tails, ends = Counter[str](), Counter[str](), list[str]()
-    for name, offset, size in members(path, left, ends):
+    skipped, tails, ends = Counter[str](), Counter[str](), list[str]()
+    for name, offset, size in members(path, skipped, ends):
         key = _key(name)
         if key.endswith("/") or not key:  # hidden names are skipped
             continue
         tails[name[len(key) :]] += 1
-        found = kinds(name[len(key) :])
-        if not found:
+        matches = kinds(name[len(key) :])
+        if not matches:
             continue
-        sample = samples.setdefault(key, [None] * len(wanted))
-        for number, rank, ending in found:
+        sample = samples.setdefault(key, [None] * len(specs))
+        for number, rank, ending in matches:
             other = sample[number]
             if other is None or rank < other[0] or (rank == other[0] and number):
                 sample[number] = rank, name, size, offset, ending
@@ -257,18 +258,18 @@ def scan(path: str, wanted: Sequence[Wanted], kinds: Kinds) -> Scanned:
     for key, (rank, name) in clashes.items():
         first = samples[key][0]
         if first and first[0] == rank:
-            of_one_name = f"two {wanted[0].noun}s of one name, {first[1]!r} and {name!r}"
-            raise ValueError(f"the tar {path!r} holds {of_one_name}")
+            reason = f"two {specs[0].noun}s of one name, {first[1]!r} and {name!r}"
+            raise ValueError(f"the tar {path!r} holds {reason}")
     _join_forms(samples)
-    whole = {sample[0][1]: sample for sample in samples.values() if sample[0]}
-    places = [part[2:] if part else (-1, -1, -1) for sample in whole.values() for part in sample]
-    for sample in whole.values():
+    complete = {sample[0][1]: sample for sample in samples.values() if sample[0]}
+    places = [part[2:] if part else (-1, -1, -1) for sample in complete.values() for part in sample]
+    for sample in complete.values():
         for name in {part[1] for part in sample if part}:
             tails[name[len(_key(name)) :]] -= 1
     for tail, n in (+tails).items():
-        left[ending_of(f"key{tail}")] += n
+        skipped[ending_of(f"key{tail}")] += n
     alone = sorted({part[1] for sample in samples.values() if not sample[0] for part in sample if part})
-    return Scanned([*whole], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(wanted)), left, alone, ends)
+    return Scanned([*complete], np.array(places, np.int64).reshape(-1, len(_PARTS) * len(specs)), skipped, alone, ends)
 
 
 def _join_forms(samples: Mapping[str, list[Any]]) -> None:
@@ -299,24 +300,24 @@ class _Pieces:
         return self._piece[begin : begin + size]
 
 
-def members(path: str, left: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
-    """Name, first byte and size of every file in a tar, in its order. `left` gets the number of links and sparse files,
-    and `ends` what is unusual at the end.
+def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and size of every file in a tar, in its order. `skipped` gets the number of links and sparse
+    files, and `ends` what is unusual at the end.
 
     Raises ValueError, in one line, if it cannot be read, is damaged or cut off.
     """
     try:
         with open_bytes(path) as file:
-            yield from _members(_Pieces(file, is_address(path)), file.size, left, ends)
+            yield from _members(_Pieces(file, is_address(path)), file.size, skipped, ends)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
     except ValueError as error:
         raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
 
 
-def _members(pieces: _Pieces, n_bytes: int, left: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
+def _members(pieces: _Pieces, n_bytes: int, skipped: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
     at = 0
-    said: dict[str, bytes] = {}  # about the next member, in headers before its own
+    extended: dict[str, bytes] = {}  # about the next member, in headers before its own
     while True:
         header = pieces.read(at, _BLOCK)
         if header == bytes(_BLOCK):  # zeros are the mark of the end
@@ -325,29 +326,29 @@ def _members(pieces: _Pieces, n_bytes: int, left: Counter[str], ends: list[str])
                 at += _BLOCK
                 header = pieces.read(at, _BLOCK)
             if at >= n_bytes or not _begins_member(header):
-                ends += [_GOES_ON] if at < n_bytes else []
+                ends += [_MORE_BYTES] if at < n_bytes else []
                 return
-        if at == n_bytes > 0 and not said:
-            ends.append(_UNENDED)
+        if at == n_bytes > 0 and not extended:
+            ends.append(_NO_END_MARK)
             return
         if at >= n_bytes:
             raise ValueError(f"it ends at byte {n_bytes} without a mark of the end")
         if not _is_header(header):
             raise ValueError(("" if at else other_kind(header)) or f"no header at byte {at}")
-        kind, begin, size = header[156:157], at + _BLOCK, _number(header[124:136])
+        kind, begin, size = header[156:157], at + _BLOCK, _parse_number(header[124:136])
         if kind in _HEADERS:
             if not 0 <= size <= _LONGEST_HEADER:
                 raise ValueError(f"it claims a header of {size} bytes")
             if kind in _EXTENDED:
-                said |= _pairs(pieces.read(begin, size))
+                extended |= _parse_extended(pieces.read(begin, size))
             elif kind == _LONG_NAME:
-                said["path"] = pieces.read(begin, size).partition(b"\0")[0]
+                extended["path"] = pieces.read(begin, size).partition(b"\0")[0]
         else:
-            name = os.fsdecode(said.get("path") or _name(header))
-            size = 0 if kind in _WITHOUT_CONTENT else int(said.get("size", size))
-            is_sparse, goes_on = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in said), header[482:483]
-            while kind == _SPARSE and goes_on not in (b"", b"\0"):
-                goes_on, begin = pieces.read(begin, _BLOCK)[504:505], begin + _BLOCK
+            name = os.fsdecode(extended.get("path") or _parse_name(header))
+            size = 0 if kind in _WITHOUT_CONTENT else int(extended.get("size", size))
+            is_sparse, more = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in extended), header[482:483]
+            while kind == _SPARSE and more not in (b"", b"\0"):
+                more, begin = pieces.read(begin, _BLOCK)[504:505], begin + _BLOCK
             if size < 0:
                 raise ValueError(f"{name!r} has a size below 0")
             if begin + size > n_bytes:
@@ -355,8 +356,8 @@ def _members(pieces: _Pieces, n_bytes: int, left: Counter[str], ends: list[str])
             if kind in _FILES and not is_sparse and not name.endswith("/"):
                 yield name, begin, size
             elif kind in _LINKS or is_sparse:
-                left["linked" if kind in _LINKS else "sparse"] += 1
-            said = {}
+                skipped["linked" if kind in _LINKS else "sparse"] += 1
+            extended = {}
         at = begin + (size + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
@@ -365,10 +366,10 @@ def _is_header(block: bytes) -> bool:
     signed numbers."""
     if len(block) != _BLOCK:
         return False
-    filled = block[:148] + b" " * 8 + block[156:]
-    said = _number(block[148:156])
+    spaced = block[:148] + b" " * 8 + block[156:]
+    stated = _parse_number(block[148:156])
     # The lower half of Adler-32 is the sum of bytes, plus 1, modulo 65521; at several times the speed of `sum`.
-    return (said + 1) % 65521 == zlib.adler32(filled) & 0xFFFF or said == int(np.frombuffer(filled, np.int8).sum())
+    return (stated + 1) % 65521 == zlib.adler32(spaced) & 0xFFFF or stated == int(np.frombuffer(spaced, np.int8).sum())
 
 
 def _begins_member(block: bytes) -> bool:
@@ -379,7 +380,7 @@ def _begins_member(block: bytes) -> bool:
         return False
 
 
-def _number(field: bytes) -> int:
+def _parse_number(field: bytes) -> int:
     """A number of a header, in octal digits; or in bytes, if they are too few. Raises ValueError."""
     if field[:1] in (b"\x80", b"\xff"):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[:1] == b"\xff" else 0)
@@ -389,19 +390,19 @@ def _number(field: bytes) -> int:
     return int(digits, 8)
 
 
-def _name(header: bytes) -> bytes:
+def _parse_name(header: bytes) -> bytes:
     name, prefix = (header[begin:end].partition(b"\0")[0] for begin, end in ((0, 100), (345, 500)))
     return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
 
 
-def _pairs(content: bytes) -> dict[str, bytes]:
+def _parse_extended(content: bytes) -> dict[str, bytes]:
     """The lines of an extended header, "LENGTH key=value"; LENGTH is that of the whole line. Raises ValueError."""
-    found, at = dict[str, bytes](), 0
-    while content[at : at + 1] not in (b"", b"\0"):
-        digits = content[at : at + 20].partition(b" ")[0]
-        end = at + int(digits)
-        key, equals, value = content[at + len(digits) + 1 : end - 1].partition(b"=")
-        if not (equals and at < end <= len(content)):  # else it had no end
+    pairs, offset = dict[str, bytes](), 0
+    while content[offset : offset + 1] not in (b"", b"\0"):
+        digits = content[offset : offset + 20].partition(b" ")[0]
+        end = offset + int(digits)
+        key, equals, value = content[offset + len(digits) + 1 : end - 1].partition(b"=")
+        if not (equals and offset < end <= len(content)):  # else it had no end
             raise ValueError("an extended header that is none")
-        found[key.decode(errors="replace")], at = value, end
-    return found
+        pairs[key.decode(errors="replace")], offset = value, end
+    return pairs

@@ -57,7 +57,7 @@ CODES = "codes"
 _DTYPES = ("uint8", "uint16", "int32")
 FRAME_FOLDER = ".frames"  # ending of the folder of a video's frames
 _PIECE_CODES = 4  # frames of codes that are decoded at once
-_END_OF_A_PNG = b"\0\0\0\0IEND\xaeB`\x82"
+_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 Decode = Callable[[Tensor], Tensor]
 # Writes frames (h, w, 3), of which so many are shown in a second, of the video with this path, to a file.
@@ -125,23 +125,23 @@ def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code
 
     Raises ValueError, in one line, if the index is damaged. `frames_per_code`: of the model of videos; None: of images.
     """
-    lines = [line for of_shard in codes.by_shard for line in of_shard]
+    lines = [line for shard_lines in codes.by_shard for line in shard_lines]
     with explained(codes.folder / LINES_FILE):
         if frames_per_code is not None:
             for line in lines:
-                _check(line, frames_per_code)
+                _check_line(line, frames_per_code)
         elif codes.index[GRID] == []:
             raise ValueError("its lines have shapes of their own, as videos have, and the model is one of images")
         endings = [".png" if line.get("frames", 1) == 1 else ending for line in lines]
     names = iter(output_names([line["path"] for line in lines], endings))
-    return [[folder / next(names) for _ in of_shard] for of_shard in codes.by_shard]
+    return [[folder / next(names) for _ in shard_lines] for shard_lines in codes.by_shard]
 
 
 def _is_grid(grid: Any) -> bool:
     return isinstance(grid, list) and len(grid) == 2 and all(type(side) is int and side >= 1 for side in grid)
 
 
-def _check(line: Mapping[str, Any], frames_per_code: int) -> None:
+def _check_line(line: Mapping[str, Any], frames_per_code: int) -> None:
     """Raise ValueError or KeyError if a line of the index cannot be of a video."""
     frames, fps = line["frames"], line["fps"]
     if type(frames) is not int or line[COUNT] != 1 + -(-(frames - 1) // frames_per_code):
@@ -160,16 +160,16 @@ def decode_images(
     device. Raises ValueError, in one line, if the codes are damaged.
     """
     rows = codes.rows(shard)
-    of_batches = [slice(first, first + batch_size) for first in range(0, len(rows), batch_size)]
-    of_batches = [each for each in of_batches if not all(map(is_complete, files[each]))]
+    batch_slices = [slice(first, first + batch_size) for first in range(0, len(rows), batch_size)]
+    batch_slices = [batch_slice for batch_slice in batch_slices if not all(map(is_complete, files[batch_slice]))]
 
     def batches() -> Iterator[Tensor]:
-        for each in of_batches:
+        for batch_slice in batch_slices:
             batch = rows.new_zeros(batch_size, *rows.shape[1:])
-            batch[: len(rows) - each.start] = rows[each]
+            batch[: len(rows) - batch_slice.start] = rows[batch_slice]
             yield batch
 
-    paths = [path for each in of_batches for path in files[each]]
+    paths = [path for batch_slice in batch_slices for path in files[batch_slice]]
     save_missing(paths, pixels_of(batches(), decode), num_threads)
 
 
@@ -190,9 +190,9 @@ def decode_videos(
     """
     rows, first = codes.rows(shard), 0
     for line, path in zip(codes.by_shard[shard], files, strict=True):
-        of_video, first = rows[first : first + row_count(line)], first + row_count(line)
-        of_video = of_video.reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
-        frames = itertools.islice(pixels_of(of_video.split(_PIECE_CODES), open_stream()), line["frames"])
+        video_codes, first = rows[first : first + row_count(line)], first + row_count(line)
+        video_codes = video_codes.reshape(line[COUNT], *line.get(GRID, rows.shape[1:]))
+        frames = itertools.islice(pixels_of(video_codes.split(_PIECE_CODES), open_stream()), line["frames"])
         if path.suffix == ".png":
             save_missing([path], frames, 1)
         elif path.suffix == FRAME_FOLDER:
@@ -208,12 +208,12 @@ def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads:
     missing = [not is_complete(path) for path in paths]
     if any(missing):
         with ThreadPoolExecutor(num_threads) as pool:
-            todo = itertools.compress(zip(paths, pictures, strict=False), missing)
-            while some := list(itertools.islice(todo, 4 * num_threads)):
-                list(pool.map(_save, *zip(*some, strict=True)))
+            pending = itertools.compress(zip(paths, pictures, strict=False), missing)
+            while chunk := list(itertools.islice(pending, 4 * num_threads)):
+                list(pool.map(_save_image, *zip(*chunk, strict=True)))
 
 
-def _save(path: Path, pixels: Tensor) -> None:
+def _save_image(path: Path, pixels: Tensor) -> None:
     """Write an image. The file is not synced, which would take most of the time; after a power cut, the next start
     finds incomplete files by `is_complete`."""
     with _new_file(path, is_synced=False) as file:
@@ -234,12 +234,12 @@ def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[
     or 4 (RGBA): round(255 x) after clamping. A piece is drawn when its first picture is asked for; on an accelerator,
     when the first one of the piece before it is."""
 
-    def drawn() -> Iterator[tuple[None, Tensor]]:
+    def batches() -> Iterator[tuple[None, Tensor]]:
         for piece in pieces:
             images = (draw(piece).float().clamp(0, 1) * 255).round().byte()
             yield None, images.permute(0, 2, 3, 1).contiguous()
 
-    for _, images in on_host(drawn()):
+    for _, images in on_host(batches()):
         yield from images
 
 
@@ -260,9 +260,9 @@ def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
     replaced = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in zip(paths, endings, strict=True)]
     appended = [f"{path}{ending}" for path, ending in zip(paths, endings, strict=True)]
     counts = Counter(replaced)
-    mixed = [name if counts[name] == 1 else longer for name, longer in zip(replaced, appended, strict=True)]
-    numbered = [f"{path}-{place}{ending}" for place, (path, ending) in enumerate(zip(paths, endings, strict=True))]
-    return next((names for names in (mixed, appended) if len(set(names)) == len(names)), numbered)
+    preferred = [name if counts[name] == 1 else other for name, other in zip(replaced, appended, strict=True)]
+    numbered = [f"{path}-{i}{ending}" for i, (path, ending) in enumerate(zip(paths, endings, strict=True))]
+    return next((names for names in (preferred, appended) if len(set(names)) == len(names)), numbered)
 
 
 def is_complete(path: Path) -> bool:
@@ -270,7 +270,7 @@ def is_complete(path: Path) -> bool:
     try:
         with open_regular(path) as file:
             size = file.seek(0, io.SEEK_END)
-            file.seek(max(0, size - len(_END_OF_A_PNG)))
-            return file.read() == _END_OF_A_PNG
+            file.seek(max(0, size - len(_PNG_END)))
+            return file.read() == _PNG_END
     except (FileNotFoundError, ValueError):  # none, or a pipe, which the picture then replaces
         return False

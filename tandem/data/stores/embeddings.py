@@ -55,8 +55,8 @@ class Answer(NamedTuple):
             f"{match.rank:4d}  {match.cosine:6.3f}  {match.path:{width}}  {match.caption or ''}".rstrip()
             for match in self.matches
         ]
-        head = f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()
-        text = "\n".join([self.query, head, *lines, ""])
+        header = f"rank  cosine  {'path':{width}}  {'caption' if width else ''}".rstrip()
+        text = "\n".join([self.query, header, *lines, ""])
         return text.encode(errors="backslashreplace").decode()
 
     def as_json(self) -> str:
@@ -100,38 +100,38 @@ class StoredEmbeddings(Stored):
         Cosines are summed in fp64 and then rounded to fp32, so that one depends neither on the rows of its shard nor on
         the other queries, and equal rows have equal cosines.
         """
-        exact, seen = queries.astype(np.float64), 0
+        exact, first_row = queries.astype(np.float64), 0
         cosines, rows = (np.zeros((len(queries), 0), dtype) for dtype in (np.float32, np.int64))
         for shard, size in enumerate(self.rows):
             mark()
-            found = (exact @ self.load(shard).astype(np.float64).T).astype(np.float32)
-            numbers = np.broadcast_to(np.arange(seen, seen + size), found.shape)
-            cosines, rows, seen = np.hstack([cosines, found]), np.hstack([rows, numbers]), seen + size
+            shard_cosines = (exact @ self.load(shard).astype(np.float64).T).astype(np.float32)
+            numbers = np.broadcast_to(np.arange(first_row, first_row + size), shard_cosines.shape)
+            cosines, rows, first_row = np.hstack([cosines, shard_cosines]), np.hstack([rows, numbers]), first_row + size
             # Rows of equal cosines are in order here, and a stable sort keeps that order.
             best = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
-            cosines, rows = (np.take_along_axis(each, best, axis=1) for each in (cosines, rows))
-        files = self._files(set(rows.ravel().tolist()))
+            cosines, rows = (np.take_along_axis(matrix, best, axis=1) for matrix in (cosines, rows))
+        files = self._read_files(set(rows.ravel().tolist()))
         return [
             [Match(rank, float(cosine), *files[row]) for rank, (row, cosine) in enumerate(zip(*pair, strict=True), 1)]
             for pair in zip(rows.tolist(), cosines, strict=True)
         ]
 
-    def _files(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
+    def _read_files(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
         """Path, and caption if there is one, of some rows."""
-        found: dict[int, tuple[str, str | None]] = {}
+        files: dict[int, tuple[str, str | None]] = {}
         with explained(self.folder / LINES_FILE):
             for row, line in enumerate(self.lines()):
                 if row in rows:
-                    found[row] = str(line["path"]), next(map(str, line.get("captions", [])), None)
-            if len(found) != len(rows):
+                    files[row] = str(line["path"]), next(map(str, line.get("captions", [])), None)
+            if len(files) != len(rows):
                 raise ValueError("its number of lines is not that of the index")
-        return found
+        return files
 
 
-def read_queries(given: Sequence[str], path: str | None) -> list[str]:
+def read_queries(texts: Sequence[str], path: str | None) -> list[str]:
     """The queries of the command line, then those of a file, one per line; empty ones are left out. Raises ValueError,
     in one line, if the file cannot be read or no query is left."""
-    queries = [stripped for query in given if (stripped := query.replace(BYTE_ORDER_MARK, "").strip())]
+    queries = [stripped for query in texts if (stripped := query.replace(BYTE_ORDER_MARK, "").strip())]
     if path is not None:
         try:
             queries += text_lines(plain_text(read_bytes(path, _LONGEST_QUERIES)))

@@ -52,9 +52,9 @@ def encode_batches(
         waiting: See `Loader`.
     """
     requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
-    read = functools.partial(load_each, load, describe)
-    loaded = iter(Loader(read, list(itertools.chain(*requests)), num_workers, waiting=waiting))
-    return (_encode_shard(itertools.islice(loaded, len(each)), encode, batch_size) for each in requests)
+    load_request = functools.partial(load_each, load, describe)
+    loaded = iter(Loader(load_request, list(itertools.chain(*requests)), num_workers, waiting=waiting))
+    return (_encode_shard(itertools.islice(loaded, len(chunk)), encode, batch_size) for chunk in requests)
 
 
 def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
@@ -64,12 +64,12 @@ def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, l
     for index in indices:
         try:
             with partly_read() as reasons:
-                of_sample, note = load(index)
+                sample_pieces, note = load(index)
         except (OSError, ValueError) as error:
             bad.append(BadSample(index, describe(index), reason_of(error)))
         else:
-            pieces.append(of_sample)
-            notes.append((len(of_sample), {**note, PARTIAL: reasons[0]} if reasons else note))
+            pieces.append(sample_pieces)
+            notes.append((len(sample_pieces), {**note, PARTIAL: reasons[0]} if reasons else note))
     return torch.cat(pieces[1:] or pieces), notes, bad
 
 
@@ -78,11 +78,11 @@ def _encode_shard(loaded: Iterable[Any], encode: Callable[[Tensor], Tensor], bat
     encoded = Encoded([], [], [])
 
     def pieces() -> Iterator[Tensor]:
-        for some, notes, bad in loaded:
+        for sample_pieces, notes, bad in loaded:
             counts.extend(count for count, _ in notes)
             encoded.notes.extend(note for _, note in notes)
             encoded.bad.extend(bad)
-            yield from some
+            yield from sample_pieces
 
     rows = in_batches(pieces(), encode, batch_size)
     return encoded._replace(parts=rows.split(counts) if counts else [])
@@ -94,12 +94,12 @@ def in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tensor], bat
     pending = iter(pieces)
 
     def encoded() -> Iterator[tuple[int, Tensor]]:
-        while some := list(itertools.islice(pending, batch_size)):
-            batch = some[0].new_zeros(batch_size, *some[0].shape)
-            torch.stack(some, out=batch[: len(some)])
-            yield len(some), encode(batch)
+        while batch_pieces := list(itertools.islice(pending, batch_size)):
+            batch = batch_pieces[0].new_zeros(batch_size, *batch_pieces[0].shape)
+            torch.stack(batch_pieces, out=batch[: len(batch_pieces)])
+            yield len(batch_pieces), encode(batch)
 
-    rows = [of_batch[:count] for count, of_batch in on_host(encoded())]
+    rows = [batch_rows[:count] for count, batch_rows in on_host(encoded())]
     return torch.cat(rows) if rows else torch.zeros(0)
 
 
@@ -132,14 +132,14 @@ def encode_streams(
     for indices in shards:
         parts, grids = defaultdict[int, list[Any]](list), dict[int, Note]()
         notes, bad = dict[int, Note](), list[BadSample]()
-        pieces = _in_turn(lambda index: _pieces(frames_of, index, frames_per_code), indices, num_threads)
+        pieces = _round_robin(lambda index: _split_frames(frames_of, index, frames_per_code), indices, num_threads)
         for index, codes in on_host(_encode_pieces(pieces, describe, open_stream, notes, bad)):
             parts[index].append((codes.ravel() if in_shape else codes).numpy().astype(dtype))
             grids[index] = {GRID: [*codes.shape[1:]]} if in_shape else {}
-        done = sorted(notes)
+        encoded_indices = sorted(notes)
         bad.sort(key=lambda sample: sample.index)
-        rows = [part for index in done for part in parts[index]]
-        yield Encoded(rows, [{**notes[index], **grids[index]} for index in done], bad)
+        rows = [rows_part for index in encoded_indices for rows_part in parts[index]]
+        yield Encoded(rows, [{**notes[index], **grids[index]} for index in encoded_indices], bad)
 
 
 def _encode_pieces(
@@ -152,48 +152,48 @@ def _encode_pieces(
     """The codes of each piece, with the index of its video. Adds to `notes`, by index, what pieces end with, and to
     `bad` the videos that cannot be read."""
     encoders = defaultdict[int, Any](open_stream)
-    for index, found in pieces:
-        if isinstance(found, Tensor):
-            yield index, encoders[index](found)
+    for index, piece in pieces:
+        if isinstance(piece, Tensor):
+            yield index, encoders[index](piece)
             continue
         encoders.pop(index, None)  # and with it what a model keeps of a video
-        if isinstance(found, Exception):
-            bad.append(BadSample(index, describe(index), reason_of(found)))
+        if isinstance(piece, Exception):
+            bad.append(BadSample(index, describe(index), reason_of(piece)))
         else:
-            notes[index] = found
+            notes[index] = piece
 
 
-def _pieces(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | Note]:
+def _split_frames(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | Note]:
     """All frames of a video, in order, a few at a time (3, f, h, w), with the held ones at the end; then its note."""
     frames, count = frames_of(index), 0
-    while some := list(itertools.islice(frames, PIECE_FRAMES)):
-        yield torch.stack([frame for frame, _ in some], dim=1)
-        count += len(some)
-        last, fps = some[-1]
+    while chunk := list(itertools.islice(frames, PIECE_FRAMES)):
+        yield torch.stack([frame for frame, _ in chunk], dim=1)
+        count += len(chunk)
+        last, fps = chunk[-1]
     if not count:
         raise ValueError("it holds no frames")
-    if held := (1 - count) % frames_per_code:
-        yield last[:, None].repeat(1, held, 1, 1)
-    code_frames = 1 + (count - 1 + held) // frames_per_code
+    if n_repeated := (1 - count) % frames_per_code:
+        yield last[:, None].repeat(1, n_repeated, 1, 1)
+    code_frames = 1 + (count - 1 + n_repeated) // frames_per_code
     yield {COUNT: code_frames, "frames": count, "fps": None if fps is None else round(fps, 6)}
 
 
-def _in_turn(
+def _round_robin(
     start: Callable[[int], Iterator[Tensor | Note]], indices: Iterable[int], num_threads: int
 ) -> Iterator[tuple[int, Tensor | Note | Exception]]:
     """What several videos yield, one after the other as in a round; or what one has raised, which ends it."""
-    waiting = ((index, start(index)) for index in indices)
+    pending = ((index, start(index)) for index in indices)
     with ThreadPoolExecutor(num_threads) as pool:
-        turns = deque((*each, pool.submit(next, each[1])) for each in itertools.islice(waiting, num_threads))
+        turns = deque((*video, pool.submit(next, video[1])) for video in itertools.islice(pending, num_threads))
         while turns:
             index, video, future = turns.popleft()
-            found: Any
+            piece: Any
             try:
-                found = future.result()
+                piece = future.result()
             except (OSError, ValueError) as error:
-                found = error
+                piece = error
             # The thread goes on while the model encodes, after the end of a video with the next one.
-            following = (index, video) if isinstance(found, Tensor) else next(waiting, None)
+            following = (index, video) if isinstance(piece, Tensor) else next(pending, None)
             if following is not None:
                 turns.append((*following, pool.submit(next, following[1])))
-            yield index, found
+            yield index, piece

@@ -66,11 +66,9 @@ class LabelField(Field):
 
     def load(self, record: Record, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
         if not self.is_said:
-            return {"label": self.numbers.get(_folder(self.name_of(index)), len(self.numbers))}
-        found = record.get(self.wanted.name)
-        text = (
-            read_sentence(found) if isinstance(found, Entry) else sentence(str(next(iter((found or {}).values()), "")))
-        )
+            return {"label": self.numbers.get(_first_folder(self.name_of(index)), len(self.numbers))}
+        cls = record.get(self.wanted.name)
+        text = read_sentence(cls) if isinstance(cls, Entry) else sentence(str(next(iter((cls or {}).values()), "")))
         number = self.numbers.get(text, text)
         if not _CLASS.fullmatch(str(number)):
             if not self.is_needed:
@@ -79,25 +77,25 @@ class LabelField(Field):
         return {"label": int(number)}
 
 
-def _folder(name: str) -> str:
+def _first_folder(name: str) -> str:
     """The first folder of a name; "" if there is none."""
     return "".join(PurePosixPath(name).parts[:-1][:1])
 
 
-def open_labelled(spec: str, *, is_needed: bool = True, **how: Any) -> Samples:
+def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Samples:
     """A set of images with their "label", which may be missing unless it `is_needed` (see `LabelField`). Names of
     classes have their numbers in a table. If no class stands beside an image, the folders, or those of the members of
     tars, are numbered in sorted order, as torchvision's ImageFolder does it. See `open_records` for `spec` and what is
     raised, and `ImageField` for the arguments."""
-    image, names = ImageField(**how), list[str]()
+    image, names = ImageField(**options), list[str]()
     source = open_records(spec, [image.wanted, LabelField.wanted], "shapes", image.seed)
-    is_said = has(source, LabelField.wanted.name)
-    if is_said:
+    is_stated = has(source, LabelField.wanted.name)
+    if is_stated:
         names = [*next(iter(source.classes.values()), [])] if isinstance(source, Rows) else []
     else:
-        names = sorted({_folder(source.name(index)) for index in range(len(source))} - {""})
+        names = sorted({_first_folder(source.name(index)) for index in range(len(source))} - {""})
     numbers = {name: number for number, name in enumerate(names)}
-    return Samples(source, [image, LabelField(is_said, numbers, source.name, is_needed)])
+    return Samples(source, [image, LabelField(is_stated, numbers, source.name, is_needed)])
 
 
 def labels_line(labels: Collection[int | None]) -> str:
@@ -116,23 +114,23 @@ class LatentWriter(ShardWriter):
     """Shards of latents, of rows that are moments fp32 (v, 2 d, h, w): those of an image, and, if v is 2, those of the
     mirrored one. A sample depends on the noise and on the number of the image alone."""
 
-    def __init__(self, noise: Noise, *what: Any, npy: bool) -> None:
-        super().__init__(*what, npy=npy)
+    def __init__(self, noise: Noise, *arguments: Any, npy: bool) -> None:
+        super().__init__(*arguments, npy=npy)
         self._noise = noise
 
     def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
-        how, (kept, deviation) = self.output.settings, rows.chunk(2, dim=2)
-        if how["latent"] == "sample":
-            drawn = [self._noise.normal(view, items, kept.shape[2:]) for view in range(kept.shape[1])]
-            kept = kept + deviation * torch.stack(drawn, 1)
-        scale, shift = _scale(how)
-        kept, deviation = (kept - shift) * scale, deviation * scale
-        kept = torch.cat([kept, deviation], 2) if how["latent"] == "moments" else kept
-        kept = kept.to(getattr(torch, how["dtype"]))
-        if not kept.isfinite().all():
-            raise ValueError(f"latents are not finite in {how['dtype']}: give --latent_dtype bf16 or fp32")
+        settings, (latents, deviation) = self.output.settings, rows.chunk(2, dim=2)
+        if settings["latent"] == "sample":
+            noise = [self._noise.normal(view, items, latents.shape[2:]) for view in range(latents.shape[1])]
+            latents = latents + deviation * torch.stack(noise, 1)
+        scale, shift = _read_scale(settings)
+        latents, deviation = (latents - shift) * scale, deviation * scale
+        latents = torch.cat([latents, deviation], 2) if settings["latent"] == "moments" else latents
+        latents = latents.to(getattr(torch, settings["dtype"]))
+        if not latents.isfinite().all():
+            raise ValueError(f"latents are not finite in {settings['dtype']}: give --latent_dtype bf16 or fp32")
         labels = torch.tensor([note["label"] for note in notes], dtype=torch.int64)
-        return {**dict(zip((LATENTS, FLIPPED), kept.unbind(1), strict=False)), LABELS: labels}
+        return {**dict(zip((LATENTS, FLIPPED), latents.unbind(1), strict=False)), LABELS: labels}
 
     def arrays(self, shard: int, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Array]]:
         for name, ending in ((LATENTS, ""), (FLIPPED, "-flip")):
@@ -150,21 +148,24 @@ class StoredLatents(StoredCodes):
     def rows(self, shard: int) -> Tensor:
         """What the decoder takes, fp32 (n, d, h, w): the latents, or of moments the means, as the encoder gave them."""
         with explained(self.folder / self.index["shards"][shard]["file"]):
-            scale, shift = _scale(self.index)
-            return self._written(shard) / scale + shift
+            scale, shift = _read_scale(self.index)
+            return self._read_latents(shard) / scale + shift
 
     def channels(self, shards: Sequence[int]) -> dict[int, list[list[float]]]:
         """Of the latents in these shards as they are written, or of moments the means: for each channel how many
         numbers there are, their sum, that of their squares, the lowest and the highest."""
-        found: dict[int, list[list[float]]] = {}
+        statistics: dict[int, list[list[float]]] = {}
         for shard in shards:
             with explained(self.folder / self.index["shards"][shard]["file"]):
-                numbers = self._written(shard).double().transpose(0, 1).flatten(1)
-            found[shard] = [[len(each), float(each.sum()), float(each.square().sum()), float(each.min()),
-                             float(each.max())] for each in numbers if len(each)]  # fmt: skip
-        return found
+                numbers = self._read_latents(shard).double().transpose(0, 1).flatten(1)
+            statistics[shard] = [
+                [len(row), *map(float, (row.sum(), row.square().sum(), row.min(), row.max()))]
+                for row in numbers
+                if len(row)
+            ]
+        return statistics
 
-    def _written(self, shard: int) -> Tensor:
+    def _read_latents(self, shard: int) -> Tensor:
         """Latents, or of moments the means, as they are in the file, but fp32."""
         index, entry = self.index, self.index["shards"][shard]
         grid = index["grid"]
@@ -179,17 +180,17 @@ class StoredLatents(StoredCodes):
 def channel_lines(shards: Mapping[int, Sequence[Sequence[float]]]) -> Iterator[str]:
     """Mean, standard deviation and range of each channel, of what `StoredLatents.channels` found, a line each. The
     same text however shards are spread over processes."""
-    of_channels = zip(*(shards[shard] for shard in sorted(shards) if shards[shard]), strict=True)
-    for channel, parts in enumerate(of_channels):
-        counts, sums, squares, lowest, highest = zip(*parts, strict=True)
-        mean, square = (math.fsum(each) / math.fsum(counts) for each in (sums, squares))
+    channels = zip(*(shards[shard] for shard in sorted(shards) if shards[shard]), strict=True)
+    for channel, shard_statistics in enumerate(channels):
+        counts, sums, squares, lowest, highest = zip(*shard_statistics, strict=True)
+        mean, square = (math.fsum(totals) / math.fsum(counts) for totals in (sums, squares))
         deviation = math.sqrt(max(square - mean**2, 0.0))
         yield (
             f"channel {channel}: mean {mean:.4g}, deviation {deviation:.4g}, {min(lowest):.4g} to {max(highest):.4g}"
         )
 
 
-def _scale(how: Mapping[str, Any]) -> tuple[float, float]:
+def _read_scale(settings: Mapping[str, Any]) -> tuple[float, float]:
     """What latents are multiplied by, after the other was taken off, as the settings of a folder say it."""
-    config = how["config"]
-    return (config["scaling_factor"], config["shift_factor"] or 0.0) if how["scaled"] else (1.0, 0.0)
+    config = settings["config"]
+    return (config["scaling_factor"], config["shift_factor"] or 0.0) if settings["scaled"] else (1.0, 0.0)

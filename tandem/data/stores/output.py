@@ -42,9 +42,9 @@ class OutputFolder:
         self, path: Path, settings: Mapping[str, Any], processes: Backend, *, fresh: bool, say: Callable[[str], None]
     ) -> None:
         self.path, self.settings, self.processes, self.say = path, settings, processes, say
-        on_all = processes.gather_objects(settings)
+        all_settings = processes.gather_objects(settings)
         with processes.agreement():
-            if any(theirs != on_all[0] for theirs in on_all):
+            if any(settings_of_rank != all_settings[0] for settings_of_rank in all_settings):
                 raise ValueError("the processes do not see the same files, or compute on different devices")
             if processes.rank == 0:
                 try:
@@ -67,11 +67,11 @@ class OutputFolder:
         world = self.processes.world_size
         for first in range(0, len(shards), world):
             if self.processes.stop_requested(now=True):
-                left = len(shards) - first
-                self.say(f"asked to stop: the same command goes on with the last {counted(left, 'shard')}")
+                n_left = len(shards) - first
+                self.say(f"asked to stop: the same command goes on with the last {counted(n_left, 'shard')}")
                 raise AskedToStop
-            mine = first + self.processes.rank
-            yield shards[mine] if mine < len(shards) else None
+            number = first + self.processes.rank
+            yield shards[number] if number < len(shards) else None
             self.say(f"{done} {min(first + world, len(shards))} of {counted(len(shards), 'shard')}")
 
     def _open(self, fresh: bool) -> None:
@@ -79,9 +79,9 @@ class OutputFolder:
         lock = self.path / ".lock"
         if fresh and self.path.is_dir():
             with writing.hold(lock, self.processes.mark):
-                moved = writing.move_aside(self.path) if (self.path / SETTINGS_FILE).exists() else None
-            began = f"starting over; what was in {self.path} is in {moved}"
-            self.say(began if moved else f"{self.path} held nothing yet")
+                old_folder = writing.move_aside(self.path) if (self.path / SETTINGS_FILE).exists() else None
+            line = f"starting over; what was in {self.path} is in {old_folder}"
+            self.say(line if old_folder else f"{self.path} held nothing yet")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = writing.hold(lock, self.processes.mark)
         self._claim()
@@ -101,15 +101,15 @@ class OutputFolder:
 
     def _require_same(self, path: Path) -> None:
         try:
-            before = read_json(path)
+            old_settings = read_json(path)
         except (OSError, ValueError) as error:
             hint = "give another --output, or start over with --fresh"
             raise ValueError(f"cannot read {path}: {reason_of(error)}; {hint}") from None
-        now = json.loads(json.dumps(self.settings))  # tuples become lists, as they did in the file
+        settings = json.loads(json.dumps(self.settings))  # tuples become lists, as they did in the file
         differences = [
-            f"{name} was {_shortened(before.get(name))} and is now {_shortened(now.get(name))}"
-            for name in dict.fromkeys([*before, *now])
-            if before.get(name) != now.get(name)
+            f"{name} was {_shorten(old_settings.get(name))} and is now {_shorten(settings.get(name))}"
+            for name in dict.fromkeys([*old_settings, *settings])
+            if old_settings.get(name) != settings.get(name)
         ]
         if differences:
             raise ValueError(
@@ -147,6 +147,6 @@ def names_sha256(names: Sequence[str]) -> str:
     return hashlib.sha256(b"".join(os.fsencode(name) + b"\0" for name in names)).hexdigest()
 
 
-def _shortened(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:12]}..."

@@ -90,32 +90,32 @@ class ShardWriter:
         item cannot be read); AskedToStop after a signal.
         """
         started, processes = time.perf_counter(), self.output.processes
-        before: dict[int, list[BadSample]] = {}
+        bad_by_shard: dict[int, list[BadSample]] = {}
         with processes.agreement():
             if processes.rank == 0:  # this reads all existing shards
                 for k in range(len(self)):
                     processes.working("checking the shards")
                     with contextlib.suppress(*_DAMAGES):
-                        before[k] = self._check(k)
-        todo = processes.broadcast_object([k for k in range(len(self)) if k not in before])
-        if not todo:
+                        bad_by_shard[k] = self._check_shard(k)
+        missing = processes.broadcast_object([k for k in range(len(self)) if k not in bad_by_shard])
+        if not missing:
             self.output.say(f"all shards ({len(self)}) were {done} before, nothing is left to do: {self.output.path}")
         log = BadSampleLog(len(self._names))
-        self._report(log, itertools.chain(*before.values()), stop_at_bad)
-        results = compute([self._items[k] for k in todo[processes.rank :: processes.world_size]])
-        for shard in self.output.rounds(todo, done):
+        self._report_bad(log, itertools.chain(*bad_by_shard.values()), stop_at_bad)
+        results = compute([self._items[k] for k in missing[processes.rank :: processes.world_size]])
+        for shard in self.output.rounds(missing, done):
             bad: list[BadSample] = []
             with processes.agreement():
                 if shard is not None:
                     encoded = next(results)
                     self._write(shard, encoded)
                     bad = encoded.bad
-            self._report(log, bad, stop_at_bad)
+            self._report_bad(log, bad, stop_at_bad)
         seconds = time.perf_counter() - started
         with processes.agreement():
             if processes.rank == 0:
                 self._write_index(counted)
-        return sum(len(self._items[k]) for k in todo), log.count, seconds
+        return sum(len(self._items[k]) for k in missing), log.count, seconds
 
     def columns(self, rows: Tensor, notes: Sequence[Any], items: Sequence[int]) -> dict[str, Tensor]:
         """The tensors of a file, each (n, ...), by name, of the rows of the items with these numbers."""
@@ -131,7 +131,7 @@ class ShardWriter:
     def _write(self, shard: int, encoded: Encoded) -> None:
         rows = torch.cat([torch.as_tensor(part).to(self._empty.dtype) for part in (self._empty, *encoded.parts)])
         notes, bad = encoded.notes, [[sample.index, sample.reason] for sample in encoded.bad]
-        assert (len(notes) + len(bad), _rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
+        assert (len(notes) + len(bad), _count_rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
         columns = self.columns(rows, notes, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
         for name, array in self.arrays(shard, columns) if self._with_npy else ():
             content = io.BytesIO()  # before the shard, which says that all is whole
@@ -139,30 +139,30 @@ class ShardWriter:
             self.output.write(name, content.getvalue())
         self.output.write(self._file(shard), shard_bytes(columns, notes=notes, bad=bad))
 
-    def _about(self, shard: int) -> Any:
+    def _read_metadata(self, shard: int) -> Any:
         """What the metadata of an existing shard say."""
         with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
             return parse_json(file.metadata()["about"].encode())
 
-    def _check(self, shard: int) -> list[BadSample]:
+    def _check_shard(self, shard: int) -> list[BadSample]:
         """The items of a shard that could not be read, by relative path. Raises one of `_DAMAGES` if there is no such
         shard, or not all of what it says of itself is true."""
-        about = self._about(shard)
-        count, empty = _rows(about["notes"]), self.columns(self._empty, [], [])
+        metadata = self._read_metadata(shard)
+        count, empty = _count_rows(metadata["notes"]), self.columns(self._empty, [], [])
         shapes = {name: (count, *column.shape[1:]) for name, column in empty.items()}
-        dtypes = [_dtype(column) for column in empty.values()]
-        read_columns(self.output.path / self._file(shard), shapes, dtypes, about["sha256"])
-        if len(about["notes"]) + len(about["bad"]) != len(self._items[shard]):
+        dtypes = [_dtype_name(column) for column in empty.values()]
+        read_columns(self.output.path / self._file(shard), shapes, dtypes, metadata["sha256"])
+        if len(metadata["notes"]) + len(metadata["bad"]) != len(self._items[shard]):
             raise ValueError("it holds other items")
-        return [BadSample(index, self._names[index], reason) for index, reason in about["bad"]]
+        return [BadSample(index, self._names[index], reason) for index, reason in metadata["bad"]]
 
     def _write_index(self, counted: str) -> None:
         """Write index.jsonl, then index.json. All shards must exist."""
         lines: list[dict[str, Any]] = []
         shards, bad = [], []
         for shard, items in enumerate(self._items):
-            about, row = self._about(shard), 0
-            reasons, notes = dict(about["bad"]), iter(about["notes"])
+            metadata, row = self._read_metadata(shard), 0
+            reasons, notes = dict(metadata["bad"]), iter(metadata["notes"])
             for index in items:
                 path = self._names[index]
                 if index in reasons:
@@ -170,13 +170,13 @@ class ShardWriter:
                 else:
                     lines.append({"path": path, "shard": shard, "row": row, **next(notes)})
                     row += row_count(lines[-1])
-            shards.append({"file": self._file(shard), "rows": row, "sha256": about["sha256"]})
+            shards.append({"file": self._file(shard), "rows": row, "sha256": metadata["sha256"]})
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         self.output.write(LINES_FILE, text)
-        sums = {counted: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
-        self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **sums, "shards": shards, "bad": bad}))
+        totals = {counted: len(lines), "lines_sha256": hashlib.sha256(text).hexdigest()}
+        self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **totals, "shards": shards, "bad": bad}))
 
-    def _report(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
+    def _report_bad(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
         """Say which items any process could not read, each once. Collective."""
         new = log.share(bad, self.output.processes.gather_objects)
         with self.output.processes.agreement():
@@ -195,12 +195,12 @@ class Stored:
         self.folder, self._name = Path(folder), name
         path = self.folder / INDEX_FILE
         if not path.exists():
-            what = f"it holds no index of {name}"
+            reason = f"it holds no index of {name}"
             if not self.folder.is_dir():
-                what = "there is no such folder"
+                reason = "there is no such folder"
             elif any(self.folder.glob(f"{name}-*")):
-                what = "the command that fills it did not finish: start it again; or another program made it"
-            raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {what}")
+                reason = "the command that fills it did not finish: start it again; or another program made it"
+            raise ValueError(f"there is no {INDEX_FILE} in {str(folder)!r}: {reason}")
         with explained(path):
             content = read_bytes(path, LONGEST_JSON_BYTES)
             self.index: Mapping[str, Any] = parse_json(content)
@@ -229,7 +229,7 @@ class Stored:
 
 def shard_bytes(columns: Mapping[str, Tensor], **about: Any) -> bytes:
     """The content of a shard. One entry of metadata holds everything: several would be in no fixed order."""
-    text = json.dumps({"sha256": _sha256(columns), **about})
+    text = json.dumps({"sha256": _digest_of(columns), **about})
     return save({name: column.contiguous() for name, column in columns.items()}, {"about": text})
 
 
@@ -240,25 +240,25 @@ def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], s
     with safe_open(check_regular(path), "pt") as file:
         for name, shape in shapes.items():
             if not all(type(side) is int and side >= 0 for side in shape) or math.prod(shape) > _MOST_NUMBERS:
-                claimed = f"the index claims a shape of {tuple(shape)} for it"
-                raise ValueError(f"{claimed}, and it can have {_MOST_NUMBERS} numbers at most")
-            if (found := file.get_slice(name).get_shape()) != list(shape):  # a header may claim any size
-                raise ValueError(f"it holds a shape of {tuple(found)}, not {tuple(shape)}")
+                reason = f"the index claims a shape of {tuple(shape)} for it"
+                raise ValueError(f"{reason}, and it can have {_MOST_NUMBERS} numbers at most")
+            if (stored_shape := file.get_slice(name).get_shape()) != list(shape):  # a header may claim any size
+                raise ValueError(f"it holds a shape of {tuple(stored_shape)}, not {tuple(shape)}")
             columns[name] = file.get_tensor(name)
-            if (kind := _dtype(columns[name])) not in dtypes:
-                raise ValueError(f"it holds {kind}, not {' or '.join(dtypes)}")
-    if _sha256(columns) != sha256:
+            if (dtype := _dtype_name(columns[name])) not in dtypes:
+                raise ValueError(f"it holds {dtype}, not {' or '.join(dtypes)}")
+    if _digest_of(columns) != sha256:
         raise ValueError("its checksum is not that of the index")
     return columns
 
 
-def _sha256(columns: Mapping[str, Tensor]) -> str:
+def _digest_of(columns: Mapping[str, Tensor]) -> str:
     """Of the numbers of all columns, in the order of their names."""
     numbers = (columns[name].flatten().view(torch.uint8).numpy().data for name in sorted(columns))
     return hashlib.sha256(b"".join(numbers)).hexdigest()
 
 
-def _dtype(column: Tensor) -> str:
+def _dtype_name(column: Tensor) -> str:
     """As NumPy calls it."""
     return str(column.dtype).removeprefix("torch.")
 
@@ -268,7 +268,7 @@ def row_count(note: Mapping[str, Any]) -> int:
     return int(note.get(COUNT, 1) * math.prod(note.get(GRID, ())))
 
 
-def _rows(notes: Iterable[Mapping[str, Any]]) -> int:
+def _count_rows(notes: Iterable[Mapping[str, Any]]) -> int:
     return sum(row_count(note) for note in notes)
 
 
@@ -287,5 +287,5 @@ def stays_inside(path: Any, parts: int | None = None) -> bool:
     if not isinstance(path, str) or not path or "\0" in path:
         return False
     pure = PurePosixPath(path)
-    fits = parts is None or len(pure.parts) == parts
-    return fits and not pure.is_absolute() and bool(pure.name) and ".." not in pure.parts
+    has_parts = parts is None or len(pure.parts) == parts
+    return has_parts and not pure.is_absolute() and bool(pure.name) and ".." not in pure.parts

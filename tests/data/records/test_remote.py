@@ -252,20 +252,20 @@ def test_what_would_fail_again_is_tried_once(server, kind, met, n):
         raise kind("again")
 
     with pytest.raises(met):
-        remote._ask(f"{server.address}/001.tar", "cat_file", check, start=0, end=10)
+        remote._request(f"{server.address}/001.tar", "cat_file", check, start=0, end=10)
     assert gets(server) == n
 
 
 def test_of_a_server_without_ranges_no_more_is_read_than_was_asked_for(servers):
     seen: list[int] = []
     address = f"{servers['http'].address}/whole.tar"
-    remote._ask(address, "cat_file", lambda content: seen.append(len(content)), start=0, end=10)
+    remote._request(address, "cat_file", lambda content: seen.append(len(content)), start=0, end=10)
     assert seen == [11]
 
 
 def test_threads_share_connections_only_if_these_serve_several_requests():
     for address, is_shared in (("s3://bucket/a", True), ("webhdfs://host/a", False)):
-        kind, lowered = remote._kind(address)
+        kind, lowered = remote._fs_class(address)
         with ThreadPoolExecutor(1) as thread:
             there, again = (thread.submit(remote._filesystem, kind, lowered).result()[0] for _ in range(2))
         assert there is again and (there is remote._filesystem(kind, lowered)[0]) == is_shared
@@ -284,7 +284,7 @@ def test_what_a_listing_says_of_files_is_not_asked_again(servers):
     said = [(remote.version(address), remote.RemoteBytes(address).size) for address in addresses]
     assert not servers["s3"].proxy.requests and said[0][1] == 300_000
     remote._info.cache_clear()
-    remote._made.cache_clear()
+    remote._make_filesystem.cache_clear()
     assert [(remote.version(address), remote.RemoteBytes(address).size) for address in addresses] == said
     assert len(servers["s3"].proxy.requests) == len(said)
 
