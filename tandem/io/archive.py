@@ -86,9 +86,9 @@ class Ignored:
 
 def stand_in(name: str) -> tuple[Any, str]:
     """Of one of `IGNORED`: what is made in its place, and its name as PyTorch calls it."""
-    place = name.replace("__builtin__ long", "builtins int").replace("__builtin__ unicode", "builtins str")
-    place = place.replace("__builtin__", "builtins").replace(" ", ".")
-    return (_empty_dict if name.endswith("defaultdict") else Ignored), place
+    class_name = name.replace("__builtin__ long", "builtins int").replace("__builtin__ unicode", "builtins str")
+    class_name = class_name.replace("__builtin__", "builtins").replace(" ", ".")
+    return (_empty_dict if name.endswith("defaultdict") else Ignored), class_name
 
 
 def _empty_dict(*_: Any) -> dict[Any, Any]:
@@ -118,8 +118,8 @@ def check_archive(path: Path) -> None:
             raise ValueError(f"it holds data.pkl {len(pickles)} times")
         if pickles[0].file_size > _LONGEST_PICKLES_BYTES:
             raise ValueError(f"its data.pkl is longer than {_LONGEST_PICKLES_BYTES} bytes")
-        unpacked = sum(max(member.file_size, member.compress_size) for member in members)
-        if any(member.compress_type for member in members) or unpacked > path.stat().st_size:
+        n_bytes = sum(max(member.file_size, member.compress_size) for member in members)
+        if any(member.compress_type for member in members) or n_bytes > path.stat().st_size:
             raise ValueError("it would unpack to more than the file; PyTorch writes no such files")
         instructions = archive.read(pickles[0])
     for opcode, argument in _operations(instructions):
@@ -167,26 +167,26 @@ def _operations(pickled: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
             if opcode.name in _MEMOS:
                 memo[argument] = stack[-1]
                 continue
-            held: int = memo[argument] if opcode.name in _RECALLS else 1
+            n_values: int = memo[argument] if opcode.name in _RECALLS else 1
             for kind in reversed(opcode.stack_before):
                 if kind is pickletools.stackslice:
                     while (size := stack.pop()) is not pickletools.markobject:
-                        held += size
+                        n_values += size
                 elif kind is not pickletools.markobject:
-                    held += stack.pop()
+                    n_values += stack.pop()
         except (IndexError, KeyError, TypeError):
             raise ValueError("its pickle is damaged") from None
         is_tuple = opcode.name.startswith("TUPLE")
-        if is_tuple and held > _LARGEST_TUPLE:
+        if is_tuple and n_values > _LARGEST_TUPLE:
             raise ValueError(f"it holds a tuple of more than {_LARGEST_TUPLE} values")
-        size = held if is_tuple or opcode.name in _RECALLS else 1
+        size = n_values if is_tuple or opcode.name in _RECALLS else 1
         stack += [kind if kind is pickletools.markobject else size for kind in opcode.stack_after]
 
 
 def _check_call(opcode: str, argument: Any, calls: set[str]) -> None:
     if opcode == "GLOBAL" and argument not in calls and argument not in IGNORED:
-        called = ".".join(str(argument).split())
-        raise ValueError(f"it calls for {called}, and no plain tensor needs that; {AS_STATE_DICT}")
+        name = ".".join(str(argument).split())
+        raise ValueError(f"it calls for {name}, and no plain tensor needs that; {AS_STATE_DICT}")
 
 
 def _has_one_table_of_contents(path: Path, start: int) -> bool:

@@ -29,7 +29,7 @@ MIRROR = "TANDEM_WEIGHTS_MIRROR"  # in the environment: the address of a folder 
 
 SECONDS = 60.0  # to wait for an answer, or for the next bytes
 _TRIES, _PAUSE_SECONDS = 3, 1.0  # where a server gives no answer, or ends it too early
-_COME_BACK = 408, 429  # a server that is busy (RFC 9110, section 15.5.9; RFC 6585, section 4)
+_BUSY = 408, 429  # a server that is busy (RFC 9110, section 15.5.9; RFC 6585, section 4)
 _BLOCK_BYTES = 1 << 20
 _LONGEST_REASON = 1000  # bytes
 
@@ -58,7 +58,7 @@ class Published:
 
     def __str__(self) -> str:
         names = " or ".join(self.names)
-        return f"{self.what}: {names}, published as {self.address} ({_bytes(self.size)}, SHA-256 {self.sha256})"
+        return f"{self.what}: {names}, published as {self.address} ({_size_text(self.size)}, SHA-256 {self.sha256})"
 
     def inside(self, folder: Path) -> Path | None:
         """The file in a folder, under one of its names; None if there is none."""
@@ -84,7 +84,7 @@ def fetched(file: Published, mark: Callable[[], None] = lambda: None) -> Path:
 
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     path = folder / file.names[0]
-    return _once(path, str(file), lambda: file.inside(folder), lambda: _fetch(file, path, mark), mark)
+    return _fetch_once(path, str(file), lambda: file.inside(folder), lambda: _fetch(file, path, mark), mark)
 
 
 def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] = lambda: None) -> Path:
@@ -105,13 +105,13 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
     cache = Path(hub.constants.HF_HUB_CACHE)
 
     def find() -> Path | None:
-        found = hub.try_to_load_from_cache(model, name)
-        return Path(found) if isinstance(found, str) else None
+        cached = hub.try_to_load_from_cache(model, name)
+        return Path(cached) if isinstance(cached, str) else None
 
     def fetch() -> None:
         try:
             published = hub.get_hf_file_metadata(address, timeout=SECONDS)
-            say(f"fetching {what} ({_bytes(published.size or 0)}) from {address} to {cache}")
+            say(f"fetching {what} ({_size_text(published.size or 0)}) from {address} to {cache}")
             revision = published.commit_hash
             path = Path(hub.hf_hub_download(model, name, revision=revision, tqdm_class=Marked))
             if _hub_checksum(path, published.etag or "") != published.etag:
@@ -123,7 +123,7 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
         except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
             raise ValueError(" ".join(str(error).split())) from None
 
-    return _once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, mark)
+    return _fetch_once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, mark)
 
 
 def hub_library(purpose: str) -> Any:
@@ -140,30 +140,30 @@ def hub_library(purpose: str) -> Any:
     return huggingface_hub
 
 
-def _hub_checksum(path: Path, like: str) -> str:
+def _hub_checksum(path: Path, expected: str) -> str:
     """The SHA-256 of a file, as the Hub has it of large files; of small ones it has git's SHA-1, of 40 digits."""
-    digest = hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    digest = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _once(
-    path: Path, what: str, find: Callable[[], Path | None], fetch: Callable[[], None], mark: Callable[[], None]
+def _fetch_once(
+    path: Path, description: str, find: Callable[[], Path | None], fetch: Callable[[], None], mark: Callable[[], None]
 ) -> Path:
     """What `find` finds after one process has called `fetch`, if need be. `path` names the lock file."""
-    if found := find():
-        return found
+    if file := find():
+        return file
     if is_offline():
-        instead = "give its file, or copy this folder from a machine that has fetched it"
-        raise ValueError(f"{path.parent} does not hold {what}, and HF_HUB_OFFLINE forbids to fetch it: {instead}")
+        advice = "give its file, or copy this folder from a machine that has fetched it"
+        raise ValueError(f"{path.parent} does not hold {description}, and HF_HUB_OFFLINE forbids to fetch it: {advice}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # its end, even by a kill, gives it up
-            has_waited = _wait_for(lock.fileno(), mark)
-            if found := find():
-                return found
+            has_waited = _lock_file(lock.fileno(), mark)
+            if file := find():
+                return file
             if has_waited and (reason := os.pread(lock.fileno(), _LONGEST_REASON, 0)):
                 raise ValueError(reason.decode(errors="replace"))  # each process would try in vain, one after the other
             lock.truncate(0)
@@ -173,15 +173,15 @@ def _once(
                 lock.write(str(error).encode()[:_LONGEST_REASON])
                 raise
     except OSError as error:
-        raise ValueError(f"cannot fetch {what} to {path}: {error.strerror or error}") from None
+        raise ValueError(f"cannot fetch {description} to {path}: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"cannot fetch {what}: {printable(str(error))}") from None
-    found = find()
-    assert found
-    return found
+        raise ValueError(f"cannot fetch {description}: {printable(str(error))}") from None
+    file = find()
+    assert file
+    return file
 
 
-def _wait_for(lock: int, mark: Callable[[], None]) -> bool:
+def _lock_file(lock: int, mark: Callable[[], None]) -> bool:
     """Lock a file; whether another process had locked it."""
     has_waited = False
     while True:
@@ -201,8 +201,8 @@ def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
     if mirror and "@" in urlsplit(mirror).netloc:
         raise ValueError(f"{MIRROR} holds a password, which would stand in the log: let it be an address without")
     address = f"{mirror.rstrip('/')}/{file.address.rpartition('/')[2]}" if mirror else file.address
-    say(f"fetching {file.what} ({_bytes(file.size)}) from {address} to {path}")
-    for left in reversed(range(_TRIES)):
+    say(f"fetching {file.what} ({_size_text(file.size)}) from {address} to {path}")
+    for n_left in reversed(range(_TRIES)):
         try:
             with replacing(path) as temporary, create(temporary) as target, _progress(file.size) as progress:
                 length, digest = 0, hashlib.sha256()
@@ -220,7 +220,7 @@ def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
                     raise ValueError(f"{address} is another file: its SHA-256 or its size differs; nothing was kept")
             return
         except _NoAnswerError:
-            if not left:
+            if not n_left:
                 raise
             time.sleep(_PAUSE_SECONDS)
 
@@ -231,8 +231,8 @@ def _blocks(address: str) -> Iterator[bytes]:
             while block := answer.read(_BLOCK_BYTES):
                 yield block
     except HTTPError as error:
-        kind = _NoAnswerError if error.code >= 500 or error.code in _COME_BACK else ValueError
-        raise kind(f"{address} answers {error.code} ({error.reason})") from None
+        error_class = _NoAnswerError if error.code >= 500 or error.code in _BUSY else ValueError
+        raise error_class(f"{address} answers {error.code} ({error.reason})") from None
     except (OSError, HTTPException) as error:
         raise _NoAnswerError(f"{address} gives no answer ({error or type(error).__name__})") from None
 
@@ -243,5 +243,5 @@ def _progress(size: int) -> Any:
     return tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)  # None: where there is no terminal
 
 
-def _bytes(size: int) -> str:
+def _size_text(size: int) -> str:
     return f"{size / 1e6:.0f} MB" if size > 1e6 else f"{size} bytes"

@@ -11,9 +11,9 @@ import shutil
 import sys
 from pathlib import Path
 
-_INSIDE = Path(__file__).resolve().parents[1]
-IS_INSTALLED = (_INSIDE / "train_vae.py").is_file()
-HOME = _INSIDE if IS_INSTALLED else _INSIDE.parent
+_PACKAGE = Path(__file__).resolve().parents[1]
+IS_INSTALLED = (_PACKAGE / "train_vae.py").is_file()
+HOME = _PACKAGE if IS_INSTALLED else _PACKAGE.parent
 _CONFIGS = "configs/"
 
 
@@ -22,10 +22,10 @@ def command_of(script: str) -> list[str]:
     this repository, such as train_vae.py."""
     python = Path(sys.executable)
     if not IS_INSTALLED:
-        return [_program(python, "python"), as_typed(HOME / script)]
+        return [_name_or_path(python, "python"), as_typed(HOME / script)]
     if (command := python.with_name(installed_command(script))).exists():
-        return [_program(command, command.name)]
-    return [_program(python, "python"), "-m", f"tandem.{Path(script).stem}"]
+        return [_name_or_path(command, command.name)]
+    return [_name_or_path(python, "python"), "-m", f"tandem.{Path(script).stem}"]
 
 
 def as_typed(path: Path) -> str:
@@ -37,15 +37,15 @@ def as_typed(path: Path) -> str:
     return os.fspath(path) if relative.startswith(os.pardir) else relative
 
 
-def _program(path: Path, name: str) -> str:
+def _name_or_path(path: Path, name: str) -> str:
     """The name of a program, where a shell finds this program by it; else its path."""
-    known = shutil.which(name)
-    is_it = (
-        known
-        and os.path.samefile(os.path.dirname(os.path.abspath(known)), path.parent)
-        and os.path.samefile(known, path)
+    program = shutil.which(name)
+    is_same = (
+        program
+        and os.path.samefile(os.path.dirname(os.path.abspath(program)), path.parent)
+        and os.path.samefile(program, path)
     )
-    return name if is_it else as_typed(path)
+    return name if is_same else as_typed(path)
 
 
 def installed_command(script: str) -> str:
@@ -65,8 +65,8 @@ def shipped(path: str) -> str:
     itself if there is such a file, or none of that name is shipped."""
     if os.path.exists(path) or not path.startswith(_CONFIGS):
         return path
-    inside = os.path.realpath(HOME / path)
-    return inside if inside.startswith(f"{HOME / _CONFIGS}{os.sep}") and os.path.isfile(inside) else path
+    file = os.path.realpath(HOME / path)
+    return file if file.startswith(f"{HOME / _CONFIGS}{os.sep}") and os.path.isfile(file) else path
 
 
 def how_to_install(extra: str) -> str:
@@ -75,6 +75,6 @@ def how_to_install(extra: str) -> str:
     return f'pip install {"" if IS_INSTALLED else "-e "}"{package}[{extra}]"'
 
 
-def missing_package(what: str, package: str, extra: str = "audio") -> ValueError:
-    """The error that says how to install `package`, without which `what` does not work, by an extra."""
-    return ValueError(f"{what} needs the package {package}: {how_to_install(extra)}")
+def missing_package(purpose: str, package: str, extra: str = "audio") -> ValueError:
+    """The error that says how to install `package`, without which `purpose` does not work, by an extra."""
+    return ValueError(f"{purpose} needs the package {package}: {how_to_install(extra)}")

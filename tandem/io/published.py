@@ -33,9 +33,9 @@ _USUAL_PARTS = ("state_dict", "model_state_dict", "model", "module", "weights")
 PUBLISHED = "published"
 
 
-def weights_of(file: Published, given: str, mark: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+def weights_of(file: Published, source: str, mark: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
     """Tensors by name of a file that the user gives, or of the published one. Raises ValueError, in one line."""
-    return read_state_dict(fetched(file, mark) if given == PUBLISHED else Path(given), published=str(file))
+    return read_state_dict(fetched(file, mark) if source == PUBLISHED else Path(source), published=str(file))
 
 
 def read_state_dict(
@@ -59,7 +59,7 @@ def read_state_dict(
         raise ValueError(f"{error}{source}") from None
     if isinstance(content, dict):
         parts = (content.get(key) for key in (*part.split(), *_USUAL_PARTS))
-        content = next((each for each in parts if each is not None and not isinstance(each, Tensor)), content)
+        content = next((value for value in parts if value is not None and not isinstance(value, Tensor)), content)
     if not isinstance(content, dict):
         kind = "an object of another class" if isinstance(content, Ignored) else f"a {type(content).__name__}"
         raise ValueError(f"{path} holds no weights: it holds {kind}, not a dict of names and tensors; {AS_STATE_DICT}")

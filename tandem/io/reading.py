@@ -63,7 +63,7 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
         status = os.fstat(descriptor)
         _check_kind(path, status.st_mode)
         if limit is not None and status.st_size > limit:
-            raise _too_long(path, limit)
+            raise _too_long_error(path, limit)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -89,17 +89,17 @@ def check_inside(path: Path, folder: Path) -> Path:
     """
     # realpath, because resolve() raises RuntimeError for links that lead to themselves; opening these raises OSError.
     if path.is_symlink():
-        found, home = os.path.dirname(os.path.realpath(path)), os.path.realpath(folder)
-        if found != home and not any(f"{found}/".startswith(f"{blobs}/") for blobs in _blobs_of(home)):
+        target, home = os.path.dirname(os.path.realpath(path)), os.path.realpath(folder)
+        if target != home and not any(f"{target}/".startswith(f"{blobs}/") for blobs in _blob_folders(home)):
             raise ValueError(f"{path.name} is a link that leaves the folder; copy the folder with `cp -rL`")
     return path
 
 
-def _blobs_of(folder: str) -> tuple[str, ...]:
+def _blob_folders(folder: str) -> tuple[str, ...]:
     """Where the files of a folder CACHE/models--USER--NAME/snapshots/COMMIT are, which holds links alone: content that
     several commits share is stored once, in the model's blobs/ or in that of the cache."""
-    found = re.fullmatch(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?", folder)
-    return (f"{found[1]}/blobs", f"{found[2]}/blobs") if found else ()
+    match = re.fullmatch(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?", folder)
+    return (f"{match[1]}/blobs", f"{match[2]}/blobs") if match else ()
 
 
 def read_bytes(path: str | Path, limit: int) -> bytes:
@@ -107,7 +107,7 @@ def read_bytes(path: str | Path, limit: int) -> bytes:
     with open_regular(path, limit) as file:
         content = file.read(limit + 1)  # some files of the system, such as those of /proc, do not say their length
     if len(content) > limit:
-        raise _too_long(path, limit)
+        raise _too_long_error(path, limit)
     return content
 
 
@@ -169,10 +169,10 @@ def read_json(path: str | Path, limit: int = LONGEST_JSON_BYTES) -> dict[str, An
     Raises:
         OSError, ValueError: one line; it cannot be read, is no regular file, too long or too deep, or holds no object.
     """
-    found = parse_json(read_bytes(path, limit))
-    if not isinstance(found, dict):
+    content = parse_json(read_bytes(path, limit))
+    if not isinstance(content, dict):
         raise ValueError(f"{os.path.basename(path)} holds no JSON object")
-    return found
+    return content
 
 
 def read_json_or_empty(path: str | Path) -> dict[str, Any]:
@@ -190,10 +190,10 @@ def read_yaml(path: str | Path) -> Any:
         OSError, ValueError: one line, as for `compose_yaml`.
     """
 
-    def construct(made: yaml.SafeLoader, node: yaml.Node | None) -> Any:
-        return None if node is None else made.construct_document(node)
+    def construct(loader: yaml.SafeLoader, node: yaml.Node | None) -> Any:
+        return None if node is None else loader.construct_document(node)
 
-    return _with_yaml(path, construct)
+    return _parse_yaml(path, construct)
 
 
 def compose_yaml(path: str | Path) -> yaml.Node | None:
@@ -205,20 +205,20 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
             aliases (`*name`) make it much longer than it is.
     """
 
-    return _with_yaml(path, lambda made, node: node)
+    return _parse_yaml(path, lambda loader, node: node)
 
 
 def words_of(error: BaseException) -> str:
     """What an error says, in one line; of the system, why it could not do what was asked."""
-    said = str(getattr(error, "strerror", None) or error)
-    if number := _OS_ERROR.search(said):
-        said = os.strerror(int(number[1]))
-    return printable(" ".join(said.split())) or type(error).__name__
+    text = str(getattr(error, "strerror", None) or error)
+    if number := _OS_ERROR.search(text):
+        text = os.strerror(int(number[1]))
+    return printable(" ".join(text.split())) or type(error).__name__
 
 
 def printable(text: str) -> str:
     """Text that may quote a file, with ? for every control character, so that no file can control the terminal."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def counted(number: float, noun: str) -> str:
@@ -233,20 +233,20 @@ def one_line(error: BaseException) -> str:
     return printable(lines[0].strip()[:_LONGEST_ERROR]) if lines else type(error).__name__
 
 
-def _with_yaml(path: str | Path, use: Any) -> Any:
+def _parse_yaml(path: str | Path, use: Any) -> Any:
     import yaml
 
     text = plain_text(read_bytes(path, LONGEST_YAML_BYTES))
     damages: tuple[type[Exception], ...] = (yaml.YAMLError, *DAMAGES)  # a tag that does not fit its text raises many
     try:
-        made = yaml.SafeLoader(text)
-        made.name = str(path)  # for messages about a line
+        loader = yaml.SafeLoader(text)
+        loader.name = str(path)  # for messages about a line
         try:
-            node = made.get_single_node()
+            node = loader.get_single_node()
             _check_aliases(node)
-            return use(made, node)
+            return use(loader, node)
         finally:
-            made.dispose()
+            loader.dispose()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except damages as error:
@@ -263,8 +263,8 @@ def _check_aliases(root: Any) -> None:
             return 1
         if id(node) not in sizes:
             sizes[id(node)] = _MOST_VALUES + 1  # what a node has that contains itself
-            pairs = (child for entry in node.value for child in (entry if isinstance(entry, tuple) else (entry,)))
-            sizes[id(node)] = 1 + sum(map(size, pairs))
+            children = (child for entry in node.value for child in (entry if isinstance(entry, tuple) else (entry,)))
+            sizes[id(node)] = 1 + sum(map(size, children))
         return sizes[id(node)]
 
     if root is not None and size(root) > _MOST_VALUES:
@@ -278,5 +278,5 @@ def _check_kind(path: str | Path, mode: int) -> None:
         raise ValueError(f"{os.path.basename(path)} is not a regular file")
 
 
-def _too_long(path: str | Path, limit: int) -> ValueError:
+def _too_long_error(path: str | Path, limit: int) -> ValueError:
     return ValueError(f"{os.path.basename(path)} is longer than {limit} bytes")

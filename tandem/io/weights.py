@@ -19,9 +19,9 @@ from .reading import LONGEST_BEGINNING, check_regular, one_line, other_kind
 # What DataParallel and DDP, torch.compile, FSDP and modules of Lightning put before every name, and some of them before
 # the names of layers inside.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "net.", "network.")
-_INSIDE = re.compile(WRAPPERS_INSIDE.pattern.decode())
+_INNER_WRAPPERS = re.compile(WRAPPERS_INSIDE.pattern.decode())
 
-_AGAIN = "copy or download it again"
+_COPY_IT = "copy or download it again"
 # How a file begins that is taken for weights, what it is, and what to do; beside what stands in the place of any file.
 _OTHER_KINDS = (
     (rb"GGUF", "in the GGUF format", "give the file of PyTorch or safetensors that it was made from"),
@@ -45,12 +45,12 @@ _OTHER_FOLDERS = (
 _WEIGHTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
 
-def read_content(path: Path, wanted: Container[str] | None = None) -> Any:
+def read_content(path: Path, names: Container[str] | None = None) -> Any:
     """What a .safetensors file, or a .pt, .pth or .ckpt file of any version of PyTorch holds, with tensors on the CPU;
     names of weights are without what wrappers of a model put before them. Runs no code of it.
 
     Args:
-        wanted: Names, of which alone the weights of a .safetensors file are read.
+        names: Names, of which alone the weights of a .safetensors file are read.
 
     Raises:
         ValueError: one line that names the file, if it is missing, damaged, hostile or something else.
@@ -61,21 +61,21 @@ def read_content(path: Path, wanted: Container[str] | None = None) -> Any:
         if is_safetensors(path):
             with safe_open(path, framework="pt") as file:
                 keys = file.keys()
-                names = zip(keys, _bare(keys), strict=True)
-                return {name: file.get_tensor(key) for key, name in names if wanted is None or name in wanted}
-        in_archive = zipfile.is_zipfile(path)
-        check_archive(path) if in_archive else check_old_file(path)
+                pairs = zip(keys, _strip_wrappers(keys), strict=True)
+                return {name: file.get_tensor(key) for key, name in pairs if names is None or name in names}
+        is_archive = zipfile.is_zipfile(path)
+        check_archive(path) if is_archive else check_old_file(path)
         with torch.serialization.safe_globals([stand_in(name) for name in IGNORED]):
             if path.suffix == ".safetensors":  # by which torch.load would take it for one
                 with path.open("rb") as file:
-                    return _unwrapped(torch.load(file, map_location="cpu", weights_only=True))
-            return _unwrapped(torch.load(path, map_location="cpu", weights_only=True, mmap=in_archive))
+                    return _strip_names(torch.load(file, map_location="cpu", weights_only=True))
+            return _strip_names(torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except _NoWeightsError as error:
         raise ValueError(f"{path} holds no weights: {error}") from None
     except SafetensorError as error:
-        raise ValueError(f"{path} is cut off or damaged ({one_line(error)}); {_AGAIN}") from None
+        raise ValueError(f"{path} is cut off or damaged ({one_line(error)}); {_COPY_IT}") from None
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{path} holds no weights that can be read without running code: {one_line(error)}") from None
 
@@ -108,13 +108,13 @@ def why_no_weights(path: Path) -> str:
     with path.open("rb") as file:
         beginning = file.read(LONGEST_BEGINNING)
     if not beginning:
-        return f"it is empty; {_AGAIN}"
+        return f"it is empty; {_COPY_IT}"
     if is_safetensors(path):
         length, size = 8 + struct.unpack("<Q", beginning[:8])[0], path.stat().st_size
-        return f"it is cut off: its names alone take {length} bytes of {size}; {_AGAIN}" if length > size else ""
+        return f"it is cut off: its names alone take {length} bytes of {size}; {_COPY_IT}" if length > size else ""
     if beginning.startswith(b"PK\3\4"):
         if not zipfile.is_zipfile(path):
-            return f"it is cut off, for its end is missing; {_AGAIN}"
+            return f"it is cut off, for its end is missing; {_COPY_IT}"
         with zipfile.ZipFile(path) as archive:
             members = archive.namelist()
         if any(member.endswith("/constants.pkl") for member in members):
@@ -127,7 +127,7 @@ def why_no_weights(path: Path) -> str:
     for pattern, kind, remedy in _OTHER_KINDS:
         if re.match(pattern, beginning):
             return f"it is {kind}; {remedy}"
-    return "" if beginning.startswith(_PICKLE) else f"it begins as no file of PyTorch or safetensors does; {_AGAIN}"
+    return "" if beginning.startswith(_PICKLE) else f"it begins as no file of PyTorch or safetensors does; {_COPY_IT}"
 
 
 def why_no_model(folder: Path) -> str:
@@ -140,12 +140,12 @@ def why_no_model(folder: Path) -> str:
     return f"its files of weights have to be named themselves, such as {files[0]}; " if files else ""
 
 
-def _unwrapped(content: Any) -> Any:
+def _strip_names(content: Any) -> Any:
     """The content of a file, with bare names in the mapping that it is, and in those that are its values."""
 
     def bare(value: Any) -> Any:
         is_mapping = isinstance(value, dict) and all(isinstance(key, str) for key in value)
-        return dict(zip(_bare(value), value.values(), strict=True)) if is_mapping else value
+        return dict(zip(_strip_wrappers(value), value.values(), strict=True)) if is_mapping else value
 
     if not isinstance(content, dict):
         return content
@@ -153,13 +153,15 @@ def _unwrapped(content: Any) -> Any:
     return bare({key: inner[id(value)] for key, value in content.items()})
 
 
-def _bare(names: Iterable[str]) -> list[str]:
+def _strip_wrappers(names: Iterable[str]) -> list[str]:
     """Names of the weights of a model without what its wrappers have put before all of them; as they are, if two would
     become the same."""
-    bare = [_INSIDE.sub("", name) for name in names]
-    while wrapper := next((wrapper for wrapper in _WRAPPERS if bare and all(n.startswith(wrapper) for n in bare)), ""):
-        bare = [name.removeprefix(wrapper) for name in bare]
-    return bare if len(set(bare)) == len(bare) else list(names)
+    stripped = [_INNER_WRAPPERS.sub("", name) for name in names]
+    while wrapper := next(
+        (prefix for prefix in _WRAPPERS if stripped and all(n.startswith(prefix) for n in stripped)), ""
+    ):
+        stripped = [name.removeprefix(wrapper) for name in stripped]
+    return stripped if len(set(stripped)) == len(stripped) else list(names)
 
 
 def first_names(content: Mapping[Any, Any]) -> str:

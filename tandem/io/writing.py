@@ -35,7 +35,7 @@ WRITER = "checkpoint"
 
 LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
 LEASE_SECONDS = 120.0  # an NFS server keeps the lock of a machine that has crashed for 90 s, or as it is configured
-_TELLING_SECONDS = 1.0
+_WRITE_SECONDS = 1.0
 _LONGEST_HOLDER = 200  # bytes of a lock file that an error quotes
 
 
@@ -82,7 +82,7 @@ def open_appending(path: Path) -> BinaryIO:
     Raises:
         OSError: it cannot be opened, or is a link, a pipe or a device.
     """
-    return os.fdopen(_regular(path, _open(path, os.O_RDWR | os.O_APPEND)), "ab")
+    return os.fdopen(_check_regular(path, _open(path, os.O_RDWR | os.O_APPEND)), "ab")
 
 
 def hold(
@@ -98,15 +98,15 @@ def hold(
         OSError: the file cannot be made, or is a link, a pipe or a device.
         ValueError: another process holds the lock.
     """
-    file = os.fdopen(_regular(path, _open(path, os.O_RDWR)), "r+b")
-    began, has_said = time.monotonic(), False
-    while not _lock(file):
-        holder, waited = _holder_of(path), time.monotonic() - began
-        if waited >= LOCK_SECONDS and (_runs(_process_here(holder)) or waited >= lease_seconds):
+    file = os.fdopen(_check_regular(path, _open(path, os.O_RDWR)), "r+b")
+    start, has_reported = time.monotonic(), False
+    while not _try_lock(file):
+        holder, seconds = _read_holder(path), time.monotonic() - start
+        if seconds >= LOCK_SECONDS and (_is_running(_local_process(holder)) or seconds >= lease_seconds):
             file.close()
             raise ValueError(f"{path.parent} is in use by {holder}; end it first, or give another --output_dir")
-        if waited >= LOCK_SECONDS and not has_said:
-            has_said = True
+        if seconds >= LOCK_SECONDS and not has_reported:
+            has_reported = True
             say(
                 f"{path.parent} is in use by {holder}; waiting for up to {counted(lease_seconds / 60, 'minute')}, in "
                 "case that its machine has crashed and a file server has not noticed yet"
@@ -119,7 +119,7 @@ def hold(
     return file
 
 
-def _lock(file: BinaryIO) -> bool:
+def _try_lock(file: BinaryIO) -> bool:
     """Lock the file if no other process holds its lock; also true on a file system without locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,7 +136,7 @@ def other_holder(path: Path, ours: BinaryIO) -> str | None:
     # Do not open our own file: closing it once would release the lock.
     with contextlib.suppress(FileNotFoundError):
         if not os.path.samestat(os.fstat(ours.fileno()), path.stat()):
-            holder = _holder_of(path)
+            holder = _read_holder(path)
             return None if holder.partition(" since ")[0] == _this_process() else holder
     return None
 
@@ -144,8 +144,8 @@ def other_holder(path: Path, ours: BinaryIO) -> str | None:
 def is_left_behind(path: Path) -> bool:
     """Whether a process of this machine held the lock file `path` and has ended. False if that cannot be known, as of a
     process of another machine, or without locks. This process must not hold it."""
-    process = _process_here(_holder_of(path))
-    if process is None or _runs(process):
+    process = _local_process(_read_holder(path))
+    if process is None or _is_running(process):
         return False
     try:
         # Containers may have the name of one machine, but not each other's processes; the lock is between them too.
@@ -160,9 +160,9 @@ def move_aside(folder: Path) -> Path:
     """Rename a folder to a name beside it that is free, such as vae.old-1, and return that."""
     folder = Path(os.path.abspath(folder))
     names = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
-    aside = next(path for path in names if not path.exists())
-    os.rename(folder, aside)
-    return aside
+    new_path = next(path for path in names if not path.exists())
+    os.rename(folder, new_path)
+    return new_path
 
 
 def free_name(path: Path) -> Path:
@@ -208,11 +208,11 @@ def open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
-            assert opened == descriptor, (opened, descriptor)
-            os.set_inheritable(opened, True)
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            assert null == descriptor, (null, descriptor)
+            os.set_inheritable(null, True)
             if getattr(sys, name) is None:
-                setattr(sys, name, open(opened, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
+                setattr(sys, name, open(null, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
 
 
 def say(text: str) -> None:
@@ -225,22 +225,22 @@ def tell(text: str) -> None:
     """As `say`, for a thread beside the main one, which may be in a print, or in one that never ends because its
     terminal is stopped. On a terminal the line stands below a progress bar."""
     with contextlib.suppress(OSError, ValueError):
-        if select.select([], [2], [], _TELLING_SECONDS)[1]:
-            below = "\n" if os.isatty(2) else ""
-            os.write(2, f"{below}{program()}: {printable(text)}\n".encode(errors="replace"))
+        if select.select([], [2], [], _WRITE_SECONDS)[1]:
+            newline = "\n" if os.isatty(2) else ""
+            os.write(2, f"{newline}{program()}: {printable(text)}\n".encode(errors="replace"))
 
 
 def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _process_here(holder: str) -> int | None:
+def _local_process(holder: str) -> int | None:
     """The id of the holder of a lock, in words, if it is or was a process of this machine."""
-    found = re.match(r"process (\d{1,9}) on (\S+)", holder)
-    return int(found[1]) if found and found[2] == socket.gethostname() else None
+    match = re.match(r"process (\d{1,9}) on (\S+)", holder)
+    return int(match[1]) if match and match[2] == socket.gethostname() else None
 
 
-def _runs(process: int | None) -> bool:
+def _is_running(process: int | None) -> bool:
     if process is None:
         return False
     try:
@@ -252,14 +252,14 @@ def _runs(process: int | None) -> bool:
     return True
 
 
-def _holder_of(path: Path) -> str:
+def _read_holder(path: Path) -> str:
     """Who wrote a lock file last, and when it took the lock, in words. This process must not hold it."""
     try:
         with open_regular(path) as file:
-            said = file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
+            holder = file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
     except (OSError, ValueError):
-        said = ""
-    return printable(said) or "another process"
+        holder = ""
+    return printable(holder) or "another process"
 
 
 def _open(path: Path, flags: int, mode: int = 0o666) -> int:
@@ -273,7 +273,7 @@ def _open(path: Path, flags: int, mode: int = 0o666) -> int:
         raise
 
 
-def _regular(path: Path, descriptor: int) -> int:
+def _check_regular(path: Path, descriptor: int) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file; remove it", str(path))
