@@ -46,7 +46,7 @@ def open_records(spec: Spec, field_specs: Sequence[Wanted], kind: str, seed: int
     (`OwnData`); or what `open_source` makes of a path. No sample is opened.
 
     Args:
-        wanted: What fields look for; the first one makes a sample.
+        field_specs: What fields look for; the first one makes a sample.
         kind: Of the demonstration, see `DemoSource`.
         numbers: Which tars: see `open_source`.
 

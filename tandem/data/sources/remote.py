@@ -203,7 +203,7 @@ def fetch_shards(addresses: Mapping[int, str], shards: Sequence[range]) -> None:
 
 
 _cache: ShardCache | None = None
-_buffer: frozenset[str] = frozenset()
+_cached_addresses: frozenset[str] = frozenset()
 
 
 def _open_cached(address: str) -> BinaryIO | None:
