@@ -54,14 +54,14 @@ def build_parser() -> ArgumentParser:
         path: tuple[str, str] = ("PATH", "run folder, checkpoint, model folder, public file or USER/NAME of the Hub"),
         out: tuple[str, str] | None = None,
     ) -> Callable[..., Any]:  # fmt: skip
-        sub = commands.add_parser(name, description=text, help=text)
-        sub.usage = None
-        sub.set_defaults(run=run)
-        sub.add_argument("path", metavar=path[0], help=path[1])
+        subparser = commands.add_parser(name, description=text, help=text)
+        subparser.usage = None
+        subparser.set_defaults(run=run)
+        subparser.add_argument("path", metavar=path[0], help=path[1])
         if out:
-            sub.add_argument("out", metavar=out[0], help=out[1])
-            sub.add_argument("--force", action="store_true", help=f"replace {out[0]} where it exists")
-        return sub.add_argument
+            subparser.add_argument("out", metavar=out[0], help=out[1])
+            subparser.add_argument("--force", action="store_true", help=f"replace {out[0]} where it exists")
+        return subparser.add_argument
 
     # fmt: off
     weights: dict[str, Any] = {
@@ -99,14 +99,14 @@ def inspect(args: argparse.Namespace) -> None:
     from tandem.weights.formats.description import describe_model_folder
     from tandem.weights.formats.detection import format_of
 
-    kind, where = find(Path(args.path))
+    kind, location = find(Path(args.path))
     if kind == "checkpoint":
-        facts = describe_checkpoint(where, is_checked=not args.no_checksums)
+        facts = describe_checkpoint(location, is_checked=not args.no_checksums)
     elif kind == "model":
-        facts = describe_model_folder(where)
+        facts = describe_model_folder(location)
     else:
-        facts = format_of(where).describe(where)
-    facts = {"path": str(where), **facts}
+        facts = format_of(location).describe(location)
+    facts = {"path": str(location), **facts}
     print(json.dumps(facts, indent=2) if args.json else "\n".join(map(printable, lines_of(facts))))
     if facts.get("checksums") not in (None, "hold", "not checked"):
         raise Failed
@@ -135,9 +135,9 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
             facts[name] |= {"optimizer": optimizer.get("type"), "optimizer_step": optimizer.get("step")}
     progress: Any = parts.get("progress", {})
     samples, batch_size = progress.get("samples"), progress.get("batch_size")
-    is_known = isinstance(samples, int) and isinstance(batch_size, int) and batch_size > 0
+    has_step = isinstance(samples, int) and isinstance(batch_size, int) and batch_size > 0
     return {
-        "kind": "checkpoint", "step": samples // batch_size if is_known else None,
+        "kind": "checkpoint", "step": samples // batch_size if has_step else None,
          "samples": samples,
         "written_by": meta,
         "models": {name: with_scale(model, parts.get(name, {})) for name, model in parts.get(MODELS, {}).items()},
@@ -192,9 +192,9 @@ def export(args: argparse.Namespace) -> None:
         public = FORMATS[args.to]
         if type(model).__name__ != public.model:
             raise ValueError(f"--to {args.to} is for a {public.model}, and {path} holds a {type(model).__name__}")
-        beside = {"discriminator": load_discriminator(path)} if public.load_discriminator else {}
+        extras = {"discriminator": load_discriminator(path)} if public.load_discriminator else {}
         out.parent.mkdir(parents=True, exist_ok=True)
-        note = public.save(model, out, **beside)
+        note = public.save(model, out, **extras)
     print(f"wrote {out}: {described(model)}" + (f"; {note}" if note else ""))
 
 
@@ -220,8 +220,8 @@ def average(args: argparse.Namespace) -> None:
         )
     model.load_state_dict(weights, strict=False)
     write_model(model, run, out)
-    averaged = f"averaged over {counted(updates, 'update')}; it misses {distance:.2%} of the profile"
-    print(f"wrote {out}: {described(model)}, {averaged}")
+    summary = f"averaged over {counted(updates, 'update')}; it misses {distance:.2%} of the profile"
+    print(f"wrote {out}: {described(model)}, {summary}")
 
 
 def translate(args: argparse.Namespace) -> None:
@@ -237,30 +237,31 @@ def translate(args: argparse.Namespace) -> None:
         is_decoder = "decoder" in config
         if not is_decoder and "model" not in config:
             raise ValueError("it has no part about a decoder, as DALLE2-pytorch has, nor a model, as taming has")
-        made = (of_dalle2 if is_decoder else of_taming)(config, args.processes)
-        parser = parser_of(made.script)
-        for name, (key, value) in made.flags.items():
+        translation = (of_dalle2 if is_decoder else of_taming)(config, args.processes)
+        parser = parser_of(translation.script)
+        for name, (key, value) in translation.flags.items():
             try:
                 parser.with_values({name: value})
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, OSError) as error:
         raise ValueError(f"{args.path}: {one_line(error)}") from None
-    values = {name: value for name, (_, value) in made.flags.items() if value is not None}
-    as_written = parser.settings(parser.with_values(values))
-    settings = {name: as_written[name] for name in values}
+    values = {name: value for name, (_, value) in translation.flags.items() if value is not None}
+    all_settings = parser.settings(parser.with_values(values))
+    settings = {name: all_settings[name] for name in values}
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode())
-    for line in made.lines:
+    for line in translation.lines:
         print(printable(line))
     if args.processes is None and "batch_size" in settings:
-        of = "one process" if made.processes == 1 else f"the {made.processes} processes that it names"
+        n = translation.processes
+        intended = "one process" if n == 1 else f"the {n} processes that it names"
         print(
-            f"batch_size {settings['batch_size']} is for {of}; for {'several' if made.processes == 1 else 'others'} "
+            f"batch_size {settings['batch_size']} is for {intended}; for {'several' if n == 1 else 'others'} "
             "give --processes"
         )
     data = () if parser.data_flag in settings else (f"--{parser.data_flag}", "photos/")
-    command = shlex.join([*command_of(made.script), "--config", str(out), *data])
+    command = shlex.join([*command_of(translation.script), "--config", str(out), *data])
     print(f"wrote {out}; start it with: {command}")
 
 
@@ -295,16 +296,16 @@ def of_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
     from tandem.weights.formats.dalle2_keys import flags_of_config, implied, known_keys
 
     parser, page = parser_of("train_decoder.py"), rows("train_decoder.py")
-    known, looked_at = known_keys(page), {name: value for name, value in config.items() if name != "seed"}
-    lost = [*without_counterpart(looked_at, known), *implied(config, known)]
+    known, checked = known_keys(page), {name: value for name, value in config.items() if name != "seed"}
+    left_out = [*without_counterpart(checked, known), *implied(config, known)]
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
     check_arguments(model)
     build_on_meta(lambda: Decoder.made(model))
-    nobody = argparse.Namespace(explicit=frozenset())  # has said a flag
-    shape = parser.config.shape_of(model, nobody)
+    no_flags = argparse.Namespace(explicit=frozenset())  # has said a flag
+    shape = parser.config.shape_of(model, no_flags)
     settings = parser.settings(parser.with_values(shape))
     flags = flags_of_config(config, page, {name: settings[name] for name in shape}, processes or 1)
-    return Translated("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in lost])
+    return Translated("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in left_out])
 
 
 def of_taming(config: dict[str, Any], processes: int | None) -> Translated:
@@ -314,12 +315,12 @@ def of_taming(config: dict[str, Any], processes: int | None) -> Translated:
     from tandem.weights.formats.config_keys import without_counterpart
     from tandem.weights.formats.taming_yaml import autoencoder_of, flags_of_yaml, known_keys, processes_of
 
-    config, of_whole = autoencoder_of(config)
+    config, general_lines = autoencoder_of(config)
     known = known_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
-    lost = [f"left out: {line}" for line in without_counterpart(config, known)]
+    left_out = [f"left out: {line}" for line in without_counterpart(config, known)]
     processes = processes or processes_of(config)
     flags, lines = flags_of_yaml(config, processes)
-    return Translated("train_vqgan.py", flags, processes, [*of_whole, *lost, *lines])
+    return Translated("train_vqgan.py", flags, processes, [*general_lines, *left_out, *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

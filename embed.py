@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
 
     from tandem.data.decoding.sounds import ClipDecoder
     from tandem.data.fields import Samples
-_AUDIO = given("audio", "PATH")
+_AUDIO_ONLY = given("audio", "PATH")
 _QUERY = Needs("query", "TEXT", lambda args: bool(args.query or args.query_file))
 
 
@@ -55,7 +55,7 @@ class Config:
         PATH,
     )
     output: str | None = flag(
-        None, "index to write; an index that is not complete is continued", FOLDER, also="output_dir", needs=_AUDIO
+        None, "index to write; an index that is not complete is continued", FOLDER, also="output_dir", needs=_AUDIO_ONLY
     )
     fresh: bool = flag(False, "start over; the old content is moved to DIR.old-N")
     index: str | None = flag(None, "index to search (default: --output)", FOLDER)
@@ -65,12 +65,12 @@ class Config:
         "a long file is the mean of at most so many clips, spread evenly over it; 1: only its middle",
         size,
         metavar="CLIPS",
-        needs=_AUDIO,
+        needs=_AUDIO_ONLY,
         title="embedding",
     )
-    files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", needs=_AUDIO)
+    files_per_shard: int = flag(256, "sounds per file of embeddings", size, metavar="FILES", needs=_AUDIO_ONLY)
     on_bad_sample: str = flag(
-        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_AUDIO
+        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_AUDIO_ONLY
     )
 
     query: list[str] | None = flag(
@@ -107,17 +107,17 @@ class Embedder(NamedTuple):
     about: what says which model it is.
     dim: of its embeddings.
     decoder: cuts the clips that it takes out of sounds.
-    of_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on
+    embed_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on
         its device.
-    of_text: a sentence -> its unit vector (dim,). It is in a batch of its own, so that its vector does not depend, to
-        the last bit, on other sentences.
+    embed_text: a sentence -> its unit vector (dim,). It is in a batch of its own, so that its vector does not depend,
+        to the last bit, on other sentences.
     """
 
     about: dict[str, Any]
     dim: int
     decoder: ClipDecoder
-    of_clips: Callable[[Tensor], Tensor]
-    of_text: Callable[[str], Tensor]
+    embed_clips: Callable[[Tensor], Tensor]
+    embed_text: Callable[[str], Tensor]
 
 
 def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> Embedder:
@@ -137,19 +137,19 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
     config = model.config
 
     @torch.no_grad()
-    def of_clips(waveforms: Tensor) -> Tensor:
+    def embed_clips(waveforms: Tensor) -> Tensor:
         backend.mark("embedding")
         with backend.autocast():
             return model.encode_audio(to_device(waveforms, backend.device)).float()
 
     @torch.no_grad()
-    def of_text(text: str) -> Tensor:
-        name = "clip" if file is None else str(file)
-        tokenizer = open_tokenizer(name, config["max_text_tokens"], model.marks_texts)
-        most = config["vocab_size"]
-        if tokenizer.vocab_size > most or (tokenizer.vocab_size < most and not config.get("text_tower")):
+    def embed_text(text: str) -> Tensor:
+        tokenizer_name = "clip" if file is None else str(file)
+        tokenizer = open_tokenizer(tokenizer_name, config["max_text_tokens"], model.marks_texts)
+        vocab_size = config["vocab_size"]
+        if tokenizer.vocab_size > vocab_size or (tokenizer.vocab_size < vocab_size and not config.get("text_tower")):
             raise ValueError(
-                f"the model takes {most} tokens, but the tokenizer {name} has "
+                f"the model takes {vocab_size} tokens, but the tokenizer {tokenizer_name} has "
                 f"{tokenizer.vocab_size}: put the tokenizer.json that it was trained with into its folder"
             )
         tokens, lengths = tokenizer.encode([text])
@@ -157,7 +157,7 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
         return model.encode_text(tokens, torch.tensor(lengths, device=backend.device))[0].float().cpu()
 
     decoder = ClipDecoder(config["sample_rate"], model.clip_samples)
-    return Embedder(about, config["dim_latent"], decoder, of_clips, of_text)
+    return Embedder(about, config["dim_latent"], decoder, embed_clips, embed_text)
 
 
 def unit_means(vectors: Sequence[Tensor]) -> Tensor:
@@ -165,7 +165,7 @@ def unit_means(vectors: Sequence[Tensor]) -> Tensor:
     ValueError if one is not finite."""
     import torch
 
-    means = torch.stack([of_one.double().mean(0) for of_one in vectors])
+    means = torch.stack([clip_vectors.double().mean(0) for clip_vectors in vectors])
     if not means.isfinite().all():
         raise ValueError("the model gives embeddings that are not finite: with fp16, try --precision bf16 or fp32")
     return torch.nn.functional.normalize(means, dim=1).float()
@@ -208,14 +208,14 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
     empty = np.zeros((0, embedder.dim), np.float32)
     shards = ShardWriter(output, EMBEDDINGS, empty, names, args.files_per_shard)
 
-    def embeddings_of(todo: Sequence[range]) -> Iterator[Encoded]:
-        how = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
-        how["waiting"] = backend.waiting_for_workers
+    def compute_embeddings(shard_items: Sequence[range]) -> Iterator[Encoded]:
+        options = {"batch_size": args.batch_size, "per_request": 1, "num_workers": args.num_workers}
+        options["waiting"] = backend.waiting_for_workers
         load = functools.partial(load_clips, sounds)
-        for encoded in encode_batches(load, sounds.describe, todo, embedder.of_clips, **how):
+        for encoded in encode_batches(load, sounds.describe, shard_items, embedder.embed_clips, **options):
             yield encoded._replace(parts=[unit_means(encoded.parts)] if encoded.parts else [])
 
-    _, bad, _ = shards.fill(embeddings_of, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")
+    _, bad, _ = shards.fill(compute_embeddings, "rows", "embedded", stop_at_bad=args.on_bad_sample == "error")
     say(f"{counted(len(names) - bad, 'sound')} in {counted(len(shards), 'shard')} of embeddings: {args.output}")
 
 
@@ -256,22 +256,22 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
             def embed(query: str) -> Tensor:
                 if (clips := clips_of_query(query, embedder.decoder, max_clips)) is None:
-                    return embedder.of_text(query)
-                return unit_means([in_batches(clips, embedder.of_clips, batch_size)])[0]
+                    return embedder.embed_text(query)
+                return unit_means([in_batches(clips, embedder.embed_clips, batch_size)])[0]
 
             vectors = torch.stack([embed(query) for query in queries])
-            found = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
-            for answer in map(Answer, queries, found):
+            matches = stored.nearest(vectors.numpy(), args.top_k, lambda: backend.mark("searching"))
+            for answer in map(Answer, queries, matches):
                 print(answer.as_json() if args.json else answer.as_table(), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
-    to = sys.stderr if args.json else sys.stdout  # which is then for data only
+    stream = sys.stderr if args.json else sys.stdout  # which is then for data only
 
     def run(backend: distributed.Backend) -> None:
-        say = functools.partial(backend.say, file=to)
+        say = functools.partial(backend.say, file=stream)
         if args.audio:
             make_index(args, backend, say)
         if _QUERY.is_met(args):

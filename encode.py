@@ -54,9 +54,9 @@ DEMO_FRAMES = 41  # of a clip that is drawn
 ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
 DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
 # What flags need to have an effect.
-_ENCODING = without("decode")
-_OF_IMAGES, _OF_VIDEOS = given("image_folder", "PATH"), given("video_folder", "PATH")
-_OF_LATENTS = ("latent", "latent_dtype", "with_flip", "scaled", "seed")  # flags for models without codes
+_ENCODING_ONLY = without("decode")
+_IMAGES_ONLY, _VIDEOS_ONLY = given("image_folder", "PATH"), given("video_folder", "PATH")
+_LATENT_FLAGS = ("latent", "latent_dtype", "with_flip", "scaled", "seed")  # flags for models without codes
 
 
 @dataclass
@@ -92,44 +92,44 @@ class Config:
         needs=given("decode", "DIR"),
     )
     image_size: int | None = flag(
-        None, "side of the centre crop (default: the model's)", pixels, needs=_ENCODING, title="encoding"
+        None, "side of the centre crop (default: the model's)", pixels, needs=_ENCODING_ONLY, title="encoding"
     )
-    images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", needs=_OF_IMAGES)
+    images_per_shard: int = flag(1024, "images whose codes share a file", size, metavar="IMAGES", needs=_IMAGES_ONLY)
     videos_per_shard: int = flag(
-        8, "videos whose codes share a file; for long films 1", size, metavar="VIDEOS", needs=_OF_VIDEOS
+        8, "videos whose codes share a file; for long films 1", size, metavar="VIDEOS", needs=_VIDEOS_ONLY
     )
     fps: float | None = flag(
-        None, "frames per second, chosen by time stamps (default: all of the file)", frame_rate, needs=_OF_VIDEOS
+        None, "frames per second, chosen by time stamps (default: all of the file)", frame_rate, needs=_VIDEOS_ONLY
     )
-    frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=(_OF_VIDEOS, without("fps")))
+    frame_stride: int = flag(1, "take every N-th frame of a video", positive_int, needs=(_VIDEOS_ONLY, without("fps")))
     keep_aspect: bool = flag(
         False,
         "keep the shape of each video: its shorter side is --image_size, and both are cut to a multiple of the pixels "
         "of a code (default: the square in the middle)",
-        needs=_OF_VIDEOS,
+        needs=_VIDEOS_ONLY,
     )
     on_bad_sample: str = flag(
-        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_ENCODING
+        "skip", "leave out files that cannot be read, or stop at one", choices=("skip", "error"), needs=_ENCODING_ONLY
     )
-    report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING)
+    report: bool = flag(False, "say at the end how much of the codebook is used", needs=_ENCODING_ONLY)
 
     with_flip: bool = flag(
         False,
         "write the latents of mirrored images as well",
-        needs=_OF_IMAGES,
+        needs=_IMAGES_ONLY,
         title="latents of a model without codes",
     )
     latent: str = flag(
         "mean",
         "write the mean of each image, a sample, or both moments",
         choices=("mean", "sample", "moments"),
-        needs=_OF_IMAGES,
+        needs=_IMAGES_ONLY,
     )
-    latent_dtype: str = flag("fp16", "type of the numbers", choices=("fp16", "bf16", "fp32"), needs=_OF_IMAGES)
+    latent_dtype: str = flag("fp16", "type of the numbers", choices=("fp16", "bf16", "fp32"), needs=_IMAGES_ONLY)
     scaled: bool = flag(
         False,
         "write (latent - shift_factor) * scaling_factor, two numbers of the model's config.json",
-        needs=_OF_IMAGES,
+        needs=_IMAGES_ONLY,
     )
     seed: int = flag(0, "seed of the samples", non_negative_int, needs=when("latent", "sample"))
 
@@ -153,12 +153,12 @@ def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
     """Fill in --format, if one kind is left. Raises ValueError, in one line, if a flag has no effect on any of them."""
-    doing = f"{'decod' if args.decode else 'encod'}ing {' or '.join(kinds)}"
+    action = f"{'decod' if args.decode else 'encod'}ing {' or '.join(kinds)}"
     if "batch_size" in args.on_command_line and "images" not in kinds:
-        raise ValueError(f"--batch_size has no effect on {doing}; leave it out")
-    formats = dict.fromkeys(form for kind in kinds for form in (DECODED if args.decode else ENCODED)[kind])
+        raise ValueError(f"--batch_size has no effect on {action}; leave it out")
+    formats = dict.fromkeys(name for kind in kinds for name in (DECODED if args.decode else ENCODED)[kind])
     if args.format and args.format not in formats:
-        raise ValueError(f"--format {args.format} is not for {doing}, which writes {', '.join(formats)}")
+        raise ValueError(f"--format {args.format} is not for {action}, which writes {', '.join(formats)}")
     if args.sound_from and ("videos" not in kinds or args.format not in (None, "mp4")):
         raise ValueError("--sound_from has no effect but on videos that become --format mp4; leave it out")
     if len(kinds) == 1:
@@ -256,15 +256,15 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         needs_label = not model.num_codes  # latents are for diffusion transformers, which take a class
         images = open_labelled(args.image_folder, is_needed=needs_label, image_size=side, channels=model.channels)
         load = functools.partial(load_alone, images)
-        how = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
-        how["waiting"] = backend.waiting_for_workers
-        return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **how)
+        options = {"batch_size": count, "per_request": count, "num_workers": args.num_workers}
+        options["waiting"] = backend.waiting_for_workers
+        return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **options)
 
     decode = functools.partial(computed, backend, "decoding", model.decode)
     write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
     if model.num_codes:
         return Coder("images", {"batch_size": count}, StoredCodes, ShardWriter, open_set, ".png", None, write)
-    settings = {"batch_size": count, **{name: getattr(args, name) for name in _OF_LATENTS if name != "latent_dtype"}}
+    settings = {"batch_size": count, **{name: getattr(args, name) for name in _LATENT_FLAGS if name != "latent_dtype"}}
     writer = functools.partial(LatentWriter, Noise(args.seed, "latents"))
     return Coder("images", settings, StoredLatents, writer, open_set, ".png", None, write)
 
@@ -293,7 +293,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
     if args.format == "mp4" and not can_write_mp4():
         raise missing_package("--format mp4 (gif and png do not)", "av (PyAV) with libx264", "video")
-    speed = {"fps": args.fps, "frame_stride": args.frame_stride}
+    rates = {"fps": args.fps, "frame_stride": args.frame_stride}
     threads = max(1, args.num_workers)
     multiple = model.pixels_per_code if args.keep_aspect else None
 
@@ -321,16 +321,16 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
         check_side("--image_size", side, model.pixels_per_code)
         longest = LONGEST_SHAPE * side if args.keep_aspect else side
         require_room(f"a piece of a video of {longest} x {side} pixels", PIECE_FRAMES, 3, side, longest)
-        videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **speed)
+        videos = open_videos(args.video_folder, image_size=side, num_frames=DEMO_FRAMES, **rates)
         clips: Any = videos.fields[0]
 
-        def frames_of(index: int) -> Any:
+        def read_frames(index: int) -> Any:
             return clips.frames(videos.source.record(index), multiple)
 
-        how: dict[str, Any] = {"dtype": code_dtype(model.num_codes), "frames_per_code": model.frames_per_code}
-        how |= {"num_threads": threads, "in_shape": args.keep_aspect}
+        options: dict[str, Any] = {"dtype": code_dtype(model.num_codes), "frames_per_code": model.frames_per_code}
+        options |= {"num_threads": threads, "in_shape": args.keep_aspect, "open_stream": start_encoding}
         grid = [] if args.keep_aspect else [side // model.pixels_per_code] * 2
-        return grid, videos, lambda shards: encode_streams(frames_of, videos.describe, shards, start_encoding, **how)
+        return grid, videos, functools.partial(encode_streams, read_frames, videos.describe, **options)
 
     def write_film(file: Any, frames: Any, fps: float, name: str) -> None:
         if args.format == "gif":
@@ -341,7 +341,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
     write = functools.partial(decode_videos, open_stream=start_decoding, write=write_film, num_threads=threads)
     ending = FRAME_FOLDER if args.format == "png" else f".{args.format}"
-    settings = {**speed, "frames_per_code": model.frames_per_code}
+    settings = {**rates, "frames_per_code": model.frames_per_code}
     if args.keep_aspect:
         settings["keep_aspect"] = True
     return Coder("videos", settings, StoredCodes, ShardWriter, open_set, ending, model.frames_per_code, write)
@@ -350,20 +350,20 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
     """The model on the device of the run, what codes with it, and the settings that codes depend on besides what is
     coded. Raises ValueError, in one line, if there is no such model or it does not code what the flags say."""
-    model, about, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
+    model, model_settings, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     name = type(model).__name__
     kind = "videos" if name == "VideoTokenizer" else "images"
     if kind not in kinds_of(args):
         raise ValueError(f"{args.model} holds a {name}, which codes {kind}: give --{kind.removesuffix('s')}_folder")
     settle_kinds(args, kind)
-    makes, idle = ("codes", _OF_LATENTS) if model.num_codes else ("latents", ["report"])
-    if said := [name for name in idle if name in args.on_command_line]:
-        raise ValueError(f"--{said[0]} has no effect: the model in {args.model} makes {makes}; leave it out")
+    output, unused = ("codes", _LATENT_FLAGS) if model.num_codes else ("latents", ["report"])
+    if without_effect := [name for name in unused if name in args.on_command_line]:
+        raise ValueError(f"--{without_effect[0]} has no effect: the model in {args.model} makes {output}; leave it out")
     if args.scaled and not (model.num_codes or model.scaling_factor):
         raise ValueError("--scaled: the model has no scaling_factor, which training measures; leave it out")
     make = video_coder if kind == "videos" else image_coder
     coder = make(model.to(backend.device).requires_grad_(False), args, backend)
-    return model, coder, {**about, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
+    return model, coder, {**model_settings, **coder.settings, "format": args.format, **kernel_settings(args, backend)}
 
 
 def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
@@ -380,44 +380,44 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     fetch(args.model, backend)
     with backend.agreement():
-        model, coder, about = open_coder(args, backend)
+        model, coder, model_settings = open_coder(args, backend)
         backend.working("listing the samples")
         side, kind = args.image_size or model.image_size, coder.kind
-        grid, samples, codes = coder.open(side)
-        empty, written = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
+        grid, samples, compute = coder.open(side)
+        empty, latent_settings = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
         if not model.num_codes:  # rows are moments of an image and the mirrored one, of which latents are made
             _, width, *sides = grid
             shape = [width if args.latent == "moments" else width // 2, *sides]
-            written = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
+            latent_settings = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
         names = [samples.name(index) for index in range(len(samples))]
         parts = parts_of(samples.source)  # of files, if a manifest asks for parts
     if samples.skipped:
         backend.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
-        what = f"the square in the middle of each of the {kind} is encoded, at {side} x {side} pixels"
+        text = f"the square in the middle of each of the {kind} is encoded, at {side} x {side} pixels"
         if args.keep_aspect:
             cut = f"and both sides are cut to multiples of {model.pixels_per_code}"
-            what = f"{kind} keep their shape: the shorter side becomes {side} pixels, {cut}"
+            text = f"{kind} keep their shape: the shorter side becomes {side} pixels, {cut}"
         elif kind == "videos":
-            what += " (--keep_aspect keeps their shape)"
+            text += " (--keep_aspect keeps their shape)"
         sound = "; their sound is left out, and --decode DIR --sound_from PATH adds it again"
-        backend.say(what + sound * (kind == "videos"))
+        backend.say(text + sound * (kind == "videos"))
     per_shard = getattr(args, f"{kind}_per_shard")
     settings = {
-        "task": "encode", **about, "num_codes": model.num_codes, "grid": grid, "dtype": str(empty.dtype),
-        **written, "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
+        "task": "encode", **model_settings, "num_codes": model.num_codes, "grid": grid, "dtype": str(empty.dtype),
+        **latent_settings, "image_size": side, kind: len(names), "names_sha256": names_sha256([*names, *parts]),
         f"{kind}_per_shard": per_shard,
     }  # fmt: skip
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     shards = coder.writer(output, coder.stored.name, empty, names, per_shard, npy=args.format == "npy")
-    n, bad, seconds = shards.fill(codes, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
-    where = f"in {counted(len(shards), 'shard')} of {coder.stored.name}: {args.output}"
-    backend.say(f"{counted(len(names) - bad, kind[:-1])} {where}")
+    n_new, bad, seconds = shards.fill(compute, f"coded_{kind}", "encoded", stop_at_bad=args.on_bad_sample == "error")
+    location = f"in {counted(len(shards), 'shard')} of {coder.stored.name}: {args.output}"
+    backend.say(f"{counted(len(names) - bad, kind[:-1])} {location}")
     if not model.num_codes:
         with backend.agreement():
             stored: Any = coder.stored(output.path)
-            own = stored.channels(range(backend.rank, len(shards), backend.world_size))
-        for line in channel_lines({int(k): v for part in backend.gather_objects(own) for k, v in part.items()}):
+            statistics = stored.channels(range(backend.rank, len(shards), backend.world_size))
+        for line in channel_lines({int(k): v for part in backend.gather_objects(statistics) for k, v in part.items()}):
             backend.say(line)
     if kind == "images" and len(names) > bad:
         with backend.agreement():
@@ -430,21 +430,21 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         with backend.agreement():
             counts = coder.stored(output.path).counts(range(backend.rank, len(shards), backend.world_size))
         usage = code_statistics(backend.sum(torch.from_numpy(counts).to(backend.device)).cpu())
-        if n:
-            speed = f"{counted(n, kind[:-1])} in {seconds:.3g} s, {n / seconds:.3g} {kind}/s"
+        if n_new:
+            speed = f"{counted(n_new, kind[:-1])} in {seconds:.3g} s, {n_new / seconds:.3g} {kind}/s"
             backend.say(f"{speed}; {counted(bad, 'file')} left out")
         backend.say(f"{usage['codes_used']} of {len(counts)} codes used, perplexity {usage['perplexity']:.4g}")
 
 
-def decodes_codes_of(name: str, made_by: Any) -> bool:
+def decodes_codes_of(name: str, sha256: Any) -> bool:
     """Whether a model lies in a run of --train decoder that began with the model whose weights have this checksum, so
     that the codes and latents of that one are its own, or with such a run's."""
     with contextlib.suppress(OSError, ValueError):
         if (folder := run_of(find(newest(Path(name)))[1])) is not None:
             run = arguments_of(folder)
             if getattr(run, "train", None) == "decoder" and run.init_from:
-                first = open_model(run.init_from).about["weights_sha256"]
-                return first == made_by or decodes_codes_of(run.init_from, made_by)
+                start_sha256 = open_model(run.init_from).about["weights_sha256"]
+                return start_sha256 == sha256 or decodes_codes_of(run.init_from, sha256)
     return False
 
 
@@ -455,10 +455,10 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     fetch(args.model, backend)
     with backend.agreement():
-        _, coder, about = open_coder(args, backend)
+        _, coder, model_settings = open_coder(args, backend)
         codes = coder.stored(args.decode)
-        made_by = codes.index.get("weights_sha256")
-        if made_by != about["weights_sha256"] and not decodes_codes_of(args.model, made_by):
+        sha256 = codes.index.get("weights_sha256")
+        if sha256 != model_settings["weights_sha256"] and not decodes_codes_of(args.model, sha256):
             raise ValueError(
                 f"{codes.name} in {args.decode} are not those of {args.model}: give the model that made them"
             )
@@ -466,7 +466,7 @@ def decode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if args.sound_from and len({line["path"] for line in codes.lines()}) < sum(map(len, files)):
             raise ValueError("--sound_from: some videos are parts of one file, whose sound is that of the whole")
     sound = {"with_sound": True} if args.sound_from else {}
-    settings = {"task": "decode", **about, **sound, "index_sha256": codes.sha256}
+    settings = {"task": "decode", **model_settings, **sound, "index_sha256": codes.sha256}
     output = OutputFolder(Path(args.output), settings, backend, fresh=args.fresh, say=backend.say)
     for shard in output.rounds(range(len(files)), "decoded"):
         with backend.agreement():

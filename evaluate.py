@@ -61,8 +61,8 @@ RESIZES = {
     "taming": "shorter side resized to {} pixels (bilinear, not antialiased)",
     "adm": "halved by a box filter while twice as large, then shorter side resized to {} pixels (bicubic, antialiased)",
 }
-_OF_VIDEOS = given("video_folder", "PATH")
-_OF_FILES = Needs("image_folder", "PATH", lambda args: not (args.image_folder or "demo:").startswith("demo:"))
+_VIDEOS_ONLY = given("video_folder", "PATH")
+_FILES_ONLY = Needs("image_folder", "PATH", lambda args: not (args.image_folder or "demo:").startswith("demo:"))
 
 
 @dataclass
@@ -82,11 +82,11 @@ class Config:
     image_size: int | None = flag(None, "side of the centre crop (default: the first model's)", pixels, title="how")
     resize: str = flag("ours", "how images are resized: ours averages bilinearly; taming does not average, as for the "
         "values of taming-transformers, Open-MAGVIT2 and IBQ; adm halves first, as for those of LlamaGen",
-        choices=tuple(RESIZES), needs=_OF_FILES)
-    num_frames: int = flag(17, "frames of a clip", size, needs=_OF_VIDEOS)
+        choices=tuple(RESIZES), needs=_FILES_ONLY)
+    num_frames: int = flag(17, "frames of a clip", size, needs=_VIDEOS_ONLY)
     fid_weights: str | None = flag(None, "report rFID and inception score by these weights (pt_inception-2015-12-05): "
         "a file, or published, which fetches them", FILE, needs=given("image_folder", "PATH"))
-    fvd_weights: str | None = flag(None, "report rFVD by these weights of I3D (a state dict)", FILE, needs=_OF_VIDEOS)
+    fvd_weights: str | None = flag(None, "report rFVD by these weights of I3D (a state dict)", FILE, needs=_VIDEOS_ONLY)
     fvd_eps: float = flag(1e-3, "what I3D's batch normalisations add to a variance: 1e-3 as in its training, 1e-5 as "
         "for the values of TATS, Open-MAGVIT2 and cd-fvd", positive_float, needs=given("fvd_weights", "FILE"))
     lpips_weights: str | None = flag(None, "report LPIPS by these weights: a file, a folder, or published", FILE)
@@ -143,16 +143,16 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
     from tandem.weights.load import open_model
 
     kinds = ("VideoTokenizer",) if args.video_folder else ("DiscreteVAE", "VQGAN", "VideoTokenizer")
-    opened = {name: open_model(name, *kinds) for name in args.model}
-    first = opened[args.model[0]].model
+    models = {name: open_model(name, *kinds) for name in args.model}
+    first = models[args.model[0]].model
     args.image_size, args.channels = args.image_size or first.image_size, first.channels
     shape = (args.channels, *([args.num_frames] if args.video_folder else []), args.image_size, args.image_size)
-    for name, each in opened.items():
+    for name, trained in models.items():
         try:
-            reconstructed(each.model.to(backend.device), torch.zeros(1, *shape, device=backend.device), backend)
+            reconstructed(trained.model.to(backend.device), torch.zeros(1, *shape, device=backend.device), backend)
         except ValueError as error:
             raise ValueError(f"{name} takes no such samples: {error}") from None
-    return opened
+    return models
 
 
 def open_samples(args: argparse.Namespace) -> Samples:
@@ -160,14 +160,14 @@ def open_samples(args: argparse.Namespace) -> Samples:
     from tandem.data.held_out import divided_by
     from tandem.data.sets import open_images, open_videos
 
-    how = {"channels": args.channels, "resize": args.resize}
+    options = {"channels": args.channels, "resize": args.resize}
     if not args.held_out_of:
         if args.video_folder:
             return open_videos(args.data, image_size=args.image_size, num_frames=args.num_frames)
-        return open_images(args.data, image_size=args.image_size, **how)
+        return open_images(args.data, image_size=args.image_size, **options)
     sizes = {"image_size": args.image_size, "num_frames": args.num_frames}
     try:
-        held_out = divided_by(argparse.Namespace(**{**vars(args.run), **sizes}), **how).held_out
+        held_out = divided_by(argparse.Namespace(**{**vars(args.run), **sizes}), **options).held_out
     except ValueError as error:
         raise ValueError(f"--held_out_of {args.held_out_of}: {error}") from None
     if not len(held_out):
@@ -181,7 +181,7 @@ def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[d
     from tandem.data import held_out
 
     counts, lines, n = dict[str, int](), list[str](), len(samples)
-    instead = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
+    hint = "" if args.held_out_of else "; --held_out_of RUN measures what a run did not train on"
     for name in args.model:
         if (folder := run_of(find(newest(Path(name)))[1])) is None:
             continue
@@ -194,24 +194,24 @@ def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[d
         except (OSError, ValueError) as error:
             lines.append(f"on how many of these {n} {name} was trained is not known: {words_of(error)}")
             continue
-        places = held_out.places_of(run)
+        locations = held_out.places_of(run)
         if counts[name]:
             lines.append(
-                f"{name} was trained on {counts[name]} of these {n}, by their paths: its data is {places}{instead}"
+                f"{name} was trained on {counts[name]} of these {n}, by their paths: its data is {locations}{hint}"
             )
         elif not args.held_out_of:
-            lines.append(f"{name} was trained on none of these {n} by their paths: its data is {places}")
+            lines.append(f"{name} was trained on none of these {n} by their paths: its data is {locations}")
         lines += change_of_data(name, folder, fingerprint)
     if args.held_out_of:
-        now = held_out.divided_by(args.run).fingerprint
-        lines += change_of_data(args.held_out_of, Path(args.held_out_of), now)
+        run_fingerprint = held_out.divided_by(args.run).fingerprint
+        lines += change_of_data(args.held_out_of, Path(args.held_out_of), run_fingerprint)
     return counts, list(dict.fromkeys(lines))
 
 
 def change_of_data(name: str, run: Path, fingerprint: str | None) -> list[str]:
     """A line if the data of a run has another fingerprint now than when it was last started."""
-    before = last_start(run).get("data_fingerprint")
-    if None in (before, fingerprint) or before == fingerprint:
+    old_fingerprint = last_start(run).get("data_fingerprint")
+    if None in (old_fingerprint, fingerprint) or old_fingerprint == fingerprint:
         return []
     return [
         f"the data of {name} does not have the names that it had in training: files were added, removed or renamed, so "
@@ -222,11 +222,11 @@ def change_of_data(name: str, run: Path, fingerprint: str | None) -> list[str]:
 def load(samples: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
     """The pixels of a sample, uint8 (1, ...), which one it is, and a checksum."""
     (pixels,) = samples.load(index).values()
-    return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "made": []}
+    return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
 
 
 def go_through(
-    samples: Samples, args: argparse.Namespace, backend: distributed.Backend, doing: str,
+    samples: Samples, args: argparse.Namespace, backend: distributed.Backend, action: str,
     use: Callable[[Batches], Iterable[None]],
 ) -> None:  # fmt: skip
     """Let `use` go through the batches of this process; it yields often. The processes agree on errors and signals once
@@ -243,38 +243,38 @@ def go_through(
     n, rank, world, bad = len(samples), backend.rank, backend.world_size, []
     done, partly_read, example = 0, 0, ""
     requests = [range(first, min(first + args.batch_size, n)) for first in range(0, n, args.batch_size)]
-    read = partial(load_each, partial(load, samples), samples.describe)
-    loaded = Loader(read, requests[rank::world], args.num_workers, waiting=backend.waiting_for_workers)
+    load_request = partial(load_each, partial(load, samples), samples.describe)
+    loaded = Loader(load_request, requests[rank::world], args.num_workers, waiting=backend.waiting_for_workers)
 
     def batches() -> Batches:
         nonlocal done, partly_read, example
-        for batch, notes, broken in loaded:
-            bad.extend(broken)
-            done += len(notes) + len(broken)
+        for batch, notes, failed in loaded:
+            bad.extend(failed)
+            done += len(notes) + len(failed)
             for note in (note for _, note in notes if PARTIAL in note):
                 partly_read += 1
                 example = example or f"{samples.describe(note['index'])}: {note[PARTIAL]}"
             if notes:
                 yield to_unit_range(to_device(batch, backend.device)), [note for _, note in notes]
 
-    steps, goes_on, told = iter(use(batches())), True, time.monotonic()
+    steps, has_more, report_time = iter(use(batches())), True, time.monotonic()
     while True:
         if backend.stop_requested(now=True):
             backend.say("asked to stop, with nothing written; the same command starts over")
             raise AskedToStop
-        totals = backend.sum({"go on": goes_on, "done": done})
+        totals = backend.sum({"go on": has_more, "done": done})
         if not totals["go on"]:
             break
-        if time.monotonic() > told + PROGRESS_SECONDS:
-            backend.say(f"{doing} {totals['done']:.0f} of {n}")
-            told = time.monotonic()
+        if time.monotonic() > report_time + PROGRESS_SECONDS:
+            backend.say(f"{action} {totals['done']:.0f} of {n}")
+            report_time = time.monotonic()
         with backend.agreement():
             end = time.monotonic() + ROUND_SECONDS
             for _ in steps:
                 if time.monotonic() > end or backend.stop.is_asked_here:
                     break
             else:
-                goes_on = False
+                has_more = False
     log = BadSampleLog(n)
     for sample in log.share(bad, backend.gather_objects):
         backend.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
@@ -290,10 +290,10 @@ def go_through(
 
 
 def reference(
-    key: Sequence[Any], originals: Any, dim: int, again: Callable[..., None], backend: distributed.Backend
+    key: Sequence[Any], originals: Any, dim: int, run_pass: Callable[..., None], backend: distributed.Backend
 ) -> Gaussian:
     """The distribution of the originals' features, of length `dim`: what an earlier command has kept of this key; or
-    what is found by going through them `again`, which is kept. Collective."""
+    what is found by `run_pass` over them, which is kept. Collective."""
     import torch
     from safetensors.torch import save
 
@@ -302,21 +302,21 @@ def reference(
     from tandem.training.metrics.fid import Gaussian
 
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    path, found = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
+    path, gaussian = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
     with contextlib.suppress(ValueError, TypeError):  # it is not there, or damaged
-        found = Gaussian(**read_state_dict(path))
-        if [*map(len, found)] != [dim, dim] or not all(part.isfinite().all() for part in found):
-            found = None
-    if all(backend.gather_objects(found is not None)) and found:
+        gaussian = Gaussian(**read_state_dict(path))
+        if [*map(len, gaussian)] != [dim, dim] or not all(part.isfinite().all() for part in gaussian):
+            gaussian = None
+    if all(backend.gather_objects(gaussian is not None)) and gaussian:
         backend.say(f"the statistics of the originals are those in {path}")
-        return found
-    again("judged originals", lambda batches: (originals.add(samples) for samples, _ in batches))
-    found, _ = originals.result(backend.sum)
+        return gaussian
+    run_pass("judged originals", lambda batches: (originals.add(samples) for samples, _ in batches))
+    gaussian, _ = originals.result(backend.sum)
     with contextlib.suppress(OSError):  # they are computed again the next time
         if backend.is_root:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, save(found._asdict()))
-    return found
+            write_atomically(path, save(gaussian._asdict()))
+    return gaussian
 
 
 def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
@@ -338,7 +338,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
     with backend.agreement():
         if backend.is_root and args.output and not Path(args.output).absolute().parent.is_dir():
             raise ValueError(f"--output {args.output}: there is no such folder")
-        opened = open_models(args, backend)
+        models = open_models(args, backend)
         lpips = load_lpips(args.lpips_weights, args.image_size, device, mark)
         weights = fetched(INCEPTION, mark) if args.fid_weights == PUBLISHED else args.fid_weights or args.fvd_weights
         weights_sha256 = sha256_of([Path(weights)]) if weights else None
@@ -348,106 +348,107 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
         backend.working("listing the samples")
         samples = open_samples(args)
         trained_on, lines = compare_with_training(args, samples) if backend.is_root else ({}, [])
-        prepared = RESIZES[args.resize].format(args.image_size) + ", then the centre cropped"
-        make: Any = reconstruction.ReconstructionQuality
+        preparation = RESIZES[args.resize].format(args.image_size) + ", then the centre cropped"
+        make_quality: Any = reconstruction.ReconstructionQuality
         if args.video_folder:
-            prepared = f"{args.num_frames} frames from the middle, {prepared}"
-            make = partial(videos.VideoQuality, num_frames=args.num_frames)
+            preparation = f"{args.num_frames} frames from the middle, {preparation}"
+            make_quality = partial(videos.VideoQuality, num_frames=args.num_frames)
     views = backend.gather_objects([len(samples), samples.fingerprint, device.type])
     with backend.agreement():
         if any(view != views[0] for view in views):
             raise ValueError(f"the processes do not see the same files in {args.data}, or compute on different devices")
     held_out = f" that {args.held_out_of} did not train on" if args.held_out_of else ""
-    backend.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {prepared}")
+    backend.say(f"{counted(len(samples), 'sample')} of {args.data}{held_out}: {preparation}")
     if samples.skipped:
         backend.say(samples.skipped)
     for line in lines:
         backend.say(line)
-    quality = {name: make(each.model.num_codes, device=device, losses=(), lpips=lpips) for name, each in opened.items()}
+    make_quality = partial(make_quality, device=device, losses=(), lpips=lpips)
+    quality = {name: make_quality(trained.model.num_codes) for name, trained in models.items()}
     dim = getattr(network, "dim", I3D_DIM)
     features = partial(exact.Features, network, dim, device)
-    made_of = {name: features() for name in opened if network}
+    model_features = {name: features() for name in models if network}
     notes: list[dict[str, Any]] = []  # of `load`, with PSNR and seconds by each model
 
     def measure(name: str, originals: Tensor) -> tuple[Any, Any, Tensor]:
         before = moment(device)
-        made, codes = reconstructed(opened[name].model, originals, backend)
+        reconstructions, codes = reconstructed(models[name].model, originals, backend)
         after = moment(device)
-        quality[name].add(originals, made, codes)
+        quality[name].add(originals, reconstructions, codes)
         if network:
-            made_of[name].add(made)
-        near = reconstruction.psnr(originals, made)
-        return before, after, torch.cat([near, made.isfinite().all()[None].to(near)])
+            model_features[name].add(reconstructions)
+        psnr = reconstruction.psnr(originals, reconstructions)
+        return before, after, torch.cat([psnr, reconstructions.isfinite().all()[None].to(psnr)])
 
-    def measured(batches: Batches) -> Iterator[tuple[Any, Tensor]]:
+    def measure_batches(batches: Batches) -> Iterator[tuple[Any, Tensor]]:
         for originals, batch in batches:
             notes.extend(batch)
-            for name in opened:
+            for name in models:
                 *moments, values = measure(name, originals)
                 yield (name, batch, moments), values
 
-    def noted(batches: Batches) -> Iterator[None]:
-        for (name, batch, moments), of_batch in on_host(measured(batches)):
-            *near, is_finite = of_batch.tolist()
+    def note_batches(batches: Batches) -> Iterator[None]:
+        for (name, batch, moments), batch_values in on_host(measure_batches(batches)):
+            *psnr, is_finite = batch_values.tolist()
             if not is_finite:
                 raise ValueError(f"{name} makes values that are not finite: with fp16, try --precision bf16 or fp32")
             seconds = seconds_between(*moments) / len(batch)
-            for note, of_sample in zip(batch, near, strict=True):
-                note["made"].append([of_sample, seconds])
+            for note, sample_psnr in zip(batch, psnr, strict=True):
+                note["measurements"].append([sample_psnr, seconds])
             yield
 
-    again = partial(go_through, samples, args, backend)
+    run_pass = partial(go_through, samples, args, backend)
     with torch.no_grad():
-        again("measured", noted)
-        everything = sorted(itertools.chain(*backend.gather_objects(notes)), key=lambda note: note["index"])
-        checksums = [note["checksum"] for note in everything]
-        how = [args.batch_size, kernel_settings(args, backend)]
-        key = [weights_sha256, args.fvd_eps, samples.fingerprint, prepared, checksums, *how]
-        original = reference(key, features(), dim, again, backend) if network else None
+        run_pass("measured", note_batches)
+        all_notes = sorted(itertools.chain(*backend.gather_objects(notes)), key=lambda note: note["index"])
+        checksums = [note["checksum"] for note in all_notes]
+        settings = [args.batch_size, kernel_settings(args, backend)]
+        key = [weights_sha256, args.fvd_eps, samples.fingerprint, preparation, checksums, *settings]
+        original = reference(key, features(), dim, run_pass, backend) if network else None
     values: dict[str, dict[str, Any]] = {}
-    for place, (name, each) in enumerate(opened.items()):
-        found, _ = quality[name].result(backend.sum)
-        speed = backend.world_size / median(note["made"][place][1] for note in everything)
+    for number, (name, trained) in enumerate(models.items()):
+        scores, _ = quality[name].result(backend.sum)
+        speed = backend.world_size / median(note["measurements"][number][1] for note in all_notes)
         if original:
-            made, score = made_of[name].result(backend.sum)
-            found |= score
+            distribution, score = model_features[name].result(backend.sum)
+            scores |= score
             backend.working("computing the Fréchet distance")
             with backend.agreement():
                 if backend.is_root:
-                    found["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(original, made)
-        shown = {measure: found[measure] for measure in HEADINGS if measure in found}
-        shown |= {"trained_on": trained_on[name]} if name in trained_on else {}
-        values[name] = {**shown, "samples_per_second": speed, "num_codes": each.model.num_codes, **each.about}
+                    scores["rfid" if args.fid_weights else "rfvd"] = fid.frechet_distance(original, distribution)
+        row = {measure: scores[measure] for measure in HEADINGS if measure in scores}
+        row |= {"trained_on": trained_on[name]} if name in trained_on else {}
+        values[name] = {**row, "samples_per_second": speed, "num_codes": trained.model.num_codes, **trained.about}
     with backend.agreement():
         if backend.is_root:
-            how_measured = f"--resize {args.resize}" if args.image_folder else ""
-            how_measured = f"--fvd_eps {args.fvd_eps:g}" if args.fvd_weights else how_measured
-            say_table(values, how_measured, backend.say)
+            options = f"--resize {args.resize}" if args.image_folder else ""
+            options = f"--fvd_eps {args.fvd_eps:g}" if args.fvd_weights else options
+            say_table(values, options, backend.say)
         if backend.is_root and args.output:
             report = {
-                "data": args.data, "samples": len(everything), "held_out_of": args.held_out_of, "prepared": prepared,
+                "data": args.data, "samples": len(all_notes), "held_out_of": args.held_out_of, "prepared": preparation,
                 "resize": args.resize, "fvd_eps": args.fvd_eps if args.fvd_weights else None,
                 "judge_sha256": weights_sha256, "batch_size": args.batch_size, **kernel_settings(args, backend),
                 "models": values,
             }  # fmt: skip
             write_atomically(Path(f"{args.output}.json"), json_bytes(report))
-            draw(args, opened, everything, samples, backend)
+            draw(args, models, all_notes, samples, backend)
     needs = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
-    judges = {"LPIPS (--lpips_weights)": lpips, needs: network}
-    if missing := [what for what, judge in judges.items() if judge is None]:
+    networks = {"LPIPS (--lpips_weights)": lpips, needs: network}
+    if missing := [name for name, loaded in networks.items() if loaded is None]:
         backend.say(f"not measured without the weights that they need: {', '.join(missing)}")
 
 
-def say_table(values: Mapping[str, Mapping[str, Any]], how: str, say: Callable[[str], None]) -> None:
+def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:
     """Print a row for each model, with a column for each value, and in the corner how they are measured."""
     from tandem.training.logging.table import number
 
-    names = [name for name in HEADINGS if any(name in found for found in values.values())]
-    rows = [[how, *(HEADINGS[name] for name in names)]]
-    for model, found in values.items():
-        cells = {name: number(found.get(name)) for name in names}
-        if found["num_codes"]:
-            cells["codes_used"] += f" of {found['num_codes']}"
+    names = [name for name in HEADINGS if any(name in row for row in values.values())]
+    rows = [[corner, *(HEADINGS[name] for name in names)]]
+    for model, row in values.items():
+        cells = {name: number(row.get(name)) for name in names}
+        if row["num_codes"]:
+            cells["codes_used"] += f" of {row['num_codes']}"
         rows.append([model, *cells.values()])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
@@ -455,7 +456,7 @@ def say_table(values: Mapping[str, Mapping[str, Any]], how: str, say: Callable[[
 
 
 def draw(
-    args: argparse.Namespace, opened: Any, notes: Sequence[Any], samples: Samples, backend: distributed.Backend
+    args: argparse.Namespace, models: Any, notes: Sequence[Any], samples: Samples, backend: distributed.Backend
 ) -> None:
     """Write the picture of the samples whose PSNR differs most between models, or is lowest of a single one."""
     import torch
@@ -464,20 +465,20 @@ def draw(
     from tandem.io.writing import write_atomically
     from tandem.training.visuals.images import grid, to_png
 
-    near = {note["index"]: [near for near, _ in note["made"]] for note in notes}
-    spread = {index: max(of) - min(of) if len(of) > 1 else -of[0] for index, of in near.items()}
-    shown = sorted(near, key=lambda index: spread[index], reverse=True)[:SHOWN]
-    rows = {"original": to_unit_range(torch.cat([load(samples, index)[0] for index in shown]).to(backend.device))}
+    psnrs = {note["index"]: [psnr for psnr, _ in note["measurements"]] for note in notes}
+    spread = {index: max(values) - min(values) if len(values) > 1 else -values[0] for index, values in psnrs.items()}
+    indices = sorted(psnrs, key=lambda index: spread[index], reverse=True)[:SHOWN]
+    rows = {"original": to_unit_range(torch.cat([load(samples, index)[0] for index in indices]).to(backend.device))}
     with torch.no_grad():
-        rows |= {name: reconstructed(each.model, rows["original"], backend)[0] for name, each in opened.items()}
+        rows |= {name: reconstructed(trained.model, rows["original"], backend)[0] for name, trained in models.items()}
     if args.video_folder:
         rows = {name: clips[:, :, args.num_frames // 2] for name, clips in rows.items()}
     picture = Path(f"{args.output}.png")
     write_atomically(picture, to_png(grid(rows)))
-    of_models = "differ most between models" if len(opened) > 1 else "are worst"
-    backend.say(f"{picture} shows the samples whose reconstructions {of_models}; from the left, with PSNR row by row:")
-    for index in shown:
-        backend.say(f"  {samples.name(index)}: {', '.join(f'{of:.2f}' for of in near[index])}")
+    reason = "differ most between models" if len(models) > 1 else "are worst"
+    backend.say(f"{picture} shows the samples whose reconstructions {reason}; from the left, with PSNR row by row:")
+    for index in indices:
+        backend.say(f"  {samples.name(index)}: {', '.join(f'{psnr:.2f}' for psnr in psnrs[index])}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -131,14 +131,14 @@ class Source(NamedTuple):
 def stored(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> Source:
     """Conditions (n, ...) that are in memory."""
     shapes = {name: tuple(rows.shape[1:]) for name, rows in conditions.items()}
-    return Source(flag, labels, shapes, lambda rows: {name: every[rows] for name, every in conditions.items()})
+    return Source(flag, labels, shapes, lambda rows: {name: tensor[rows] for name, tensor in conditions.items()})
 
 
-def clip_for(args: argparse.Namespace, used: Mapping[str, str] | None, backend: distributed.Backend) -> Any:
+def clip_for(args: argparse.Namespace, origin: Mapping[str, str] | None, backend: distributed.Backend) -> Any:
     """The CLIP of --clip, or for prompts the published one with which the model was trained; None if neither is there.
 
     Args:
-        used: What the model says of the CLIP that it was trained with.
+        origin: What the model says of the CLIP that it was trained with.
 
     Raises:
         ValueError: one line, if it cannot be had, or the model was trained with one of a user's files.
@@ -146,22 +146,22 @@ def clip_for(args: argparse.Namespace, used: Mapping[str, str] | None, backend: 
     from tandem.models.features.clip import Clip, is_published
 
     has_prompts = bool(args.prompts or args.prompt_file)
-    if used and has_prompts and not args.clip:
-        if not is_published(used):
+    if origin and has_prompts and not args.clip:
+        if not is_published(origin):
             raise ValueError(
-                f"{args.model} was trained with a CLIP of files, which encodes --prompts: give its {used['name']} as "
-                f"--clip and {used['weights']} (SHA-256 {used['sha256']}) as --clip_weights"
+                f"{args.model} was trained with a CLIP of files, which encodes --prompts: give its {origin['name']} as "
+                f"--clip and {origin['weights']} (SHA-256 {origin['sha256']}) as --clip_weights"
             )
-        args.clip, args.clip_weights = used["name"], used["weights"]
+        args.clip, args.clip_weights = origin["name"], origin["weights"]
         backend.say(f"prompts are encoded as in training: --clip {args.clip} --clip_weights {args.clip_weights}")
     if not args.clip:
         return None
     clip = Clip.from_file(args.clip, args.clip_weights, backend.device, partial(backend.mark, "fetching weights"))
-    if used and clip.origin["sha256"] != used["sha256"]:
+    if origin and clip.origin["sha256"] != origin["sha256"]:
         backend.say(
-            f"{clip.file} is not the file with which {args.model} was trained, {used['weights']} of --clip "
-            f"{used['name']} (SHA-256 {used['sha256']}): unless it holds the same weights in another form, pictures "
-            "will not fit"
+            f"{clip.file} is not the file with which {args.model} was trained, {origin['weights']} of --clip "
+            f"{origin['name']} (SHA-256 {origin['sha256']}): unless it holds the same weights in another form, "
+            "pictures will not fit"
         )
     args.clip_weights = clip.file  # of published weights too
     return clip
@@ -198,25 +198,25 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
             lambda rows: dict(zip(KINDS, clip.embed_text(tokens[rows].to(device)), strict=True)),
         )  # fmt: skip
     elif prompts:
-        each = [condition_of(prompt) for prompt in prompts]
-        yield stored(flag, prompts, {name: torch.stack([condition[name] for condition in each]) for name in KINDS})
+        rows = [condition_of(prompt) for prompt in prompts]
+        yield stored(flag, prompts, {name: torch.stack([row[name] for row in rows]) for name in KINDS})
     for name, option in zip(KINDS, ("image_embeddings", "text_embeddings"), strict=True):
         if path := getattr(args, option):
             try:
-                found = torch.from_numpy(find_array(Entry(path)).read(limit=MOST_BYTES))
+                array = torch.from_numpy(find_array(Entry(path)).read(limit=MOST_BYTES))
             except ValueError as error:
                 raise ValueError(f"--{option} {path}: {error}") from None
-            if found.ndim != KINDS[name] or not len(found):
-                shape = tuple(found.shape)
+            if array.ndim != KINDS[name] or not len(array):
+                shape = tuple(array.shape)
                 raise ValueError(f"--{option} {path} has the shape {shape}: give rows of {KINDS[name] - 1} dimensions")
-            yield stored(f"--{option}", [f"{path}[{row}]" for row in range(len(found))], {name: found})
+            yield stored(f"--{option}", [f"{path}[{row}]" for row in range(len(array))], {name: array})
     if embeds_images(args):
 
-        def embedded(rows: Sequence[int]) -> dict[str, Tensor]:
+        def embed_images(rows: Sequence[int]) -> dict[str, Tensor]:
             pictures = torch.stack([images.load(row)["images"] for row in rows])
             return {"image_embed": clip.embed_images(pictures.to(device))}
 
-        yield Source("--images", names_of(images), {"image_embed": (clip.embed_dim,)}, embedded)
+        yield Source("--images", names_of(images), {"image_embed": (clip.embed_dim,)}, embed_images)
 
 
 def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
@@ -226,21 +226,21 @@ def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
     takes = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
              for name, width in CONDITIONS.items() for unet in unets if getattr(unet.spec, width)}  # fmt: skip
     chosen = {name: source for source in sources for name in source.shapes if name in takes}
-    what = " and ".join(takes) or "no condition"
+    needs = " and ".join(takes) or "no condition"
     for source in sources:
         if source not in chosen.values():
-            better = {other.flag for name, other in chosen.items() if name in source.shapes}
-            of_others = f", which {' and '.join(sorted(better))} gives" if better else ""
-            raise ValueError(f"{source.flag} has no effect: the Unets that draw take {what}{of_others}")
+            flags = {other.flag for name, other in chosen.items() if name in source.shapes}
+            hint = f", which {' and '.join(sorted(flags))} gives" if flags else ""
+            raise ValueError(f"{source.flag} has no effect: the Unets that draw take {needs}{hint}")
         if len(source.labels) != len(sources[0].labels):
             counts = (len(source.labels), len(sources[0].labels))
             raise ValueError(f"{counts[0]} of {source.flag} and {counts[1]} of {sources[0].flag}: give one for each")
     if takes and not chosen:
         raise ValueError("the model needs a condition: give --prompts, --image_embeddings or --text_embeddings")
     for name, source in chosen.items():
-        (*tokens, width), (wanted, longest) = source.shapes[name], takes[name]
-        if width != wanted:
-            raise ValueError(f"{source.flag} gives width {width}; the model takes {name} of width {wanted}")
+        (*tokens, width), (model_width, longest) = source.shapes[name], takes[name]
+        if width != model_width:
+            raise ValueError(f"{source.flag} gives width {width}; the model takes {name} of width {model_width}")
         if tokens and tokens[0] > longest:
             raise ValueError(f"{source.flag} gives texts of {tokens[0]} tokens; the model takes at most {longest}")
     return chosen
@@ -256,8 +256,8 @@ def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | No
         raise ValueError(f"Unets {first} to {last} do not exist: the model has 1 to {count}")
     for name in ("cond_scale", "sample_timesteps"):
         if (n := len(getattr(args, name))) not in (1, count):
-            needed = f"1 or {count}" if count > 1 else "1"
-            raise ValueError(f"--{name} has {n} values and the model {count} Unets: give {needed}")
+            expected = f"1 or {count}" if count > 1 else "1"
+            raise ValueError(f"--{name} has {n} values and the model {count} Unets: give {expected}")
     unets = range(first - 1, last)
     scales = args.cond_scale * (count if len(args.cond_scale) == 1 else 1)
     is_guided = any(scales[index] != 1 for index in unets)
@@ -277,8 +277,8 @@ def contents(
     from tandem.data.stores.output import sha256_of
 
     hashes = {}
-    for name, found in trained.items():
-        hashes[name] = hashlib.sha256(json.dumps(found.about, sort_keys=True).encode()).hexdigest()
+    for name, model in trained.items():
+        hashes[name] = hashlib.sha256(json.dumps(model.about, sort_keys=True).encode()).hexdigest()
     for name in ("image_embeddings", "text_embeddings", "clip", "clip_weights"):
         if (path := getattr(args, name)) and (name != "clip" or path.lower().endswith(".json")):
             hashes[name] = sha256_of([Path(path)])
@@ -306,7 +306,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         fetch(getattr(args, name), backend)
     with backend.agreement():
         trained = {name: open_model(path, "Decoder") for name in MODELS if (path := getattr(args, name))}
-        models: dict[str, Decoder] = {name: found.model.to(backend.device) for name, found in trained.items()}
+        models: dict[str, Decoder] = {name: loaded.model.to(backend.device) for name, loaded in trained.items()}
         decoder, weaker = models["model"], models.get("guide_with")
         unets = check_unets(args, decoder, weaker)
         largest = decoder.image_sizes[unets[-1]]
@@ -325,9 +325,9 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         if masks is not None and len(masks) != len(names):
             raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
         hashes = contents(args, trained, {"images": images, "masks": masks}, backend.mark)
-    for pictures_given in filter(None, (images, masks)):
-        if pictures_given.skipped:
-            backend.say(pictures_given.skipped)
+    for image_set in filter(None, (images, masks)):
+        if image_set.skipped:
+            backend.say(image_set.skipped)
     n_conditions = max(len(labels), 1)
     total = n_conditions * args.count
     sampling = Sampling.of(args)
@@ -347,26 +347,27 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         rows = [number // args.count % n_conditions for number in numbers]
         loads = {source.flag: source.load(rows) for source in conditions.values()}
         chosen = {name: loads[source.flag][name].to(backend.device) for name, source in conditions.items()}
-        given: dict[str, Any] = {}
+        images_to_fill: dict[str, Any] = {}
         if images is not None and not embeds_images(args):
             loaded = torch.stack([images.load(row)["images"] for row in rows]).to(backend.device).float() / 255
-            given["inpaint_image" if masks is not None else "images"] = loaded
+            images_to_fill["inpaint_image" if masks is not None else "images"] = loaded
         if masks is not None:
             loaded = torch.stack([masks.load(row)["images"] for row in rows]).to(backend.device)
-            given["inpaint_mask"] = loaded.float().mean(1) > 127.5
+            images_to_fill["inpaint_mask"] = loaded.float().mean(1) > 127.5
         with backend.autocast():
-            drawn: Tensor = decoder.sample(
+            result: Tensor = decoder.sample(
                 chosen, noise_of(args.seed, numbers, backend.device), sampling, batch=args.batch_size,
                 start_at=args.start_at_unet, stop_at=args.stop_at_unet, guide=weaker,
-                resample_times=args.resample_times, on_step=lambda done, of: backend.mark("drawing pictures"), **given,
+                resample_times=args.resample_times, on_step=lambda *_: backend.mark("drawing pictures"),
+                **images_to_fill,
             )  # fmt: skip
-        return drawn
+        return result
 
     for shard in output.rounds(range(len(firsts)), "drew"):
         with backend.agreement():
             if shard is not None:
-                here = paths[firsts[shard] : firsts[shard] + args.batch_size]
-                save_missing(here, pixels_of([firsts[shard]], pictures), max(1, args.num_workers))
+                batch_paths = paths[firsts[shard] : firsts[shard] + args.batch_size]
+                save_missing(batch_paths, pixels_of([firsts[shard]], pictures), max(1, args.num_workers))
     with backend.agreement():
         if backend.is_root:
             lines = [
