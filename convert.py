@@ -195,10 +195,10 @@ def export(args: argparse.Namespace) -> None:
         extras = {"discriminator": load_discriminator(path)} if public.load_discriminator else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         note = public.save(model, out, **extras)
-    print(f"wrote {out}: {described(model)}" + (f"; {note}" if note else ""))
+    print(f"wrote {out}: {describe_model(model)}" + (f"; {note}" if note else ""))
 
 
-def described(model: Any) -> str:
+def describe_model(model: Any) -> str:
     return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
 
 
@@ -221,7 +221,7 @@ def average(args: argparse.Namespace) -> None:
     model.load_state_dict(weights, strict=False)
     write_model(model, run, out)
     summary = f"averaged over {counted(updates, 'update')}; it misses {distance:.2%} of the profile"
-    print(f"wrote {out}: {described(model)}, {summary}")
+    print(f"wrote {out}: {describe_model(model)}, {summary}")
 
 
 def translate(args: argparse.Namespace) -> None:
@@ -237,7 +237,7 @@ def translate(args: argparse.Namespace) -> None:
         is_decoder = "decoder" in config
         if not is_decoder and "model" not in config:
             raise ValueError("it has no part about a decoder, as DALLE2-pytorch has, nor a model, as taming has")
-        translation = (of_dalle2 if is_decoder else of_taming)(config, args.processes)
+        translation = (translate_dalle2 if is_decoder else translate_taming)(config, args.processes)
         parser = parser_of(translation.script)
         for name, (key, value) in translation.flags.items():
             try:
@@ -255,9 +255,9 @@ def translate(args: argparse.Namespace) -> None:
         print(printable(line))
     if args.processes is None and "batch_size" in settings:
         n = translation.processes
-        intended = "one process" if n == 1 else f"the {n} processes that it names"
+        owner = "one process" if n == 1 else f"the {n} processes that it names"
         print(
-            f"batch_size {settings['batch_size']} is for {intended}; for {'several' if n == 1 else 'others'} "
+            f"batch_size {settings['batch_size']} is for {owner}; for {'several' if n == 1 else 'others'} "
             "give --processes"
         )
     data = () if parser.data_flag in settings else (f"--{parser.data_flag}", "photos/")
@@ -286,7 +286,7 @@ class Translated(NamedTuple):
     lines: list[str]
 
 
-def of_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
+def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
     """Of a configuration of DALLE2-pytorch. Raises ValueError, in one line."""
     from tandem.config.public_names import rows
     from tandem.models import Decoder
@@ -296,8 +296,8 @@ def of_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
     from tandem.weights.formats.dalle2_keys import flags_of_config, implied, known_keys
 
     parser, page = parser_of("train_decoder.py"), rows("train_decoder.py")
-    known, checked = known_keys(page), {name: value for name, value in config.items() if name != "seed"}
-    left_out = [*without_counterpart(checked, known), *implied(config, known)]
+    supported, other_keys = known_keys(page), {name: value for name, value in config.items() if name != "seed"}
+    left_out = [*without_counterpart(other_keys, supported), *implied(config, supported)]
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
     check_arguments(model)
     build_on_meta(lambda: Decoder.made(model))
@@ -308,7 +308,7 @@ def of_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
     return Translated("train_decoder.py", flags, processes or 1, [f"left out: {line}" for line in left_out])
 
 
-def of_taming(config: dict[str, Any], processes: int | None) -> Translated:
+def translate_taming(config: dict[str, Any], processes: int | None) -> Translated:
     """Of a configuration of an autoencoder of taming-transformers or latent diffusion. Raises ValueError, in one
     line."""
     from tandem.config.public_names import rows
@@ -316,8 +316,8 @@ def of_taming(config: dict[str, Any], processes: int | None) -> Translated:
     from tandem.weights.formats.taming_yaml import autoencoder_of, flags_of_yaml, known_keys, processes_of
 
     config, general_lines = autoencoder_of(config)
-    known = known_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
-    left_out = [f"left out: {line}" for line in without_counterpart(config, known)]
+    supported = known_keys([row for row in rows("train_vqgan.py") if not row.key.startswith("vae.")])
+    left_out = [f"left out: {line}" for line in without_counterpart(config, supported)]
     processes = processes or processes_of(config)
     flags, lines = flags_of_yaml(config, processes)
     return Translated("train_vqgan.py", flags, processes, [*general_lines, *left_out, *lines])

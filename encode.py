@@ -206,7 +206,7 @@ class Coder(NamedTuple):
     write: Callable[[StoredCodes, int, Sequence[Path]], None]
 
 
-def computed(
+def run_model(
     backend: distributed.Backend, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
     """What a method of the model makes of values, which are in their range, in the precision of the run."""
@@ -241,9 +241,9 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
     def encode(images: Tensor) -> Tensor:
         values = to_unit_range(to_device(images, backend.device))
         if model.num_codes:
-            return computed(backend, "encoding", model.encode, values)
+            return run_model(backend, "encoding", model.encode, values)
         views = [values, values.flip(-1)][: 1 + args.with_flip]
-        return torch.stack([computed(backend, "encoding", model.moments, view) for view in views], 1)
+        return torch.stack([run_model(backend, "encoding", model.moments, view) for view in views], 1)
 
     def open_set(side: int) -> tuple[list[int], Samples, Encode]:
         if side != model.image_size and type(model).__name__ == "DiscreteVAE":
@@ -260,7 +260,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
         options["waiting"] = backend.waiting_for_workers
         return grid, images, lambda shards: encode_batches(load, images.describe, shards, encode, **options)
 
-    decode = functools.partial(computed, backend, "decoding", model.decode)
+    decode = functools.partial(run_model, backend, "decoding", model.decode)
     write = functools.partial(decode_images, decode=decode, batch_size=count, num_threads=max(1, args.num_workers))
     if model.num_codes:
         return Coder("images", {"batch_size": count}, StoredCodes, ShardWriter, open_set, ".png", None, write)
@@ -302,7 +302,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
         def encode(frames: Tensor) -> Tensor:
             pixels = to_unit_range(to_device(frames, backend.device))[None]
-            return computed(backend, "encoding", model.encode_next, pixels, state)[0]
+            return run_model(backend, "encoding", model.encode_next, pixels, state)[0]
 
         return encode
 
@@ -313,7 +313,7 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
             height, width = (side * model.pixels_per_code for side in codes.shape[1:])
             frames = len(codes) * model.frames_per_code
             require_room(f"{counted(frames, 'frame')} of {width} x {height} pixels", frames, 3, height, width)
-            return computed(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
+            return run_model(backend, "decoding", model.decode_next, codes[None], state)[0].transpose(0, 1)
 
         return decode
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.data.fields import Samples
     from tandem.training.metrics.fid import Gaussian
 
-SHOWN = 6  # samples in the picture
+PICTURE_SAMPLES = 6  # samples in the picture
 ROUND_SECONDS = 1.0  # between agreements of the processes
 PROGRESS_SECONDS = 10.0  # between lines that say how many samples are done
 Batches = Iterator[tuple["Tensor", list[dict[str, Any]]]]  # samples in [0, 1] and the notes of `load`
@@ -248,9 +248,9 @@ def go_through(
 
     def batches() -> Batches:
         nonlocal done, partly_read, example
-        for batch, notes, failed in loaded:
-            bad.extend(failed)
-            done += len(notes) + len(failed)
+        for batch, notes, failures in loaded:
+            bad.extend(failures)
+            done += len(notes) + len(failures)
             for note in (note for _, note in notes if PARTIAL in note):
                 partly_read += 1
                 example = example or f"{samples.describe(note['index'])}: {note[PARTIAL]}"
@@ -435,7 +435,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
             draw(args, models, all_notes, samples, backend)
     needs = "rFID and IS (--fid_weights)" if args.image_folder else "rFVD (--fvd_weights)"
     networks = {"LPIPS (--lpips_weights)": lpips, needs: network}
-    if missing := [name for name, loaded in networks.items() if loaded is None]:
+    if missing := [name for name, module in networks.items() if module is None]:
         backend.say(f"not measured without the weights that they need: {', '.join(missing)}")
 
 
@@ -467,7 +467,7 @@ def draw(
 
     psnrs = {note["index"]: [psnr for psnr, _ in note["measurements"]] for note in notes}
     spread = {index: max(values) - min(values) if len(values) > 1 else -values[0] for index, values in psnrs.items()}
-    indices = sorted(psnrs, key=lambda index: spread[index], reverse=True)[:SHOWN]
+    indices = sorted(psnrs, key=lambda index: spread[index], reverse=True)[:PICTURE_SAMPLES]
     rows = {"original": to_unit_range(torch.cat([load(samples, index)[0] for index in indices]).to(backend.device))}
     with torch.no_grad():
         rows |= {name: reconstructed(trained.model, rows["original"], backend)[0] for name, trained in models.items()}

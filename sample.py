@@ -128,7 +128,7 @@ class Source(NamedTuple):
     load: Callable[[list[int]], Mapping[str, Tensor]]
 
 
-def stored(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> Source:
+def source_in_memory(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> Source:
     """Conditions (n, ...) that are in memory."""
     shapes = {name: tuple(rows.shape[1:]) for name, rows in conditions.items()}
     return Source(flag, labels, shapes, lambda rows: {name: tensor[rows] for name, tensor in conditions.items()})
@@ -167,11 +167,11 @@ def clip_for(args: argparse.Namespace, origin: Mapping[str, str] | None, backend
     return clip
 
 
-def names_of(images: Any) -> list[str]:
+def image_names(images: Any) -> list[str]:
     return [images.name(index) for index in range(len(images or []))]
 
 
-def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Source]:
+def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Source]:
     """What each flag gives. Raises ValueError, in one line, and OSError."""
     import torch
 
@@ -199,7 +199,7 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
         )  # fmt: skip
     elif prompts:
         rows = [condition_of(prompt) for prompt in prompts]
-        yield stored(flag, prompts, {name: torch.stack([row[name] for row in rows]) for name in KINDS})
+        yield source_in_memory(flag, prompts, {name: torch.stack([row[name] for row in rows]) for name in KINDS})
     for name, option in zip(KINDS, ("image_embeddings", "text_embeddings"), strict=True):
         if path := getattr(args, option):
             try:
@@ -209,17 +209,17 @@ def sources_of(args: argparse.Namespace, images: Any, clip: Any, device: torch.d
             if array.ndim != KINDS[name] or not len(array):
                 shape = tuple(array.shape)
                 raise ValueError(f"--{option} {path} has the shape {shape}: give rows of {KINDS[name] - 1} dimensions")
-            yield stored(f"--{option}", [f"{path}[{row}]" for row in range(len(array))], {name: array})
+            yield source_in_memory(f"--{option}", [f"{path}[{row}]" for row in range(len(array))], {name: array})
     if embeds_images(args):
 
         def embed_images(rows: Sequence[int]) -> dict[str, Tensor]:
             pictures = torch.stack([images.load(row)["images"] for row in rows])
             return {"image_embed": clip.embed_images(pictures.to(device))}
 
-        yield Source("--images", names_of(images), {"image_embed": (clip.embed_dim,)}, embed_images)
+        yield Source("--images", image_names(images), {"image_embed": (clip.embed_dim,)}, embed_images)
 
 
-def chosen_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
+def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
     """The source of each condition that Unets take. Raises ValueError, in one line, if they take others."""
     from tandem.models.diffusion.decoder import CONDITIONS
 
@@ -270,7 +270,7 @@ def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | No
     return unets
 
 
-def contents(
+def hash_inputs(
     args: argparse.Namespace, trained: Mapping[str, Trained], pixels: Mapping[str, Any], mark: Callable[[str], None]
 ) -> dict[str, str]:
     """Hashes of what the pictures depend on: files, models and images, these two by the name of their flag."""
@@ -316,15 +316,15 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
         images = open_images(args.images, image_size=side) if args.images else None
         masks = open_images(args.masks, image_size=side) if args.masks else None
         clip = clip_for(args, decoder.config["clip"], backend)
-        sources = list(sources_of(args, images, clip, backend.device))
-        conditions = chosen_sources(sources, [decoder.unet(index) for index in unets])
-        names = names_of(images)
+        sources = list(open_sources(args, images, clip, backend.device))
+        conditions = choose_sources(sources, [decoder.unet(index) for index in unets])
+        names = image_names(images)
         labels = sources[0].labels if sources else names
         if names and len(names) != len(labels):
             raise ValueError(f"{len(names)} --images and {len(labels)} conditions: give one for each")
         if masks is not None and len(masks) != len(names):
             raise ValueError(f"{len(names)} --images and {len(masks)} --masks: give one for each")
-        hashes = contents(args, trained, {"images": images, "masks": masks}, backend.mark)
+        hashes = hash_inputs(args, trained, {"images": images, "masks": masks}, backend.mark)
     for image_set in filter(None, (images, masks)):
         if image_set.skipped:
             backend.say(image_set.skipped)

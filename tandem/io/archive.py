@@ -152,7 +152,7 @@ def check_sizes(path: Path, tensors: Iterable[Tensor]) -> None:
         raise ValueError(f"{path}: its weights are larger than the file that holds them")
 
 
-def _operations(pickled: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
+def _operations(content: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
     """The operations of a pickle and their arguments.
 
     Raises ValueError at a tuple of more than `_LARGEST_TUPLE` values. A tuple in a tuple in a tuple, a million times,
@@ -161,7 +161,7 @@ def _operations(pickled: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
     """
     stack: list[Any] = []  # of each value how many values it holds; marks as they are
     memo: dict[Any, int] = {}
-    for opcode, argument, _ in pickletools.genops(pickled):
+    for opcode, argument, _ in pickletools.genops(content):
         yield opcode.name, argument
         try:
             if opcode.name in _MEMOS:

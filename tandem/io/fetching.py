@@ -96,7 +96,7 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
     """
     hub = hub_library(f"fetching {what}")
 
-    class Marked(hub.utils.tqdm):  # type: ignore[name-defined]
+    class HeartbeatBar(hub.utils.tqdm):  # type: ignore[name-defined]
         def update(self, n: float | None = 1) -> bool | None:
             mark()
             return super().update(n)
@@ -113,7 +113,7 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
             published = hub.get_hf_file_metadata(address, timeout=SECONDS)
             say(f"fetching {what} ({_size_text(published.size or 0)}) from {address} to {cache}")
             revision = published.commit_hash
-            path = Path(hub.hf_hub_download(model, name, revision=revision, tqdm_class=Marked))
+            path = Path(hub.hf_hub_download(model, name, revision=revision, tqdm_class=HeartbeatBar))
             if _hub_checksum(path, published.etag or "") != published.etag:
                 path.resolve().unlink()
                 path.unlink()

@@ -27,7 +27,7 @@ _MOST_ENDINGS = 8
 _LISTS = (".csv", ".tsv", ".jsonl", ".ndjson")  # that may be manifests
 _FORMS = ("", "NFC", "NFD")  # of Unicode in a name: as it is, or with letters and accents composed or decomposed
 _NONE = -1
-_Beside = list[tuple[int, int]]  # of each that may stand beside a sample: number of its ending's spelling, bytes
+_SideFiles = list[tuple[int, int]]  # of each that may stand beside a sample: number of its ending's spelling, bytes
 
 
 class NothingFoundError(ValueError):
@@ -171,7 +171,7 @@ class _Tree:
         name = self._list_name
         return f"; if {name!r} in it lists {self._main.noun}s, give its path instead" if name else ""
 
-    def _walk(self) -> Iterator[tuple[str, _Beside | None]]:
+    def _walk(self) -> Iterator[tuple[str, _SideFiles | None]]:
         """Relative path of each sample, sorted, and what stands beside it; and those of tars, with None."""
         open_folders = [("", self._list_folder(""))]
         while open_folders:
@@ -185,7 +185,7 @@ class _Tree:
             else:
                 open_folders.pop()
 
-    def _list_folder(self, relative: str) -> Iterator[tuple[str, _Beside | None]]:
+    def _list_folder(self, relative: str) -> Iterator[tuple[str, _SideFiles | None]]:
         path = os.path.join(self._folder, relative)
         try:
             status = os.stat(path)
@@ -193,19 +193,19 @@ class _Tree:
             if (status.st_dev, status.st_ino) in self._visited:  # they identify the folder under any path
                 return iter(())
             self._visited.add((status.st_dev, status.st_ino))
-            folders, composed = list[str](), dict[str, str]()
-            runs = list(self._read_names(path, relative, folders, composed))
+            folders, by_nfc = list[str](), dict[str, str]()
+            runs = list(self._read_names(path, relative, folders, by_nfc))
         except OSError as error:
             raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
         # With the slash, folders stand among files where the paths of their files do.
         inner = ((name, None) for name in sorted(f"{name}/" for name in folders))
-        return heapq.merge(self._match_files(relative, heapq.merge(*runs), composed), inner, key=operator.itemgetter(0))
+        return heapq.merge(self._match_files(relative, heapq.merge(*runs), by_nfc), inner, key=operator.itemgetter(0))
 
     def _read_names(
-        self, path: str, relative: str, folders: list[str], composed: dict[str, str]
+        self, path: str, relative: str, folders: list[str], by_nfc: dict[str, str]
     ) -> Iterator[Iterable[str]]:
         """Sorted names of the files in a folder, in runs; those of the folders in it are appended to `folders`.
-        `composed` gets those that may stand beside a sample of another form, by their composed form."""
+        `by_nfc` gets those that may stand beside a sample of another form, by their composed form."""
         endings, files = (*self._main_endings, *self._side_endings), list[str]()
         with os.scandir(path) as entries:
             for entry in entries:
@@ -220,7 +220,7 @@ class _Tree:
                 elif name.lower().endswith(endings) and is_file:
                     files.append(name)
                     if not name.isascii() and _normalize("NFC", name) != _normalize("NFD", name):
-                        composed |= {_normalize("NFC", key): name for key in self._keys(name)}
+                        by_nfc |= {_normalize("NFC", key): name for key in self._keys(name)}
                 else:
                     self._skipped[ending_of(name)] += 1
                     if name.lower().endswith(_LISTS):
@@ -238,11 +238,11 @@ class _Tree:
         return [name[: -len(ending)] + ending for ending in self._side_endings if lower.endswith(ending)]
 
     def _match_files(
-        self, relative: str, names: Iterable[str], composed: Mapping[str, str]
-    ) -> Iterator[tuple[str, _Beside | None]]:
+        self, relative: str, names: Iterable[str], by_nfc: Mapping[str, str]
+    ) -> Iterator[tuple[str, _SideFiles | None]]:
         """The samples and tars among the files of a folder. Names that are equal up to their first dot follow each
-        other, but for those in `composed`."""
-        any_form = {*composed.values()}  # of these, and the samples beside which they may stand, more is known later
+        other, but for those in `by_nfc`."""
+        any_form = {*by_nfc.values()}  # of these, and the samples beside which they may stand, more is known later
         any_form_used, any_form_stems = set[str](), set[str]()
         for _, group in itertools.groupby(names, lambda name: name.partition(".")[0]):
             by_key, main, side, used = dict[str, str](), list[str](), set[str](), set[str]()
@@ -254,11 +254,11 @@ class _Tree:
                     main.append(name)
             for name in main:
                 if name.lower().endswith(self._sample_endings):
-                    files = (by_key, composed)
+                    files = (by_key, by_nfc)
                     yield name, [self._find_beside(relative, name, files, used, spec) for spec in self._sides]
                 else:
                     yield name, None
-            if side or composed:
+            if side or by_nfc:
                 stems = {_normalize("NFC", os.path.splitext(name)[0]) for name in main}
                 self._count_skipped(relative, side - any_form - used, stems)
                 any_form_used |= used & any_form

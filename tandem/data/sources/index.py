@@ -303,8 +303,8 @@ def _write_cache(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> 
     folder, name = os.path.split(cache)
     os.makedirs(folder, exist_ok=True)
     # One name on each machine, so that what a killed process left is deleted; short, because `name` may be a long one.
-    unfinished = f".index-{fingerprint_of([_machine_path(name)])[:16]}"
-    with replacing(Path(cache), name=unfinished, mode=None, is_synced=False) as temporary:
+    temporary_name = f".index-{fingerprint_of([_machine_path(name)])[:16]}"
+    with replacing(Path(cache), name=temporary_name, mode=None, is_synced=False) as temporary:
         with create(temporary, 0o600) as file:
             for part in parts:
                 file.write(part)

@@ -46,13 +46,13 @@ class ManifestSource(Rows):
 
     def __init__(self, path: str, specs: Sequence[Wanted]) -> None:
         columns: dict[Wanted, Sequence[str]] = {specs[0]: ("path",), **{spec: columns_of(spec) for spec in specs[1:]}}
-        used = list(dict.fromkeys(itertools.chain(*columns.values())))
+        keys = list(dict.fromkeys(itertools.chain(*columns.values())))
 
         def make() -> Made:
             dependencies, rows, filled, names = Watched(), PackedStrings(), set[str](), dict[str, None]()
             if not is_address(path):
                 dependencies.add("", status_of(path))  # before it is read, so that no change after it is missed
-            for row, columns in _read_rows(path, specs, used, names):
+            for row, columns in _read_rows(path, specs, keys, names):
                 rows.append(row)
                 filled.update(columns)
             if not len(rows):
@@ -61,13 +61,13 @@ class ManifestSource(Rows):
             return Made({"rows": rows}, fingerprint_of(rows.buffers), facts, dependencies)
 
         depends = _read_version(path) if is_address(path) else ""
-        index = kept(path, json.dumps(["manifest", specs[0].noun, *used]), make, depends=depends)
+        index = kept(path, json.dumps(["manifest", specs[0].noun, *keys]), make, depends=depends)
         self._rows, self.fingerprint = index.strings("rows"), index.fingerprint
         filled, names = (index.facts.get(name) for name in ("filled", "names"))
         if not (isinstance(filled, list) and isinstance(names, list)):
             raise index.damaged()
         self._damaged = index.damaged
-        self.skipped = unread_line(shown(path), map(str, names), {"path", "file_name", *TIMES, *used})
+        self.skipped = unread_line(shown(path), map(str, names), {"path", "file_name", *TIMES, *keys})
         filled_columns = {spec: [name for name in names if name in filled] for spec, names in columns.items()}
         super().__init__(filled_columns, os.path.dirname(path))
         self._path = path
@@ -104,7 +104,7 @@ def _read_version(address: str) -> str:
 
 
 def _read_rows(
-    path: str, specs: Sequence[Wanted], used: Sequence[str], names: dict[str, None]
+    path: str, specs: Sequence[Wanted], keys: Sequence[str], names: dict[str, None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """Of each row its path, its times, and those of these columns that it has a cell in, as JSON; and the names of
     these columns. `names` gets those of the first columns of all. Raises ValueError, with path and line, if one is
@@ -124,7 +124,7 @@ def _read_rows(
                 names |= dict.fromkeys(itertools.islice(cells, _MOST_COLUMNS)) if len(names) < _MOST_COLUMNS else {}
                 cells = {**{name: cells[other] for other, name in OTHER_NAMES.items() if other in cells}, **cells}
                 start, end = seconds_of(cells)
-                row = {name: cells[name] for name in used if cells.get(name) not in (None, "")}
+                row = {name: cells[name] for name in keys if cells.get(name) not in (None, "")}
                 for name in numbers & row.keys():
                     if isinstance(row[name], str) and row[name].startswith("["):  # a list in a cell of a table
                         row[name] = parse_json(row[name].encode())

@@ -79,13 +79,13 @@ def _find_files(path: str) -> Files | None:
     if _BRACES.search(path) or remote.is_pattern(path) or _all_end_with([path], _ON_SERVERS):
         return Files(expanded(path))
     files = remote.listed(path)
-    chosen = [file for file in files if _all_end_with([file], (".tar",))]
-    if not chosen:
-        chosen = [file for file in files if _all_end_with([file], TABLE_ENDINGS)]
-        check_alike(path, chosen)
-    others = Counter(map(ending_of, {*files} - {*chosen}))
+    set_files = [file for file in files if _all_end_with([file], (".tar",))]
+    if not set_files:
+        set_files = [file for file in files if _all_end_with([file], TABLE_ENDINGS)]
+        check_alike(path, set_files)
+    others = Counter(map(ending_of, {*files} - {*set_files}))
     skipped = skipped_line("file", repr(shown(path)), others.total(), about_skipped(others))
-    return Files(chosen, skipped=skipped) if chosen else Files(files)
+    return Files(set_files, skipped=skipped) if set_files else Files(files)
 
 
 def _open_folder(path: str, field_specs: Sequence[Wanted], demo: str) -> Source | Files:
@@ -132,13 +132,13 @@ def _fill_number(path: str, first: int, last: int | None, width: int) -> str:
 def _in_range(paths: list[str], first: int, last: int | None) -> list[str]:
     numbers = [number_of(path, "--start_shard") for path in paths]
     last = max(numbers) if last is None else last
-    chosen = [path for path, number in zip(paths, numbers, strict=True) if first <= number <= last]
-    if not chosen:
+    selected = [path for path, number in zip(paths, numbers, strict=True) if first <= number <= last]
+    if not selected:
         raise ValueError(
             f"no tar has a number from --start_shard {first} to --end_shard {last}: they have {min(numbers)} to "
             f"{max(numbers)}"
         )
-    return chosen
+    return selected
 
 
 def expanded(pattern: str) -> list[str]:

@@ -180,11 +180,11 @@ def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str
     _cached_addresses = frozenset(shards)
     _cache = None if cache_dir is None else ShardCache(cache_dir, int(cache_gb * 1e9))
     if _cache is not None and shards:
-        needed = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
-        if needed > _cache.limit:
+        n_bytes = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
+        if n_bytes > _cache.limit:
             raise ValueError(
                 f"--cache_gb {cache_gb:g} is too little: {at_once} shards, which are needed at a time, have up to "
-                f"{needed / 1e9:.3g} GB, so that each would be fetched again and again"
+                f"{n_bytes / 1e9:.3g} GB, so that each would be fetched again and again"
             )
 
 
@@ -275,8 +275,8 @@ def _fs_class(address: str) -> tuple[Any, str]:
         raise ValueError(f"{shown(address)}: fsspec knows no addresses that begin with {protocol}://") from None
     if protocol in ("file", "local", "memory") or "::" in address:
         raise ValueError(f"{shown(address)} is no address of a server: give a path for files of this machine")
-    scheme, rest = address.split("://", 1)
-    return fs_class, f"{scheme.lower()}://{rest}"
+    scheme, path = address.split("://", 1)
+    return fs_class, f"{scheme.lower()}://{path}"
 
 
 def _filesystem(fs_class: Any, address: str) -> tuple[Any, str]:

@@ -85,8 +85,8 @@ class Rows:
         path = cell.get("path") if isinstance(cell, Mapping) else cell
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
-            joined = self.joined(path_of({"path": path}, spec.noun)) if path else ""
-            return Entry(joined if is_address(joined) else as_on_disk(joined)) if path else None
+            full_path = self.joined(path_of({"path": path}, spec.noun)) if path else ""
+            return Entry(full_path if is_address(full_path) else as_on_disk(full_path)) if path else None
         if isinstance(content, bytes | memoryview):
             return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         try:
@@ -114,8 +114,8 @@ def _describe_part(cells: Mapping[str, Any]) -> str:
 def unread_line(path: str, names: Iterable[str], read: Container[str]) -> str:
     """A line about the columns of a table or manifest of which nothing is read; "" if there are none."""
     unread = [*itertools.islice((name for name in names if name and name not in read), _MOST_NAMES + 1)]
-    listed = [printable(name[:_LONGEST_QUOTE]) for name in unread[:_MOST_NAMES]] + ["..."] * (len(unread) > _MOST_NAMES)
-    return f"columns of {path!r} that are not read: {', '.join(listed)}" if listed else ""
+    texts = [printable(name[:_LONGEST_QUOTE]) for name in unread[:_MOST_NAMES]] + ["..."] * (len(unread) > _MOST_NAMES)
+    return f"columns of {path!r} that are not read: {', '.join(texts)}" if texts else ""
 
 
 def columns_of(wanted: Wanted) -> tuple[str, ...]:

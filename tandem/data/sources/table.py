@@ -147,7 +147,7 @@ class TableSource(Rows):
         for path, file in zip(files.paths, open_files, strict=True):
             file_types = {name: kind for name, kind in _types_of(file.schema).items() if name in types}
             if file_types != types:
-                last, first_types = (", ".join(f"{k}: {v}" for k, v in each.items()) for each in (file_types, types))
+                last, first_types = (", ".join(f"{k}: {v}" for k, v in group.items()) for group in (file_types, types))
                 raise ValueError(f"{path!r} has the columns {last}, but {files.paths[0]!r} {first_types}")
         self._parts = [(file, number) for file in open_files for number in range(len(file.lengths))]
         self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in open_files))])  # of the parts, after a 0
@@ -328,14 +328,14 @@ def _open_random_access(path: str, is_part: bool) -> contextlib.AbstractContextM
 
 
 @contextlib.contextmanager
-def _errors_in_one_line(what: str) -> Iterator[None]:
+def _errors_in_one_line(failure: str) -> Iterator[None]:
     """Context in which whatever pyarrow raises for a damaged file becomes a ValueError, in one line."""
     import pyarrow as pa
 
     try:
         yield
     except (pa.ArrowException, *DAMAGES) as error:
-        raise ValueError(f"{what}: {' '.join(reason_of(error).split()) or type(error).__name__}") from None
+        raise ValueError(f"{failure}: {' '.join(reason_of(error).split()) or type(error).__name__}") from None
 
 
 def _to_plain(cell: Any) -> Any:
@@ -377,9 +377,9 @@ def _file_column(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, A
     files = {name: kind for name, kind in kinds.items() if _FILE.fullmatch(kind)}
     media = {name: features.get(name, {}).get("_type") for name in files}
     by_feature = [name for name in files if media[name] == wanted.feature]
-    others = [name for name in files if media[name] not in _MEDIA]
-    by_name = [name for name in others if name.lower() in columns]
-    structs = [name for name in others if files[name].startswith("struct")]
+    untyped = [name for name in files if media[name] not in _MEDIA]
+    by_name = [name for name in untyped if name.lower() in columns]
+    structs = [name for name in untyped if files[name].startswith("struct")]
     for candidates in (by_feature, by_name, structs):
         candidates = [name for name in candidates if name == columns[0]] or candidates
         if len(candidates) == 1:

@@ -346,9 +346,9 @@ def _members(pieces: _Pieces, n_bytes: int, skipped: Counter[str], ends: list[st
         else:
             name = os.fsdecode(extended.get("path") or _parse_name(header))
             size = 0 if kind in _WITHOUT_CONTENT else int(extended.get("size", size))
-            is_sparse, more = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in extended), header[482:483]
-            while kind == _SPARSE and more not in (b"", b"\0"):
-                more, begin = pieces.read(begin, _BLOCK)[504:505], begin + _BLOCK
+            is_sparse, flag = kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in extended), header[482:483]
+            while kind == _SPARSE and flag not in (b"", b"\0"):
+                flag, begin = pieces.read(begin, _BLOCK)[504:505], begin + _BLOCK
             if size < 0:
                 raise ValueError(f"{name!r} has a size below 0")
             if begin + size > n_bytes:

@@ -53,8 +53,8 @@ def encode_batches(
     """
     requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
     load_request = functools.partial(load_each, load, describe)
-    loaded = iter(Loader(load_request, list(itertools.chain(*requests)), num_workers, waiting=waiting))
-    return (_encode_shard(itertools.islice(loaded, len(chunk)), encode, batch_size) for chunk in requests)
+    batches = iter(Loader(load_request, list(itertools.chain(*requests)), num_workers, waiting=waiting))
+    return (_encode_shard(itertools.islice(batches, len(chunk)), encode, batch_size) for chunk in requests)
 
 
 def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
@@ -73,12 +73,12 @@ def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, l
     return torch.cat(pieces[1:] or pieces), notes, bad
 
 
-def _encode_shard(loaded: Iterable[Any], encode: Callable[[Tensor], Tensor], batch_size: int) -> Encoded:
+def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], batch_size: int) -> Encoded:
     counts: list[int] = []
     encoded = Encoded([], [], [])
 
     def pieces() -> Iterator[Tensor]:
-        for sample_pieces, notes, bad in loaded:
+        for sample_pieces, notes, bad in batches:
             counts.extend(count for count, _ in notes)
             encoded.notes.extend(note for _, note in notes)
             encoded.bad.extend(bad)
@@ -193,7 +193,7 @@ def _round_robin(
             except (OSError, ValueError) as error:
                 piece = error
             # The thread goes on while the model encodes, after the end of a video with the next one.
-            following = (index, video) if isinstance(piece, Tensor) else next(pending, None)
-            if following is not None:
-                turns.append((*following, pool.submit(next, following[1])))
+            next_video = (index, video) if isinstance(piece, Tensor) else next(pending, None)
+            if next_video is not None:
+                turns.append((*next_video, pool.submit(next, next_video[1])))
             yield index, piece

@@ -89,7 +89,7 @@ class ShardWriter:
         UserMistake, in one line, if the disk is full, or too many items cannot be read (with `stop_at_bad`: if any
         item cannot be read); AskedToStop after a signal.
         """
-        started, processes = time.perf_counter(), self.output.processes
+        start_time, processes = time.perf_counter(), self.output.processes
         bad_by_shard: dict[int, list[BadSample]] = {}
         with processes.agreement():
             if processes.rank == 0:  # this reads all existing shards
@@ -111,7 +111,7 @@ class ShardWriter:
                     self._write(shard, encoded)
                     bad = encoded.bad
             self._report_bad(log, bad, stop_at_bad)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         with processes.agreement():
             if processes.rank == 0:
                 self._write_index(counted)
