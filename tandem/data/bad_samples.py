@@ -15,7 +15,7 @@ import torch
 from tandem.io.reading import counted
 
 _MOST_LISTED = 20
-_MOST_NAMED = 1000  # bad samples whose path and reason are kept; of all, that they are bad
+_MOST_NAMED = 1000  # bad samples whose path and reason are kept
 _KINDS = {"bad": 1, "incomplete": 2}
 _reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
 
@@ -44,17 +44,17 @@ class Raised(ValueError):
 
 
 class Unsuitable(ValueError):
-    """A sample can be read, but is none that the user wants: another takes its place, and it does not count as bad."""
+    """A readable sample that the user does not want: another takes its place, and it does not count as bad."""
 
 
 class Incomplete(Unsuitable):
-    """A sample lacks what others have, such as its embedding or enough pixels: it is counted, but not named one by
-    one."""
+    """A sample that lacks something, such as its embedding or enough pixels: it is counted, but not reported by
+    name."""
 
 
 class NotASample(ValueError):
-    """What a user's own dataset holds at an index is nothing that the script trains on: the code has to be changed, so
-    no other sample takes its place."""
+    """A user's dataset returned something that the script cannot train on. Its code has to be changed, so no other
+    sample takes its place."""
 
 
 class BadSampleLog:
@@ -84,7 +84,7 @@ class BadSampleLog:
         return new
 
     def share(self, samples: Iterable[BadSample], gather_objects: Callable[[Any], list[Any]]) -> list[BadSample]:
-        """`add` the samples of all processes; every process returns the same. Collective, through `gather_objects`."""
+        """`add` the samples of all processes; every process returns the same list. Collective, by `gather_objects`."""
         by_rank = gather_objects([astuple(sample) for sample in samples])
         return self.add(BadSample(*sample) for rank_samples in by_rank for sample in rank_samples)
 
@@ -109,16 +109,15 @@ class BadSampleLog:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: "samples", the index, path and reason of the first bad ones, and of each kind of
-        which there are some a bit for every sample of the set (uint8, the lowest bit first)."""
+        """The state for a checkpoint: "samples", the index, path and reason of the first bad ones; and "bad" and
+        "incomplete", if there are any, each a bit mask of all samples (uint8, the lowest bit first)."""
         samples = [[sample.index, sample.path, sample.reason] for sample in self._first_samples]
         counts = {"bad": self.count, "incomplete": self.count_incomplete}
         bits = {kind: np.packbits(self._kinds == _KINDS[kind], bitorder="little") for kind, n in counts.items() if n}
         return {"samples": samples, **{kind: torch.from_numpy(mask) for kind, mask in bits.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the known bad samples by those of `state`; of a set that was larger, what is beyond this one is left
-        out."""
+        """Replace the bad samples by those of `state`; those beyond the end of this data set are ignored."""
         self._first_samples = [BadSample(index, path, reason) for index, path, reason in state["samples"]]
         self._kinds[:] = 0
         for kind in _KINDS.keys() & state.keys():
@@ -129,7 +128,7 @@ class BadSampleLog:
 
 @contextlib.contextmanager
 def partly_read() -> Iterator[list[str]]:
-    """A list of why a file that is read inside is read only in part, as decoders tell it by `tell_partly_read`."""
+    """Collect the reasons that decoders give by `tell_partly_read` for reading a file only in part."""
     reasons: list[str] = []
     token = _reasons.set(reasons)
     try:
@@ -139,7 +138,7 @@ def partly_read() -> Iterator[list[str]]:
 
 
 def tell_partly_read(reason: str) -> None:
-    """Tell whoever reads inside `partly_read`, if anybody does."""
+    """Add a reason to the list of the enclosing `partly_read`, if there is one."""
     if (reasons := _reasons.get()) is not None:
         reasons.append(reason)
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from tandem.distributed import Backend
 
 Batch = dict[str, Any]  # see `Feed`; of what fields give, every entry has one element per sample
-_SAMPLES_PER_VALID_SAMPLE = 10  # samples between two validations for each sample that a validation sees by default
+_SAMPLES_PER_VALID_SAMPLE = 10  # training samples between validations per sample of one, by default
 
 
 class Feed:
-    """Opens a set, splits it by seed, and gives each process its part of every batch. All processes must call the same
-    methods in the same order.
+    """Opens a data set, splits it by seed, and gives each process its part of every batch. All processes must call the
+    same methods in the same order.
 
     A batch is a dict whose tensors are on the device. Every entry has one element per sample, so that all entries can
     be cut into micro-batches alike; "positions" are the places of the samples in the global batch, "ids" their indices
@@ -44,10 +44,10 @@ class Feed:
         args: The flags of all scripts, of which batch_size, seed (of the order) and split_seed are some.
         noun: What messages call one sample, such as "image".
         source: What messages call the set: its path.
-        open_second: Opens a second set, to train on in every update whose number (from 1) divides by `second_every`;
-            none of it is for validation. Its indices follow those of the first set.
-        open_valid: Opens the set that is the validation split (`--valid_folder`), of which all is; valid_fraction
-            then leaves none of the first set to it. Its indices follow those of all others.
+        open_second: Opens a second set. Every update whose number (from 1) is a multiple of `second_every` trains on
+            it; it has no validation split. Its indices follow those of the first set.
+        open_valid: Opens a set that is the validation split (`--valid_folder`); then nothing of the first set is held
+            out for it. Its indices follow those of all others.
 
     Raises:
         UserMistake: one line, if there are no such samples or too few, or if the processes do not see the same ones.
@@ -90,7 +90,7 @@ class Feed:
                 ranges = self.train_set.ranges
                 self._order = order.ShardOrder(ranges, args.seed, fetch=_make_fetcher(first, ranges, args))
             if second is not None:
-                # Until each sample of the first set was seen once, so many were seen of both.
+                # Samples of both sets that pass until each sample of the first was seen once.
                 self.samples_per_epoch = math.ceil(len(self.train_set) * second_every / (second_every - 1))
                 self._order = order.AlternatingOrder(
                     self._order, order.TrainingOrder(range(len(second)), args.seed),
@@ -98,7 +98,7 @@ class Feed:
                 )  # fmt: skip
         self.skipped = self.samples.skipped  # a line about files that are no samples, or ""
         self.sees_whole_split = False  # whether `validation` sees the whole validation split
-        #: Called between the steps of an evaluation by all processes, after the same ones; it may raise to end it.
+        #: All processes call it between the same steps of an evaluation; it may raise an error to end the evaluation.
         self.ask: Callable[[], None] = lambda: None
         self._loading: dict[str, Any] = {
             "rank": processes.rank, "world_size": processes.world_size, "batch_size": args.batch_size,
@@ -106,13 +106,13 @@ class Feed:
             "noun": f"{noun}s", "pin_memory": has_pinned_memory(processes.device),
             "waiting": processes.waiting_for_workers,
         }  # fmt: skip
-        #: What the loader gives `next`, endlessly.
+        #: The endless stream of batches.
         self.batches: Iterator[Any] = iter(())
         self.bad_samples = BadSampleLog(len(self.samples))  # a part of the checkpoint
         self._unreported: list[BadSample] = []
-        self._reported_incomplete = 0  # how many were left out, when it was said last
-        self._partial = set[int]()  # samples of which only a part is read, of all processes
-        self._unshared_partial = set[int]()  # those of this process, since they were exchanged
+        self._reported_incomplete = 0  # the number of incomplete samples in the last report
+        self._partial = set[int]()  # samples of all processes that are read only in part
+        self._unshared_partial = set[int]()  # those of this process that the others do not know yet
         self._partial_example = ""
         self._reported_partial = 0
 
@@ -188,7 +188,7 @@ class Feed:
         """Say which files any process could not read since the last call, each file once, and how many were left out.
         Raises UserMistake if those that could not be read are too many to continue. Collective."""
         new: list[BadSample] = []
-        # Ask first: this comes with every line of metrics, and hardly ever has anything to exchange.
+        # Sum two numbers first: this runs with every line of metrics, and there is hardly ever anything to exchange.
         counts = self._processes.sum({"unreported": len(self._unreported), "partial": len(self._unshared_partial)})
         if counts["partial"]:
             self._report_partial(say)
@@ -208,8 +208,8 @@ class Feed:
 
     @contextlib.contextmanager
     def _raise_on_all_ranks(self) -> Iterator[None]:
-        """An agreement of the processes. Of those in which a user's dataset raises an error, the first one shows it
-        before it goes on in one line. Collective."""
+        """If one process raises a ValueError inside, all do. The first rank whose user's dataset failed prints its
+        traceback. Collective."""
         traceback = ""
         try:
             with self._processes.agreement():
@@ -231,13 +231,13 @@ class Feed:
             print("\n".join(map(printable, traceback.splitlines())), file=sys.stderr, flush=True)
 
     def _report_incomplete(self, say: Callable[[str], None], sample: BadSample) -> None:
-        """Say how many samples were left out, if they have doubled since that was said."""
+        """Say how many samples were left out, if the number has doubled since the last report."""
         if (count := self.bad_samples.count_incomplete) >= 2 * self._reported_incomplete:
             self._reported_incomplete = count
             say(f"left out {counted(count, self.noun)} so far, such as {sample}")
 
     def _report_partial(self, say: Callable[[str], None]) -> None:
-        """Say of how many samples only a part is read, if they have doubled since that was said. Collective."""
+        """Say how many samples are read only in part, if the number has doubled since the last report. Collective."""
         by_rank = self._processes.gather_objects([sorted(self._unshared_partial), self._partial_example])
         self._partial.update(*(indices for indices, _ in by_rank))
         self._partial_example = next(example for _, example in by_rank if example)
@@ -247,7 +247,7 @@ class Feed:
             say(f"read only in part so far: {counted(count, self.noun)}, such as {self._partial_example}")
 
     def _receive_batch(self, batch: Mapping[str, Any]) -> Batch:
-        """The batch with its tensors on the device, without its bad samples, which are kept to be reported."""
+        """The batch with its tensors on the device; its bad samples are stored for the next report."""
         self._unreported += batch["bad"]
         partial = batch.get("partial", {})
         self._unshared_partial |= partial.keys() - self._partial
@@ -261,17 +261,16 @@ class Feed:
 
 
 def _validated_samples(n: int, args: argparse.Namespace) -> int:
-    """Of n samples of the validation split, how many a validation sees: the same for any number of processes, which
-    have to get one each."""
+    """How many of the n samples of the validation split a validation sees, for any number of processes."""
     limit = args.valid_samples
-    if limit is None:  # none between the updates: the only validation is that of the end
+    if limit is None:  # 0 without validations during training: the last one sees all
         limit = math.ceil(args.batch_size * args.validate_every_n_steps / _SAMPLES_PER_VALID_SAMPLE)
     return min(n, max(limit, args.batch_size)) if limit else n
 
 
 def divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Split:
-    """The parts for training, validation and a test. Raises ValueError, in one line, if there are too few samples, or
-    no shards where flags are about them."""
+    """The splits for training, validation and test. Raises ValueError, in one line, if there are too few samples, or
+    flags need shards and there are none."""
     fractions = args.valid_fraction, getattr(args, "test_fraction", 0.0)
     by_shards, otherwise = "--shuffle shards", "--shuffle samples"
     if args.shuffle != "shards":
@@ -286,12 +285,12 @@ def divided(samples: Samples, args: argparse.Namespace, source: str) -> order.Sp
 def _make_fetcher(
     samples: Samples, ranges: Sequence[range], args: argparse.Namespace
 ) -> Callable[[Sequence[range]], None] | None:
-    """What fetches shards that are trained on from a server before they are read; None if there are none there, or no
-    cache for them. Raises ValueError, in one line."""
+    """A function that fetches training shards from a server into the cache before they are read; None if no shard is on
+    a server or there is no cache. Raises ValueError, in one line."""
     shards, paths, trained = samples.source.shards or (), getattr(samples.source, "paths", ()), {*ranges}
     pairs = ((shard, path) for shard, path in zip(shards, paths, strict=False) if shard in trained and is_address(path))
     addresses = {shard.start: path for shard, path in pairs}
-    n_at_once = 2 * order.SHARDS_AT_ONCE  # those that are read, and those that come next
+    n_at_once = 2 * order.SHARDS_AT_ONCE  # the shards being read, and the next ones
     try:
         remote.configure(args.cache_dir if addresses else None, args.cache_gb, list(addresses.values()), n_at_once)
     except OSError as error:
@@ -300,7 +299,8 @@ def _make_fetcher(
 
 
 def _fetch_shards(addresses: Mapping[int, str], num_workers: int, shards: Sequence[range]) -> None:
-    """Fetch where samples are read: in a worker, if there are any, because a process with threads should not fork."""
+    """Fetch in the process that reads samples: in a worker, if there are any, because a process with threads should not
+    fork."""
     if not num_workers or torch.utils.data.get_worker_info() is not None:
         remote.fetch_shards(addresses, shards)
 

@@ -1,6 +1,6 @@
-"""Fields: what a script takes out of each record, decoded. A field knows what it wants of a source, and by which key
-its augmentation draws; so every field works with every source. `Samples`: the records of a source, of which fields
-decode the entries of a batch."""
+"""Fields: what a script decodes from each record. A field states what it reads from a source, and the key of its random
+augmentation, so every field works with every source. `Samples`: the records of a source and the fields that decode
+them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_
 
 
 class Field:
-    """What a script takes out of each record. `fingerprint` is equal where the same was found of a source."""
+    """What a script takes out of each record. Two fields with equal `fingerprint` found the same in a source."""
 
     @property
     def wanted(self) -> Wanted:
         raise NotImplementedError
 
-    #: What an item of a user's dataset holds for this field. Raises `NotASample` if it has another form.
+    #: Item of a user's dataset -> its content for this field. Raises `NotASample` if it has another form.
     of_item: ClassVar[Callable[..., Any]]
 
     fingerprint: str = ""
@@ -46,8 +46,8 @@ class Field:
         return self.of_item(record[ITEM]) if ITEM in record else record.get(self.wanted.name)
 
     def load(self, record: Record, index: int, epoch: int, augment: bool) -> dict[str, Any]:
-        """A sample's part of entries of the batch. With `augment`, what is drawn depends on the field's seed and on
-        (epoch, index) alone; else nothing is drawn. Raises OSError, ValueError, in one line, or `Incomplete`."""
+        """The sample's entries of the batch. With `augment`, random choices depend only on the field's seed and (epoch,
+        index); without, there are none. Raises OSError, ValueError, in one line, or `Incomplete`."""
         raise NotImplementedError
 
 
@@ -60,7 +60,7 @@ class ImageField(Field):
         flip: Whether half of the augmented images are mirrored left to right.
         enlarge: Whether images whose shorter side has fewer than `image_size` pixels are enlarged; else they are
             `Incomplete`.
-        crop: What is cut out of augmented images; out of others it is the middle. Nothing is cut out of drawn ones.
+        crop: How augmented images are cropped; others get the centre crop. Images of a demonstration are not cropped.
         resize: How images that are not augmented are resized (`decode_image`).
     """
 
@@ -113,7 +113,7 @@ class ClipField(Field):
 
     @property
     def wanted(self) -> Wanted:
-        # An image is too short for a clip: leave it out by its name.
+        # An image is too short for a clip: skip it by its ending.
         takes_images = self.clips.short_clips != "skip" or self.clips.num_frames == 1
         return Wanted(
             "clip", "video", videos.ENDINGS, ("video", "clip", "mp4", "webm", "mkv"), feature="Video",
@@ -134,7 +134,8 @@ class ClipField(Field):
     of_item = staticmethod(own.video_of)
 
     def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
-        """All frames of a video, see `ClipDecoder.frames`; of a drawn one, a square without end, those of a clip."""
+        """All frames of a video, see `ClipDecoder.frames`; of an endless demonstration video, the frames of one
+        clip."""
         content = record[self.wanted.name]
         if isinstance(content, Entry):
             return self.clips.frames(content, multiple)
@@ -142,7 +143,7 @@ class ClipField(Field):
 
     @property
     def _frames_per_step(self) -> float:
-        """Frames of a drawn scene from one frame of a clip to the next."""
+        """Frames of a demonstration scene per frame of a clip."""
         return FRAMES_PER_SECOND / self.clips.fps if self.clips.fps else self.clips.frame_stride
 
     def _draw_clip(self, draw: Callable[..., Tensor]) -> Tensor:
@@ -157,7 +158,7 @@ class ClipField(Field):
         )
 
     def _frame_numbers(self, video: own.Video, fraction: float) -> list[int]:
-        """Which frames of a video are those of a clip; fewer than num_frames if there are no more."""
+        """The frame numbers of a clip; fewer than num_frames if the video has no more."""
         n, step = len(video.frames), video.fps / self.clips.fps if self.clips.fps else float(self.clips.frame_stride)
         count = min(self.clips.num_frames, math.ceil(n / step))
         start = max(0.0, n - 1 - (count - 1) * step) * fraction
@@ -193,8 +194,8 @@ class SoundField(Field):
 
 @dataclass(frozen=True)
 class TextsField(Field):
-    """The texts of a sound: the tokens of one of its captions, "tokens", "lengths", "captions" and "caption_ids"; and
-    "all_captions" and "labels". In training, (seed, epoch, index) draw the caption; else it is the first."""
+    """The texts of a sound: "tokens", "lengths", "captions" and "caption_ids" of one of its captions; "all_captions"
+    and "labels". In training, (seed, epoch, index) choose the caption; else it is the first."""
 
     tokenizer: Tokenizer
     seed: int = 0
@@ -207,7 +208,7 @@ class TextsField(Field):
         captions, label = texts_of(self.found(record))
         caption = captions[Draws("caption", self.seed, epoch, index).below(len(captions)) if augment else 0]
         tokens, (length,) = self.tokenizer.encode([caption])
-        if not augment:  # validation encodes them all: fail here, if the error names the sound
+        if not augment:  # validation encodes all: fail here, where the error names the sound
             self.tokenizer.encode([*captions, *([label] if label else [])])
         return {
             "tokens": tokens[0], "lengths": length, "captions": caption,
@@ -250,8 +251,8 @@ class CaptionField(Field):
 
 
 def texts_of(content: Any) -> Texts:
-    """The captions of a sound, and its class, of what a record holds of texts. Raises OSError or ValueError, in one
-    line, if there is no caption."""
+    """The captions and the class of a sound, from the texts of its record. Raises OSError or ValueError, in one line,
+    if there is no caption."""
     texts = read_texts(content) if isinstance(content, Entry) else content
     texts = texts if isinstance(texts, Texts) else texts_of_row(texts or {})
     if not texts.captions:
@@ -261,10 +262,10 @@ def texts_of(content: Any) -> Texts:
 
 
 class Samples:
-    """A numbered set of samples. `fingerprint` is equal where equally many samples have the same names in the same
-    order, and the same was found of them; `skipped` is a line about files that are no samples, or "".
+    """A numbered set of samples. Two sets with equal `fingerprint` have the same samples, by their names, in the same
+    order; `skipped` is a line about files that are no samples, or "".
 
-    The field that makes a sample comes first in `fields`; it is decoded last, because what stands beside it is cheap.
+    The main field comes first in `fields`, but is decoded last, so that cheap fields fail before it is decoded.
     """
 
     def __init__(self, source: Source, fields: Sequence[Field]) -> None:
@@ -276,8 +277,8 @@ class Samples:
         return len(self.source)
 
     def load(self, index: int, epoch: int = 0, augment: bool = False) -> dict[str, Any]:
-        """The sample's part of each entry of a batch, which depends only on the set's seed and the arguments; on the
-        epoch only with `augment`. Raises OSError or ValueError, in one line, if it cannot be read."""
+        """The sample's entries of a batch. They depend only on the set's seed and the arguments, on the epoch only with
+        `augment`. Raises OSError or ValueError, in one line, if it cannot be read."""
         record = self.source.record(index, epoch, augment)
         try:
             parts = [field.load(record, index, epoch, augment) for field in reversed(self.fields)]
@@ -287,7 +288,7 @@ class Samples:
 
 
 class Joined(Samples):
-    """The samples of two sets as one: those of `first` and behind them those of `second`."""
+    """The samples of two sets as one: those of `first`, then those of `second`."""
 
     def __init__(self, first: Samples, second: Samples) -> None:
         self.first, self.second = first, second

@@ -8,7 +8,7 @@ from tandem.hashing import GOLDEN_GAMMA, MASK64, mix64
 
 
 def derive_key(*parts: int | str) -> int:
-    """Parts such as ("flip", seed, epoch, index) -> a 64-bit key. Different parts give unrelated keys."""
+    """Parts such as ("flip", seed, epoch, index) -> a 64-bit key. Different parts give independent keys."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 

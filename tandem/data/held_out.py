@@ -1,4 +1,4 @@
-"""What a run did not train on: its validation and test split, found again by its data and its flags."""
+"""The samples that a run did not train on: its validation and test split, computed again from its data and flags."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Part(Samples):
 
 
 class Divided(NamedTuple):
-    """What a run trains on, what it holds out for validations and a test, in the order of its data, and the fingerprint
-    of the samples that are divided."""
+    """The samples that a run trains on, those that it holds out for validation and test, in the order of its data, and
+    the fingerprint of the set before the split."""
 
     trained: Samples
     held_out: Samples
@@ -48,8 +48,8 @@ class Divided(NamedTuple):
 
 
 def divided_by(run: argparse.Namespace, **image_options: Any) -> Divided:
-    """The data of a run with these arguments, as it is now; `image_options`: see `images_of`. Raises ValueError, in one
-    line, if there are no such samples or too few."""
+    """The current data of a run with these arguments; `image_options`: see `images_of`. Raises ValueError, in one line,
+    if there are no such samples or too few."""
     is_video = run.data_flag == "video_folder"
     open_set = videos_of(run) if is_video else images_of(run, **image_options)
     spec = data_of(run, run.data_flag)
@@ -66,9 +66,9 @@ def divided_by(run: argparse.Namespace, **image_options: Any) -> Divided:
 
 
 def count_trained_on(run: argparse.Namespace, samples: Samples, data: str) -> tuple[int, str | None]:
-    """How many of the samples, which are in `data`, a run with these arguments trains on: those with the same path; and
-    the fingerprint of its data, None if no folder of that can share files with `data`, so that none was listed. Raises
-    what `divided_by` raises, and ValueError, in one line, if paths do not tell."""
+    """How many of the samples, which are in `data`, a run with these arguments trains on, compared by path; and the
+    fingerprint of its data, None if its folders cannot share files with `data` and were not listed. Raises what
+    `divided_by` raises, and ValueError, in one line, if there are no paths to compare."""
     folders = [folder for name in ("image_folder", "video_folder") if (folder := getattr(run, name, None))]
     if run.dataset:
         raise ValueError(f"the run's data is --dataset {run.dataset}, whose items have no paths")
@@ -82,7 +82,7 @@ def count_trained_on(run: argparse.Namespace, samples: Samples, data: str) -> tu
 
 
 def places_of(run: argparse.Namespace) -> str:
-    """Where the data of a run is. A relative path is one from the folder of this process."""
+    """The folders of a run's data. Relative paths are resolved from the current folder."""
     folders = [folder for name in ("image_folder", "video_folder") if (folder := getattr(run, name, None))]
     are_fixed = [folder.startswith("demo:") or is_address(folder) for folder in folders]
     return " and ".join(

@@ -1,4 +1,4 @@
-"""The sets that scripts train on: which fields each takes out of which source, and the feeds of their batches."""
+"""The data sets of the scripts: which fields each script reads from which source, and the feeds of their batches."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _NO_FLIP = "--random_flip would make captions and embeddings wrong, which are of
 
 
 def open_records(spec: Spec, field_specs: Sequence[Wanted], kind: str, seed: int, **numbers: Any) -> Source:
-    """The source that a flag stands for: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
-    (`OwnData`); or what `open_source` makes of a path. No sample is opened.
+    """The source that a flag names: `demo:<name>` (also None), `demo:<name>:<number>`; a user's own dataset
+    (`OwnData`); or a path, see `open_source`. No sample is opened.
 
     Args:
         field_specs: What fields look for; the first one makes a sample.
@@ -67,8 +67,8 @@ def _open_feed(
     train_options: Mapping[str, Any] = {},
     **feed_options: Any,
 ) -> Feed:
-    """The feed of the samples that `open_set` makes of --dataset or of the value of a flag, with further arguments for
-    these alone, and of --valid_folder."""
+    """The feed of the samples of --dataset or of a flag, opened by `open_set` with `train_options`, and of
+    --valid_folder."""
     spec = data_of(args, flag)
     open_valid = partial(open_set, args.valid_folder) if args.valid_folder else None
     feed_options = {"source": str(spec), "noun": noun, "open_valid": open_valid, **feed_options}
@@ -82,7 +82,7 @@ def open_images(spec: Spec, field: type[ImageField] = ImageField, **options: Any
 
 
 def images_of(args: argparse.Namespace, **options: Any) -> Callable[..., Samples]:
-    """What opens sets of images as the flags of a run say; `options`: further arguments of `ImageField`."""
+    """A function that opens sets of images by the flags of a run; `options`: further arguments of `ImageField`."""
     return partial(open_images, **_picture_options(args, args.image_size), **options)
 
 
@@ -92,7 +92,7 @@ def image_feed(args: argparse.Namespace, processes: Backend, channels: int = 3) 
 
 
 def _picture_options(args: argparse.Namespace, image_size: int) -> dict[str, Any]:
-    """What flags say of squares of pictures, whether they are images or frames."""
+    """The arguments of images and of frames that follow from the flags."""
     crop = Crop(args.crop, args.crop_area, args.seed)
     return {"image_size": image_size, "flip": args.random_flip, "seed": args.seed, "crop": crop}
 
@@ -113,7 +113,7 @@ def open_videos(spec: Spec, *, image_size: int, num_frames: int, flip: bool = Fa
 
 
 def videos_of(args: argparse.Namespace) -> Callable[..., Samples]:
-    """What opens sets of clips as the flags of a run say."""
+    """A function that opens sets of clips by the flags of a run."""
     names = ("num_frames", "fps", "frame_stride", "short_clips", "clip_starts")
     clip_options = {name: getattr(args, name) for name in names}
     return partial(open_videos, **_picture_options(args, args.image_size), **clip_options)
@@ -187,17 +187,17 @@ def open_conditioned(
     crop: Crop = CENTER,
     **numbers: Any,
 ) -> Samples:
-    """A set of "images" with "captions" and what a model is conditioned on: see `open_records` for `spec` and
-    `numbers`. Images whose shorter side has fewer than `image_size` pixels are `Incomplete`: a model that draws would
-    learn their blur. So nothing smaller is cut out of an image either.
+    """A set of "images" with "captions" and the conditions of a model: see `open_records` for `spec` and `numbers`.
+    Images whose shorter side has fewer than `image_size` pixels are `Incomplete`, and crops are not smaller either: a
+    generative model would learn the blur of enlarged images.
 
     Args:
         takes: Which kinds of embeddings the model takes.
-        tokenize: Gives the tokens of captions, if embeddings are computed from these and the images; stored embeddings
-            are then not read.
+        tokenize: Captions -> tokens, if embeddings are computed from captions and images; stored embeddings are then
+            not read.
         rows: Files of rows of embeddings, see `embedding_rows`.
         longest_text: The most tokens that the model takes.
-        flip: Half of the augmented images are mirrored, which captions and stored embeddings do not allow.
+        flip: Mirror half of the augmented images; not allowed with captions or stored embeddings.
 
     Raises ValueError, in one line, if there is no such set, it lacks what the model takes, or flags contradict it.
     """
@@ -243,8 +243,8 @@ def decoder_feed(
     takes_text: bool = False,
     **options: Any,
 ) -> Feed:
-    """The feed of a script that trains on conditioned images; `widths_of` says how wide its conditions are. `options`:
-    "longest_text" and "tokenize", see `open_conditioned`. Raises what `Feed` raises."""
+    """The feed of a script that trains on conditioned images; `widths_of` gives the widths of its conditions.
+    `options`: "longest_text" and "tokenize", see `open_conditioned`. Raises what `Feed` raises."""
     takes = [kind for kind, is_taken in ((IMAGE, takes_image), (TEXT, takes_text)) if is_taken]
     rows = {kind: spec for kind, spec in ((IMAGE, args.image_embeddings), (TEXT, args.text_embeddings)) if spec}
     names = ("index_width", "start_shard", "end_shard", "shard_width")
@@ -258,8 +258,8 @@ def decoder_feed(
 
 
 def widths_of(samples: Samples) -> dict[str, Any]:
-    """The shape of what a sample holds of each kind: "image_embed", d; "text_encodings", (L, d); None where a set has
-    none or they are not used."""
+    """The shape of each condition of a sample: "image_embed", d; "text_encodings", (L, d); None where a set has none or
+    they are not used."""
     shapes = _embedding_shapes(samples)
     return {"image_embed": shapes.get(IMAGE, (None,))[0], "text_encodings": shapes.get(TEXT)}
 
@@ -274,8 +274,8 @@ def has(source: Source, name: str) -> bool:
 
 
 def _check_widths(valid: Samples, trained: Samples, folder: str) -> None:
-    """Raise ValueError if the embeddings to validate are no such as the model is trained on; texts may be shorter or
-    longer."""
+    """Raise ValueError if the embeddings for validation have another width than those for training; texts may be
+    shorter or longer."""
     for kind in KINDS:
         width, expected = (_embedding_shapes(samples).get(kind, (None,))[-1] for samples in (valid, trained))
         if width != expected:
