@@ -1,1 +1,1 @@
-"""Decoding of the files of samples: no more of a file is read and decoded than the sample needs."""
+"""Decoding of the files of samples. Each decoder reads and decodes no more of a file than the sample needs."""

@@ -1,4 +1,4 @@
-"""Sound files to which others were appended, as `cat` and radio recorders do: libsndfile hears the first one alone."""
+"""Detection of sound files to which others were appended, as by `cat`: libsndfile decodes only the first one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .flac import Read, ends_elsewhere
 _LONGEST_PAGE = 1 << 16  # bytes of a page of Ogg, rounded up (RFC 3533)
 _LONGEST_FRAME = 1441  # bytes of a frame of MP3
 _ID3V1 = 128  # bytes of a tag behind an MP3
-# Where the tag of Xing stands in the first frame, by MPEG version and channels, without and with a checksum.
+# Offsets of the Xing tag in the first frame, by MPEG version and channels, without and with a checksum.
 _XING_OFFSETS = (13, 15, 21, 23, 36, 38)
 
-_MOST_CHUNKS = 100  # of a CAF file, which are looked at
+_MOST_CHUNKS = 100  # of a CAF file that are read
 
 
 def check_nothing_appended(sound: Any, read: Read, n_bytes: int) -> None:
     """Raise ValueError, in one line, if an open soundfile.SoundFile of n_bytes holds a second stream behind the first.
-    Of Ogg, it is known by another serial number; of MP3, by the length in the tag of Xing, without which the file is
-    read to its end; of FLAC, by the number of its last frame; of others, by a second header where the first one ends.
-    libsndfile itself refuses WAV and AIFF of this kind."""
+    Signs of one: in Ogg another serial number; in MP3 data behind the length in the Xing tag (without the tag
+    libsndfile reads all); in FLAC the number of the last frame; in others a second header where the first stream ends.
+    libsndfile itself refuses such WAV and AIFF files."""
     is_longer = {
         "OGG": lambda: _is_chained_ogg(sound, read, n_bytes),
         "MP3": lambda: _has_more_mp3(read, n_bytes),
@@ -45,7 +45,7 @@ def _au_byte_order(read: Read) -> Literal["big", "little"]:
 
 
 def _find_caf_end(read: Read) -> int:
-    """Where the chunks of a CAF file end: a name of 4 bytes, a length of 8, and the content of each."""
+    """The end of the chunks of a CAF file; each is a name of 4 bytes, a length of 8 bytes, and the content."""
     at = 8
     for _ in range(_MOST_CHUNKS):
         header = read(at, 12)
@@ -56,7 +56,7 @@ def _find_caf_end(read: Read) -> int:
 
 
 def _is_chained_ogg(sound: Any, read: Read, n_bytes: int) -> bool:
-    if "Junk after the last page" not in sound.extra_info:  # of this stream; libsndfile has looked for it
+    if "Junk after the last page" not in sound.extra_info:  # libsndfile reports what follows this stream
         return False
     tail = read(max(0, n_bytes - 2 * _LONGEST_PAGE), 2 * _LONGEST_PAGE)
     serials = {tail[match.start() + 14 : match.start() + 18] for match in re.finditer(b"OggS\0", tail)}
@@ -64,7 +64,7 @@ def _is_chained_ogg(sound: Any, read: Read, n_bytes: int) -> bool:
 
 
 def _has_more_mp3(read: Read, n_bytes: int) -> bool:
-    """Whether there are frames of MP3, or tags in front of some, where the first stream says that it ends."""
+    """Whether MP3 frames, or tags before such, follow the end that the first stream states."""
     head, start = read(0, 10), 0
     if head[:3] == b"ID3":
         start = 10 + sum(byte << 7 * (3 - offset) for offset, byte in enumerate(head[6:10]))

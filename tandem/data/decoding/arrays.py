@@ -1,4 +1,4 @@
-"""Numpy arrays of floats inside files: looked up by their headers, and read by as many bytes as are needed."""
+"""Numpy arrays of floats in files: only the header and the bytes of the numbers that are needed are read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def find_array(entry: Entry) -> StoredArray:
     header = io.BytesIO(content)
     try:
         shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(header)](header)
-    except Exception:  # numpy parses it as Python, and a damaged one can raise anything
+    except Exception:  # numpy parses the header as Python, so a damaged one can raise anything
         raise ValueError(other_kind(content) or "it is no numpy array (.npy)") from None
     if dtype.kind != "f" or is_fortran:
         kind = "an array in Fortran order" if is_fortran else f"numbers of the type {dtype}"
@@ -72,7 +72,7 @@ def find_array(entry: Entry) -> StoredArray:
 
 
 def _read_part(entry: Entry, offset: int, size: int) -> tuple[bytes, int]:
-    """At most `size` bytes from `offset` of an entry, and how many it has."""
+    """At most `size` bytes from `offset` of an entry, and the entry's size."""
     with open_entry(entry) as file:
         n_bytes = file.seek(0, os.SEEK_END)
         file.seek(offset)

@@ -1,5 +1,5 @@
-"""From the samples of a picture of any mode to those of sRGB: which of them are black, white and transparent, by the
-tags of its file where Pillow's mode does not tell, and what its colour profile makes of them."""
+"""Conversion of pictures of any mode to sRGB: the range from black to white and the transparent value, by the tags of
+the file where Pillow's mode does not state them; and the colour profile."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from PIL import Image, ImageChops, ImageCms, TiffImagePlugin
 
 from tandem.io.reading import counted
 
-# Tags of TIFF 6.0. MinSampleValue and MaxSampleValue are statistics there; the two with an S are the range.
+# Tags of TIFF 6.0. There MinSampleValue and MaxSampleValue are statistics; SMinSampleValue and SMaxSampleValue are the
+# range.
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _MAX_SAMPLE_VALUE, _SAMPLE_FORMAT, _S_MIN, _S_MAX = 258, 262, 281, 339, 340, 341
 _WHITE_IS_ZERO, _SIGNED = 0, 2
 _SAMPLES_PER_PIXEL, _COMPRESSION = 277, 259
 _TYPES = {1: "integers", _SIGNED: "signed integers", 3: "floats"}  # of samples
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how a file begins; the last two are of BigTIFF
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the first bytes of a file; the last two are BigTIFF
 _MAXIMA_OF_FEWER_BITS = {(1 << bits) - 1 for bits in range(8, 16)}
-_RANGE_TOLERANCE = 1e-3  # of the range: how far samples may lie outside, as an interpolation leaves them
-# The transparent value in a PNG has the bits of its file, the pixels of Pillow have eight.
+_RANGE_TOLERANCE = 1e-3  # of the range: how far samples may exceed it, as after an interpolation
+# A PNG states the transparent value in the bits of the file, but Pillow's pixels have eight.
 _TO_EIGHT_BITS = {"L;2": lambda value: value * 85, "L;4": lambda value: value * 17, "RGB;16B": lambda value: value >> 8}
 _SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}  # of the profiles that fit a mode
-_LEVEL_TOLERANCE = 1  # of 255: the most by which a profile that says sRGB in other words differs
+_LEVEL_TOLERANCE = 1  # of 255: the largest difference of a profile that is equivalent to sRGB
 
 
 def resizable(image: Image.Image) -> Image.Image:
-    """Any mode -> L, LA, RGB or RGBA; CMYK, if there is a profile that may say what it looks like.
+    """Any mode -> L, LA, RGB or RGBA; CMYK stays CMYK if there is a profile to convert it.
 
-    Raises ValueError, in one line, if the samples have a range that neither the mode nor a tag of the file tells.
+    Raises ValueError, in one line, if neither the mode nor a tag of the file states the range of the samples.
     """
     tags = getattr(image, "tag_v2", {})
     if image.mode.startswith(("I", "F")) or _first_number(tags.get(_SAMPLE_FORMAT)) == _SIGNED:
@@ -46,12 +47,12 @@ def resizable(image: Image.Image) -> Image.Image:
         image.info["transparency"] = eight_bits
     with_alpha = image.convert("LA" if image.mode in ("LA", "La") else "RGBA")
     if image.format == "BMP" and with_alpha.getchannel("A").getextrema() == (0, 0):
-        return with_alpha.convert("RGB")  # Windows leaves these bytes empty, and programs show such a file as opaque
+        return with_alpha.convert("RGB")  # Windows writes 0 for alpha, and programs show such a file as opaque
     return with_alpha
 
 
 def why_unread(file: Any) -> str:
-    """What a TIFF holds that Pillow does not read, as a line; "" of another file, or if its tags are damaged."""
+    """A line about the content of a TIFF that Pillow cannot read; "" for another file, or if its tags are damaged."""
     file.seek(0)
     header = file.read(16)
     if not header.startswith(_TIFF):
@@ -64,15 +65,15 @@ def why_unread(file: Any) -> str:
         details = [f"{_TYPES.get(_first_number(kind), 'numbers of another type')} of {_first_number(bits)} bits"]
         details += ["0 is white"] if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else []
         details += [f"compression {number}"] if (number := tags.get(_COMPRESSION, 1)) != 1 else []
-    except Exception:  # damaged tags raise what they like
+    except Exception:  # damaged tags can raise anything
         return ""
     kind = f"a TIFF of {counted(n, 'sample')} per pixel ({', '.join(details)})"
     return f"it is {kind}, which Pillow does not read: save it as grey or RGB of 8 or 16 bits without a sign"
 
 
 def in_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:
-    """A picture of `resizable` in sRGB: L, LA, RGB or RGBA. A profile that is damaged, or one for pixels of another
-    kind, is ignored, as browsers do; without a profile colours are those of sRGB."""
+    """A picture of `resizable` in sRGB: L, LA, RGB or RGBA. As in browsers, a damaged profile, or one for another kind
+    of pixels, is ignored, and a picture without a profile is taken for sRGB."""
     has_alpha = picture.mode in ("LA", "RGBA")
     colours = picture.convert(picture.mode[:-1]) if profile and has_alpha else picture
     transform = _build_srgb_transform(profile, colours.mode) if profile else None
@@ -86,8 +87,8 @@ def in_srgb(picture: Image.Image, profile: bytes | None) -> Image.Image:
 
 @functools.lru_cache(maxsize=32)  # building one takes milliseconds, and most pictures of a set have one of a few
 def _build_srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """littleCMS's way from a profile to sRGB, with the perceptual intent; None if there is none, or if it changes
-    nothing, because the profile is sRGB's."""
+    """littleCMS's transform from a profile to sRGB, with the perceptual intent; None if there is none, or if the
+    profile is sRGB and the transform changes nothing."""
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if source.profile.xcolor_space.strip() != _SPACES[mode]:
@@ -107,7 +108,7 @@ def _to_grey(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
     samples = np.asarray(image)
     samples = samples.view(np.int8) if image.mode == "L" else samples
     least, most, margin = samples.min(), samples.max(), _RANGE_TOLERANCE * (white - black)
-    if not (least >= black - margin and most <= white + margin):  # not of NaN
+    if not (least >= black - margin and most <= white + margin):  # false for NaN
         raise ValueError(
             f"its samples reach from {least:g} to {most:g}, where black is {black:g} and white is {white:g} unless the "
             "tags SMinSampleValue and SMaxSampleValue of a TIFF say otherwise: save it with 8 or 16 bits"

@@ -1,5 +1,5 @@
-"""The last frame of a FLAC file (RFC 9639), which says where it ends: where the header does not, as in a file that was
-written into a pipe, and where another file was appended. No other part of the file is read."""
+"""The last frame of a FLAC file (RFC 9639), which gives the length of the stream where the header does not state it, as
+after writing to a pipe, or where another file was appended. No other part of the file is read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-_MOST_AT_START = 1 << 20  # bytes, of an ID3 tag before the stream
+_MOST_AT_START = 1 << 20  # bytes; an ID3 tag may precede the stream
 _LEAST_AT_END, _MOST_AT_END = 1 << 16, 1 << 23  # bytes; a frame has at most 65535 samples of 8 channels
-_STREAM_INFO = 8  # bytes from "fLaC" to what it says
+_STREAM_INFO = 8  # bytes from "fLaC" to its content
 _LENGTH_BITS = 36  # of the 64 that begin with the sample rate
 _CRC_8, _CRC_16 = (8, 0x07), (16, 0x8005)
-_TAGS = re.compile(rb"TAG|APETAGEX|ID3")  # the beginnings of what programs write behind the last frame
+_TAGS = re.compile(rb"TAG|APETAGEX|ID3")  # tags that programs write behind the last frame
 
 Read = Callable[[int, int], bytes]  # offset, size -> bytes
 
 
 def with_length(file: Any) -> io.RawIOBase:
-    """A FLAC file whose header states its length. Of a last frame that is cut off nothing counts.
+    """A FLAC file with its length written into its header. A truncated last frame is not counted.
 
     Raises ValueError, in one line, if no frames are found at its end.
     """
@@ -40,7 +40,7 @@ def with_length(file: Any) -> io.RawIOBase:
 
 
 class _PatchedFile(io.RawIOBase):
-    """A file that begins with other bytes than are in it."""
+    """A file whose first bytes are replaced."""
 
     def __init__(self, file: Any, start: bytes) -> None:
         self._file, self._start = file, start
@@ -76,15 +76,15 @@ class _LastFrame(NamedTuple):
 
 
 def ends_elsewhere(read: Read, n_bytes: int, frames: int) -> bool:
-    """Whether a file of n_bytes ends with a whole frame that is not the last one by the length in its header, because
-    another file was appended. One of the same length is not noticed."""
+    """Whether a file of n_bytes ends with a whole frame other than the last one by the length in its header, because
+    another file was appended. An appended file of the same length is not detected."""
     info = read(0, _STREAM_INFO + 4)
-    if not info.startswith(b"fLaC"):  # but with a tag
+    if not info.startswith(b"fLaC"):  # but begins with a tag
         return False
     block = int.from_bytes(info[-2:], "big")
-    begin = max(0, n_bytes - 3 * n_bytes * block // max(2 * frames, 1) - 16)  # half more than the mean of a frame
+    begin = max(0, n_bytes - 3 * n_bytes * block // max(2 * frames, 1) - 16)  # 1.5 times the mean size of a frame
     if any(first + samples == frames for _, first, samples in _find_frames(read(begin, n_bytes - begin), block)):
-        return False  # as nearly always
+        return False  # the usual case
     last = _find_last(read, n_bytes, block)
     return last is not None and last.is_whole and last.first + last.samples != frames
 
@@ -99,8 +99,8 @@ def _make_reader(file: Any) -> Read:
 
 
 def _find_last(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
-    """The last frame of a file; None if none is found. `block`: the samples of a frame, where all but the last have as
-    many."""
+    """The last frame of a file; None if none is found. `block`: the samples of a frame, if all but the last have
+    equally many."""
     n = _LEAST_AT_END
     while n <= _MOST_AT_END:
         begin = max(0, n_bytes - n)
@@ -108,7 +108,7 @@ def _find_last(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
         frames = _find_frames(content, block)
         ends = {first + samples for _, first, samples in frames}
         for at, first, samples in reversed(frames):
-            if first in ends or (first == 0 and begin == 0):  # bytes that look like a frame by chance follow none
+            if first in ends or (first == 0 and begin == 0):  # a chance match does not follow another frame
                 return _LastFrame(first, samples, _is_whole(content[at:]))
         if begin == 0:
             break
@@ -117,13 +117,13 @@ def _find_last(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
 
 
 def _is_whole(content: bytes) -> bool:
-    """Whether a frame that begins here ends with its checksum at the end, or in front of a tag."""
+    """Whether the frame at the start of `content` ends with a right checksum, at the end or before a tag."""
     ends = [*(tag.start() for tag in _TAGS.finditer(content)), len(content)]
     return any(_compute_remainder(content[:end], *_CRC_16) == 0 for end in ends)
 
 
 def _find_frames(content: bytes, block: int) -> list[tuple[int, int, int]]:
-    """What looks like the beginning of a frame: its place, the number of its first sample, and how many it has."""
+    """Candidates for frames: the position, the number of the first sample, and the number of samples."""
     frames, at = [], content.find(b"\xff")
     while at >= 0:
         if content[at + 1 : at + 2] in (b"\xf8", b"\xf9") and (header := _parse_frame(content[at : at + 16], block)):
@@ -133,7 +133,7 @@ def _find_frames(content: bytes, block: int) -> list[tuple[int, int, int]]:
 
 
 def _parse_frame(header: bytes, block: int) -> tuple[int, int] | None:
-    """The number of the first sample of a frame and how many it has; None if this is no header of one."""
+    """The number of a frame's first sample and its number of samples; None if this is no frame header."""
     if len(header) < 16:
         header += bytes(16 - len(header))
     kind, code, rate, ones = header[1] & 1, header[2] >> 4, header[2] & 15, 8 - (header[4] ^ 0xFF).bit_length()
@@ -141,7 +141,7 @@ def _parse_frame(header: bytes, block: int) -> tuple[int, int] | None:
         return None
     end = 4 + max(1, ones)
     number = header[4] & (0x7F >> ones)
-    for byte in header[5:end]:  # as UTF-8 writes it
+    for byte in header[5:end]:  # coded as in UTF-8
         number = number << 6 | byte & 0x3F
     samples = 192 if code == 1 else 576 << (code - 2) if code < 6 else 256 << (code - 8) if code > 7 else 0
     if not samples:
@@ -154,7 +154,7 @@ def _parse_frame(header: bytes, block: int) -> tuple[int, int] | None:
 
 
 def _compute_remainder(content: bytes, bits: int, polynomial: int) -> int:
-    """The cyclic redundancy check of bytes; 0 of those that end with theirs."""
+    """The cyclic redundancy check of bytes; 0 if they end with their own."""
     table, remainder, mask = _build_table(bits, polynomial), 0, (1 << bits) - 1
     for byte in content:
         remainder = (remainder << 8 & mask) ^ table[remainder >> (bits - 8) ^ byte]

@@ -1,4 +1,4 @@
-"""From a decoded frame of a film to an upright picture over white, square or in the shape of the film."""
+"""Conversion of decoded video frames to upright pictures on white, square or in the shape of the video."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Picture = npt.NDArray[np.uint8]
 
 
 class Frame(NamedTuple):
-    """A decoded frame (av.VideoFrame); when it is shown and for how long (0 if unknown), in ticks of its stream."""
+    """A decoded frame (av.VideoFrame), its time and its duration (0 if unknown), in ticks of its stream."""
 
     image: Any
     pts: float
@@ -21,10 +21,10 @@ class Frame(NamedTuple):
 
 
 class Converter:
-    """Frames -> upright squares (side, side, 3) RGB, of the middle or of the square that `cut` gives; over white unless
-    the film `is_opaque` whatever its alpha says. With `multiple`, without `cut`, (height, width, 3) in the shape of the
-    film, see `check_shape`: the shorter side is `side`, and both are cut to multiples. One for a clip: FFmpeg keeps
-    megabytes for each."""
+    """Frames -> upright squares (side, side, 3) RGB, of the middle or of the square that `cut` gives; on white, unless
+    the video `is_opaque` and its alpha is ignored. With `multiple`, without `cut`, (height, width, 3) in the shape of
+    the video, see `check_shape`: the shorter side is `side`, and both are cropped to multiples. Use one for each clip:
+    FFmpeg allocates megabytes for each."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Converter:
         return picture[top : top + rows, left : left + columns]
 
     def _lay_over_white(self, image: Any) -> Any:
-        """A frame with transparent pixels, laid over white before anything is resized: what such a pixel hides would
-        otherwise leak into its neighbours."""
+        """A frame with transparent pixels, blended with white before it is resized: otherwise the colours of
+        transparent pixels would leak into their neighbours."""
         import av
 
         pixels = self._to_rgba(image, format="rgba", threads=1).to_ndarray()
@@ -77,10 +77,10 @@ class Converter:
 
 
 def _turn_upright(pixels: Any, image: Any) -> Any:
-    """A frame turned and mirrored as its display matrix says, in which (x, y) is shown at (a x + c y, b x + d y)."""
+    """A frame rotated and mirrored by its display matrix, which shows (x, y) at (a x + c y, b x + d y)."""
     try:
         matrix = image.side_data.get("DISPLAYMATRIX")
-    except ValueError:  # PyAV has no name for something else that stands beside the frame
+    except ValueError:  # PyAV does not know another kind of the frame's side data
         return np.rot90(pixels, image.rotation // 90)
     if matrix is None:
         return pixels

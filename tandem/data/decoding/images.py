@@ -1,5 +1,5 @@
-"""Fast decoding of an image file to a square uint8 tensor; which square that is, of images and of the frames of clips;
-and the random flip for training."""
+"""Fast decoding of an image file to a square uint8 tensor; the crops of images and of the frames of clips; and the
+random flip for training."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tandem.io.reading import LONGEST_BEGINNING, open_regular, other_kind
 
 from .colours import in_srgb, resizable, why_unread
 
-# Formats of Pillow, and the endings by which files of them are found. Content is recognised by itself, so that a GIF
-# called .png is read too. Not all formats are allowed: PostScript would start Ghostscript.
+# Pillow's formats and the endings by which their files are found. The content decides the format, so a GIF called .png
+# is read too. Not all formats are allowed: PostScript would start Ghostscript.
 FORMATS = {
     "JPEG": (".jpg", ".jpeg"),
     "PNG": (".png",),
@@ -39,8 +39,8 @@ FORMATS = {
 }
 ENDINGS = tuple(ending for endings in FORMATS.values() for ending in endings)
 _EXIF_ORIENTATION = 0x0112
-LONGEST_SHAPE = 4  # longer over shorter side of a picture whose shape is kept: what is in memory grows with it
-OURS = "ours"  # how a picture is resized for training: by Pillow's bilinear filter, which averages
+LONGEST_SHAPE = 4  # longer over shorter side of a picture whose shape is kept; limits the memory
+OURS = "ours"  # resizing as in training: Pillow's antialiased bilinear filter
 _BUFFER = 1 << 16  # bytes; Pillow reads a JPEG in pieces of this size
 _TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -55,11 +55,11 @@ RATIO = 4 / 3  # the widest region of a crop, as width over height; the tallest 
 _MOST_DRAWS = 10
 
 _JPEG_BEHIND_JPEG = b"\xff\xd9\xff\xd8\xff"  # the end of one and the start of another
-_LONGEST_PNG_END = 24  # bytes: the last checksum, and the start of another one
+_LONGEST_PNG_END = 24  # bytes: the last checksum, and the start of the next file
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-_LARGEST_PNG = 1 << 28  # bytes of one that is tried again without its comments
-# What Pillow allows all comments of a PNG together, it allows one of them here, or a profile: 64 MiB instead of 1.
+_LARGEST_PNG = 1 << 28  # bytes of a PNG that is read again without its comments
+# Pillow allows 1 MiB for one comment or profile of a PNG; allow what it allows for all together, 64 MiB.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 # Silence Pillow's warnings about metadata and size: every worker would print them, and bad images are reported anyway.
@@ -79,16 +79,15 @@ Cut = Callable[[int, int], Square]  # width and height of a picture -> the squar
 
 @dataclass(frozen=True)
 class Crop:
-    """How training cuts pictures. Everything is drawn by (seed, epoch, index).
+    """How training crops pictures, at random by (seed, epoch, index).
 
     Args:
-        place: Where the largest square lies that is cut: "center", or at a "random" place.
-        area: The least and the greatest share of the picture's area that a region has out of which the square is cut;
-            None: that region is the whole picture. Area and shape of the region are drawn as torchvision's
-            RandomResizedCrop documents it: the area evenly, the logarithm of width over height evenly from 3/4 to 4/3,
-            then the place evenly; after ten draws that do not fit into the picture, the largest region in its middle
-            that has such a shape.
-        least: Pixels that both sides of the region have at least; the picture has to have as many.
+        place: Where the largest square of the region is taken: in the "center", or at a "random" place.
+        area: The least and the greatest share of the picture's area that the region has; None: the region is the whole
+            picture. The region is drawn as torchvision's RandomResizedCrop documents it: the area uniformly, the
+            logarithm of width over height uniformly from that of 3/4 to that of 4/3, then the place uniformly; after
+            ten draws that do not fit into the picture, the largest region in its middle that has such a shape.
+        least: The least number of pixels of both sides of the region; the picture must have as many.
     """
 
     place: str = "center"
@@ -97,8 +96,8 @@ class Crop:
     least: int = 1
 
     def cut(self, epoch: int, index: int) -> Cut | None:
-        """The square of one sample in one epoch, equal for pictures of one size; None for the middle of the whole
-        picture, which decoders cut by themselves."""
+        """The function that gives the square of one sample in one epoch, the same for all pictures of one size; None
+        for the centre crop, which decoders do by themselves."""
         is_plain = self.place == "center" and self.area is None
         return None if is_plain else functools.partial(self._draw_square, epoch, index)
 
@@ -151,11 +150,11 @@ def decode_image(
     so that both are multiples.
 
     channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha. Colours
-    are those of sRGB: of a file with the profile of another space they are converted.
-    Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
-    more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
-    shorter side has fewer than `image_size` pixels. Of a file that is cut off, Pillow's LOAD_TRUNCATED_IMAGES lets the
-    part be returned that there is; the rest is black or grey.
+    are those of sRGB: of a file with the profile of another space they are converted. Raises OSError if the file cannot
+    be opened and ValueError, in one line, if its content cannot be decoded, or has more than 179 million pixels, which
+    Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the shorter side has fewer than
+    `image_size` pixels. With Pillow's LOAD_TRUNCATED_IMAGES, a truncated file gives what can be decoded; the rest is
+    black or grey.
     """
     with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as handle:
         file = io.BufferedReader(handle, _BUFFER) if isinstance(handle, io.RawIOBase) else handle
@@ -177,13 +176,13 @@ def decode_image(
 
 
 def _has_more_pictures(image: Image.Image, file: Any) -> bool:
-    """Whether other pictures follow one that was decoded, as pages or frames, or because files were appended (`cat`):
-    PNG, WebP, and JPEG of which a piece of `_BUFFER` is left, for a search of every last piece takes 1.5% of the time.
-    What a phone puts behind a JPEG belongs to it (MPO)."""
+    """Whether other pictures follow the decoded one, as pages or frames, or because files were appended (`cat`): in
+    PNG, WebP, and JPEG if at least a piece of `_BUFFER` follows, because searching the last piece of every file takes
+    1.5% of the time. Further pictures that phones put behind a JPEG belong to it (MPO)."""
     with contextlib.suppress(Exception):  # of damaged tables of pages
         if image.format == "JPEG":
             at = file.tell()
-            if at == file.seek(0, os.SEEK_END):  # the decoder reads no piece behind that in which the picture ends
+            if at == file.seek(0, os.SEEK_END):  # the decoder reads no further than the piece in which the picture ends
                 return False
             file.seek(max(0, at - _BUFFER))
             return _JPEG_BEHIND_JPEG in file.read(_BUFFER + len(_JPEG_BEHIND_JPEG))
@@ -198,7 +197,7 @@ def _has_more_pictures(image: Image.Image, file: Any) -> bool:
 
 
 def _strip_png(file: Any) -> io.BytesIO | None:
-    """A PNG without what stands beside its pixels, such as a damaged comment; None of another file."""
+    """A PNG reduced to its pixels, without comments, which may be damaged; None for another file."""
     file.seek(0)
     if file.read(len(_PNG)) != _PNG:
         return None
@@ -235,7 +234,7 @@ def decode_picture(
     resize: str = OURS,
     multiple: int | None = None,
 ) -> Tensor:
-    """`decode_image` of an open picture of Pillow: of a file that is not decoded yet, with the same result."""
+    """`decode_image` for an open Pillow picture; the result is the same for a file that is not decoded yet."""
     if not enlarge and min(image.size) < image_size:
         raise Incomplete(f"its shorter side has {min(image.size)} pixels, fewer than {image_size}")
     try:
@@ -265,8 +264,8 @@ def randomly_flipped(image: Tensor, seed: int, epoch: int, index: int) -> Tensor
 
 
 def _turn_upright(picture: Image.Image, image: Image.Image) -> Image.Image:
-    """The picture, which was made of the image, turned as the image's file says."""
-    try:  # after the pixels: for a PNG, this decodes them and ignores errors
+    """The picture, made from the image, turned by the orientation in the image's file."""
+    try:  # after decoding: for a PNG, this decodes the pixels and ignores errors
         orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:  # broken metadata does not make a bad image
         return picture
@@ -274,7 +273,8 @@ def _turn_upright(picture: Image.Image, image: Image.Image) -> Image.Image:
 
 
 def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
-    """Set a JPEG to be decoded at 1/2, 1/4 or 1/8 if the square that is cut remains >= size -> this square then.
+    """Let Pillow decode a JPEG at 1/2, 1/4 or 1/8 if the cropped square keeps at least `size` pixels; returns that
+    square.
 
     The decoder rounds up: 375 pixels at 1/2 become 188, of which the image covers 187.5.
     """
@@ -293,7 +293,7 @@ def _decode_small(image: Image.Image, size: int, cut: Cut | None) -> Square:
 def _region_in_shape(
     width: float, height: float, image_size: int, multiple: int
 ) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
-    """Of a picture of this size, the middle that is resized, and width and height that it gets."""
+    """The middle region of a picture of this size that is resized, and its new width and height."""
     check_shape(width, height)
     scale = min(width, height) / image_size
     w, h = (round(length / scale) // multiple * multiple for length in (width, height))
@@ -312,9 +312,9 @@ def _to_tensor(image: Image.Image) -> Tensor:
 
 
 def _resize_as_taming(picture: Image.Image, side: int) -> Image.Image:
-    """The shorter side becomes `side` by bilinear interpolation of the four nearest pixels, however much smaller the
-    picture becomes: albumentations' SmallestMaxSize, as in taming-transformers, Open-MAGVIT2 and IBQ. No value is more
-    than one level from that of OpenCV, whose weights have 11 bits."""
+    """The shorter side becomes `side` by bilinear interpolation of the four nearest pixels, without antialiasing:
+    albumentations' SmallestMaxSize, as in taming-transformers, Open-MAGVIT2 and IBQ. Values differ by at most one level
+    from OpenCV's, whose weights have 11 bits."""
     width, height = _size_by_shorter_side(picture, side)
     pixels = torch.from_numpy(np.array(picture)).movedim(2, 0)[None].float()
     resized = functional.interpolate(pixels, (height, width), mode="bilinear", align_corners=False).round().byte()
@@ -322,8 +322,8 @@ def _resize_as_taming(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _resize_as_adm(picture: Image.Image, side: int) -> Image.Image:
-    """Halved by a box filter while it is twice as large or more, then the shorter side becomes `side` by Pillow's
-    bicubic filter: center_crop_arr of guided-diffusion, as in LlamaGen."""
+    """Halved by a box filter while the shorter side is at least twice `side`, then resized by Pillow's bicubic filter:
+    center_crop_arr of guided-diffusion, as in LlamaGen."""
     while min(picture.size) >= 2 * side:
         picture = picture.resize((picture.width // 2, picture.height // 2), Image.Resampling.BOX)
     return picture.resize(_size_by_shorter_side(picture, side), Image.Resampling.BICUBIC)
@@ -340,5 +340,5 @@ def _crop_center(picture: Image.Image, side: int) -> Image.Image:
     return picture.crop((left, top, left + side, top + side))
 
 
-#: Other ways to resize a picture, by names: its shorter side becomes a number of pixels.
+#: Other ways to resize the shorter side of a picture to a number of pixels, by name.
 RESIZES: dict[str, Callable[[Image.Image, int], Image.Image]] = {"taming": _resize_as_taming, "adm": _resize_as_adm}

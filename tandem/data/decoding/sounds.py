@@ -1,12 +1,11 @@
 """Decoding of a sound file to a clip of fixed length, reading no more of the file than the clip needs.
 
-Of WAV, AIFF and FLAC only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which reads
-about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. (Measured for
-10 s out of 10 minutes, in ms: WAV 2, FLAC 6, Vorbis 12, Opus 30, MP3 30 to 90.) If the header of an MP3 file of
-variable bit rate does not state its length, the length is a guess, and sound after it is never read. A FLAC file that
-was written into a pipe does not state it, and its last frames are searched for it, which takes 0.5 ms more. An Ogg file
-that was cut off is read without an error; a file of another format raises an error if the cut removed a part of the
-clip. A file to which another one was appended is refused, as far as that is noticed (`appended`).
+In WAV, AIFF and FLAC files only the frames of the clip are read. Ogg (Vorbis and Opus) is searched by bisection, which
+reads about 150 kB more. MP3 has no table of contents: everything before the clip is read, though not decoded. If the
+header of an MP3 file of variable bit rate does not state its length, libsndfile estimates it, and sound behind the
+estimate is never read. If a FLAC header does not state it, as after writing to a pipe, the last frames are searched for
+it. A truncated Ogg file is read without an error; a truncated file of another format raises an error if a part of the
+clip is missing. A file to which another one was appended is refused, if `appended` detects it.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from .appended import check_nothing_appended
 from .flac import with_length
 
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aif", ".aiff")
-# What else libsndfile reads, except raw samples, whose sample rate is unknown.
+# Further formats of libsndfile, except raw samples, whose sample rate is unknown.
 FURTHER_ENDINGS = (
     ".aifc", ".au", ".snd", ".caf", ".w64", ".rf64", ".voc", ".avr", ".sph", ".nist", ".sd2", ".svx", ".8svx", ".paf",
     ".pvf", ".sds", ".xi", ".htk", ".ircam",
 )  # fmt: skip
 SAMPLE_RATES = (1_000, 1_000_000)  # in Hz; a file that states a rate outside is damaged
 
-_MARGIN = 256  # samples, at the lower of both rates, that soxr's "HQ" filter needs on both sides
+_MARGIN = 256  # samples at the lower rate that soxr's "HQ" filter needs on both sides
 _LOUDEST = 10.0  # largest sample accepted in a file of floats, which should stay in [-1, 1]
-# In frames: the largest error of a length that is guessed from the file's size; and how long the decoder's output is
-# wrong after a jump, because a packet (of 1152 frames) uses bits of up to 9 packets before it.
+# In frames: the largest error of a length that is estimated from the file's size; and how long the decoder's output is
+# wrong after a seek, because a packet (of 1152 frames) uses bits of up to 9 packets before it.
 _MP3_ESTIMATE, _MP3_RUN_UP = 4 * 1152, 12 * 1152
 _CUT_SHORT = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)  # from libsndfile's log
 _UNKNOWN_FRAMES = 1 << 62  # libsndfile's number of frames of a FLAC file that does not state it is 2^63 - 1
@@ -56,7 +55,8 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ClipDecoder:
-    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files; training draws places by `seed`."""
+    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files, in training at places random by
+    `seed`."""
 
     sample_rate: int
     clip_samples: int
@@ -74,8 +74,8 @@ class ClipDecoder:
             return torch.from_numpy(self._cut_clip(sound, choose, entry))
 
     def spread(self, entry: Entry, most: int) -> Tensor:
-        """As many clips as it takes to cover a sound, but at most `most`, spread evenly from its beginning to its end:
-        (k, clip_samples), see `clip_starts`. No other part of it is decoded. Raises what `load` raises."""
+        """The clips (k, clip_samples) that cover a sound, at most `most`, spread evenly from its beginning to its end,
+        see `clip_starts`. Nothing else of it is decoded. Raises what `load` raises."""
         with _open_sound(entry) as sound:
             (first, last), rate = _find_part(sound, entry), sound.samplerate
         size = math.ceil(self.clip_samples * rate / self.sample_rate)
@@ -105,7 +105,7 @@ class ClipDecoder:
             samples = soxr.resample(samples, rate, self.sample_rate, quality="HQ")
         start = round(before * self.sample_rate / rate)
         clip = samples[start : start + length]
-        if len(clip) < length:  # at the end of a file: rounding, or an MP3 file shorter than it seemed
+        if len(clip) < length:  # at the end of a file: rounding, or an MP3 shorter than its estimate
             clip = np.pad(clip, (0, length - len(clip)))
         if length < self.clip_samples:
             clip = np.resize(clip, self.clip_samples)  # repeats it
@@ -137,7 +137,7 @@ def clip_starts(frames: int, clip_frames: int, most: int) -> list[int]:
 
 @contextlib.contextmanager
 def _open_sound(entry: Entry) -> Iterator[Any]:
-    """An open soundfile.SoundFile. Errors of libsndfile inside become ValueErrors of one line."""
+    """An open soundfile.SoundFile. Errors of libsndfile inside the context become ValueErrors of one line."""
     import soundfile
 
     is_local = entry.is_local_file
@@ -145,7 +145,7 @@ def _open_sound(entry: Entry) -> Iterator[Any]:
         with open_regular(entry.path) if is_local else open_entry(entry) as file, _silenced_worker():
             if is_local and os.fstat(file.fileno()).st_size == 0:
                 raise ValueError("the file is empty")
-            # By descriptor, because names need not be valid text.
+            # By descriptor, because file names need not be valid text.
             with soundfile.SoundFile(file.fileno() if is_local else file, closefd=False) as sound:
                 if sound.format != "FLAC" or sound.frames < _UNKNOWN_FRAMES:
                     whole = LocalBytes(file.fileno()) if is_local else _OpenBytes(file)
@@ -163,7 +163,7 @@ def _open_sound(entry: Entry) -> Iterator[Any]:
 
 
 class _OpenBytes:
-    """`Bytes` of an open file, which stays where it is."""
+    """`Bytes` of an open file whose position does not change."""
 
     def __init__(self, file: Any) -> None:
         self._file, at = file, file.tell()
@@ -180,7 +180,7 @@ class _OpenBytes:
 
 @contextlib.contextmanager
 def _silenced_worker() -> Iterator[None]:
-    """Silence stderr in a loader worker, because the MP3 decoder prints a warning at every jump."""
+    """Silence stderr in a loader worker, because the MP3 decoder prints a warning at every seek."""
     if get_worker_info() is None:  # not in the main process, whose other threads may write to stderr
         yield
         return
@@ -195,15 +195,15 @@ def _silenced_worker() -> Iterator[None]:
 
 
 def _clip_step(rate: int, target: int) -> int:
-    """Distance in frames between the places where a clip may begin. Clips begin if the resampled file has a sample,
-    so that a clip is a part of the resampled file, unless such places are more than 1/20 s apart."""
+    """Distance in frames between possible starts of a clip. Clips start where the resampled file has a sample, so that
+    a clip is a part of the resampled file, unless such samples are more than 1/20 s apart."""
     step = rate // math.gcd(rate, target)
     return step if step <= rate // 20 else 1
 
 
 def _find_part(sound: Any, entry: Entry) -> tuple[int, int]:
-    """The first frame of the part that is asked for, and the one behind its last. Raises ValueError, in one line, if
-    there is no such part, or the header cannot be true."""
+    """The first frame of the requested part, and the one behind its last. Raises ValueError, in one line, if there is
+    no such part, or the header is impossible."""
     if not SAMPLE_RATES[0] <= sound.samplerate <= SAMPLE_RATES[1]:
         raise ValueError(f"it states a sample rate of {sound.samplerate} Hz")
     if sound.frames <= 0:
@@ -219,7 +219,7 @@ def _find_part(sound: Any, entry: Entry) -> tuple[int, int]:
 
 
 def _read_mono(sound: Any, first: int, n: int) -> Array:
-    """Frames first .. first + n - 1, (n,), the mean of all channels; for an MP3 file perhaps a few less."""
+    """Frames first .. first + n - 1, (n,), the mean of all channels; an MP3 file may give a few less."""
     sound.seek(first)
     frames = sound.read(n, dtype="float32", always_2d=True)
     if len(frames) < max(n - (_MP3_ESTIMATE if sound.format == "MP3" else 0), 1):

@@ -44,7 +44,7 @@ def read_sentence(entry: Entry) -> str:
 
 
 def sentence(text: str) -> str:
-    """A text as one line, with single spaces, without marks of the byte order and characters that UTF-8 cannot hold."""
+    """A text as one line, with single spaces, without byte order marks and characters that UTF-8 cannot encode."""
     return " ".join(text.replace(BYTE_ORDER_MARK, "").encode("utf-8", "replace").decode().split())
 
 
@@ -70,7 +70,7 @@ def texts_of_object(json_object: Any) -> Texts:
 
 
 def texts_of_row(row: Mapping[str, Any]) -> Texts:
-    """`texts_of_object` of a row of a table, where a text beside captions is something else, such as what is spoken."""
+    """`texts_of_object` for a row of a table, where "text" beside captions is something else, such as a transcript."""
     texts = texts_of_object({key: value for key, value in row.items() if key != "text"})
     return texts if texts.captions else texts_of_object(row)
 

@@ -1,8 +1,8 @@
 """Decoding of a video file to a clip of a fixed number of square frames, reading no more of the file than it needs.
 
-Time stamps alone say which frame is shown when: neither the number of frames in a header nor a frame rate is relied
-upon, except to choose where a clip begins. A clip costs the frames from the last key frame before it (`ffmpeg -g 24`
-puts one into every second). High dynamic range is not mapped to the usual range: such videos look pale.
+Only time stamps decide which frame is shown when; the number of frames and the frame rate in a header are used only to
+choose where a clip begins. A clip costs the decoding of all frames from the last key frame before it (`ffmpeg -g 24`
+writes one per second). High dynamic range is not tone-mapped: such videos look pale.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from .images import ENDINGS as IMAGE_ENDINGS
 from .whole import check_whole
 
 ENDINGS = (".mp4", ".m4v", ".mkv", ".webm", ".mov", ".avi", ".gif")
-# FFmpeg knows the format by content; others, such as lists of files and addresses to read instead, are refused.
+# FFmpeg detects the format by content; others, such as playlists that name files or addresses, are refused.
 _FORMATS = "mov,matroska,avi,gif"
-_HALF_TICK = 0.5  # stamps are rounded to ticks, and so may be the times that are asked for
+_HALF_TICK = 0.5  # stamps are rounded to ticks, and requested times may be
 _USUAL_RATE = 25.0  # frames per second of a file that states none
-_LONGEST_PIXEL = 8.0  # width over height or height over width; files that state more are wrong
-_MOST_REORDERED = 16  # first packets after a jump for which FFmpeg may not know yet when they are due
+_LONGEST_PIXEL = 8.0  # width over height or height over width; larger values are errors
+_MOST_REORDERED = 16  # first packets after a seek whose decoding time FFmpeg may not know
 _MICROSECONDS = 1_000_000  # FFmpeg's unit for the length of a whole file
 _DURATION_TAG = re.compile(r"(\d+):(\d+):(\d+(?:\.\d+)?)$")
 
 
 @dataclass(frozen=True)
 class ClipDecoder:
-    """Cuts clips of `num_frames` square frames out of video files; training draws their places by `seed`.
+    """Cuts clips of `num_frames` square frames out of video files, in training at places random by `seed`.
 
     Args:
         image_size: Side of a frame in pixels: the shorter side of the video is resized to it, the longer one cropped.
         fps: Frames per second of a clip, or None for those of the file, of which every `frame_stride`-th is taken.
-        short_clips: What becomes of a video that is shorter than a clip: "repeat" shows it again, "hold" its last
-            frame, "skip" makes it `Unsuitable`.
+        short_clips: What to do with a video shorter than a clip: "repeat" it, "hold" its last frame, or "skip" it as
+            `Unsuitable`.
         clip_starts: Where clips begin in training: "anywhere", or at the last "keyframe" before a random time, which
             saves decoding the frames between, and makes clips after rare key frames likelier.
-        crop: What is cut out of all frames of a clip in training; else it is the middle.
+        crop: How all frames of a clip are cropped in training; else the centre crop.
     """
 
     image_size: int
@@ -126,7 +126,7 @@ class ClipDecoder:
             missing = self.num_frames - len(frames)
             if not missing or start <= begin:
                 return frames
-            # The video is shorter than its header states, or damaged: go back from the last frame that there is.
+            # The video is shorter than its header states, or damaged: step back from its last frame.
             start = max(begin, min(start, video.reached) - 2**tries * missing * step)
         raise AssertionError
 
@@ -186,13 +186,13 @@ def require_decoder() -> None:
 
 @contextlib.contextmanager
 def opened(entry: Entry) -> Iterator[Video]:
-    """An open video. Errors of FFmpeg inside become ValueErrors of one line."""
+    """An open video. Errors of FFmpeg inside the context become ValueErrors of one line."""
     import av
 
     with open_entry(entry) as file:
         check_whole(file)
         try:
-            # Through a file object, because FFmpeg takes some names, such as `concat:a`, for something else.
+            # By a file object, because FFmpeg takes some names, such as `concat:a`, for protocols.
             options = {"format_whitelist": _FORMATS}
             with av.open(file, options=options, metadata_errors="replace") as container:
                 yield Video(container)
@@ -212,8 +212,8 @@ def sound_of(path: Path) -> Iterator[Sound | None]:
 
 
 class Sound(NamedTuple):
-    """Sound of a film: samples per second, and its frames (av.AudioFrame), each with the time in seconds at which it
-    begins, counted from the first picture."""
+    """Sound of a film: samples per second, and its frames (av.AudioFrame), each with its start in seconds after the
+    first picture."""
 
     rate: int
     frames: Iterator[tuple[float, Any]]
@@ -235,7 +235,7 @@ class Video:
         if codec is None:
             raise ValueError("FFmpeg has no decoder for it")
         codec.thread_type, codec.thread_count = "NONE", 1  # the loader's workers are the threads
-        # Windows leaves the fourth byte of bitmaps empty, of which such a film consists.
+        # Such a film consists of Windows bitmaps, whose alpha bytes are unused.
         self.is_opaque = codec.name == "rawvideo" and container.format.name == "avi"
         aspect = self._stream.sample_aspect_ratio  # of a pixel: width over height
         width = aspect.numerator / aspect.denominator if aspect else 1.0
@@ -244,12 +244,12 @@ class Video:
         self.ticks_per_second = base.denominator / base.numerator
         self.ticks_per_frame = self.ticks_per_second / (rate.numerator / rate.denominator if rate else _USUAL_RATE)
         self.start = float(self._stream.start_time or 0)
-        # Times are counted from where the file begins, as players do, but not from what an encoder of sound leaves
-        # before 0, which is not played. A picture that is less than a frame late is where they begin.
+        # As in players, times are counted from the start of the file; sound that an encoder writes before 0 is not
+        # played and does not count. If the first picture is less than a frame late, times are counted from it.
         begin = self.start if container.start_time is None else self._ticks(container.start_time)
         begin = max(begin, min(0.0, self.start))
         self._origin = begin if begin <= self.start - self.ticks_per_frame else self.start
-        self.reached = self.reached_end = self.start  # the last moments when decoded frames begin and end to be shown
+        self.reached = self.reached_end = self.start  # when the latest decoded frame begins and ends
         self._has_moved = False
 
     def sound(self) -> Sound | None:
@@ -263,7 +263,7 @@ class Video:
 
     @property
     def end(self) -> float:
-        """When the video ends, as the headers state it; if they do not, all packets are read."""
+        """The end of the video by its headers; if they do not state it, all packets are read."""
         stream, container = self._stream, self._container
         if stream.duration:
             return self.start + stream.duration
@@ -280,8 +280,8 @@ class Video:
         return microseconds / _MICROSECONDS * self.ticks_per_second
 
     def part(self, entry: Entry) -> tuple[float, float]:
-        """The beginning and the end (infinite: that of the video) of the part that is asked for. Raises ValueError, in
-        one line, if there is no picture in it yet."""
+        """The beginning and the end (infinite: that of the video) of the requested part. Raises ValueError, in one
+        line, if the part ends before the first picture."""
         begin, end = (self._origin + time * self.ticks_per_second for time in (entry.start_seconds, entry.end_seconds))
         if end <= self.start:
             first = (self.start - self._origin) / self.ticks_per_second
@@ -289,8 +289,8 @@ class Video:
         return max(begin, self.start), end
 
     def require_end(self) -> None:
-        """Raise ValueError, in one line, if the frames that were decoded end before the film does by the table of an
-        MP4 file, which states each of them."""
+        """Raise ValueError, in one line, if the decoded frames of an MP4 file end before the end in its table of
+        frames."""
         stated_end = self.start + (self._stream.duration or 0)
         is_stated = self._stream.frames and "mp4" in self._container.format.name
         if is_stated and self.reached_end < stated_end - 2 * self.ticks_per_frame:
@@ -303,14 +303,14 @@ class Video:
         )
 
     def keyframe_before(self, time: float) -> float:
-        """When the last key frame before a time is shown, as far as the index of the file knows."""
+        """The time of the last key frame before `time`, by the index of the file."""
         self._seek(time)
         self._has_moved = True
         packet = next(self._container.demux(self._stream), None)
         return time if packet is None or packet.pts is None else float(packet.pts)
 
     def frames_from(self, time: float) -> Iterator[Frame]:
-        """The frame that is shown at a time, and all after it."""
+        """The frame that is shown at `time`, and all after it."""
         back = 0.0
         while True:
             self._seek(time - back)
@@ -318,7 +318,7 @@ class Video:
             first = next(frames, None)
             if time - back <= self.start or (first is not None and first.pts <= time + _HALF_TICK):
                 break
-            back = max(2 * back, self.ticks_per_second)  # the index led too far, or a key frame has frames before it
+            back = max(2 * back, self.ticks_per_second)  # the index is wrong, or frames precede a key frame
         if first is None:
             return
         current: Frame | None = None
@@ -329,7 +329,7 @@ class Video:
                 return
             current = frame
         if current is not None and time <= current.pts + max(current.duration, self.ticks_per_frame) + _HALF_TICK:
-            yield current  # the last frame; behind its end nothing is shown
+            yield current  # the last frame; nothing is shown after its end
 
     def _seek(self, time: float) -> None:
         if time <= self.start and not self._has_moved:
@@ -338,16 +338,16 @@ class Video:
 
         try:
             self._container.seek(math.floor(max(time, self.start) + _HALF_TICK), stream=self._stream, backward=True)
-        except av.FFmpegError:  # a file without an index: decode from where we are, which is the beginning
+        except av.FFmpegError:  # a file without an index: decode from its beginning
             if self._has_moved:
                 raise
         self._has_moved = True
 
     def _decode_from(self, time: float) -> Iterator[Frame]:
-        """Frames from the place of the last seek; of those before the one that is shown at a time, only the ones that
-        others are predicted from, because they alone are needed."""
+        """Frames from the position of the last seek; of those before the frame that is shown at `time`, only those that
+        others are predicted from."""
         packets = self._container.demux(self._stream)
-        first_packets = []  # the packets of all frames up to `time`, because no frame is shown before its packet is due
+        first_packets = []  # of all frames up to `time`: a frame is not shown before it is decoded
         for packet in packets:
             first_packets.append(packet)
             if len(first_packets) > _MOST_REORDERED if packet.dts is None else packet.dts > time + _HALF_TICK:
@@ -361,7 +361,7 @@ class Video:
             if packet.is_corrupt:  # the file ends in it
                 if self._stream.frames:
                     raise self._cut_off_error(self.reached_end if packet.dts is None else packet.dts)
-                continue  # a recording that was not closed, and states no length, ends with its last whole frame
+                continue  # an unfinished recording, without a length, ends with its last whole frame
             codec.skip_frame = "NONREF" if packet.pts is not None and packet.pts < target else "DEFAULT"
             for image in packet.decode():
                 self._has_moved = True

@@ -1,19 +1,19 @@
-"""Films whose file says where it ends, as Matroska and GIF do: FFmpeg takes one that is cut off for a shorter film."""
+"""Detection of truncated Matroska and GIF files, which FFmpeg takes for shorter films."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-# The first elements of Matroska (RFC 9559): the header, and the segment, which holds all else.
+# The first elements of Matroska (RFC 9559): the header, and the segment, which holds the rest.
 _HEADER, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
-_LONGEST_START, _LONGEST_END = 1 << 10, 1 << 6  # bytes that are looked at
-_TRAILER = b"\0;"  # the end of the last block of a GIF, and of the file; some programs leave the sign out
+_LONGEST_START, _LONGEST_END = 1 << 10, 1 << 6  # bytes that are read
+_TRAILER = b"\0;"  # end of the last block of a GIF, and of the file; some programs omit the ;
 
 
 def check_whole(file: Any) -> None:
-    """Raise ValueError, in one line, if an open Matroska, WebM or GIF file is cut off. A recording of Matroska that was
-    not closed states no length, and passes."""
+    """Raise ValueError, in one line, if an open Matroska, WebM or GIF file is cut off. An unfinished recording of
+    Matroska states no length and is accepted."""
     start = file.read(_LONGEST_START)
     n_bytes = file.seek(0, os.SEEK_END)
     if start.startswith(_HEADER) and (stated_size := _read_matroska_length(start)) > n_bytes:
@@ -27,7 +27,7 @@ def check_whole(file: Any) -> None:
 
 
 def _read_matroska_length(start: bytes) -> int:
-    """The bytes of a file by its header; 0 if it states none."""
+    """The size of a file in bytes by its header; 0 if it states none."""
     size, offset = _read_number(start, len(_HEADER))
     offset += size
     if start[offset : offset + len(_SEGMENT)] != _SEGMENT:
@@ -38,6 +38,7 @@ def _read_matroska_length(start: bytes) -> int:
 
 
 def _read_number(content: bytes, offset: int) -> tuple[int, int]:
-    """A number of variable length (RFC 8794), whose leading zeros say how many bytes follow, and what is behind it."""
+    """A number of variable length (RFC 8794), whose leading zero bits give its number of bytes, and the offset behind
+    it."""
     n = 9 - int.from_bytes(content[offset : offset + 1], "big").bit_length()
     return int.from_bytes(content[offset : offset + n], "big") & (1 << 7 * n) - 1, offset + n
