@@ -1,4 +1,4 @@
-"""The order of samples: shuffles that are computed position by position, in memory that does not grow with the data."""
+"""The order of samples: shuffles that are computed position by position, in constant memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOLERANCE = 1e-9
 
 
 class Permutation:
-    """A shuffle of 0..n-1 that depends only on `key`; it computes the item at any place in O(1) time and memory.
+    """A shuffle of 0..n-1 that depends only on `key`; it computes the item at any position in O(1) time and memory.
 
     A balanced Feistel network (Luby and Rackoff 1988) permutes 0..4^k-1 for a 4^k >= n; a result outside 0..n-1 is
     sent through the network again until it is inside ("cycle walking", Black and Rogaway 2002): on average fewer than
@@ -35,7 +35,7 @@ class Permutation:
         self._round_keys = [derive_key(*key, "round", i) for i in range(_FEISTEL_ROUNDS)]
 
     def __call__(self, i: int) -> int:
-        """Place i in 0..n-1 of the shuffled order -> the item there, in 0..n-1."""
+        """Position i in 0..n-1 of the shuffled order -> the item there, in 0..n-1."""
         assert 0 <= i < self.n, (i, self.n)
         item = self._feistel(i)
         while item >= self.n:
@@ -50,7 +50,7 @@ class Permutation:
 
 
 class Indices:
-    """Dataset indices, `length` of them; `at` computes the one at a place, so that they take next to no memory."""
+    """`length` dataset indices; `at` computes the one at a position, so that they take almost no memory."""
 
     def __init__(self, length: int, at: Callable[[int], int]) -> None:
         self._length, self.at = length, at
@@ -65,7 +65,7 @@ class Indices:
 
 
 class Ranges(Indices):
-    """The dataset indices of several ranges, one range after the other; each takes O(log(number of ranges))."""
+    """The dataset indices of several ranges, one range after the other; each access takes O(log(number of ranges))."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
         self.ranges = list(ranges)
@@ -78,8 +78,8 @@ class Ranges(Indices):
 
 
 def part_of(indices: Indices, length: int) -> Indices:
-    """`length` of the indices, always the same: the first ones of a shuffle, those at equal distances in ranges, whose
-    neighbours may be alike."""
+    """A fixed subset of `length` indices: the first ones of a shuffle; or, in ranges, whose neighbours may be alike,
+    indices at equal distances."""
     return Indices(length, partial(_spread_index, indices, length) if isinstance(indices, Ranges) else indices.at)
 
 
@@ -88,7 +88,7 @@ def _spread_index(indices: Indices, length: int, i: int) -> int:
 
 
 def _shuffled_index(permutation: Permutation, start: int, first: int, i: int) -> int:
-    """The index at place start + i of a shuffle of those that begin with `first`."""
+    """The index at position start + i of a shuffle of the indices from `first` on."""
     return first + permutation(start + i)
 
 
@@ -103,8 +103,8 @@ class Split(NamedTuple):
 def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int, at_least: int) -> Split:
     """Divide a data set of n samples by seed.
 
-    valid holds max(ceil(valid_fraction * n), at_least) samples, none if the fraction is 0; test likewise; `at_least` is
-    the global batch size. Raises ValueError if fewer than `at_least` samples remain to train on.
+    valid has max(ceil(valid_fraction * n), at_least) samples, none if the fraction is 0; test likewise; `at_least` is
+    the global batch size. Raises ValueError if fewer than `at_least` training samples remain.
     """
     n_valid, n_test = (max(share(n, f), at_least) if f > 0 else 0 for f in (valid_fraction, test_fraction))
     n_train = n - n_valid - n_test
@@ -122,9 +122,8 @@ def split_samples(n: int, valid_fraction: float, test_fraction: float, seed: int
 
 
 def split_of_folder(indices: range, seed: int, at_least: int) -> Indices:
-    """A validation split that is a set of its own, which has these indices: all of them, in an order that depends on
-    the seed, because neighbours in a folder may be alike. Raises ValueError if they are fewer than `at_least`, the
-    global batch size."""
+    """The validation split of a separate set with these indices: all of them, shuffled by seed, because neighbours in a
+    folder may be alike. Raises ValueError if they are fewer than `at_least`, the global batch size."""
     n = len(indices)
     if n < at_least:
         raise ValueError(
@@ -142,8 +141,8 @@ def split_shards(
     at_least: int,
     otherwise: str = "--split_by sample",
 ) -> Split:
-    """Divide a data set by whole shards, each the range of its indices, by seed; empty shards are left out. `otherwise`
-    is the flag that messages advise.
+    """Divide a data set by whole shards, each a range of indices, by seed; empty shards are left out. `otherwise` is
+    the flag that messages recommend.
 
     valid takes ceil(valid_fraction * number of shards) of them, none if the fraction is 0; test likewise. Raises
     ValueError if no shard remains to train on, or a split is smaller than `at_least` samples, the global batch size.
@@ -175,12 +174,12 @@ def _sizes_text(valid_fraction: float, n_valid: int, test_fraction: float, n_tes
 
 
 def share(n: int, fraction: float) -> int:
-    """ceil(fraction * n), where rounding errors do not count: 0.07 * 100 is 7.000000000000001, which must give 7."""
+    """ceil(fraction * n) without rounding errors: 0.07 * 100 is 7.000000000000001, which must give 7."""
     return math.ceil(fraction * n - _TOLERANCE)
 
 
 class TrainingOrder:
-    """The endless order of training: every epoch is another shuffle of the subset, given by (seed, epoch) only."""
+    """The endless order of training: every epoch is another shuffle of the subset, by (seed, epoch) only."""
 
     def __init__(self, subset: Indices | range, seed: int) -> None:
         self._subset, self._seed = subset, seed
@@ -188,8 +187,8 @@ class TrainingOrder:
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
         """Number of samples seen so far -> (epoch, dataset index) of the next sample.
 
-        With `skip`, the sample that many places later in the same epoch's order, which wraps around: the substitute for
-        a sample that cannot be read.
+        With `skip`, the sample `skip` positions later in the order of the same epoch, which wraps around: the
+        substitute for a sample that cannot be read.
         """
         n = len(self._subset)
         epoch, offset = divmod(position, n)
@@ -204,13 +203,13 @@ SHARDS_AT_ONCE = 4
 
 
 class ShardOrder:
-    """The endless order of training by shards: every epoch shuffles the shards, takes up to four of them together,
-    and shuffles their samples; given by (seed, epoch) only. A place of an epoch costs O(log(number of shards)), and
-    the first one of an epoch O(number of shards).
+    """The endless order of training by shards: every epoch shuffles the shards, takes up to four at a time, and
+    shuffles their samples, by (seed, epoch) only. An access costs O(log(number of shards)), the first one of an epoch
+    O(number of shards).
 
     Args:
         shards: The indices of the samples of each shard.
-        fetch: Called with the shards that come next, whenever others are begun.
+        fetch: Called with the next shards whenever new ones are begun.
     """
 
     def __init__(
@@ -221,7 +220,7 @@ class ShardOrder:
         self._epochs: dict[int, tuple[list[Ranges], list[int]]] = {}
 
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
-        """As `TrainingOrder`; substitutes come from the shards that are read at that time."""
+        """As `TrainingOrder`; substitutes come from the shards that are read at the same time."""
         epoch, offset = divmod(position, self._n)
         windows, ends = self._epoch_windows(epoch)
         number = bisect.bisect_right(ends, offset)
@@ -238,14 +237,14 @@ class ShardOrder:
         return self._n
 
     def _epoch_windows(self, epoch: int) -> tuple[list[Ranges], list[int]]:
-        """The shards of an epoch that are read together, and where each such group ends."""
+        """The groups of shards of an epoch that are read together, and where each group ends."""
         if epoch not in self._epochs:
             n = len(self._shards)
             shuffle, n_windows = Permutation(n, "shards", self._seed, epoch), math.ceil(n / SHARDS_AT_ONCE)
             order = [self._shards[shuffle(i)] for i in range(n)]
             cuts = [n * i // n_windows for i in range(n_windows + 1)]
             windows = [Ranges(order[begin:end]) for begin, end in itertools.pairwise(cuts)]
-            # Of two epochs, because where one ends and the next begins, both are asked for.
+            # Keep two epochs, because both are used where one ends and the next begins.
             previous = dict(list(self._epochs.items())[-1:])
             self._epochs = {**previous, epoch: (windows, list(itertools.accumulate(map(len, windows))))}
         return self._epochs[epoch]
@@ -266,11 +265,11 @@ class ValidationOrder:
 
 
 class AlternatingOrder:
-    """Two endless orders in turn: of the updates 0, 1, 2, ..., every one whose number plus 1 divides by `every` takes
-    its whole batch from `second`, the others take theirs from `first`.
+    """Two endless orders in turn: of the updates 1, 2, 3, ..., each whose number is a multiple of `every` takes its
+    whole batch from `second`, the others from `first`.
 
     Args:
-        offset: What is added to the indices of `second`: the number of samples in the set of `first`, see `Joined`.
+        offset: Added to the indices of `second`: the number of samples in the set of `first`, see `Joined`.
     """
 
     def __init__(self, first: Order, second: Order, *, every: int, batch_size: int, offset: int) -> None:
@@ -280,7 +279,7 @@ class AlternatingOrder:
     def __call__(self, position: int, skip: int = 0) -> tuple[int, int]:
         """As `TrainingOrder`; the epoch is that of the order from which the sample comes."""
         update, offset = divmod(position, self._batch_size)
-        n_before = update // self._every  # updates so far that took from the second order
+        n_before = update // self._every  # earlier updates with samples of the second order
         if (update + 1) % self._every:
             return self._first((update - n_before) * self._batch_size + offset, skip)
         epoch, index = self._second(n_before * self._batch_size + offset, skip)

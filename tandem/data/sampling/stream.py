@@ -1,4 +1,4 @@
-"""Batches for one rank, loaded by worker processes; the sample at a place depends only on its position in the order."""
+"""Batches for one rank, loaded by worker processes; each sample depends only on its position in the order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .order import Indices, Order, ValidationOrder
 from .workers import Loader
 
 OnBadSample = Literal["replace", "accept", "error"]
-_Request = tuple[int, range]  # position of a batch's first sample in the order, places in that batch to load
+_Request = tuple[int, range]  # position of a batch's first sample in the order; positions in the batch to load
 _MOST_TRIES = 100
 
 
@@ -30,16 +30,16 @@ def collate_entries(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Stream(Loader):
-    """Batches of an order, those of each request.
+    """The batch of each request, in an order.
 
-    A sample that cannot be read is replaced by the next one in the order that can ("replace"), or stops the run with
-    ValueError ("error"). With "accept", an image that is cut off is what Pillow reads of it, and other samples are
+    A sample that cannot be read is replaced by the next readable one in the order ("replace"), or stops the run with
+    ValueError ("error"). With "accept", truncated images are decoded as far as Pillow can, and other samples are
     replaced. Also raises ValueError if none of min(n, 100) successive samples can be read.
 
-    Yields the entries of the samples (`collate_entries`); "positions", the place of each sample in the global batch;
-    "ids", the dataset index of the sample that was loaded; "bad", the samples that could not be read while loading the
-    batch; and "partial", where there are any, by index of a sample its path and why only a part of its
-    file is read. `noun` is what messages call the samples; `loading`: see `Loader`.
+    Yields the entries of the samples (`collate_entries`); "positions", those of the samples in the global batch; "ids",
+    the dataset indices of the loaded samples; "bad", the samples that could not be read; and "partial", if there are
+    any, a mapping of the indices of partly read samples to path and reason. `noun` is what messages call the samples;
+    `loading`: see `Loader`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class _Stream(Loader):
         super().__init__(self._load, requests, **loading)
 
     def load(self, places: range) -> dict[str, Any]:
-        """The batch of these places behind the first sample of the stream, loaded in this process."""
+        """The batch of the samples at these positions from the first sample of the stream, loaded in this process."""
         return self._load((self._first, places))
 
 
@@ -83,8 +83,8 @@ class ValidationStream(_Stream):
     """This rank's part of the validation set, without augmentation; the parts of all ranks hold every sample once.
 
     batch_size is the global number of samples per step. Every rank makes the same number of steps, `len(stream)`, with
-    at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set; what is
-    loaded behind its last place begins again. `options`: see `_Stream`; the workers of a pass wait for the next one,
+    at least one sample in each; the sizes of the steps may differ. "positions" count through the whole set; substitutes
+    behind its end are taken from its start. `options`: see `_Stream`; the workers of a pass wait for the next one,
     unless `keep_workers` is false.
     """
 
@@ -138,7 +138,7 @@ class _BatchLoader:
         }
 
     def _load(self, position: int, bad: dict[int, BadSample], partial: dict[int, str]) -> tuple[Any, int]:
-        """The sample at `position` of the order, or the next one there that can be read."""
+        """The sample at `position` of the order, or the next one that can be read, and its index."""
         tries = min(len(self.order), _MOST_TRIES)
         failures: list[BadSample] = []
         for skip in range(tries):

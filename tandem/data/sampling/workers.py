@@ -1,9 +1,9 @@
-"""Loading by worker processes. The main process decides when a worker ends: signals from the keyboard or the cluster's
-scheduler do not reach workers.
+"""Loading by worker processes. Only the main process ends workers: they block the signals of the keyboard and of the
+cluster's scheduler.
 
-Workers send what they have loaded through a pipe. PyTorch would send tensors through shared memory, of which a
-container has 64 MB by default, and by a socket and a file descriptor for each; and where one of these is missing, the
-thread that sends prints a traceback and drops the batch, for which the main process then waits without end.
+Workers send batches through a pipe. PyTorch would send tensors by shared memory, of which a container has 64 MB by
+default, with a socket and a file descriptor for each; if one of these runs out, its sending thread prints a traceback
+and drops the batch, and the main process waits for it for ever.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tandem.io.exits import FAILED, CannotGoOn, leave
 from tandem.io.writing import tell
 
-# How long a worker may take to begin, for which milliseconds are usual, before it is ended and forked once more.
+# Time limits for the start of a worker, which usually takes milliseconds; then it is killed and forked again.
 _BEGIN_SECONDS = (10.0, 20.0, 40.0, 80.0)
 
 _MAIN_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
-# What is left of an iterator that could not be made has nothing to shut down, but prints a traceback without this.
+# An iterator whose construction failed has nothing to shut down, but would print a traceback without this.
 _MultiProcessingDataLoaderIter._shutdown = True
-# Nor has one of which only some workers could be started; these are told to end.
+# The same holds if only some workers could be started; those are told to end.
 _MultiProcessingDataLoaderIter._workers_status = collections.defaultdict(lambda: True)  # type: ignore[assignment]
 
 # Silence a warning about the number of workers: every rank would print it, and the user chose the number.
@@ -56,7 +56,7 @@ class Loader:
     `load` is pickled if workers are not forked; the main process raises its ValueErrors, and CannotGoOn if workers
     cannot be started, or if one has died, lacks memory or cannot send what it has loaded. `requests` may be endless.
     With num_workers = 0, the main process loads. `keep_workers`: use the same workers for every pass. Each wait for a
-    worker is inside `waiting()`, which may raise to end it.
+    worker is inside the context `waiting()`, which may raise an error to end it.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
         iterator = getattr(self._loader, "_iterator", None)
-        with _signals_blocked():  # workers that are kept answer that they begin again
+        with _signals_blocked():  # workers of the last pass confirm that they start again
             try:
                 with self._waiting():
                     results = _wait_for_workers(self._loader.__iter__, iterator)
             except CannotGoOn as error:
-                return map(_raise_errors, [error])  # where a result is waited for, for which scripts are prepared
+                return map(_raise_errors, [error])  # raised at the first result, where scripts expect errors
             except OSError as error:
                 return map(_raise_errors, [CannotGoOn(_explain_start_failure(error))])
         if threading.current_thread() is threading.main_thread():
-            # PyTorch's own handler interrupts the main thread wherever that is when a worker dies; here an error is
-            # expected only where a result is waited for, and PyTorch looks for dead workers there, too.
+            # When a worker dies, PyTorch's handler would interrupt the main thread anywhere. Scripts expect errors only
+            # where they wait for a result, and PyTorch checks for dead workers there, too.
             signal.signal(signal.SIGCHLD, handler)
         return map(_raise_errors, self._results_of_workers(results) if self._loader.num_workers else results)
 
@@ -110,12 +110,13 @@ class Loader:
 
 
 class _ForkedWorker(multiprocessing.context.ForkProcess):
-    """A forked process that is started again if it does not begin. Some versions of Python 3.10 and 3.11 hang in a
-    child that was forked while a library's own thread entered Python (https://github.com/python/cpython/issues/112275),
-    as Gloo's do after a collective. A worker waits until the main process has heard that it began: one that is ended
-    while it works may hold the lock of its queue, for which the next one would wait for ever."""
+    """A forked process that is killed and forked again if it does not start. Some versions of Python 3.10 and 3.11 hang
+    in a child that was forked while a thread of a library entered Python
+    (https://github.com/python/cpython/issues/112275), as Gloo's do after a collective. A worker waits for the main
+    process's answer before it works: if it were killed at work, it could hold the lock of its queue, and the next one
+    would wait for ever."""
 
-    ends: tuple[multiprocessing.connection.Connection, ...]  # of a pipe: that of the main process, that of the worker
+    ends: tuple[multiprocessing.connection.Connection, ...]  # of a pipe: the main process's, the worker's
 
     @staticmethod
     def _Popen(process_obj: multiprocessing.process.BaseProcess) -> Any:
@@ -126,7 +127,7 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
                 popen = multiprocessing.context.ForkProcess._Popen(process_obj)
                 worker_end.close()
                 if main_end.poll(seconds):
-                    with contextlib.suppress(OSError, EOFError):  # it has died: torch says so
+                    with contextlib.suppress(OSError, EOFError):  # it has died, which torch reports
                         main_end.recv_bytes()
                         main_end.send_bytes(b"go on")
                     return popen
@@ -136,7 +137,7 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
         raise CannotGoOn("loader processes do not begin: give --num_workers 0, or more CPUs or memory")
 
     def run(self) -> None:
-        # Collecting the main process's garbage here would end the other workers, whose pipes it may hold.
+        # Garbage of the main process may hold pipes of other workers; collecting it here would end them.
         gc.freeze()
         main_end, worker_end = self.ends
         main_end.close()
@@ -146,12 +147,12 @@ class _ForkedWorker(multiprocessing.context.ForkProcess):
         super().run()
 
 
-_SET_PIPE_SIZE, _PIPE_BYTES = 1031, 1 << 20  # F_SETPIPE_SZ of Linux, and what a user may ask for by default
+_SET_PIPE_SIZE, _PIPE_BYTES = 1031, 1 << 20  # F_SETPIPE_SZ of Linux, and the default limit of a user's request
 
 
 class _PipeEnd:
-    """An end of a pipe, closed once whoever closes it. Python's own is closed a second time, when its number may be
-    another file's, where garbage is collected that holds it and what closes it."""
+    """An end of a pipe that is closed only once. Python's own Connection can be closed a second time by the garbage
+    collector, when another file may have its number."""
 
     def __init__(self, number: int) -> None:
         self._numbers = [number]
@@ -175,11 +176,11 @@ class _PipeEnd:
 
 
 class _Queue:
-    """A queue between processes, read by one of them, with the methods that DataLoader calls. A thread sends.
+    """A queue between processes with a single reader and the methods that DataLoader calls. A thread sends.
 
     A message is 8 bytes with the number of its parts, 8 bytes with the size of each, and the parts: a pickle, and the
-    elements of each tensor, which are copied only into the pipe and out of it. `get` waits no longer than it is told,
-    also where a process died while it sent.
+    elements of each tensor, which are copied only into the pipe and out of it. `get` keeps its timeout, even if a
+    process died while it sent.
     """
 
     def __init__(self) -> None:
@@ -188,12 +189,12 @@ class _Queue:
         self._to_send: queue.SimpleQueue[list[memoryview] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._messages = _read_messages(self._reader)
-        with contextlib.suppress(OSError):  # the pipe then stays as small as it was
+        with contextlib.suppress(OSError):  # the pipe then keeps its default size
             fcntl.fcntl(self._reader.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
 
     def put(self, message: tuple[Any, Any] | None) -> None:
-        """Send (the number of a request, the request or its result), or None. A result that cannot be pickled is sent
-        as a CannotGoOn."""
+        """Send (request number, request or result), or None. A result that cannot be pickled is replaced by a
+        CannotGoOn."""
         try:
             parts = _pickle_parts(message)
         except Exception as error:
@@ -213,9 +214,9 @@ class _Queue:
                     for view in [memoryview(header), *parts]:
                         while view:
                             view = view[os.write(self._writer.fileno(), view) :]
-                del parts, view  # the next batch may be long in coming
+                del parts, view  # free the memory: the next batch may take long
             except OSError as error:
-                # From a worker, the main process would wait for it without end.
+                # If a worker went on, the main process would wait for its batch for ever.
                 if torch.utils.data.get_worker_info() is not None and not self._writer.is_closed:
                     tell(_explain_send_failure(error))
                     leave(FAILED, at_once=True)
@@ -223,7 +224,7 @@ class _Queue:
         self._writer.close()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next message. Raises queue.Empty where none, or no more of one, has come within `timeout` seconds."""
+        """The next message. Raises queue.Empty if nothing has come within `timeout` seconds."""
         while multiprocessing.connection.wait([self._reader.fileno()], timeout):
             if message := next(self._messages):
                 return message[0]
@@ -241,9 +242,9 @@ class _Queue:
 
 
 def _read_messages(reader: _PipeEnd) -> Iterator[tuple[Any, ...]]:
-    """The messages that come from a pipe, in tuples of one; an empty tuple wherever the next read may have to wait."""
+    """The messages of a pipe, each in a tuple; an empty tuple before each read that may block."""
     while True:
-        yield ((yield from _read_message(reader)),)  # and nothing here refers to it any more
+        yield ((yield from _read_message(reader)),)  # keep no reference to it
 
 
 def _read_message(reader: _PipeEnd) -> Generator[tuple[()], None, Any]:
@@ -251,7 +252,7 @@ def _read_message(reader: _PipeEnd) -> Generator[tuple[()], None, Any]:
     yield from _fill(sizes := bytearray(8 * struct.unpack("=Q", number)[0]), reader)
     parts = list[memoryview]()
     for (size,) in struct.iter_unpack("=Q", sizes):
-        # Aligned in memory as every other tensor is, so that kernels compute the same bits with it.
+        # Aligned as torch aligns all tensors, so that kernels compute the same bits.
         elements: Any = torch.empty(size, dtype=torch.uint8).numpy()
         parts.append(memoryview(elements))
         yield from _fill(parts[-1], reader)
@@ -286,7 +287,7 @@ def _pickle_parts(message: Any) -> list[memoryview]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays, whose elements need no copy; PyTorch's own way needs several."""
+    """Pickles tensors as arrays, without copies of their elements; PyTorch makes several."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:
@@ -297,15 +298,15 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
 
 
-# A forked worker starts with one thread, so its signal mask holds for all of them, and it shares the lists of files.
+# A forked worker starts with one thread, so its signal mask holds for all its threads; and it shares lists of files.
 _FORK = _Fork() if sys.platform == "linux" else None
 
 
-_TORCH_MESSAGE = "DataLoader worker (pid"  # begins PyTorch's messages about workers that have died
+_TORCH_MESSAGE = "DataLoader worker (pid"  # the start of PyTorch's messages about dead workers
 
 
 def _wait_for_workers(wait: Callable[[], Any], results: Any) -> Any:
-    """What the workers of `results` answer. Raises CannotGoOn, in one line, if one has died."""
+    """The result of `wait`. Raises CannotGoOn, in one line, if a worker of the iterator `results` has died."""
     try:
         return wait()
     except RuntimeError as error:
@@ -326,13 +327,13 @@ _REMEDIES = {
 
 
 def _explain_start_failure(error: OSError) -> str:
-    """What an error, with which workers cannot be started, says to a user."""
+    """The message for an error that occurred when workers were started."""
     remedy = _REMEDIES.get(error.errno or 0, f"{error}: look whether /dev/shm is there and writable")
     return f"loader processes cannot be started: {remedy}, or load without them, by --num_workers 0"
 
 
 def _explain_exit(codes: list[int]) -> str:
-    """What the exit codes of workers that have died say to a user."""
+    """The message for the exit codes of dead workers."""
     if -signal.SIGBUS in codes:
         return "a loader process has died, because a file that it read was cut off meanwhile, or its disk failed"
     if -signal.SIGKILL in codes or not codes:
@@ -342,8 +343,8 @@ def _explain_exit(codes: list[int]) -> str:
 
 
 class _Requests(Dataset):
-    """Loads requests. Returns a ValueError, or a lack of memory, as a value, because DataLoader would put its text
-    inside a traceback."""
+    """Loads requests. Returns ValueErrors and MemoryErrors as values, because DataLoader would put a raised one's text
+    into a traceback."""
 
     def __init__(self, load: Callable[[Any], Any]) -> None:
         self._load = load
@@ -369,8 +370,8 @@ def _raise_errors(result: Any) -> Any:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the signals that are meant for the main process, which receives them afterwards. Workers that are forked
-    inside inherit the mask and so never receive them."""
+    """Block the main process's signals, which it receives afterwards. Workers that are forked inside the context
+    inherit the mask and never receive them."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_SIGNALS)
     try:
         yield
@@ -380,19 +381,19 @@ def _signals_blocked() -> Iterator[None]:
 
 def _become_worker(worker_id: int) -> None:
     """DataLoader's worker_init_fn: make the worker end when the main process ends it or is gone."""
-    gc.enable()  # the training loop may have begun, which looks for garbage itself
+    gc.enable()  # the main process may have disabled it for its training loop
     if _FORK is not None:
         threading.Thread(target=_end_with_the_main_process, daemon=True).start()
-    else:  # torch's own handler ends the worker, and its loop looks for the main process every few seconds
+    else:  # torch's handler ends the worker, and its loop checks for the main process every few seconds
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _end_with_the_main_process() -> None:
-    """End this worker on the main process's SIGTERM, or if the main process is gone. A worker that outlived its rank
-    would keep the rank's sockets open, and the other ranks would wait for it."""
+    """End this worker on the main process's SIGTERM, or if the main process is gone. A worker that outlives its rank
+    keeps the rank's sockets open, and the other ranks would wait for it."""
     main_process = multiprocessing.parent_process()
     assert main_process is not None
-    if sys.platform == "linux":  # for type checkers: workers are forked there alone
+    if sys.platform == "linux":  # for type checkers: workers are forked only there
         while os.getppid() == main_process.pid:
             signal_info = signal.sigtimedwait({signal.SIGTERM}, 0.5)
             if signal_info is not None and signal_info.si_pid == main_process.pid:

@@ -1,3 +1,2 @@
-"""Records: what storage holds of each sample. Four kinds of sources give numbered records: a folder, tars, a table or
-manifest, and a user's own dataset (`opening.py` says which a path stands for); `demo` draws some, and
-`tandem.data.fields` decodes them."""
+"""Sources of numbered records, the stored content of samples: a folder, tars, a table or manifest, and a user's own
+dataset (`opening.py` chooses by path); `demo` generates records, and `tandem.data.fields` decodes them."""

@@ -1,4 +1,4 @@
-"""A bounded cache of whole files on the local disk, which all processes of a machine share."""
+"""A bounded cache of whole files on the local disk, shared by all processes of a machine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PIECE = 16 << 20  # bytes that are fetched at a time
 
 class ShardCache:
     """Whole files in a folder of the local disk, of at most `limit` bytes together. Many processes may use it at a
-    time: one of them fetches a file, and the others wait for it. The files whose last use is longest ago are deleted; a
-    process that reads such a file goes on reading it.
+    time: one fetches a file, and the others wait for it. The least recently used files are deleted; a process that has
+    one open can still read it.
 
     Raises OSError, if the folder cannot be made or written to."""
 
@@ -30,14 +30,14 @@ class ShardCache:
             pass
 
     def open(self, key: str, size: int, read: Callable[[int, int], bytes]) -> BinaryIO | None:
-        """The local copy of the file of a key, of `size` bytes; if there is none, it is fetched by read(size, offset).
-        None if the cache has no room for it. Raises OSError, and what `read` raises."""
+        """The local copy of the file of `size` bytes under a key; if there is none, it is fetched by read(size,
+        offset). None if the cache has no room for it. Raises OSError, and what `read` raises."""
         path = self._folder / hashlib.sha256(key.encode()).hexdigest()
         part = path.with_suffix(".part")
         while size <= self.limit:
             with contextlib.suppress(FileNotFoundError):
                 file = open(path, "rb")  # noqa: SIM115
-                now = time.time_ns()  # finer than the clock by which the system would set it
+                now = time.time_ns()  # finer than the clock of the file system
                 os.utime(file.fileno(), ns=(now, now))
                 return file
             with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as copy, _locked(copy):
@@ -52,7 +52,7 @@ class ShardCache:
                     for offset in range(0, size, _PIECE):
                         copy.write(read(_PIECE, offset))
                     copy.flush()
-                    os.fsync(copy.fileno())  # after a loss of power, a file of the final name must hold no zeros
+                    os.fsync(copy.fileno())  # after a loss of power, the final file must not hold zeros
                     with self._locked_folder():
                         os.replace(part, path)
                     cleanup.pop_all()
@@ -60,13 +60,13 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _locked_folder(self) -> Iterator[None]:
-        """While files are counted, none may get its name or its room."""
+        """Lock the folder while files are counted, renamed or deleted."""
         with open(self._folder / "lock", "ab") as lock, _locked(lock):
             yield
 
     def _has_room(self, copy: BinaryIO, size: int) -> bool:
-        """Give a file `size` bytes of the disk, and delete others until all fit. Returns whether they do: files that
-        other processes are fetching stay."""
+        """Reserve `size` bytes of the disk for a file, and delete others until all fit. Returns whether they do: files
+        that other processes are fetching are not deleted."""
         with self._locked_folder():
             os.truncate(copy.fileno(), 0)  # a killed process may have left something in it
             files = []
@@ -79,7 +79,7 @@ class ShardCache:
                 if total > self.limit and n_bytes and not (path.suffix and _is_locked(path)):
                     path.unlink(missing_ok=True)
                     total -= n_bytes
-            # A full disk is an error before anything is fetched; macOS, which cannot tell, meets it while it fetches.
+            # A full disk is an error before anything is fetched; on macOS, without posix_fallocate, while fetching.
             if size and total <= self.limit and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(copy.fileno(), 0, size)
             return total <= self.limit
@@ -87,7 +87,7 @@ class ShardCache:
 
 @contextlib.contextmanager
 def _locked(file: BinaryIO) -> Iterator[None]:
-    """Closing would not give up the lock: a process that was forked meanwhile has the file open, too."""
+    """Unlock explicitly: closing does not, if a process forked meanwhile has the file open, too."""
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         yield
@@ -96,12 +96,12 @@ def _locked(file: BinaryIO) -> Iterator[None]:
 
 
 def _is_cache_file(path: Path) -> bool:
-    """Whether it is a file of the cache: a user may name a folder that holds others."""
+    """Whether it is a file of the cache: a user may choose a folder with other files."""
     return re.fullmatch(r"[0-9a-f]{64}(\.part)?", path.name) is not None
 
 
 def _is_at_path(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file is the one that the path names now."""
+    """Whether an open file is still the one at the path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -1,13 +1,14 @@
-"""The demonstrations, sets that are drawn and need no file: captioned pictures of shapes, clips of moving shapes, and
+"""The demonstrations, generated data sets without files: captioned pictures of shapes, clips of moving shapes, and
 captioned sounds.
 
-A sample depends only on (seed, index) and is the same on every machine. Pictures are drawn in units of their side, and
-clips in frames besides: one index shows the same scene at every image_size, and a longer clip begins with the frames of
-a shorter one.
+A sample depends only on (seed, index) and is the same on every machine. Lengths are in units of the picture's side,
+times in frames: one index shows the same scene at every image_size, and a longer clip begins with the frames of a
+shorter one.
 
-Of pictures of one shape ("scenes"), one in ten combinations of shape, colour and place is held out: no picture has it,
-though every pair out of the three occurs. Pictures that a model draws of these captions show whether it combines what
-it has only seen apart. What a caption says is there as numbers, too, embeddings that nobody has to learn.
+For pictures of one shape ("scenes"), one in ten combinations of shape, colour and place is held out: no picture has it,
+though every pair of the three occurs. What a model draws for these captions shows whether it can combine attributes
+that it has not seen together. Scenes also have exact embeddings of their captions, so that no text encoder has to be
+trained.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def demo_name(kind: str) -> str:
 
 
 def open_demo(spec: str, kind: str, seed: int = 0) -> DemoSource | None:
-    """The samples of `demo:<name>` or `demo:<name>:<number>`; None if `spec` names no demonstration. `kind`: see
+    """The samples of `demo:<name>` or `demo:<name>:<number>`; None if `spec` does not begin with `demo:`. `kind`: see
     `DemoSource`.
 
     Raises ValueError, in one line, if `spec` names another demonstration, or its number is not a positive integer.
@@ -106,7 +107,7 @@ def _draw_one(choices: Iterable[T], draws: Draws) -> T:
     return options[draws.below(len(options))]
 
 
-# Shapes: what they are, and how they are painted.
+# Shapes: their attributes, and how they are painted.
 
 COLOURS = {
     "red": (214, 40, 44), "orange": (242, 135, 30), "yellow": (250, 222, 60), "green": (40, 175, 70),
@@ -178,13 +179,13 @@ def paint(picture: Array, item: Item) -> None:
 
 
 def _pixel_centers(size: int) -> Array:
-    """Where the middles of the pixels of a row are, in sides."""
+    """The centres of the pixels of a row, in sides."""
     return (np.arange(size, dtype=np.float32) + 0.5) / size
 
 
 def _dull_colour(draws: Draws) -> Array:
-    """float32 (3, 1, 1) in [0, 255]. With waves of up to 20 besides, as pictures and clips have, it stays 50 or more
-    away from every one of COLOURS in at least one channel. What `draws` determine first is whether it is dark."""
+    """float32 (3, 1, 1) in [0, 255]. Even with the waves of up to 20 that pictures and clips add, it differs by 50 or
+    more from each of COLOURS in at least one channel. The first of `draws` determines whether it is dark."""
     level = draws.uniform(50, 75) if _draw_one(BACKGROUNDS, draws) == "dark" else draws.uniform(185, 205)
     return np.array([level + draws.uniform(-12, 12) for _ in range(3)], np.float32)[:, None, None]
 
@@ -193,7 +194,7 @@ def _dull_colour(draws: Draws) -> Array:
 
 
 def _are_far_apart(places: tuple[str, ...]) -> bool:
-    """Whether any two places are half a picture apart, across or down, so that not even large shapes touch."""
+    """Whether any two places are half a picture apart in x or y, so that not even large shapes touch."""
     pairs = itertools.combinations((PLACES[place] for place in places), 2)
     return all(max(abs(ax - bx), abs(ay - by)) >= 0.5 for (ax, ay), (bx, by) in pairs)
 
@@ -234,13 +235,13 @@ def _draw_scene(seed: int, index: int, _: int | str) -> Record:
 
 
 def _make_item(shape: str, colour: str, size: str, place: str, draws: Draws) -> Item:
-    """A shape near the middle of its place, about as large as its size says, turned a little."""
+    """A shape near the middle of its place, with slight random changes of size and angle."""
     x, y = (centre + draws.uniform(-0.02, 0.02) for centre in PLACES[place])
     return Item(shape, colour, size, place, x, y, SIZES[size] * draws.uniform(0.96, 1.04), draws.uniform(-0.15, 0.15))
 
 
 def _paint_picture(items: list[Item], key: Key, image_size: int, channels: int = 3) -> Tensor:
-    """Shapes on a dull colour with a slope and two long waves of brightness, which `key` determines."""
+    """Shapes on a dull colour with a gradient and two long waves of brightness, which depend on `key`."""
     draws, grid = Draws(*key), _pixel_centers(image_size)
     colour, x, y = _dull_colour(draws), grid[None, :], grid[:, None]
     brightness = draws.uniform(-16, 16) * (x - 0.5) + draws.uniform(-16, 16) * (y - 0.5)
@@ -255,7 +256,7 @@ def _paint_picture(items: list[Item], key: Key, image_size: int, channels: int =
     return torch.cat([image, torch.full_like(image[:1], 255)]) if channels == 4 else image
 
 
-# What the caption of a scene says, as numbers.
+# Embeddings of the caption of a scene.
 
 _TABLES = [list(table) for table in (PLACES, SHAPES, COLOURS, SIZES, ("dark", "light"))]
 TOKENS, TOKEN_DIM = 9, 32  # of an encoded caption: "a small red circle on the left, on dark" has 9 words
@@ -263,18 +264,18 @@ WIDTH = sum(map(len, _TABLES))  # 30
 
 
 def _encode_item(item: Item, background: str) -> Tensor:
-    """A shape and its background -> float32 (30,) of zeros and five ones: which of the 9 places, 8 shapes, 8 colours
-    and 3 sizes the shape has, and which of the 2 backgrounds the picture.
+    """A shape and its background -> float32 (30,), one-hot codes of the 9 places, 8 shapes, 8 colours, 3 sizes and 2
+    backgrounds.
 
-    What a shape looks like has the same numbers wherever it is, so that it need not be learned at each place anew.
+    The code of a shape's looks does not depend on its place, so they need not be learned for each place.
     """
     names = (item.place, item.shape, item.colour, item.size, background)
     return torch.cat([torch.eye(len(table))[table.index(name)] for table, name in zip(_TABLES, names, strict=True)])
 
 
 def _encode_text(caption: str) -> Tensor:
-    """A caption as a text encoder might give it, without one: float32 (9, 32), for each word a fixed random vector plus
-    one of its place in the sentence, with variance 1; zeros after the end."""
+    """A caption in the form of a text encoder's output: float32 (9, 32), for each word the sum of a fixed random vector
+    of the word and one of its position, with variance 1; zeros after the end."""
     rows = [
         [(a + b) / 2**0.5 for a, b in zip(_vector("word", word), _vector("position", position), strict=True)]
         for position, word in enumerate(caption.replace(",", "").split())
@@ -290,8 +291,8 @@ def _vector(*key: int | str) -> list[float]:
 
 
 def condition_of(text: str) -> dict[str, Tensor]:
-    """A sentence as the captions of scenes are, "a small red circle on the left, on dark" -> its "image_embed" (30,)
-    and "text_encodings" (9, 32). Without a background it is light. Raises ValueError, in one line, if it is none."""
+    """A caption of a scene, such as "a small red circle on the left, on dark" -> its "image_embed" (30,) and
+    "text_encodings" (9, 32). The default background is light. Raises ValueError, in one line, for another sentence."""
     words = text.lower().strip().rstrip(".").removeprefix("an ").removeprefix("a ")
     words, _, background = words.partition(", on ")
     background = background or "light"
@@ -309,7 +310,7 @@ def condition_of(text: str) -> dict[str, Tensor]:
 # Clips: one or two shapes that glide over a soft background and bounce off its edges.
 
 FRAMES_PER_SECOND = 24  # nominal, for those who ask for other frames per second
-_MARGIN = 0.22  # no shape's centre comes closer to an edge, in sides
+_MARGIN = 0.22  # the least distance of a shape's centre from an edge, in sides
 
 
 class _Mover(NamedTuple):
@@ -330,7 +331,7 @@ class _Mover(NamedTuple):
 
 
 def _bounce(position: float) -> float:
-    """A place on an endless line -> the place between the margins of one that bounces off them."""
+    """A position on an endless line -> the position between the margins of a shape that bounces off them."""
     width = 1 - 2 * _MARGIN
     return _MARGIN + width - abs((position - _MARGIN) % (2 * width) - width)
 
@@ -352,7 +353,7 @@ def _draw_mover(draws: Draws) -> _Mover:
 def _paint_clip(
     movers: list[_Mover], key: Key, image_size: int, num_frames: int, frames_per_step: float = 1.0
 ) -> Tensor:
-    """Shapes, the hindmost first, on a dull colour with long waves of brightness that drift, which `key` determines."""
+    """Shapes, painted in order, on a dull colour with drifting long waves of brightness, which depend on `key`."""
     draws, grid = Draws(*key), _pixel_centers(image_size)
     colour, waves = _dull_colour(draws), []
     for _ in range(2):
@@ -373,8 +374,8 @@ def _paint_clip(
     return torch.from_numpy(clip)
 
 
-# Sounds: a tone of some waveform and pitch, in pulses, that fades or swells; computed with integer phases.
-# Every value with the words for it, the plain ones first; no words are used for two values.
+# Sounds: a tone of some waveform and pitch, in pulses, that fades or swells; computed with integer phases. Each value
+# with its synonyms, the plain one first; no synonym stands for two values.
 
 WAVEFORMS = {
     "sine": ("sine wave", "sine tone", "pure tone"),
@@ -409,7 +410,7 @@ HERTZ = {"low": (130.0, 185.0), "middle": (340.0, 480.0), "high": (900.0, 1250.0
 PULSES_PER_SECOND = {"slow": (1.8, 2.4), "medium": (4.0, 5.3), "fast": (9.0, 12.0)}
 LOUDEST_OVER_SOFTEST = 10.0  # ratio of loudness between the ends of a clip that fades or swells
 
-_LOWEST_SAMPLE_RATE, _SHORTEST_CLIP_SECONDS = 8000, 0.5  # below, two waveforms or two tempos would sound alike
+_LOWEST_SAMPLE_RATE, _SHORTEST_CLIP_SECONDS = 8000, 0.5  # below these, two waveforms or two tempos would sound alike
 _RMS = 0.25  # root mean square of a pulse at its loudest, for every waveform
 _ENTRIES_BITS = 12  # a table of one period has 2^12 entries
 _ENTRIES = 1 << _ENTRIES_BITS
@@ -434,7 +435,7 @@ def _draw_tone(seed: int, index: int, epoch: int | str) -> Record:
 
 
 def check_sound(sample_rate: int, clip_samples: int) -> None:
-    """Raise ValueError, in one line, if two tones would sound alike in such a clip."""
+    """Raise ValueError, in one line, if different tones would sound alike in such a clip."""
     if sample_rate < _LOWEST_SAMPLE_RATE or clip_samples < _SHORTEST_CLIP_SECONDS * sample_rate:
         raise ValueError(
             f"demo:tones needs a sample rate of {_LOWEST_SAMPLE_RATE} Hz and clips of {_SHORTEST_CLIP_SECONDS} s "
@@ -477,14 +478,14 @@ def _white_noise(n: int, key: int) -> Array:
 
 
 def _phases(n: int, per_sample: float, start: float) -> npt.NDArray[np.int64]:
-    """Samples 0 to n - 1 of a wave -> where in its period each is, in 0 .. 2^12 - 1; in 32-bit fixed point."""
+    """The phases of samples 0 to n - 1 of a wave, in 0 .. 2^12 - 1, computed in 32-bit fixed point."""
     step, first = round(per_sample * 2**32), int(start * 2**32)
     return ((first + step * np.arange(n, dtype=np.int64)) & (2**32 - 1)) >> (32 - _ENTRIES_BITS)
 
 
 @functools.lru_cache(maxsize=256)
 def _one_period(waveform: str, n_harmonics: int) -> Array:
-    """One period of a waveform without the harmonics that a sample rate cannot hold, of root mean square `_RMS`."""
+    """One band-limited period of a waveform, with root mean square `_RMS`."""
     turn = 2 * math.pi * np.arange(_ENTRIES) / _ENTRIES
     order = range(1, n_harmonics + 1)
     silence = np.zeros_like(turn)
@@ -515,8 +516,8 @@ def _ramp(envelope: str, n: int) -> Array:
 
 
 class _Kind(NamedTuple):
-    """The name of the demonstration that has samples of a kind, what messages call them, and what draws one: (seed,
-    index, epoch or "plain")."""
+    """The demonstration with samples of a kind: its name, the noun for messages, and the function of (seed, index,
+    epoch or "plain") that generates a sample."""
 
     name: str
     noun: str
