@@ -1,4 +1,4 @@
-"""Embeddings that were computed beforehand, of images and of their captions, as fields."""
+"""Stored embeddings of images and of their captions, as fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tar import TarSource, number_of, stem_of
 
 
 class Kind(NamedTuple):
-    """A kind of embedding. `wanted.name` is the batch's entry; `dimensions` those of the array of one image."""
+    """A kind of embedding. `wanted.name` is the batch's entry; `dimensions` is the rank of the array of one image."""
 
     wanted: Wanted
     dimensions: int
@@ -50,9 +50,9 @@ KINDS = (IMAGE, TEXT)
 
 @dataclass(frozen=True)
 class EmbeddingField(Field):
-    """ "image_embed" or "text_encodings", which were computed beforehand: float32 of `shape`, which is that of one
-    image: (d,), or (L, d) where no caption has more than L tokens; encodings of fewer tokens end with rows of 0. An
-    image that has none, or zeros only, is `Incomplete`. `rows`: index -> array, if they do not stand in records."""
+    """Stored "image_embed" or "text_encodings": float32 of `shape`, that of one image: (d,), or (L, d) where no
+    caption has more than L tokens; shorter encodings are padded with rows of 0. An image that has none, or only zeros,
+    is `Incomplete`. `rows`: index -> array, if the records do not hold them."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -67,8 +67,8 @@ class EmbeddingField(Field):
         return own.array_of(item, self.wanted.name, self.kind.dimensions)
 
     def numbers(self, record: Record) -> Array | None:
-        """The array that a record holds, None if it holds none; (1, d) becomes (d,), because some programs write a
-        batch of one."""
+        """The array of a record, None if it has none; (1, d) becomes (d,), because some programs write a batch of
+        one."""
         content = self.found(record)
         if isinstance(content, Entry):
             array = find_array(content).read()
@@ -96,9 +96,9 @@ class EmbeddingField(Field):
 
 
 def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingField | None:
-    """The embeddings that the records of a source hold, None if it has none. Raises ValueError, in one line, if none of
-    its examples, one of which gives the shape, can be read."""
-    # Texts are as long as the longest one; of images, the first one that can be read tells.
+    """The embeddings in the records of a source, None if it has none. One of its examples gives the shape. Raises
+    ValueError, in one line, if no example can be read."""
+    # The longest text gives the length; for images, the first readable one gives the shape.
     examples = source.examples(kind.wanted.name)
     if not examples:
         return None
@@ -118,9 +118,9 @@ def embedding_field(source: Source, kind: Kind, longest_text: int) -> EmbeddingF
             reason = f"cannot read the {kind.wanted.noun} of {source.describe(example)!r}: {reason_of(error)}"
             failures.append(Raised(reason, getattr(error, "traceback", "")))
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                break  # such as a server that does not answer
+                break  # such as a server without an answer
             continue
-        # Of files, the longest is known; of rows and items, what the model takes.
+        # Among files, the largest comes first; for rows and items, the model's limit is the length.
         content = record.get(kind.wanted.name)
         is_longest = kind == IMAGE or isinstance(content, Entry) or callable(content)
         shape = array.shape if is_longest else (longest_text, *array.shape[1:])
@@ -135,7 +135,7 @@ def embedding_rows(source: Source, kind: Kind, spec: str, *, index_width: int) -
     Args:
         spec: The files: a folder, a pattern (`emb/*.npy`), a range (`emb/i_{0000..0099}.npy`), or a name with `{}`.
 
-    Raises ValueError, in one line, if a tar has no such file, or they do not fit to one another.
+    Raises ValueError, in one line, if a tar has no such file, or the files have different shapes.
     """
     if not isinstance(source, TarSource):
         ending = kind.wanted.endings[-1]

@@ -9,8 +9,8 @@ import unicodedata
 from typing import Any, Protocol
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# User and password of an address. Without an @ in front of the first slash, a colon that begins no port begins a
-# password with a slash.
+# User and password of an address. If no @ precedes the first slash, a colon without a port begins a password that
+# contains a slash.
 USER = re.compile(r"(?<=://)(?:[^/?#]*|[^/?#:]*:(?!\d+/).*)@")
 
 
@@ -20,13 +20,13 @@ def is_address(path: str) -> bool:
 
 
 def shown(path: str) -> str:
-    """A path for messages: of an address without user, password and query, in which a signature may be."""
+    """A path for messages: an address without user, password and query, which may hold a signature."""
     return re.split("[?#]", USER.sub("", path))[0] if is_address(path) else path
 
 
 def as_on_disk(path: str) -> str:
-    """A path of this machine, with each letter and its accent in one sign or in two as the names on the disk have them,
-    in which systems differ; a path that leads nowhere in either form, as it is."""
+    """A local path in the Unicode form, composed or decomposed, that names on the disk have, because systems differ;
+    unchanged if nothing exists in either form."""
     if path.isascii() or os.path.lexists(path):
         return path
     folder, name = os.path.split(path)
@@ -55,8 +55,8 @@ class LocalBytes:
 
 
 class FileWindow(io.RawIOBase):
-    """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `error` keeps an error of the file
-    system, if there was one, because C code that calls this class cannot pass it on."""
+    """Bytes offset .. offset + size - 1 of an open file, as a read-only file. `error` holds an error of the file
+    system, because C code that calls this class cannot raise it."""
 
     def __init__(self, file: Bytes, offset: int, size: int) -> None:
         self._file, self._offset, self._size, self._at = file, offset, size, 0

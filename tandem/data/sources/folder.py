@@ -1,4 +1,4 @@
-"""The files of a folder, each with those beside it that have the same name but for the ending."""
+"""The files of a folder, each with the files beside it that differ only in the ending."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from tandem.io.reading import DAMAGES, counted, printable
 from .index import Made, PackedStrings, Watched, fingerprint_of, kept, largest, status_of
 from .record import Entry, Record, Wanted
 
-_LONGEST_RUN = 1 << 20  # names that are sorted at a time: about a second
+_LONGEST_RUN = 1 << 20  # names that are sorted at a time, in about a second
 _TAR = ".tar"
 _ENDING = re.compile(r"\.[a-z0-9_-]{1,12}")
 _MOST_ENDINGS = 8
 _LISTS = (".csv", ".tsv", ".jsonl", ".ndjson")  # that may be manifests
-_FORMS = ("", "NFC", "NFD")  # of Unicode in a name: as it is, or with letters and accents composed or decomposed
+_FORMS = ("", "NFC", "NFD")  # Unicode forms of a name: unchanged, composed or decomposed
 _NONE = -1
-_SideFiles = list[tuple[int, int]]  # of each that may stand beside a sample: number of its ending's spelling, bytes
+_SideFiles = list[tuple[int, int]]  # for each field beside a sample: number of the file's spelling, its bytes
 
 
 class NothingFoundError(ValueError):
-    """A folder holds no file of the kind that is looked for."""
+    """A folder holds no file of the required kind."""
 
 
 class FolderSource:
-    """Every file below a folder that has an ending of `wanted[0]`, or a further one, numbered in the order of the
-    relative paths; what the others want stands beside it, under the same name but for the ending, whether letters and
-    accents are composed in it or not, in which systems differ. Of names that differ in the case of the ending alone,
-    the last one in order is taken. See `Source` for the methods.
+    """All files below a folder with an ending of `specs[0]`, or a further one, numbered in the order of the relative
+    paths. The files of the other specs stand beside them, with the same name but for the ending, in any Unicode form,
+    because systems differ. Of names that differ only in the case of the ending, the last one is taken. See `Source` for
+    the methods.
 
-    Linked folders are followed, but each real folder is visited once; names that begin with a dot are skipped. No file
-    is opened; long lists are kept for later starts (`index.kept`). `tars` are the paths of tars in the folder.
+    Links to folders are followed, but each real folder is visited once; names that begin with a dot are skipped. No
+    file is opened; long lists are cached for later starts (`index.kept`). `tars` are the paths of tars in the folder.
 
     Raises ValueError, in one line, if the folder is missing, no folder or not readable, or holds neither samples nor
     tars; the message recommends the set `demo`.
@@ -55,7 +55,7 @@ class FolderSource:
         kind = json.dumps(["folder", *((spec.name, spec.taken) for spec in specs)])
         index = kept(folder, kind, lambda: _Tree(folder, self._main, self._sides).build_index())
         self.fingerprint, self._names, self._damaged = index.fingerprint, index.strings("names"), index.damaged
-        self.examples = index.examples  # by sizes as they were when the folder was listed
+        self.examples = index.examples  # by the sizes when the folder was listed
         self.tars = [os.path.join(folder, self._check_inside(name)) for name in index.strings("tars")]
         self._numbers = {spec.name: index.numbers(f"which {spec.name}", len(self)) for spec in self._sides}
         try:
@@ -87,8 +87,8 @@ class FolderSource:
         return os.path.join(self.folder, self._names[index])
 
     def _check_inside(self, name: str) -> str:
-        """A relative path. Raises ValueError, in one line, if it leads out of the folder: somebody else may have kept
-        the list."""
+        """A relative path. Raises ValueError, in one line, if it leads out of the folder: another user may have written
+        the index."""
         if name.startswith("/") or ".." in name.split("/"):
             raise self._damaged()
         return name
@@ -111,8 +111,8 @@ def skipped_line(noun: str, location: str, n: int, description: str) -> str:
 
 
 def about_skipped(counts: collections.Counter[str], noun: str = "", n_alone: int = 0, example: str = "") -> str:
-    """How many files of each ending are not read, and how many of them `stand alone`, one of which is given: they would
-    be read beside a sample of their name."""
+    """How many files of each ending are not read, and how many of them (`n_alone`, with an example) would be read
+    beside a sample of the same name."""
     parts = [f"{n} {ending}" for ending, n in counts.most_common(_MOST_ENDINGS) if n]
     parts += ["..."] if len(counts) > _MOST_ENDINGS else []
     note = f"; {n_alone} of them beside no {noun} of the same name, such as {example!r}" if n_alone else ""
@@ -120,9 +120,8 @@ def about_skipped(counts: collections.Counter[str], noun: str = "", n_alone: int
 
 
 class _Tree:
-    """What a folder holds, found in order. A list of one folder's names is sorted at a time, and no longer one than
-    `_LONGEST_RUN`, because sorting holds the interpreter: the thread that tells the root what this process does would
-    wait for it."""
+    """The content of a folder, in order. At most `_LONGEST_RUN` names are sorted at a time, because sorting holds the
+    interpreter's lock, and the thread that sends heartbeats to the root would wait for it."""
 
     def __init__(self, folder: str, sample_spec: Wanted, side_specs: Sequence[Wanted]) -> None:
         self._folder, self._main, self._sides = folder, sample_spec, side_specs
@@ -153,7 +152,7 @@ class _Tree:
             )
         columns: dict[str, Any] = {"names": names, "tars": tars}
         columns |= {f"which {spec.name}": places for spec, places in zip(self._sides, spellings, strict=True)}
-        n_alone = self._n_alone if len(names) else 0  # beside tars there are files of other kinds
+        n_alone = self._n_alone if len(names) else 0  # a folder of tars may hold files of other kinds
         description = about_skipped(self._skipped, self._main.noun, n_alone, self._alone)
         facts = {
             "spellings": [*self._spellings],
@@ -172,7 +171,7 @@ class _Tree:
         return f"; if {name!r} in it lists {self._main.noun}s, give its path instead" if name else ""
 
     def _walk(self) -> Iterator[tuple[str, _SideFiles | None]]:
-        """Relative path of each sample, sorted, and what stands beside it; and those of tars, with None."""
+        """The sorted relative paths of samples, each with the files beside it, and of tars, with None."""
         open_folders = [("", self._list_folder(""))]
         while open_folders:
             relative, entries = open_folders[-1]
@@ -189,30 +188,30 @@ class _Tree:
         path = os.path.join(self._folder, relative)
         try:
             status = os.stat(path)
-            self._dependencies.add(relative, status)  # before the folder is read, so that no change after it is missed
-            if (status.st_dev, status.st_ino) in self._visited:  # they identify the folder under any path
+            self._dependencies.add(relative, status)  # before the folder is read, so that no later change is missed
+            if (status.st_dev, status.st_ino) in self._visited:  # the folder's identity under any path
                 return iter(())
             self._visited.add((status.st_dev, status.st_ino))
             folders, by_nfc = list[str](), dict[str, str]()
             runs = list(self._read_names(path, relative, folders, by_nfc))
         except OSError as error:
             raise ValueError(f"cannot read the folder {path!r}: {error.strerror}") from None
-        # With the slash, folders stand among files where the paths of their files do.
+        # With a slash, a folder's name sorts among the files as the paths of its files do.
         inner = ((name, None) for name in sorted(f"{name}/" for name in folders))
         return heapq.merge(self._match_files(relative, heapq.merge(*runs), by_nfc), inner, key=operator.itemgetter(0))
 
     def _read_names(
         self, path: str, relative: str, folders: list[str], by_nfc: dict[str, str]
     ) -> Iterator[Iterable[str]]:
-        """Sorted names of the files in a folder, in runs; those of the folders in it are appended to `folders`.
-        `by_nfc` gets those that may stand beside a sample of another form, by their composed form."""
+        """Sorted names of the files in a folder, in runs. Appends the names of its folders to `folders`, and adds to
+        `by_nfc`, by composed form, the names that may belong to a sample in another Unicode form."""
         endings, files = (*self._main_endings, *self._side_endings), list[str]()
         with os.scandir(path) as entries:
             for entry in entries:
                 name = entry.name
                 if name.startswith("."):
                     continue
-                if entry.is_symlink():  # what it leads to may change without a change of this folder
+                if entry.is_symlink():  # its target may change without a change of this folder
                     self._dependencies.add(os.path.join(relative, name), status_of(entry.path))
                 is_folder, is_file = _is_folder_or_file(entry)
                 if is_folder:
@@ -231,7 +230,7 @@ class _Tree:
         yield sorted(files)
 
     def _keys(self, name: str) -> list[str]:
-        """The names, with endings in lower case, under which a file is looked for beside a sample."""
+        """The names, with lower-case endings, by which a sample finds this file beside it."""
         lower = name.lower()
         if lower.endswith(self._main_endings):
             return []
@@ -240,9 +239,9 @@ class _Tree:
     def _match_files(
         self, relative: str, names: Iterable[str], by_nfc: Mapping[str, str]
     ) -> Iterator[tuple[str, _SideFiles | None]]:
-        """The samples and tars among the files of a folder. Names that are equal up to their first dot follow each
-        other, but for those in `by_nfc`."""
-        any_form = {*by_nfc.values()}  # of these, and the samples beside which they may stand, more is known later
+        """The samples and tars among the files of a folder. Names that are equal up to their first dot are adjacent,
+        except those in `by_nfc`."""
+        any_form = {*by_nfc.values()}  # whether samples use them is known at the end
         any_form_used, any_form_stems = set[str](), set[str]()
         for _, group in itertools.groupby(names, lambda name: name.partition(".")[0]):
             by_key, main, side, used = dict[str, str](), list[str](), set[str](), set[str]()
@@ -266,7 +265,8 @@ class _Tree:
         self._count_skipped(relative, any_form - any_form_used, any_form_stems)
 
     def _count_skipped(self, relative: str, names: Set[str], stems: Set[str]) -> None:
-        """Count files that stand beside none of the samples of these composed stems, or after another one there."""
+        """Count the files `names`, which no sample uses; those without a sample of these composed stems are also
+        counted as alone."""
         for name in sorted(names):
             self._skipped[ending_of(name)] += 1
             endings = filter(name.lower().endswith, self._side_endings)
@@ -277,8 +277,8 @@ class _Tree:
     def _find_beside(
         self, relative: str, name: str, beside: Sequence[Mapping[str, str]], used: set[str], spec: Wanted
     ) -> tuple[int, int]:
-        """The number of the spelling of the ending of the file beside a sample, whose name goes to `used`, and its
-        bytes. `beside`: the files there by name, and by composed name."""
+        """The spelling number and the bytes of the file beside a sample; adds its name to `used`. `beside`: the files
+        there by name, and by composed name."""
         stem = os.path.splitext(name)[0]
         for ending in spec.endings if any(beside) else ():
             file = beside[0].get(stem + ending) or beside[1].get(_normalize("NFC", stem) + ending, "")
@@ -297,7 +297,7 @@ def _normalize(form: Any, name: str) -> str:
 
 
 def _is_folder_or_file(entry: os.DirEntry[str]) -> tuple[bool, bool]:
-    """Whether an entry is a folder, and whether it is a file; neither, if it is a link to itself."""
+    """Whether an entry is a folder, and whether it is a file; a link to itself is neither."""
     try:
         return entry.is_dir(), entry.is_file()
     except OSError:
@@ -305,6 +305,6 @@ def _is_folder_or_file(entry: os.DirEntry[str]) -> tuple[bool, bool]:
 
 
 def ending_of(name: str) -> str:
-    """The ending of a file by which it is counted."""
+    """The ending under which a file is counted."""
     ending = os.path.splitext(name)[1].lower()
     return ending if _ENDING.fullmatch(ending) else "without an ending" if not ending else "of another ending"

@@ -1,9 +1,9 @@
-"""What is found out about a source once, for all later starts: its index, which is one file for a folder, a list of
-tars or a manifest, beside it or in the user's cache folder.
+"""The index of a source, made once for all later starts: one file for a folder, a list of tars or a manifest, beside it
+or in the user's cache folder.
 
-A file that somebody else has made is not trusted, and at a start it is not read whole either: every access checks its
-own bounds. Nothing is mapped into memory, because a process that touches a mapped file after its end is killed, while a
-read of too few bytes is an error.
+Another user may have written the file, and a start does not read all of it: so every access checks its own bounds. The
+file is not mapped into memory, because a process that touches a mapped file behind its end is killed, while a short
+read is an error.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .files import is_address
 from .record import MOST_EXAMPLES
 
 _VERSION = 3
-FEWEST = 10_000  # strings in an index that is kept: fewer are found in a tenth of a second
+FEWEST = 10_000  # strings in an index that is cached: fewer are listed in a tenth of a second
 _LONGEST_HEADER = 1 << 20  # bytes
 _STRINGS_PER_READ = 4096  # strings
-_CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock have one time; FAT has the longest
+_CLOCK_TICK_NS = 2 * 10**9  # two changes within one tick of a file system's clock look alike; FAT has the longest tick
 _DEPENDENCIES = "watched"
 
 
 class PackedStrings:
-    """Strings that are appended to two flat buffers: a list would take several times their memory."""
+    """Strings in two flat buffers: a list would take several times the memory."""
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
         self._bytes, self._ends = bytearray(), array("q", [0])
@@ -57,7 +57,7 @@ class PackedStrings:
 
     @property
     def buffers(self) -> tuple[memoryview, memoryview]:
-        """Where the strings end, int64 (n + 1), the first is 0; and their bytes, one string after the other."""
+        """The ends of the strings, int64 (n + 1), the first one 0; and their concatenated bytes."""
         return memoryview(self._ends).cast("B"), memoryview(self._bytes)
 
     def __len__(self) -> int:
@@ -74,19 +74,20 @@ class Watched:
         self.lines, self.newest_ns = PackedStrings(), 0
 
     def add(self, name: str, status: os.stat_result | None) -> None:
-        """`name` is relative to what the index is of, and empty for that itself; no status: there is no such file."""
+        """`name` is relative to the index's file or folder, "" for that itself; a status of None: there is no such
+        file."""
         self.lines.append(f"{_describe_status(status)} {name}")
         if status is not None:
             self.newest_ns = max(self.newest_ns, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class Made(NamedTuple):
-    """What an index is to hold.
+    """The content of an index.
 
     columns: strings or int64 numbers, by name;
     fingerprint: see `records.record.Source`;
-    facts: little that JSON can hold;
-    watched: what the index depends on, if that is known after it was made alone.
+    facts: a few values that JSON can hold;
+    watched: what the index depends on, if only making it reveals that.
     """
 
     columns: Mapping[str, PackedStrings | array[int]]
@@ -96,15 +97,15 @@ class Made(NamedTuple):
 
 
 def largest(sizes: Any) -> list[int]:
-    """The places of the largest of these sizes, the largest first; a negative one stands for none."""
+    """The indices of the largest sizes, the largest first; negative sizes are ignored."""
     numbers = np.asarray(sizes, np.int64)
     order = np.argsort(-numbers, kind="stable")[:MOST_EXAMPLES]
     return [int(index) for index in order if numbers[index] >= 0]
 
 
 class Index:
-    """Columns in a file or in memory. Nothing of them is kept in a process: the operating system holds what was read
-    once, for all processes of a machine. What cannot be read raises ValueError, in one line."""
+    """Columns in a file or in memory. Processes keep none of it: the operating system caches the file for all processes
+    of a machine. Raises ValueError, in one line, where it cannot be read."""
 
     def __init__(self, content: BinaryIO | bytes, path: str) -> None:
         """`path` is that of the file. Raises what `DAMAGES` has if this is no index."""
@@ -130,14 +131,14 @@ class Index:
         return column
 
     def numbers(self, name: str, n: int) -> Numbers:
-        """The column, which has to have n numbers."""
+        """The column of this name, which must have n numbers."""
         column = self._columns.get(name)
         if not isinstance(column, Numbers) or len(column) != n:
             raise self.damaged()
         return column
 
     def examples(self, name: str) -> Sequence[int]:
-        """See `Source`; they stand in the facts, and are numbers of the strings "names"."""
+        """See `Source`; the facts hold them, as indices of the strings "names"."""
         indices = self.facts.get("examples")
         indices, n = indices.get(name, []) if isinstance(indices, Mapping) else None, len(self.strings("names"))
         if not (isinstance(indices, list) and all(type(index) is int and 0 <= index < n for index in indices)):
@@ -148,7 +149,7 @@ class Index:
         """Exactly `size` bytes."""
         try:
             content = self._pread(size, offset)
-        except (OSError, OverflowError, MemoryError):  # such as a file on another machine that somebody has replaced
+        except (OSError, OverflowError, MemoryError):  # such as a file on another machine that was replaced
             content = b""
         if len(content) != size:
             raise self.damaged()
@@ -163,7 +164,7 @@ class Index:
         return ValueError(f"the list of samples {self._path!r} was damaged or replaced: delete it, and start again")
 
     def __reduce__(self) -> tuple[Callable[..., Index], tuple[Any, ...]]:
-        """For a worker that is not forked, to which no open file can be sent."""
+        """For a worker that is not forked: open files cannot be pickled."""
         is_file = not isinstance(self._content, bytes)
         return (_reopen, (self._path, self.header)) if is_file else (Index, (self._content, self._path))
 
@@ -224,14 +225,14 @@ class Numbers:
 
 
 def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", fewest: int = FEWEST) -> Index:
-    """The index of the file or folder `path`, kept from an earlier start if nothing has changed since.
+    """The index of the file or folder `path`, from an earlier start if nothing has changed since.
 
-    One of `fewest` strings is kept in a file, from which all processes of a machine then read it; of those that start
-    at once, one makes the file and the others wait for it. Raises what `make` raises.
+    An index of at least `fewest` strings is cached in a file that all processes of a machine read; if they start at
+    once, one makes the file and the others wait. Raises what `make` raises.
 
     Args:
-        kind: Tells indices of one path apart.
-        depends: What else the index depends on, such as the size of a file: if it is another one, it is made again.
+        kind: Distinguishes the indices of one path.
+        depends: What else the index depends on, such as the size of a file; if it changes, the index is made again.
     """
     key = [_VERSION, sys.byteorder, kind]
     caches = _cache_paths(path, kind)
@@ -244,15 +245,16 @@ def kept(path: str, kind: str, make: Callable[[], Made], *, depends: str = "", f
     with one_process_at_a_time(path, kind) as has_waited:
         if not has_waited:
             return read_cached() or _make_index(caches, path, make, key, depends, fewest)
-    # Who has waited makes one without the lock, or where none is kept in the end each would wait for those before it.
+    # A process that has waited in vain makes the index without the lock; otherwise all would make it one after the
+    # other.
     return read_cached() or _index_in_memory(make(), key, depends)
 
 
 def _make_index(
     caches: list[str], path: str, make: Callable[[], Made], key: list[Any], depends: str, fewest: int
 ) -> Index:
-    """What `make` finds out, kept if it is long and nothing has changed just now, and so can change again without
-    getting another time."""
+    """The index of what `make` returns. It is cached if it is long, and no file has changed so recently that a further
+    change could leave its time the same."""
     begin_ns = time.time_ns()
     data = make()
     n = sum(len(column) for column in data.columns.values() if isinstance(column, PackedStrings))
@@ -280,11 +282,11 @@ def _index_in_memory(data: Made, key: list[Any], depends: str) -> Index:
 
 
 def _cache_paths(path: str, kind: str) -> list[str]:
-    """Where an index may be kept: beside its file or folder, unless that has an address, and in the user's cache folder
-    by machine: several may share a home, and each hold another copy of the data under the same path. An address means
-    the same on all."""
+    """The possible files of an index: beside its file or folder, unless that is an address, and in the user's cache
+    folder by machine, because machines that share a home may hold different data under the same path. An address means
+    the same on all machines."""
     ending = f".{fingerprint_of([kind.encode()])[:8]}.index"
-    # Absolute, because a user without a home has "~" for one, and the variable may say anything.
+    # Absolute, because without a home expanduser leaves "~", and the variable may hold anything.
     home_cache = os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"))
     digest = fingerprint_of([os.fsencode(path) if is_address(path) else _machine_path(os.path.realpath(path))])
     paths = [os.path.join(home_cache, "tandem", "lists", f"{digest}{ending}")]
@@ -299,10 +301,10 @@ def _machine_path(path: str) -> bytes:
 
 
 def _write_cache(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Write the file whole or not at all; whoever may read `path` may read it. Raises OSError."""
+    """Write the file whole or not at all, readable by all who may read `path`. Raises OSError."""
     folder, name = os.path.split(cache)
     os.makedirs(folder, exist_ok=True)
-    # One name on each machine, so that what a killed process left is deleted; short, because `name` may be a long one.
+    # One name per machine, so that the leftover of a killed process is deleted; hashed, because `name` may be long.
     temporary_name = f".index-{fingerprint_of([_machine_path(name)])[:16]}"
     with replacing(Path(cache), name=temporary_name, mode=None, is_synced=False) as temporary:
         with create(temporary, 0o600) as file:
@@ -313,7 +315,7 @@ def _write_cache(cache: str, path: str, parts: Iterable[bytes | memoryview]) -> 
 
 
 def _read_cache(cache: str, path: str, key: list[Any], depends: str) -> Index | None:
-    """The index in a file; None if there is no such file, or it is of something else, out of date, or damaged."""
+    """The index in a file; None if there is no such file, or it is another index, out of date, or damaged."""
     try:
         file = open_regular(cache)
     except (OSError, ValueError):
@@ -345,10 +347,11 @@ def status_of(path: str) -> os.stat_result | None:
 
 
 def _describe_status(status: os.stat_result | None) -> str:
-    """What is different after a change. Not the number of the device, which NFS has another one of on each machine."""
+    """A text that changes with the file. It does not hold the number of the device, which differs between NFS
+    clients."""
     if status is None:
         return "none"
-    times = status.st_mtime_ns, status.st_ctime_ns  # tools that copy folders set the former as they like
+    times = status.st_mtime_ns, status.st_ctime_ns  # tools that copy folders may set the first
     return ":".join(map(str, (stat.S_IFMT(status.st_mode), status.st_ino, status.st_size, *times)))
 
 
@@ -362,25 +365,25 @@ def fingerprint_of(parts: Iterable[bytes | memoryview]) -> str:
 
 @contextlib.contextmanager
 def one_process_at_a_time(path: str, key: str) -> Iterator[bool]:
-    """Wait while another process of this user on this machine is in here with the same path and key, and say whether
-    there was one. Where there are no locks, nobody waits: the lock only saves work."""
+    """Wait while another process of this user on this machine is inside with the same path and key; yields whether it
+    had to wait. Without locks on the file system nobody waits: the lock only saves work."""
     has_waited = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            # A lock of one byte of one file, because a file for each path would stay behind.
+            # Lock one byte of one common file, because a file for each path would be left behind.
             lock = Path(tempfile.gettempdir(), f"tandem-{os.getuid()}.lock")
             file = stack.enter_context(open_appending(lock))
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 raise PermissionError("another user, who could hold the lock for ever, has made it")
             offset = int(fingerprint_of([os.fsencode(os.path.realpath(path)), key.encode()])[:14], 16)
-            while not _try_lock(file, offset):  # a call that blocks uses no processor, as one that hangs
+            while not _try_lock(file, offset):  # poll: a blocked call would look like one that hangs
                 has_waited = True
                 time.sleep(0.1)
         yield has_waited
 
 
 def _try_lock(file: BinaryIO, offset: int) -> bool:
-    """Whether this process now holds the lock of a byte. Raises OSError where there are no locks."""
+    """Lock a byte; whether that succeeded. Raises OSError where there are no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
     except (BlockingIOError, PermissionError):

@@ -24,7 +24,7 @@ from .rows import OTHER_NAMES, TIMES, Rows, columns_of, path_of, seconds_of, unr
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*_DELIMITERS, ".jsonl", ".ndjson", ".json")
 _LONGEST_LINE = 1 << 20  # characters
-_MOST_COLUMNS = 100  # that are remembered: each object may have others
+_MOST_COLUMNS = 100  # whose names are recorded: each object may have others
 _IN_QUOTES = re.compile(r'"(?:[^"]|"")*"')
 _QUOTING = "a cell that begins with a quotation mark ends with one, and those inside are doubled"
 
@@ -34,12 +34,12 @@ class ManifestSource(Rows):
 
     Columns, or keys of the objects:
 
-    - path, or file_name: of the file, relative to the manifest;
-    - start_seconds, end_seconds, or start_s, end_s (optional): the part of a long file that is the sample;
-    - the columns of what else is wanted: cells (`as_cells`), a path relative to the manifest, or a list of numbers.
+    - path, or file_name: of the file, relative to the manifest; - start_seconds, end_seconds, or start_s, end_s
+    (optional): the part of a long file that is the sample; - the columns of the other specs: cells (`as_cells`), a path
+    relative to the manifest, or a list of numbers.
 
-    The manifest is read once; the rows of a long one are kept for later starts. A file is not looked for before it is
-    read. Raises ValueError, in one line, if the manifest cannot be understood or has no rows.
+    The manifest is read once; the rows of a long one are cached for later starts. Whether a file exists is not checked
+    before it is read. Raises ValueError, in one line, if the manifest cannot be parsed or has no rows.
     """
 
     shards: Sequence[range] | None = None
@@ -51,7 +51,7 @@ class ManifestSource(Rows):
         def make() -> Made:
             dependencies, rows, filled, names = Watched(), PackedStrings(), set[str](), dict[str, None]()
             if not is_address(path):
-                dependencies.add("", status_of(path))  # before it is read, so that no change after it is missed
+                dependencies.add("", status_of(path))  # before it is read, so that no later change is missed
             for row, columns in _read_rows(path, specs, keys, names):
                 rows.append(row)
                 filled.update(columns)
@@ -77,19 +77,19 @@ class ManifestSource(Rows):
 
     def cells(self, index: int) -> Mapping[str, Any]:
         row = parse_json(self._rows[index].encode())
-        if not isinstance(row, Mapping):  # somebody else may have kept the list
+        if not isinstance(row, Mapping):  # another user may have written the index
             raise self._damaged()
         return row
 
     def describe(self, index: int) -> str:
-        """The path of the file; of a row that names none its number, because the line about a bad row needs a name."""
+        """The path of the file; for a row without one, the number of the row, for the line about the bad sample."""
         try:
             return shown(self.joined(self._path_in_row(index)))
         except (OSError, ValueError):
             return f"{shown(self._path)}[{index}]"
 
     def name(self, index: int) -> str:
-        """The path as the manifest states it; of an address what may be shown, because stores keep it."""
+        """The path as in the manifest; an address without passwords, because stores save the name."""
         return shown(self._path_in_row(index))
 
     def _path_in_row(self, index: int) -> str:
@@ -106,8 +106,8 @@ def _read_version(address: str) -> str:
 def _read_rows(
     path: str, specs: Sequence[Wanted], keys: Sequence[str], names: dict[str, None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """Of each row its path, its times, and those of these columns that it has a cell in, as JSON; and the names of
-    these columns. `names` gets those of the first columns of all. Raises ValueError, with path and line, if one is
+    """For each row, a JSON object of its path, its times, and its cells in the columns `keys`; and the names of these
+    columns. Adds the names of the first columns of all to `names`. Raises ValueError, with path and line, if a row is
     wrong."""
     example = json.dumps({"path": "...", **{columns_of(spec)[0]: "..." for spec in specs if spec.as_cells}})
     numbers = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
@@ -126,7 +126,7 @@ def _read_rows(
                 start, end = seconds_of(cells)
                 row = {name: cells[name] for name in keys if cells.get(name) not in (None, "")}
                 for name in numbers & row.keys():
-                    if isinstance(row[name], str) and row[name].startswith("["):  # a list in a cell of a table
+                    if isinstance(row[name], str) and row[name].startswith("["):  # a list in the cell of a table
                         row[name] = parse_json(row[name].encode())
                 row |= {"path": path_of(cells, specs[0].noun), **({"start_seconds": start} if start else {})}
                 row |= {"end_seconds": end} if math.isfinite(end) else {}
@@ -134,7 +134,7 @@ def _read_rows(
     except OSError as error:
         raise ValueError(f"cannot read the manifest {path!r}: {reason_of(error)}") from None
     except UnicodeDecodeError as error:
-        # Text is decoded in blocks, which begin in the line behind those that were read.
+        # Text is decoded in blocks, the failed one of which begins after the lines that were read.
         number = (lines.number if lines else 0) + len((error.object[: error.start] + b".").splitlines())
         raise ValueError(f"{path}, line {number}: it is no UTF-8 text ({error.reason}): save it as UTF-8") from None
     except (ValueError, csv.Error) as error:
@@ -145,15 +145,15 @@ def _read_rows(
 
 
 class _Lines:
-    """The lines of a file; `number` is that of the last one, and `row` holds those of the row that is read. Raises
-    ValueError at one that is too long for a row: a file can be one line, without end."""
+    """The lines of a file; `number` is that of the last one, and `row` the lines of the current row. Raises ValueError
+    at a line that is too long: a file may be a single endless line."""
 
     def __init__(self, file: io.TextIOBase) -> None:
         self._file, self.number, self.row = file, 0, list[str]()
 
     @property
     def row_lines(self) -> str:
-        """The line of the row that is read, or its lines."""
+        """The line or the lines of the current row."""
         first = self.number - max(len(self.row), 1) + 1
         return f"line {first}" if first == self.number else f"lines {first} to {self.number}"
 
@@ -180,15 +180,15 @@ def _read_objects(lines: _Lines, example: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """The rows of a .csv, whose cells may be quoted and go on over several lines; or of a .tsv, of which each line is a
-    row. `endings`: of files, by which a line is known for a row of its own that a quotation mark has swallowed."""
+    """The rows of a .csv, whose quoted cells may contain line breaks; or of a .tsv, in which each line is a row.
+    `endings`: of files; by these, lines inside a cell are recognised as rows after an unclosed quotation mark."""
     csv.field_size_limit(_LONGEST_LINE)  # a list of numbers in a cell is long
     rows = csv.reader(lines, strict=True) if delimiter == "," else map(_cells_of_tsv, lines)
     header = [name.strip() for name in next(rows, [])]
     lines.row.clear()
     if not {"path", "file_name"} & {*header}:
         raise ValueError(f"it has no column path (or file_name), it has {', '.join(header) or 'nothing'}")
-    is_open = False  # whether a cell of the line before begins with a quotation mark that is not closed
+    is_open = False  # whether a cell of the last line begins with an unclosed quotation mark
     for cells in rows:
         for line in lines.row[1:]:
             if any(cell.strip(' "\r\n').lower().endswith(endings) for cell in line.split(delimiter)):
@@ -207,8 +207,8 @@ def _read_table(lines: _Lines, delimiter: str, endings: tuple[str, ...]) -> Iter
 
 
 def _cells_of_tsv(line: str) -> list[str]:
-    """The cells of a line, those in quotes without them: some programs quote cells of a .tsv, and others none, in whose
-    captions a quotation mark is a character like any other."""
+    """The cells of a line, without quotes around a whole cell: some programs quote cells of a .tsv; for others, a
+    quotation mark in a caption is an ordinary character."""
     cells = line.rstrip("\r\n").split("\t")
     return [cell[1:-1].replace('""', '"') if _IN_QUOTES.fullmatch(cell) else cell for cell in cells]
 

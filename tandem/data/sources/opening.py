@@ -1,4 +1,4 @@
-"""Which source a path stands for: a manifest, tars, tables, or the files of a folder."""
+"""The choice of the source by a path: a manifest, tars, tables, or the files of a folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tar import TarSource, number_of
 _BRACES = re.compile(r"\{([^{}]*(?:,|\.\.)[^{}]*)\}")
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?")
 _ON_SERVERS = (".tar", *TABLE_ENDINGS, *MANIFEST_ENDINGS)
-_MOST_FILES = 1 << 20  # that a pattern stands for
+_MOST_FILES = 1 << 20  # of a pattern
 _LONGEST_QUOTE = 200
 
 
@@ -43,10 +43,10 @@ def open_source(
 
     Args:
         demo: The demonstration that messages recommend, such as "demo:shapes".
-        start_shard, end_shard: Numbers of the first tar and of the last one, which is included; None: no limit.
-        shard_width: Digits of the number that `{}` stands for.
+        start_shard, end_shard: Numbers of the first and of the last tar, inclusive; None: no limit.
+        shard_width: Digits of the number in the place of `{}`.
 
-    Raises ValueError, in one line, if there is nothing of the kind, or no sample in it.
+    Raises ValueError, in one line, if the path leads to no such source, or to one without samples.
     """
     path = _fill_number(os.path.expanduser(spec), start_shard, end_shard, shard_width)
     selects_tars = bool(start_shard) or end_shard is not None
@@ -105,7 +105,7 @@ def _open_folder(path: str, field_specs: Sequence[Wanted], demo: str) -> Source 
 
 
 def _all_end_with(paths: Sequence[str], endings: tuple[str, ...]) -> bool:
-    """Whether all these files have one of these endings."""
+    """Whether the names of all files have one of these endings."""
     return all(shown(path).lower().endswith(endings) for path in paths)
 
 
@@ -119,7 +119,7 @@ def _no_set_error(path: str, files: Sequence[str], noun: str) -> ValueError:
 
 
 def _fill_number(path: str, first: int, last: int | None, width: int) -> str:
-    """The pattern or range that a path with `{}` stands for; another path as it is."""
+    """The pattern or range for a path with `{}`; other paths are returned unchanged."""
     if "{}" not in path:
         return path
     if last is None:
@@ -155,7 +155,7 @@ def expanded(pattern: str) -> list[str]:
     paths = [*itertools.islice(braceexpand(pattern, escape=False), _MOST_FILES + 1)] if n <= _MOST_FILES else []
     if not 0 < len(paths) <= _MOST_FILES:
         raise ValueError(f"{quoted} stands for more than {_MOST_FILES} files: name fewer at a time")
-    if is_address(pattern):  # what is missing is said when it is opened
+    if is_address(pattern):  # missing files are reported when they are opened
         return [file for path in paths for file in (remote.listed(path) if remote.is_pattern(path) else [path])]
     if glob.has_magic(pattern):
         paths = sorted(match for path in paths for match in glob.glob(path))

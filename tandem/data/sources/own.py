@@ -1,5 +1,5 @@
-"""A user's own map-style dataset (`--dataset MODULE:FUNCTION`): how it is made, asked for an item, and checked; what
-fields take out of its items, and what they say of others."""
+"""A user's own map-style dataset (`--dataset MODULE:FUNCTION`): its construction, its items, the parts that fields take
+out of an item, and the errors for wrong items."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tandem.io.installed import HOME
 from .index import fingerprint_of
 from .record import MOST_EXAMPLES, Entry, Record
 
-ITEM = "item"  # the key of a record, which holds an item whole: fields take their parts by the functions below
+ITEM = "item"  # the key of a record, which holds the whole item: fields take their parts by the functions below
 _LONGEST_QUOTE = 200
 IMAGE_NAMES = ("image", "img")
 _MOST_CHANNELS = 64
@@ -49,7 +49,7 @@ _SOUND = (
 
 
 class OwnData(NamedTuple):
-    """What --dataset names, and the run's arguments, which its function gets."""
+    """The value of --dataset, and the run's arguments, which are passed to its function."""
 
     spec: str
     args: argparse.Namespace
@@ -59,17 +59,17 @@ class OwnData(NamedTuple):
 
 
 def data_of(args: argparse.Namespace, flag: str) -> OwnData | Any:
-    """Where a run's samples are: what --dataset names, or else the value of another flag."""
+    """The data of a run: that of --dataset, or else the value of another flag."""
     spec = getattr(args, "dataset", None)
     return OwnData(spec, args) if spec else getattr(args, flag)
 
 
 class OwnSource:
-    """What the function of --dataset returns. A record is {"item": an item}. See `Source` for the methods.
+    """The dataset that the function of --dataset returns. A record is {"item": an item}. See `Source` for the methods.
 
     The fingerprint is the dataset's own, or that of its name and length. The global generators of random, numpy and
-    PyTorch are seeded for each item, so that one which is drawn by them is the same in any process: by (seed, index),
-    with `augment` by (seed, epoch, index).
+    PyTorch are seeded for each item, by (seed, index), or with `augment` by (seed, epoch, index), so that random items
+    are the same in all processes.
 
     Raises ValueError, in one line, if there is no such function, or its result is no map-style dataset; and `Raised` if
     the user's code raises anything.
@@ -95,7 +95,7 @@ class OwnSource:
         return f"{index:09d}"
 
     def examples(self, name: str) -> Sequence[int]:
-        """The first items: they have to be made to see what they hold."""
+        """The first items: what an item holds is known only after it is made."""
         return range(min(self._length, MOST_EXAMPLES))
 
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
@@ -106,9 +106,9 @@ class OwnSource:
 
 
 def _put_own_folder_last() -> None:
-    """Let the modules of a user's dataset be what Python would find without this project: in the current folder, then
-    in PYTHONPATH and among the installed packages. The folder of the scripts, which Python has put first, holds a
-    `distributed` and `tests`, too, and comes last; this package is imported already."""
+    """Let a user's dataset import the modules that Python would find without this project: in the current folder, then
+    in PYTHONPATH and among the installed packages. Python puts the scripts' folder first, which also holds
+    `distributed` and `tests`; move it to the end."""
     current = os.path.realpath(os.curdir)
     entries = [entry for entry in sys.path if os.path.realpath(entry) != current]
     sys.path[:] = [os.getcwd(), *sorted(entries, key=lambda entry: os.path.realpath(entry) == str(HOME))]
@@ -153,7 +153,8 @@ def _make_dataset(data: OwnData) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def _errors_in_one_line(prefix: str = "") -> Iterator[None]:
-    """Context in which what a user's code raises becomes `Raised`: its type, its text, and the line that raised it."""
+    """Context in which an error of the user's code becomes `Raised`, with its type, its text, and the line that raised
+    it."""
     try:
         yield
     except MemoryError:
@@ -173,7 +174,7 @@ def _seeded(key: int) -> Iterator[None]:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  (users' code draws from it)
-    torch.default_generator.manual_seed(key & ((1 << 63) - 1))  # of the CPU alone: loaders do not touch a GPU
+    torch.default_generator.manual_seed(key & ((1 << 63) - 1))  # only the CPU's: loaders do not use a GPU
     try:
         yield
     finally:
@@ -183,8 +184,8 @@ def _seeded(key: int) -> Iterator[None]:
 
 
 def part_of(item: Any, *names: str, place: int | None = 0) -> Any:
-    """A part of an item: the first of these keys that a mapping has, or the entry of a tuple at a place, if it has one
-    there; an item that is neither is its part 0. None if there is no such part."""
+    """A part of an item: the value of a mapping's first existing key of `names`, or a tuple's entry at `place`; any
+    other item is its own part 0. None if there is no such part."""
     if isinstance(item, Mapping):
         return next((item[name] for name in names if item.get(name) is not None), None)
     if isinstance(item, (tuple, list)):
@@ -201,18 +202,18 @@ def as_array(part: Any) -> np.ndarray | None:
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray | None:
-    """Pixels: uint8 as they are, floats in [0, 1] as uint8; None for others."""
+    """Pixels as uint8: uint8 unchanged, floats in [0, 1] converted; None for others."""
     if array.dtype == np.uint8:
         return array
     if array.dtype.kind != "f" or not array.size:
         return None
-    if not (float(array.min()) >= -1e-3 and float(array.max()) <= 1 + 1e-3):  # of an interpolation; not of NaN
+    if not (float(array.min()) >= -1e-3 and float(array.max()) <= 1 + 1e-3):  # of an interpolation; NaN fails
         return None
     return np.rint(array.clip(0, 1) * 255).astype(np.uint8)
 
 
 def shown(thing: Any) -> str:
-    """What something is, for an error."""
+    """The description of an object for an error."""
     array = as_array(thing)
     if array is not None:
         kind = "a tensor" if isinstance(thing, torch.Tensor) else "an array"
@@ -230,7 +231,7 @@ def shown(thing: Any) -> str:
 
 
 def refused(thing: Any, expected: str) -> NotASample:
-    """The error for an item of a user's dataset that is none that the script trains on: what follows its name."""
+    """The error for an item of a user's dataset that the script cannot train on; its text follows the item's name."""
     return NotASample(f"is {shown(thing)}; it has to be {expected}")
 
 
@@ -273,8 +274,8 @@ def video_of(item: Any) -> Video:
 
 
 def sound_of(item: Any) -> Entry:
-    """The sound of an item of a user's dataset as a file of floats in memory, of which clips are cut as of any other.
-    A waveform and its rate are parts of the item, or the "array" and "sampling_rate" of its "audio"."""
+    """The sound of an item of a user's dataset, as a WAV file of floats in memory. Waveform and rate are parts of the
+    item, or the "array" and "sampling_rate" of its "audio"."""
     import soundfile
 
     waveform: Any = part_of(item, "waveform", "audio")
@@ -309,7 +310,7 @@ def texts_of(item: Any) -> Texts:
 
 
 def caption_of(item: Any) -> str:
-    """The caption of an item of a user's dataset: of a tuple of an image and its class there is none."""
+    """The caption of an item of a user's dataset; "" for a tuple of an image and its class."""
     caption = part_of(item, "caption", "text", "captions", place=1)
     if isinstance(caption, (list, tuple)):
         caption = caption[0] if caption else None
@@ -337,7 +338,7 @@ def without_array(item: Any, name: str, dimensions: int) -> NotASample:
 
 
 def _to_picture(part: Any) -> Image.Image | None:
-    """A PIL image of a PIL image, or of a tensor or array (c, h, w); None for anything else."""
+    """A PIL image from a PIL image, or from a tensor or array (c, h, w); None for anything else."""
     if isinstance(part, Image.Image):
         return part
     array = as_array(part)

@@ -1,5 +1,5 @@
-"""A record: what a source holds of one sample; and where the bytes of its files are: in a file of their own, in a part
-of a tar, or in memory."""
+"""Records, the stored content of samples, and references to the bytes of their files: a whole file, a part of a tar, or
+memory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ MOST_EXAMPLES = 100
 
 
 class Wanted(NamedTuple):
-    """What a field looks for in the records of a source. The first one that a script lists makes a sample: every file,
-    member or row that has it is one; what the others want stands beside it.
+    """What a field reads from the records of a source. Every file, member or row with the content of the script's first
+    `Wanted` is a sample; the content of the others stands beside it.
 
     Args:
         name: The key in a record.
         noun: What messages call it, in the singular.
-        endings: Of its files, lower case, with the dot; of several files the one whose ending comes first is taken.
-            Files that are read are found by them in any case of letters.
-        columns: Of tables and manifests, and keys of the items of a user's dataset.
+        endings: Of its files, lower case, with the dot; matched in any case of letters. Of several files the one whose
+            ending comes first is taken.
+        columns: Names of its columns in tables and manifests, and keys of the items of a user's dataset.
         feature: The type of its column in the metadata of the library datasets, such as "Image"; "" for any.
-        as_cells: Of texts: a record holds the cells of all these columns that a row has, by column. Else it holds what
-            stands in the first of them, a file or an array of numbers, and the sizes of files beside samples are kept.
-        further: Endings of files that are taken, too; of a tar, where no file of `endings` has the same name.
+        as_cells: For texts: a record holds the row's cells of all these columns, by column. Otherwise it holds the
+            content of the first existing column, a file or an array of numbers, and the index stores the sizes of files
+            beside samples.
+        further: Further endings; in a tar, only where no file of `endings` has the same name.
     """
 
     name: str
@@ -48,8 +49,8 @@ class Wanted(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A file, or the byte range of a file that holds one; and the part of the sound or video that clips are taken from.
-    `member` is the name of the file inside a tar; `content` is a file in memory, of `size` bytes (`in_memory`)."""
+    """A file, or a byte range of a file; and the time range of a sound or video from which clips are cut. `member` is
+    the name of the file inside a tar; `content` is a file in memory, of `size` bytes (`in_memory`)."""
 
     path: str
     offset: int = 0
@@ -66,12 +67,12 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the file, by whose ending its kind is known."""
+        """The name of the file, whose ending gives its kind."""
         return self.member or self.path
 
     @property
     def is_local_file(self) -> bool:
-        """Whether it is all of a file on this machine, which libraries may open by themselves."""
+        """Whether it is a whole file on this machine, which libraries may open by themselves."""
         return self.content is None and self.size is None and "://" not in self.path
 
     def read(self, limit: int) -> bytes:
@@ -83,24 +84,24 @@ class Entry(NamedTuple):
 
 
 class Files(NamedTuple):
-    """Tars, tables or a manifest, in order; `folder` is what the paths in the rows of tables are relative to, and
-    `skipped` a line about other files there."""
+    """Tars, tables or a manifest, in order; paths in the rows of tables are relative to `folder`, and `skipped` is a
+    line about other files there."""
 
     paths: list[str]
     folder: str = ""
     skipped: str = ""
 
 
-# By the name of what is wanted; a name is missing where a sample lacks it. A value is an Entry; or, of a table or
-# manifest, a mapping of cells (`as_cells`) or a list of numbers; or, of a user's dataset, whatever an item holds; or,
-# of a demonstration, a function that draws it.
+# The content of a sample by `Wanted.name`; a name is missing where the sample lacks it. A value is an Entry; in tables
+# and manifests also a mapping of cells (`as_cells`) or a list of numbers; in a user's dataset the item; in a
+# demonstration a function that generates it.
 Record = Mapping[str, Any]
 
 
 class Source(Protocol):
-    """Numbered records. `fingerprint` is equal where equally many records have the same names in the same order;
-    `skipped` is a line about files that are no samples, or ""; `shards` are the indices of the records of each tar (or
-    file of a table), None where there are none."""
+    """Numbered records. Sources with equal `fingerprint` have the same names in the same order; `skipped` is a line
+    about files that are no samples, or ""; `shards` are the indices of the records of each tar (or file of a table),
+    None where there are none."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -110,8 +111,8 @@ class Source(Protocol):
     def shards(self) -> Sequence[range] | None: ...
     def __len__(self) -> int: ...
     def record(self, index: int, epoch: int = 0, augment: bool = False) -> Record:
-        """Raises OSError or ValueError, in one line, if it cannot be read. Only a user's dataset may draw, by its seed
-        and the arguments."""
+        """Raises OSError or ValueError, in one line, if it cannot be read. Only a user's dataset may be random, by its
+        seed and the arguments."""
         ...
 
     def name(self, index: int) -> str:
@@ -123,8 +124,8 @@ class Source(Protocol):
         ...
 
     def examples(self, name: str) -> Sequence[int]:
-        """The indices of `MOST_EXAMPLES` records that hold something of this name, or of all of them; of arrays those
-        with the largest files, the largest first, where that is known. Empty if none does."""
+        """The indices of at most `MOST_EXAMPLES` records with content of this name; for arrays those with the largest
+        files, the largest first, if the sizes are known. Empty if there are none."""
         ...
 
 
@@ -133,9 +134,9 @@ def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Byt
     """An open file, or one at an address.
 
     Args:
-        is_part: Whether one of many samples in the file is to be read. Of an address, the whole file is then fetched
-            into the cache, if there is one.
-        ahead: How many bytes will be read in small steps. Of an address, they are requested in larger ones.
+        is_part: Whether one of many samples in the file is read. At an address, the whole file is then fetched into the
+            cache, if there is one.
+        ahead: How many bytes will be read in small steps. At an address, they are requested in larger ones.
 
     Raises OSError, and ValueError, in one line, if it is a pipe or a device.
     """
@@ -151,8 +152,8 @@ def open_bytes(path: str, is_part: bool = False, ahead: int = 0) -> Iterator[Byt
 
 @contextlib.contextmanager
 def open_entry(entry: Entry) -> Iterator[FileWindow | io.BytesIO]:
-    """The bytes of an entry. Raises OSError, and ValueError, in one line, if there are none; an error of the file
-    system at its end, too, in place of what C code makes of it, which sees the end of the file instead."""
+    """The bytes of an entry. Raises OSError, and ValueError, in one line, if it is empty. At the end of the context it
+    raises an error of the file system that C code took for the end of the file."""
     if entry.content is not None:
         if not entry.size:
             raise ValueError("the file is empty")
