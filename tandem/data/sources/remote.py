@@ -1,4 +1,4 @@
-"""Files in buckets and on servers: any address that fsspec knows, read by ranges, and again if a server fails."""
+"""Files in buckets and on servers, at any address that fsspec knows: read by ranges, with retries if a server fails."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .cache import ShardCache
 from .files import SCHEME, USER, FileWindow, LocalBytes, shown
 
 _PIECE = 16 << 20  # bytes of the longest request
-_AHEAD = 2 << 20  # bytes that are requested at once of what is read in small steps
+_AHEAD = 2 << 20  # bytes per request of a file that is read in small steps
 _TRIES, _PAUSE = 5, 0.5  # attempts, and seconds before the second one; each pause is twice as long as the one before
-_SECONDS, _SLOWEST = 30.0, 1 << 18  # a request takes at most these seconds, and one more for each so many bytes
+_SECONDS, _SLOWEST = 30.0, 1 << 18  # timeout of a request, plus a second for each so many bytes
 _CONNECTIONS = 32
 _SECRET = re.compile(r"[?&;][^=&;]*(sig|token|key|secret|pass|pwd|credential|auth)[^=&;]*=", re.IGNORECASE)
-# Requests are tried again here alone: libraries that do it as well would multiply the attempts.
+# Only this module retries requests: retries of libraries would multiply the attempts.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}, "max_pool_connections": _CONNECTIONS}},
     "http": {"client_kwargs": {"trust_env": True}},  # passwords are in ~/.netrc
 }
-_INSTALLED = ("s3", "http", "hf")  # what the extra `remote` serves
+_INSTALLED = ("s3", "http", "hf")  # protocols of the extra `remote`
 _SAME_AS = {"s3a": "s3", "https": "http"}
 
 
@@ -39,14 +39,14 @@ class _Info(NamedTuple):
 
 
 def version(address: str) -> str:
-    """What changes if the file changes: its size, and the server's checksum of it or the time when it was written.
-    Raises OSError and ValueError, in one line."""
+    """A text that changes with the file: its size, and the server's checksum or time of modification. Raises OSError
+    and ValueError, in one line."""
     return _info(address).version
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError, in one line, if it holds a password: run folders keep the flags of a run, and everybody sees a
-    command line."""
+    """Raises ValueError, in one line, if it holds a password: run folders store the flags, and other users see command
+    lines."""
     if USER.search(address) or (_protocol(address) == "http" and _SECRET.search(address)):
         raise ValueError(
             f"{shown(address)!r} came with a password, key or signature, which would stand in config.yaml: give the "
@@ -55,7 +55,7 @@ def check_address(address: str) -> None:
 
 
 def is_pattern(address: str) -> bool:
-    """Whether an address stands for several files, which the server has to list."""
+    """Whether an address is a pattern of several files, which the server has to list."""
     return re.search(r"[*\[]", address) is not None
 
 
@@ -79,17 +79,17 @@ def listed(pattern: str) -> list[str]:
     prefix = normal.rstrip("/").removesuffix(fs_class._strip_protocol(normal))
     addresses = {prefix + name: info for name, info in sorted(infos.items())}
     for address, info in addresses.items():
-        with contextlib.suppress(OSError):  # the server may say more when it is asked for one file
+        with contextlib.suppress(OSError):  # the server may tell more about a single file
             _listed_infos[address] = _parse_info(address, info)
     return [*addresses]
 
 
 class RemoteBytes:
-    """A file on a server, read at random; `size` is asked for once in each process.
+    """A file on a server, read at random; each process requests `size` once.
 
     Args:
-        ahead: If above 0, at least so many bytes are requested at once, and the last of them kept: for files that are
-            read in small steps.
+        ahead: If above 0, at least so many bytes are requested at once, and the last answer is buffered: for files that
+            are read in small steps.
 
     Raises:
         OSError: in one line, without passwords; the file cannot be read.
@@ -114,7 +114,7 @@ class RemoteBytes:
         return content[offset - start :][:size] if self._ahead else self._read(size, offset)
 
     def _read(self, size: int, offset: int) -> bytes:
-        if not offset and size <= _PIECE and "size" not in self.__dict__:  # asking for the size is another request
+        if not offset and size <= _PIECE and "size" not in self.__dict__:  # the size would be another request
             try:
                 content = self._fetch_piece(0, size, least=0)
             except OSError as error:
@@ -137,7 +137,7 @@ class RemoteBytes:
 
 
 class _Window(FileWindow):
-    """A window for libraries to which an exception can be raised."""
+    """A window for libraries that pass exceptions on."""
 
     def readinto(self, buffer: Any) -> int:
         n = super().readinto(buffer)
@@ -166,11 +166,11 @@ def open_remote(address: str, is_part: bool, ahead: int) -> Iterator[Any]:
 
 
 def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str] = (), at_once: int = 1) -> None:
-    """From now on, keep whole shards in a folder of the local disk, at most `cache_gb` * 10^9 bytes; None: read by
-    ranges. Processes that are forked later do the same.
+    """From now on, cache whole shards in a folder of the local disk, at most `cache_gb` * 10^9 bytes; None: read by
+    ranges. It holds for processes forked later, too.
 
     Args:
-        shards: Addresses of the shards to train on, of which `at_once` are read in turns: no others are kept. Without
+        shards: Addresses of the training shards, of which `at_once` are read at a time: only these are cached; without
             any, all are.
 
     Raises:
@@ -189,14 +189,17 @@ def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str
 
 
 def fetch_shards(addresses: Mapping[int, str], shards: Sequence[range]) -> None:
-    """Begin to fetch shards into the cache, in a thread; who reads one meanwhile waits for it. `addresses`: of the
-    shards, by the index of the first sample."""
+    """Begin to fetch shards into the cache, in a thread; a reader waits for its shard. `addresses`: of the shards, by
+    the index of their first sample."""
     shard_addresses = [addresses[shard.start] for shard in shards if shard.start in addresses]
-    first = os.getpid() % max(len(shard_addresses), 1)  # processes begin with different ones
+    first = os.getpid() % max(len(shard_addresses), 1)  # processes begin with different shards
 
     def fetch() -> None:
         for address in shard_addresses[first:] + shard_addresses[:first]:
-            with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:  # the reader meets them
+            with (
+                contextlib.suppress(OSError, ValueError),
+                contextlib.ExitStack() as stack,
+            ):  # the reader gets the error, too
                 stack.enter_context(_open_cached(address) or contextlib.nullcontext())
 
     threading.Thread(target=fetch, daemon=True).start()
@@ -207,33 +210,33 @@ _cached_addresses: frozenset[str] = frozenset()
 
 
 def _open_cached(address: str) -> BinaryIO | None:
-    """The local copy of a shard; None if the cache is not for it, has no room or fails. Raises errors of the
-    server."""
+    """The local copy of a shard; None if it is not to be cached, or the cache has no room or fails. Raises errors of
+    the server."""
     if _cache is None or (_cached_addresses and address not in _cached_addresses):
         return None
     size, file_version = _info(address)
     try:
         return None if size is None else _cache.open(f"{address}\n{file_version}", size, RemoteBytes(address).pread)
     except OSError as error:
-        if error.filename == shown(address):  # only errors of the server have this name
+        if error.filename == shown(address):  # only errors of the server have this file name
             raise
         return None
 
 
 def _protocol(address: str) -> str:
-    """The scheme of an address, one for those that one file system of fsspec serves."""
+    """The scheme of an address; schemes of the same file system of fsspec have one name."""
     match = SCHEME.match(address)
     assert match is not None, address
     scheme = match[1].lower()
     return _SAME_AS.get(scheme, scheme)
 
 
-_listed_infos: dict[str, _Info] = {}  # what listings have said, until it is used
+_listed_infos: dict[str, _Info] = {}  # from listings, each until it is used
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _info(address: str) -> _Info:
-    """Asked of the server once in each process. Raises OSError and ValueError, in one line."""
+    """Size and version of a file, requested once in each process. Raises OSError and ValueError, in one line."""
     return _listed_infos.pop(address, None) or _parse_info(address, _request(address, "info"))
 
 
@@ -248,8 +251,8 @@ def _parse_info(address: str, info: Mapping[str, Any]) -> _Info:
 
 @functools.lru_cache(maxsize=64)
 def _make_filesystem(pid: int, thread: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Any:
-    """A file system of fsspec, for one process: the threads of its connections do not survive a fork. If it is not
-    asynchronous, for one thread, too: its connections serve one request at a time."""
+    """A file system of fsspec, one per process, because the threads of its connections do not survive a fork; if it is
+    not asynchronous, one per thread, because its connections serve one request at a time."""
     import fsspec
 
     filesystem = fsspec.filesystem(protocol, skip_instance_cache=True, **_OPTIONS.get(protocol, {}), **dict(options))
@@ -259,7 +262,7 @@ def _make_filesystem(pid: int, thread: int, protocol: str, options: tuple[tuple[
 
 
 def _fs_class(address: str) -> tuple[Any, str]:
-    """The class of the file systems for an address, and the address with its scheme in lower case, which they want.
+    """The class of the file system for an address, and the address with the scheme in lower case, as it requires.
     Raises ValueError, in one line."""
     protocol = _protocol(address)
     try:
@@ -267,7 +270,7 @@ def _fs_class(address: str) -> tuple[Any, str]:
 
         fs_class = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        package = error.name or getattr(error.__cause__, "name", None)  # fsspec's own errors have none, but a cause
+        package = error.name or getattr(error.__cause__, "name", None)  # fsspec's own errors have no name, but a cause
         if package and (package == "fsspec" or protocol in _INSTALLED):
             raise missing_package(shown(address), package, "remote") from None
         raise ValueError(f"{shown(address)} needs a package for {protocol}:// ({error})") from None
@@ -280,17 +283,17 @@ def _fs_class(address: str) -> tuple[Any, str]:
 
 
 def _filesystem(fs_class: Any, address: str) -> tuple[Any, str]:
-    """The file system of an address, and what the file is called there; some connect at once. Raises anything."""
+    """The file system of an address, and the file's path there. Some connect at once, so it can raise anything."""
     options, thread = fs_class._get_kwargs_from_urls(address), 0 if fs_class.async_impl else threading.get_ident()
     try:
         filesystem = _make_filesystem(os.getpid(), thread, _protocol(address), tuple(sorted(options.items())))
-    except (TypeError, AttributeError) as error:  # it wants options that no address holds
+    except (TypeError, AttributeError) as error:  # it needs options that no address holds
         raise ValueError(str(error)) from None
     return filesystem, fs_class._strip_protocol(address)
 
 
 async def _fetch_range(http: Any, address: str, start: int, end: int) -> bytes:
-    """These bytes of a file on a web server, and one more if it sends more: it may send all of a large file."""
+    """These bytes of a file on a web server, and one more if it sends more: it may ignore the range and send all."""
     session = await http.set_session()
     content = bytearray()
     async with session.get(http.encode_url(address), headers={"Range": f"bytes={start}-{end - 1}"}) as answer:
@@ -305,8 +308,8 @@ async def _fetch_range(http: Any, address: str, start: int, end: int) -> bytes:
 def _request(
     address: str, method: str, check: Callable[[Any], None] = lambda _: None, size: int = 0, **arguments: Any
 ) -> Any:
-    """What a method of the file system answers about a file, in about `size` bytes. `check` raises OSError if the
-    answer is not whole. Tried again with growing pauses, unless it would fail again.
+    """The result of a method of the file system for a file, of about `size` bytes. `check` raises OSError if it is
+    incomplete. Failures are retried with growing pauses, unless a retry would fail, too.
 
     Raises OSError and ValueError, in one line that quotes no server and no library, whose texts may hold passwords.
     """
@@ -338,8 +341,8 @@ def _request(
 
 
 def _explain_error(error: BaseException, seconds: float) -> tuple[int, str]:
-    """What an error says: its number, EIO if another attempt may succeed, and a line."""
-    # fsspec raises FileNotFoundError for whatever kept it from asking, and s3fs its own errors in place of botocore's.
+    """The number of an error, EIO if another attempt may succeed, and a line for the user."""
+    # fsspec raises FileNotFoundError for any failed request, and s3fs its own errors in place of botocore's.
     cause = error.__cause__
     if cause is not None and (isinstance(error, FileNotFoundError) or hasattr(cause, "response")):
         error = cause

@@ -1,4 +1,4 @@
-"""What tables and manifests share: the cells of a row become a record."""
+"""The base of tables and manifests: the cells of a row become a record."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _UNNAMEABLE = {"\0", *map(chr, range(0xD800, 0xE000))}  # characters that JSON c
 
 
 class Rows:
-    """Numbered rows of cells. A class below this one gives `cells`, `describe` and `__len__`.
+    """Numbered rows of cells. A subclass defines `cells`, `describe` and `__len__`.
 
     Args:
-        columns: In which columns each that is wanted is looked for, the first one first.
-        folder: What paths in cells are relative to.
+        columns: The columns of each `Wanted`, in order of preference.
+        folder: The folder of relative paths in cells.
 
-    classes: by column, the names of classes that stand there, in their order, where a table says them.
+    classes: by column, the names of its classes, in order, where a table states them.
     """
 
     classes: Mapping[str, Sequence[str]] = {}
@@ -42,7 +42,7 @@ class Rows:
         raise NotImplementedError
 
     def cells(self, index: int) -> Mapping[str, Any]:
-        """The cells of a row by column: of a file its content, its path, or a mapping of both, "bytes" and "path"; of
+        """The cells of a row by column: for a file its content, its path, or a mapping of both, "bytes" and "path"; for
         an embedding a list or array of numbers. Raises ValueError, in one line, if they cannot be read."""
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class Rows:
         return {**record, first.name: record[first.name]._replace(start_seconds=start, end_seconds=end)}
 
     def examples(self, name: str) -> Sequence[int]:
-        """The first rows, if there is a column for it."""
+        """The first rows, if there is a column of this name."""
         has_column = any(spec.name == name and columns for spec, columns in self.columns.items())
         return range(min(len(self), MOST_EXAMPLES) if has_column else 0)
 
@@ -81,7 +81,7 @@ class Rows:
         return os.path.join(self._folder, path if is_address(self._folder) else os.path.expanduser(path))
 
     def _parse_cell(self, spec: Wanted, cell: Any, index: int) -> Any:
-        """The file or the numbers that a cell stands for, None if for none."""
+        """The file or the numbers of a cell, None if it is empty."""
         path = cell.get("path") if isinstance(cell, Mapping) else cell
         content = cell.get("bytes") if isinstance(cell, Mapping) else cell
         if content is None or isinstance(content, str):
@@ -90,15 +90,15 @@ class Rows:
         if isinstance(content, bytes | memoryview):
             return Entry.in_memory(content, self.describe(index), member=path if isinstance(path, str) else "")
         try:
-            with np.errstate(over="ignore"):  # whoever uses them checks that they are finite
+            with np.errstate(over="ignore"):  # the field checks that they are finite
                 return np.array(content, np.float32)
         except (ValueError, TypeError, OverflowError):
             raise ValueError(f"its {spec.noun} is no list of numbers, nor lists of equally many") from None
 
 
 def parts_of(source: Source) -> list[str]:
-    """Which part of its file each record of a table is, in seconds, or what a row says that is no part; empty if all
-    are whole files."""
+    """The part of its file that each record of a table is, in seconds, or the invalid cells; empty if all are whole
+    files."""
     parts = [*map(_describe_part, source.times())] if isinstance(source, Rows) else []
     return parts if {*parts} - {_describe_part({})} else []
 
@@ -106,25 +106,25 @@ def parts_of(source: Source) -> list[str]:
 def _describe_part(cells: Mapping[str, Any]) -> str:
     try:
         start, end = seconds_of(cells)
-    except ValueError:  # a bad sample, when it is read
+    except ValueError:  # the sample is bad when it is read
         return repr([cells.get(name) for name in TIMES])
     return f"{start} {end}"
 
 
 def unread_line(path: str, names: Iterable[str], read: Container[str]) -> str:
-    """A line about the columns of a table or manifest of which nothing is read; "" if there are none."""
+    """A line about the columns of a table or manifest that are not read; "" if there are none."""
     unread = [*itertools.islice((name for name in names if name and name not in read), _MOST_NAMES + 1)]
     texts = [printable(name[:_LONGEST_QUOTE]) for name in unread[:_MOST_NAMES]] + ["..."] * (len(unread) > _MOST_NAMES)
     return f"columns of {path!r} that are not read: {', '.join(texts)}" if texts else ""
 
 
 def columns_of(wanted: Wanted) -> tuple[str, ...]:
-    """The columns in which it is looked for."""
+    """The columns of a `Wanted`, in order of preference."""
     return wanted.columns or (wanted.name,)
 
 
 def path_of(cells: Mapping[str, Any], noun: str) -> str:
-    """The path of a row. Raises ValueError, in one line, if it has none that can be one."""
+    """The path of a row. Raises ValueError, in one line, if it has none that is possible."""
     path = cells.get("path")
     if not isinstance(path, str) or not path.strip() or not _UNNAMEABLE.isdisjoint(path):
         raise ValueError(f'it has no "path" of a {noun}')
@@ -132,8 +132,8 @@ def path_of(cells: Mapping[str, Any], noun: str) -> str:
 
 
 def seconds_of(cells: Mapping[str, Any]) -> tuple[float, float]:
-    """The start and the end of a sample in its file, of the columns `TIMES`, all optional. Raises ValueError, in one
-    line, if they cannot be."""
+    """The start and the end of a sample in its file, from the columns `TIMES`, all optional. Raises ValueError, in one
+    line, if they are impossible."""
     times = {OTHER_NAMES.get(name, name): cells[name] for name in TIMES if cells.get(name) not in (None, "")}
     start, end = _seconds_of(times, "start_seconds", 0.0), _seconds_of(times, "end_seconds", math.inf)
     if end <= start:

@@ -1,10 +1,10 @@
 """Tables of samples: the rows of Arrow and parquet files, read in any order.
 
 A row holds a file, as the library datasets of Hugging Face stores images and sounds: a struct of its `bytes` and its
-`path`, or a plain binary column; and its texts, its embeddings, and where its part of a long file begins and ends.
-Arrow files (of the streaming format) are mapped into memory: a start reads where their record batches are, and nothing
-of what they hold. Of parquet files it reads the footers; a sample then costs its whole row group, of which each loader
-process keeps the last ones.
+`path`, or a plain binary column; and its texts, its embeddings, and the start and end of its part of a long file. Arrow
+files (of the streaming format) are mapped into memory: a start reads only the headers of their record batches. Of
+parquet files it reads the footers; a sample then costs the reading of its row group, of which each loader process
+caches the last ones.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .rows import TIMES, Rows, columns_of, unread_line
 ENDINGS = (".arrow", ".parquet")
 _LARGEST_GROUP = 1 << 30  # bytes of a row group of a parquet file, without compression
 _KEPT_BYTES = 1 << 28  # of row groups, in each process
-_BYTES_OF_ROW = 8  # that a row of a parquet file takes at least, however often it repeats the one before
+_BYTES_OF_ROW = 8  # at least, of a row of a parquet file, even if it repeats the last one
 _THREADS = 16
 _LONGEST_HEADER = 1 << 24  # bytes
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MEDIA = ("Image", "Audio", "Video")
-# The words by which the hub tells splits apart in the paths of files.
+# The words in the paths of files by which the hub recognises splits.
 _SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation",
            "val": "validation", "dev": "validation", "test": "test", "testing": "test", "eval": "test",
            "evaluation": "test"}  # fmt: skip
@@ -55,7 +55,7 @@ _LISTS = ("list<", "large_list<", "fixed_size_list<")
 
 
 def saved_files(folder: str) -> Files | None:
-    """The files of a folder that `save_to_disk` has written, None if it is none.
+    """The files of a folder written by `save_to_disk`, None for another folder.
 
     Raises ValueError, in one line, if it is damaged, holds several splits, or names rows of the files.
     """
@@ -112,7 +112,7 @@ def check_alike(folder: str, names: Sequence[str]) -> None:
 
 
 def _find_split(name: str) -> str | None:
-    """The split that the path of a file names, its last word of this kind."""
+    """The split that a file's path names, by the last such word."""
     words = [_SPLITS[word.lower()] for word in _WORD.findall(name) if word.lower() in _SPLITS]
     return words[-1] if words else None
 
@@ -120,18 +120,17 @@ def _find_split(name: str) -> str | None:
 class TableSource(Rows):
     """The rows of Arrow or parquet files, numbered in the order of files and rows. See `Source` for the methods.
 
-    Cells of texts that are numbers of classes are replaced by the names of these. Raises ValueError, in one line, if
-    pyarrow is missing, a file is damaged, or files have no column of the first that is wanted, or several, or differ in
-    their columns.
+    Cells with class numbers are replaced by the names of the classes. Raises ValueError, in one line, if pyarrow is
+    missing, a file is damaged, files have no column for the first `Wanted`, or several, or differ in their columns.
     """
 
     def __init__(self, files: Files, specs: Sequence[Wanted]) -> None:
-        try:  # here, so that loader workers that are forked later need not
+        try:  # here, so that loader workers forked later need not
             import pyarrow.parquet  # noqa: F401
         except ImportError:
             raise missing_package("reading Arrow and parquet files", "pyarrow", "datasets") from None
         self._arguments, self.paths = (files, tuple(specs)), files.paths
-        with ThreadPoolExecutor(_THREADS) as threads:  # a server takes a while for each
+        with ThreadPoolExecutor(_THREADS) as threads:  # a server answers slowly
             open_files = [*threads.map(_open_table, files.paths)]
         kinds, features = _types_of(open_files[0].schema), _read_features(open_files[0].schema)
         columns: dict[Wanted, Sequence[str]] = {specs[0]: [_file_column(kinds, features, specs[0], files.paths[0])]}
@@ -150,7 +149,9 @@ class TableSource(Rows):
                 last, first_types = (", ".join(f"{k}: {v}" for k, v in group.items()) for group in (file_types, types))
                 raise ValueError(f"{path!r} has the columns {last}, but {files.paths[0]!r} {first_types}")
         self._parts = [(file, number) for file in open_files for number in range(len(file.lengths))]
-        self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in open_files))])  # of the parts, after a 0
+        self._ends = np.cumsum(
+            [0, *itertools.chain(*(file.lengths for file in open_files))]
+        )  # of the parts, with a 0 in front
         self._firsts = np.cumsum([0, *(sum(file.lengths) for file in open_files)])
         if not len(self):
             first, n = repr(files.paths[0]), len(files.paths)
@@ -198,7 +199,7 @@ class TableSource(Rows):
         return file, index - int(self._firsts[file])
 
     def _read_part(self, number: int, columns: Sequence[str]) -> Mapping[str, Any]:
-        """Columns of rows that are read together."""
+        """Columns of a part, the rows that are read together."""
         file, part = self._parts[number]
         with _errors_in_one_line("the rows beside it cannot be read"):
             rows = file.part(part, columns)
@@ -207,7 +208,7 @@ class TableSource(Rows):
 
 class _ArrowFile:
     """A file of the streaming format; its parts are record batches, whose headers are read at the start. A part is a
-    view of a map of memory, or is fetched from a server when one of its samples is asked for."""
+    view of a memory map, or is fetched from a server when one of its samples is read."""
 
     def __init__(self, path: str) -> None:
         import pyarrow as pa
@@ -242,15 +243,15 @@ class _ArrowFile:
         offset, size = self._batch_ranges[number]
         content = self._map.slice(offset, size) if self._map else Entry(self._path, offset, size).read(size)
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(content), self.schema).select(columns)
-        batch.validate(full=True)  # else forged offsets would lead out of the file
+        batch.validate(full=True)  # forged offsets would lead out of the file
         if batch.num_rows != self.lengths[number]:
             raise ValueError("it claims another number of rows than it has")
         return batch
 
 
 class _WithoutBody(io.BytesIO):
-    """A message of Arrow, of which the header is there, and zeros stand for the body, of at most `longest` bytes: they
-    take no memory until somebody looks at them."""
+    """An Arrow message with its header, and zeros in place of the body, of at most `longest` bytes: they take no memory
+    until they are accessed."""
 
     def __init__(self, header: bytes, longest: int) -> None:
         super().__init__(header)
@@ -266,8 +267,8 @@ class _WithoutBody(io.BytesIO):
 
 
 def _count_rows(message: Any, schema: Any) -> int:
-    """How many rows a record batch has, of whose body nothing is known. Raises ValueError, in one line, if it is none
-    whose columns stand in the body as they are."""
+    """The number of rows of a record batch without its body. Raises ValueError, in one line, if its columns are not
+    stored plainly in the body."""
     import pyarrow as pa
 
     try:
@@ -280,7 +281,8 @@ def _count_rows(message: Any, schema: Any) -> int:
 
 
 class _ParquetFile:
-    """A parquet file; its parts are row groups. It is opened for each, because processes must not share an open one."""
+    """A parquet file; its parts are row groups. It is opened for each part, because processes must not share an open
+    file."""
 
     def __init__(self, path: str) -> None:
         import pyarrow.parquet as pq
@@ -293,7 +295,7 @@ class _ParquetFile:
         self.lengths = [group.num_rows for group in groups]
         sizes = [max(group.total_byte_size, _BYTES_OF_ROW * group.num_rows) for group in groups]
         self.largest = max([1, *sizes])
-        # Cells that are equal stand in a file once: a small one would take any memory if each became a copy.
+        # Equal cells are stored once: if each became a copy, a small file could take any amount of memory.
         leaves = (self._metadata.schema.column(number) for number in range(len(self._metadata.schema)))
         self._dictionary_columns = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         if self.largest > _LARGEST_GROUP:
@@ -316,20 +318,20 @@ def _open_table(path: str) -> _ArrowFile | _ParquetFile:
             check_regular(Path(path))
         try:
             return _ParquetFile(path) if shown(path).lower().endswith(".parquet") else _ArrowFile(path)
-        except ValueError:  # pyarrow's errors of a content are ValueErrors, too
+        except ValueError:  # pyarrow's errors about the content are ValueErrors, too
             if reason := other_kind(Entry(path).read(LONGEST_BEGINNING)):
                 raise ValueError(reason) from None
             raise
 
 
 def _open_random_access(path: str, is_part: bool) -> contextlib.AbstractContextManager[Any]:
-    """What pyarrow opens. `is_part`: as for `open_bytes`."""
+    """The file or path for pyarrow. `is_part`: as for `open_bytes`."""
     return remote.open_file(path, is_part) if is_address(path) else contextlib.nullcontext(path)
 
 
 @contextlib.contextmanager
 def _errors_in_one_line(failure: str) -> Iterator[None]:
-    """Context in which whatever pyarrow raises for a damaged file becomes a ValueError, in one line."""
+    """Context in which pyarrow's errors for a damaged file become a ValueError, in one line."""
     import pyarrow as pa
 
     try:
@@ -339,7 +341,7 @@ def _errors_in_one_line(failure: str) -> Iterator[None]:
 
 
 def _to_plain(cell: Any) -> Any:
-    """A cell without pyarrow, but for the contents of files, which stay where they are in a map of memory."""
+    """A cell as Python values; contents of files remain views of the memory map."""
     import pyarrow.types as types
 
     if types.is_dictionary(cell.type):
@@ -357,7 +359,7 @@ def _to_plain(cell: Any) -> Any:
 
 
 def _read_features(schema: Any) -> Mapping[str, Mapping[str, Any]]:
-    """What datasets says of the columns."""
+    """The features of the columns in the metadata of the library datasets."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, Mapping)}
@@ -366,13 +368,13 @@ def _read_features(schema: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _types_of(schema: Any) -> dict[str, str]:
-    """The type of each column, as pyarrow writes it; of columns of one name, none."""
+    """The type of each column, as pyarrow writes it, without columns of equal names."""
     counts = Counter(schema.names)
     return {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True) if counts[name] < 2}
 
 
 def _file_column(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
-    """The column that holds the files."""
+    """The column with the files."""
     columns = columns_of(wanted)
     files = {name: kind for name, kind in kinds.items() if _FILE.fullmatch(kind)}
     media = {name: features.get(name, {}).get("_type") for name in files}

@@ -1,5 +1,5 @@
-"""Webdataset tars, read in any order by an index of where each sample's members begin. It is made once for all of them,
-from the headers only."""
+"""Webdataset tars, read in any order by an index of the offsets of each sample's members, made once from their
+headers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from .folder import about_skipped, ending_of, skipped_line
 from .index import Made, PackedStrings, fingerprint_of, kept, largest
 from .record import Entry, Record, Wanted, open_bytes
 
-_FEWEST = 100  # samples in an index that is kept: of long members, each header takes a read of the disk
+_FEWEST = 100  # samples in an index that is cached: each header of a long member takes a read of the disk
 _THREADS = 16
 _BLOCK = 512  # bytes
 _LONGEST_HEADER = 1 << 20  # bytes; far more than a long name or the extended headers of a file need
 _ONE_HEADER, _NEAR, _AHEAD, _AHEAD_REMOTE = 1 << 11, 1 << 14, 1 << 16, 1 << 20  # bytes
-# Kinds of members. Links, devices and folders have no content, whatever size they claim.
+# Kinds of members. Links, devices and folders have no content, whatever size they state.
 _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x", b"X")
 _HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
 _WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINKS = (b"1", b"2")
-# What may be said of the end of a tar. One behind which others were appended is read on; between their ends and their
-# next headers there are zeros, of which no more are looked at than any program writes.
+# Notes about the end of a tar. Tars that were appended to it are read, too; between them there are zeros, of which no
+# more are read than any program writes.
 _NO_END_MARK = "without a mark of the end, perhaps cut off"
 _MORE_BYTES = "with bytes behind the end, which are not read"
 _LONGEST_END = 1 << 20  # bytes
@@ -48,14 +48,14 @@ Kinds = Callable[[str], Sequence[tuple[int, int, int]]]
 
 
 class TarSource:
-    """The samples of several tars, in the order of tars and of the first members of samples. Members whose names are
-    equal up to the first dot after the folder are one sample. See `Source` for the methods.
+    """The samples of several tars, in the order of tars and of their first members. Members whose names are equal up to
+    the first dot after the folder are one sample. See `Source` for the methods.
 
-    A member is what a `Wanted` looks for if all of its name after that dot is one of the endings; or else, if samples
-    or texts are wanted, if its name ends so: "0.mask.png" is an image only if nothing else of that name is.
+    A member belongs to a `Wanted` if its whole name after that dot is one of the endings; for samples and texts,
+    otherwise, if its name ends with one: "0.mask.png" is an image only if there is no "0.png".
 
-    `skipped`: what is to be said of files beside the tars. Raises ValueError, in one line, if a tar cannot be read, is
-    damaged or cut off, or none holds a sample.
+    `skipped`: a line about files beside the tars. Raises ValueError, in one line, if a tar cannot be read, is damaged
+    or cut off, or none holds a sample.
     """
 
     def __init__(self, paths: Sequence[str], specs: Sequence[Wanted], skipped: str = "") -> None:
@@ -104,7 +104,7 @@ class TarSource:
                 for end in scanned.ends:
                     ends.setdefault(end, [0, len(firsts) - 1])[0] += 1
                 firsts.append(len(names))
-        # Of the same samples in the same tars, with the same members beside them; other members may lie between.
+        # Equal for the same samples in the same tars with the same members beside them, whatever else the tars hold.
         parts = [*names.buffers, *(memoryview(part).cast("B") for part in (firsts, *columns[2 :: len(_PARTS)]))]
         titles = [f"{part} {spec.name}" for spec in self._wanted for part in _PARTS]
         description = about_skipped(skipped, self._wanted[0].noun, len(alone), alone[0] if alone else "")
@@ -141,7 +141,7 @@ class TarSource:
         return [range(int(first), int(end)) for first, end in itertools.pairwise(self._firsts)]
 
     def shard(self, index: int) -> int:
-        """The place of the tar that holds a sample."""
+        """The index of the tar that holds a sample."""
         return int(np.searchsorted(self._firsts, index, side="right")) - 1
 
     def path(self, index: int) -> str:
@@ -162,7 +162,7 @@ def stem_of(name: str) -> str:
 
 def number_of(path: str, flag: str) -> int:
     """Number of a shard by its file's name: "img_emb_0012.npy" and "00012.tar" -> 12. Raises ValueError, in one line
-    that names the flag."""
+    with the flag."""
     match = re.search(r"([0-9]+)$", stem_of(path))
     if match is None:
         raise ValueError(f"{flag}: the name of {path!r} does not end with the number of its shard, such as 00012")
@@ -176,7 +176,7 @@ def _key(name: str) -> str:
 
 
 def _read_state(path: str) -> tuple[int, str]:
-    """The size of a tar, and what is different after a change."""
+    """The size of a tar, and a text that changes with it."""
     try:
         if is_address(path):
             from . import remote
@@ -189,7 +189,7 @@ def _read_state(path: str) -> tuple[int, str]:
 
 
 def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
-    """What the index stands beside, one tar or the folder that holds several, and the paths relative to it."""
+    """The path of the index, one tar or the folder of several, and the paths of the tars relative to it."""
     if is_address(paths[0]):
         return paths[0], [*paths]
     if len(paths) == 1:
@@ -199,8 +199,8 @@ def _root_and_names(paths: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _match_tail(specs: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]]:
-    """What a member may be, whose name ends so after its stem: the number in `specs`, its rank (the lowest is taken)
-    and the number of its ending."""
+    """The possible roles of a member with this name after its stem: the number in `specs`, the rank (the lowest is
+    taken) and the number of the ending."""
     tail = tail.lower()
     for is_whole in (True, False):
         matches = []
@@ -216,13 +216,13 @@ def _match_tail(specs: Sequence[Wanted], tail: str) -> list[tuple[int, int, int]
 
 
 class Scanned(NamedTuple):
-    """What is in a tar.
+    """The content of a tar.
 
     names: of the first members of its samples, in its order.
-    places: the size, offset and ending of each kind of member, int64 (n, 3 * kinds), -1 where there is none.
-    left: how many members are part of no sample, by ending; links and sparse files, whose content is elsewhere, too.
-    alone: those of them that would be read in a sample.
-    ends: what is unusual at its end.
+    places: size, offset and ending of each sample's member of each kind, int64 (n, 3 * kinds), -1 where it has none.
+    left: how many members belong to no sample, by ending; also links and sparse files, whose content is elsewhere.
+    alone: those of them that could belong to a sample.
+    ends: notes about an unusual end.
     """
 
     names: list[str]
@@ -233,7 +233,7 @@ class Scanned(NamedTuple):
 
 
 def scan(path: str, specs: Sequence[Wanted], kinds: Kinds) -> Scanned:
-    """What is in a tar, of which only the headers of members are read.
+    """Read the headers of a tar's members.
 
     Raises ValueError, in one line, if the tar cannot be read, is damaged or cut off, or two samples have one name.
     """
@@ -273,7 +273,7 @@ def scan(path: str, specs: Sequence[Wanted], kinds: Kinds) -> Scanned:
 
 
 def _join_forms(samples: Mapping[str, list[Any]]) -> None:
-    """Give samples what has their name but for letters whose accents are signs of their own in one of the two."""
+    """Give samples the members of the same name in the other Unicode form, composed or decomposed."""
     firsts = {unicodedata.normalize("NFC", key): key for key, sample in samples.items() if sample[0]}
     for key, sample in samples.items():
         first = None if key.isascii() or sample[0] else samples.get(firsts.get(unicodedata.normalize("NFC", key), ""))
@@ -283,8 +283,8 @@ def _join_forms(samples: Mapping[str, list[Any]]) -> None:
 
 
 class _Pieces:
-    """A file that is read forward in pieces: a short one for a header far from the last one, and longer and longer ones
-    where headers are near each other. Of a server, a longer one takes no longer."""
+    """A file that is read forward in pieces: short ones for distant headers, longer and longer ones where headers are
+    near each other. From a server, long pieces take no more time."""
 
     def __init__(self, file: Bytes, is_remote: bool) -> None:
         self._file, self._begin, self._piece, self._size = file, 0, b"", _ONE_HEADER
@@ -301,8 +301,8 @@ class _Pieces:
 
 
 def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
-    """Name, first byte and size of every file in a tar, in its order. `skipped` gets the number of links and sparse
-    files, and `ends` what is unusual at the end.
+    """Name, first byte and size of every file in a tar, in its order. Counts links and sparse files in `skipped`, and
+    adds notes about an unusual end to `ends`.
 
     Raises ValueError, in one line, if it cannot be read, is damaged or cut off.
     """
@@ -317,10 +317,10 @@ def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple
 
 def _members(pieces: _Pieces, n_bytes: int, skipped: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
     at = 0
-    extended: dict[str, bytes] = {}  # about the next member, in headers before its own
+    extended: dict[str, bytes] = {}  # attributes of the next member, from extended headers
     while True:
         header = pieces.read(at, _BLOCK)
-        if header == bytes(_BLOCK):  # zeros are the mark of the end
+        if header == bytes(_BLOCK):  # zeros mark the end
             end = at
             while at < n_bytes and at - end < _LONGEST_END and not header.strip(b"\0"):
                 at += _BLOCK
@@ -362,18 +362,18 @@ def _members(pieces: _Pieces, n_bytes: int, skipped: Counter[str], ends: list[st
 
 
 def _is_header(block: bytes) -> bool:
-    """Whether the checksum is right, the sum of all bytes with spaces in its own place; some programs add them as
-    signed numbers."""
+    """Whether the checksum is right, the sum of all bytes with spaces in place of it; some programs sum signed
+    bytes."""
     if len(block) != _BLOCK:
         return False
     spaced = block[:148] + b" " * 8 + block[156:]
     stated = _parse_number(block[148:156])
-    # The lower half of Adler-32 is the sum of bytes, plus 1, modulo 65521; at several times the speed of `sum`.
+    # The lower half of Adler-32 is the sum of bytes, plus 1, modulo 65521, and several times faster than `sum`.
     return (stated + 1) % 65521 == zlib.adler32(spaced) & 0xFFFF or stated == int(np.frombuffer(spaced, np.int8).sum())
 
 
 def _begins_member(block: bytes) -> bool:
-    """Whether a block behind the end of a tar is the header of another one."""
+    """Whether a block behind the end of a tar is the first header of another one."""
     try:
         return _is_header(block)
     except ValueError:
@@ -381,7 +381,7 @@ def _begins_member(block: bytes) -> bool:
 
 
 def _parse_number(field: bytes) -> int:
-    """A number of a header, in octal digits; or in bytes, if they are too few. Raises ValueError."""
+    """A number of a header, in octal digits, or as bytes if the digits do not suffice. Raises ValueError."""
     if field[:1] in (b"\x80", b"\xff"):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[:1] == b"\xff" else 0)
     digits = field.partition(b"\0")[0].strip() or b"0"
@@ -402,7 +402,7 @@ def _parse_extended(content: bytes) -> dict[str, bytes]:
         digits = content[offset : offset + 20].partition(b" ")[0]
         end = offset + int(digits)
         key, equals, value = content[offset + len(digits) + 1 : end - 1].partition(b"=")
-        if not (equals and offset < end <= len(content)):  # else it had no end
+        if not (equals and offset < end <= len(content)):  # the loop must advance
             raise ValueError("an extended header that is none")
         pairs[key.decode(errors="replace")], offset = value, end
     return pairs

@@ -1,1 +1,1 @@
-"""Output folders of codes, embeddings and images, which a command continues to fill after it was killed."""
+"""Output folders of codes, embeddings and images, which the same command continues after an interruption."""

@@ -1,4 +1,4 @@
-"""The codes of a folder of images or videos on the disk: shards of a fixed number of items, and an index of the rows.
+"""Stored codes of images or videos: shards of a fixed number of items, and an index of the rows.
 
     codes/codes-00000.safetensors    "codes" (n, h, w), uint8, uint16 or int32: the smallest that holds the codebook
     codes/index.jsonl                {"path": "cats/1.jpg", "shard": 0, "row": 0, "label": 0}, a line per image in order
@@ -9,23 +9,23 @@ Loading needs no code of this repository:
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # with npy: numpy.load("....npy")
     paths = [json.loads(line)["path"] for line in open("codes/index.jsonl")]       # row by row, shard after shard
 
-The label of an image is the number of its class, as in latents.py. An image whose class is no number has no label, and
-neither have videos.
+The label of an image is the number of its class, as in latents.py. Images whose class is no number and videos have no
+label.
 
-A row is the codes of an image, or of a frame of codes of a video, which has several rows; its line says how many, and
-further the number of frames before encoding and how many are shown in a second (null: an image):
+A row is the codes of an image, or one frame of codes of a video, which has several rows; its line states their number,
+the number of frames before encoding, and the frames per second (null: an image):
 
     {"path": "a.mp4", "shard": 0, "row": 12, "code_frames": 5, "frames": 17, "fps": 25.0}
     line = json.loads(open("codes/index.jsonl").readline()); of_video = codes[line["row"]:][:line["code_frames"]]
 
-Videos that keep their shape have rows of a single code each, (n,), frame after frame and line after line of a picture;
-"grid" in index.json, the shape of a row, is [] then, and in each line stands that of its frames, (h, w):
+Videos that keep their shape have rows of a single code, (n,), in the order of frames, lines and columns; then "grid" in
+index.json, the shape of a row, is [], and each line has the shape of its frames, (h, w):
 
     {"path": "b.mp4", "shard": 0, "row": 480, "code_frames": 5, "frames": 17, "fps": 25.0, "grid": [8, 14]}
     of_video = codes[line["row"]:][:5 * 8 * 14].reshape(5, 8, 14)
 
-They are decoded to a folder of images or videos, at the relative paths of the originals (for absolute ones, and those
-with .., see `below`); an image, and a video of one frame, become a PNG. Files are written whole.
+Decoding writes a folder of images or videos, at the relative paths of the originals (for absolute paths, and those with
+.., see `below`); an image, and a video of one frame, become a PNG. Files are written whole.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _PIECE_CODES = 4  # frames of codes that are decoded at once
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 Decode = Callable[[Tensor], Tensor]
-# Writes frames (h, w, 3), of which so many are shown in a second, of the video with this path, to a file.
+# Writes frames (h, w, 3) at so many frames per second, of the video with this path, to a file.
 Write = Callable[[BinaryIO, Iterator[npt.NDArray[np.uint8]], float, str], None]
 
 
@@ -71,7 +71,7 @@ def code_dtype(num_codes: int) -> np.dtype:
 
 class StoredCodes(Stored):
     """A complete folder of codes. The constructor and the methods raise ValueError, in one line, if there are no codes,
-    or not all of them yet, or a file is not what the index says.
+    or they are incomplete, or a file does not agree with the index.
 
     by_shard: the lines of index.jsonl.
     """
@@ -101,7 +101,7 @@ class StoredCodes(Stored):
                 raise ValueError("its numbers of rows are not those of the index")
 
     def rows(self, shard: int) -> Tensor:
-        """What the model decodes of a shard, int64 (n, h, w), or (n,) of videos that keep their shape."""
+        """The codes of a shard for the model, int64 (n, h, w), or (n,) of videos that keep their shape."""
         return torch.from_numpy(self.load(shard).astype(np.int64))
 
     def counts(self, shards: Iterable[int]) -> npt.NDArray[np.int64]:
@@ -120,10 +120,10 @@ class StoredCodes(Stored):
 
 
 def decoded_files(folder: Path, codes: StoredCodes, ending: str, frames_per_code: int | None) -> list[list[Path]]:
-    """By shard and item, the file below the folder: with this ending (FRAME_FOLDER: a folder of PNGs), or .png if the
-    item is an image or has one frame. See `output_names`.
+    """The output file of each item, by shard: with this ending (FRAME_FOLDER: a folder of PNGs), or .png if the item is
+    an image or has one frame. See `output_names`.
 
-    Raises ValueError, in one line, if the index is damaged. `frames_per_code`: of the model of videos; None: of images.
+    Raises ValueError, in one line, if the index is damaged. `frames_per_code`: of a model of videos; None: of images.
     """
     lines = [line for shard_lines in codes.by_shard for line in shard_lines]
     with explained(codes.folder / LINES_FILE):
@@ -142,7 +142,7 @@ def _is_grid(grid: Any) -> bool:
 
 
 def _check_line(line: Mapping[str, Any], frames_per_code: int) -> None:
-    """Raise ValueError or KeyError if a line of the index cannot be of a video."""
+    """Raise ValueError or KeyError if a line of the index cannot belong to a video."""
     frames, fps = line["frames"], line["fps"]
     if type(frames) is not int or line[COUNT] != 1 + -(-(frames - 1) // frames_per_code):
         raise ValueError(f"{line['path']!r} has {frames!r} frames and {line[COUNT]} frames of codes")
@@ -154,7 +154,7 @@ def _check_line(line: Mapping[str, Any], frames_per_code: int) -> None:
 def decode_images(
     codes: StoredCodes, shard: int, files: Sequence[Path], decode: Decode, *, batch_size: int, num_threads: int
 ) -> None:
-    """Write those images of a shard that do not exist or are incomplete; `num_threads` threads compress them.
+    """Write the images of a shard that are missing or incomplete; `num_threads` threads compress them.
 
     `decode` maps rows of `codes` (batch_size, ...), padded with 0, to images (batch_size, c, h, w) in [0, 1], on any
     device. Raises ValueError, in one line, if the codes are damaged.
@@ -182,7 +182,7 @@ def decode_videos(
     *,
     num_threads: int,
 ) -> None:
-    """Write those videos of a shard that do not exist or are incomplete, frame by frame.
+    """Write the videos of a shard that are missing or incomplete, frame by frame.
 
     `open_stream` begins a video. It returns a function that is called with the next codes, int64 (n, h', w'), and
     returns their frames (f, 3, h, w) in [0, 1], on any device. `num_threads` threads compress PNGs. Raises ValueError,
@@ -203,8 +203,8 @@ def decode_videos(
 
 
 def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads: int) -> None:
-    """Write those PNGs of pictures uint8 (h, w, c) that do not exist or are incomplete; `num_threads` threads compress
-    them. If none is missing, no picture is asked for; there may be more of them than paths."""
+    """Write the missing or incomplete PNGs of pictures uint8 (h, w, c); `num_threads` threads compress them. If none is
+    missing, `pictures` is not iterated; it may have more items than `paths`."""
     missing = [not is_complete(path) for path in paths]
     if any(missing):
         with ThreadPoolExecutor(num_threads) as pool:
@@ -214,8 +214,8 @@ def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads:
 
 
 def _save_image(path: Path, pixels: Tensor) -> None:
-    """Write an image. The file is not synced, which would take most of the time; after a power cut, the next start
-    finds incomplete files by `is_complete`."""
+    """Write an image. Syncing would take most of the time; instead, after a power cut the next start finds incomplete
+    files by `is_complete`."""
     with _new_file(path, is_synced=False) as file:
         Image.fromarray(pixels.numpy()).save(file, "png")
 
@@ -230,9 +230,9 @@ def _new_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 
 def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[Tensor]:
-    """The pictures uint8 (h, w, c) that a function draws of pieces, for each some in [0, 1], (b, c, h, w), c = 3 (RGB)
-    or 4 (RGBA): round(255 x) after clamping. A piece is drawn when its first picture is asked for; on an accelerator,
-    when the first one of the piece before it is."""
+    """The pictures uint8 (h, w, c) of the images in [0, 1], (b, c, h, w), c = 3 (RGB) or 4 (RGBA), that `draw` makes of
+    each piece: round(255 x) after clamping. `draw` is called when the piece's first picture is requested; on an
+    accelerator, one piece earlier."""
 
     def batches() -> Iterator[tuple[None, Tensor]]:
         for piece in pieces:
@@ -244,8 +244,8 @@ def pixels_of(pieces: Iterable[Any], draw: Callable[[Any], Tensor]) -> Iterator[
 
 
 def below(path: str) -> str:
-    """A path of an index, without its root and every ``..``, so that it is one below any folder: a manifest may name
-    files anywhere. Raises ValueError, in one line, if nothing is left of it."""
+    """A path of an index without its root and every ``..``, so that it stays below any folder: a manifest may name
+    files anywhere. Raises ValueError, in one line, if nothing remains."""
     relative = str(PurePosixPath(*(part for part in PurePosixPath(path).parts if part.strip("/") not in ("", ".."))))
     if not stays_inside(relative):
         raise ValueError(f"the index names {path!r}, which is no path of a file")
@@ -253,9 +253,9 @@ def below(path: str) -> str:
 
 
 def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
-    """The file name for what is made of each path: its ending becomes the one given. If two would get one name (a.jpg
-    and a.webp), the new ending is appended instead, and if need be, as for two parts of one file, the place in the list
-    before it; no two names are equal. Raises what `below` raises."""
+    """The output name for each path: its ending is replaced. If two names were equal (a.jpg and a.webp), the new ending
+    is appended instead; if they are still equal, as for two parts of one file, the position in the list is inserted
+    before it. Raises what `below` raises."""
     paths = [below(path) for path in paths]
     replaced = [str(PurePosixPath(path).with_suffix(ending)) for path, ending in zip(paths, endings, strict=True)]
     appended = [f"{path}{ending}" for path, ending in zip(paths, endings, strict=True)]
@@ -266,7 +266,7 @@ def output_names(paths: Sequence[str], endings: Sequence[str]) -> list[str]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a PNG exists and has its end mark as its last bytes."""
+    """Whether a PNG exists and ends with its end mark."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, io.SEEK_END)

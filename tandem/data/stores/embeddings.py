@@ -1,4 +1,4 @@
-"""An index of embeddings on the disk: shards of a fixed number of files, the file of each row, and search.
+"""A stored index of embeddings: shards of a fixed number of files, the file of each row, and search.
 
     index/embeddings-00000.safetensors    "embeddings" float32 (n, d), of length 1
     index/index.jsonl                     {"path": "dogs/1.wav", "shard": 0, "row": 0}, a line per row, in order;
@@ -33,8 +33,8 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Match(NamedTuple):
-    """A file that was found: its rank from 1 on, its cosine to the query, its path, and its first caption if the index
-    knows one."""
+    """A match of a query: its rank from 1 on, its cosine to the query, its path, and its first caption if the index has
+    one."""
 
     rank: int
     cosine: float
@@ -93,12 +93,12 @@ class StoredEmbeddings(Stored):
             return vectors
 
     def nearest(self, queries: Vectors, count: int, mark: Callable[[], None] = lambda: None) -> list[list[Match]]:
-        """For each of the queries (m, d), unit vectors, the `count` rows of the largest cosine, or all rows if there
-        are fewer; of equal cosines, the first rows. Every row is compared. One shard is in memory at a time; `mark` is
-        called for each, as a sign of life.
+        """For each of the queries (m, d), unit vectors, the `count` rows with the largest cosines, or all rows if there
+        are fewer; among equal cosines, the first rows. Every row is compared. One shard is in memory at a time; `mark`
+        is called for each, as a heartbeat.
 
-        Cosines are summed in fp64 and then rounded to fp32, so that one depends neither on the rows of its shard nor on
-        the other queries, and equal rows have equal cosines.
+        Cosines are computed in fp64 and rounded to fp32, so that they depend neither on the shards nor on other
+        queries, and equal rows have equal cosines.
         """
         exact, first_row = queries.astype(np.float64), 0
         cosines, rows = (np.zeros((len(queries), 0), dtype) for dtype in (np.float32, np.int64))
@@ -107,7 +107,7 @@ class StoredEmbeddings(Stored):
             shard_cosines = (exact @ self.load(shard).astype(np.float64).T).astype(np.float32)
             numbers = np.broadcast_to(np.arange(first_row, first_row + size), shard_cosines.shape)
             cosines, rows, first_row = np.hstack([cosines, shard_cosines]), np.hstack([rows, numbers]), first_row + size
-            # Rows of equal cosines are in order here, and a stable sort keeps that order.
+            # A stable sort keeps the order of rows with equal cosines.
             best = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
             cosines, rows = (np.take_along_axis(matrix, best, axis=1) for matrix in (cosines, rows))
         files = self._read_files(set(rows.ravel().tolist()))
@@ -129,8 +129,8 @@ class StoredEmbeddings(Stored):
 
 
 def read_queries(texts: Sequence[str], path: str | None) -> list[str]:
-    """The queries of the command line, then those of a file, one per line; empty ones are left out. Raises ValueError,
-    in one line, if the file cannot be read or no query is left."""
+    """The queries of the command line, then those of a file, one per line, without empty ones. Raises ValueError, in
+    one line, if the file cannot be read or there is no query."""
     queries = [stripped for query in texts if (stripped := query.replace(BYTE_ORDER_MARK, "").strip())]
     if path is not None:
         try:

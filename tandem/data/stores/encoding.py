@@ -1,5 +1,5 @@
-"""The one way from samples to the shards of a store: a sample is loaded in pieces (an image, the clips of a sound, some
-frames of a video), a model makes rows of them, and what cannot be read is left out."""
+"""Encoding of samples to the shards of a store: a sample is loaded in pieces (an image, the clips of a sound, some
+frames of a video), a model makes rows of them, and samples that cannot be read are left out."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tandem.devices import on_host
 
 from .shards import COUNT, GRID, PARTIAL, Encoded
 
-PIECE_FRAMES = 16  # of a video, which are in memory at once
+PIECE_FRAMES = 16  # frames of a video that are in memory at once
 
-Note = dict[str, Any]  # what the index of a store says of a sample beside its name
+Note = dict[str, Any]  # the entries of a sample in the index, beside its name
 Load = Callable[[int], tuple[Tensor, Note]]
 Frames = Callable[[int], Iterator[tuple[Tensor, float | None]]]
 Describe = Callable[[int], str]  # the name by which a user finds a sample
@@ -40,15 +40,16 @@ def encode_batches(
     num_workers: int,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Encoded]:
-    """What `encode` makes of the samples with the indices of each shard, in the order of the shards; an array for each
-    sample that can be read.
+    """The rows that `encode` makes of the samples of each shard, in the order of the shards; an array for each sample
+    that can be read.
 
     Args:
         load: index -> the pieces of a sample (n, ...), n > 0, of one shape for all samples, and its note. Raises
-            OSError or ValueError, in one line, if it cannot be read. It is called, and pickled if workers are not
-            forked, in `num_workers` loader processes, in each for `per_request` samples at once.
-        encode: Pieces (batch_size, ...), the last ones 0 -> rows (batch_size, ...) on any device. A row may depend on
-            its own piece alone: with padded batches it depends neither on the processes nor on the other samples.
+            OSError or ValueError, in one line, if it cannot be read. `num_workers` loader processes call it, each for
+            `per_request` samples at a time; it is pickled if they are not forked.
+        encode: Pieces (batch_size, ...), padded with 0 -> rows (batch_size, ...) on any device. If a row depends only
+            on its own piece, it depends neither on the number of processes nor on other samples, as all batches have
+            one size.
         waiting: See `Loader`.
     """
     requests = [[indices[i : i + per_request] for i in range(0, len(indices), per_request)] for indices in shards]
@@ -58,8 +59,8 @@ def encode_batches(
 
 
 def load_each(load: Load, describe: Describe, indices: range) -> tuple[Tensor, list[tuple[int, Note]], list[BadSample]]:
-    """The pieces (n, ...) of all samples; of each sample how many these are, and its note, which says as PARTIAL why
-    only a part of its file is read; what cannot be read."""
+    """The pieces (n, ...) of all samples; for each sample the number of its pieces, and its note, with the reason for a
+    partial reading as PARTIAL; and the samples that cannot be read."""
     pieces, notes, bad = [torch.zeros(0)], [], []
     for index in indices:
         try:
@@ -89,8 +90,8 @@ def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], ba
 
 
 def in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tensor], batch_size: int) -> Tensor:
-    """What `encode` makes of pieces, (n, ...), on the host: in batches of one size, of which the last is padded
-    with 0."""
+    """The rows (n, ...) that `encode` makes of pieces, on the host: in batches of one size, the last one padded with
+    0."""
     pending = iter(pieces)
 
     def encoded() -> Iterator[tuple[int, Tensor]]:
@@ -114,20 +115,20 @@ def encode_streams(
     num_threads: int,
     in_shape: bool = False,
 ) -> Iterator[Encoded]:
-    """Codes of the videos with the indices of each shard, in the order of the shards. Memory does not depend on the
-    length of a video.
+    """Codes of the videos of each shard, in the order of the shards. The memory does not depend on the length of a
+    video.
 
     Args:
         frames_of: index -> the frames of a video, uint8 (3, h, w), in order, each with the frames per second up to
             there (None: an image). Raises OSError, and ValueError, in one line, if they cannot be read.
-        open_stream: Begins a video. It returns a function that is called, in the main thread, with the next frames,
-            uint8 (3, f, h, w), and returns the codes (f', h', w') that they complete, on any device; no other stream
-            may change them.
-        dtype: Of the codes, as they are kept.
-        frames_per_code: 1 + n times as many frames have 1 + n frames of codes. The last frame of other videos is held
-            until they do.
-        num_threads: As many videos are decoded at once, each by a thread that is at most one piece ahead.
-        in_shape: Whether each video has its own (h', w'), which its note then holds as GRID, and rows are single codes.
+        open_stream: Begins a video. Returns a function that is called, in the main thread, with the next frames, uint8
+            (3, f, h, w), and returns the codes (f', h', w') that they complete, on any device; other streams must not
+            affect them.
+        dtype: Of the stored codes.
+        frames_per_code: 1 + n * frames_per_code frames have 1 + n frames of codes. Other videos are padded by repeating
+            the last frame.
+        num_threads: The number of videos that are decoded at once, each by a thread, at most one piece ahead.
+        in_shape: Whether each video has its own (h', w'); then its note holds them as GRID, and rows are single codes.
     """
     for indices in shards:
         parts, grids = defaultdict[int, list[Any]](list), dict[int, Note]()
@@ -149,14 +150,14 @@ def _encode_pieces(
     notes: dict[int, Note],
     bad: list[BadSample],
 ) -> Iterator[tuple[int, Tensor]]:
-    """The codes of each piece, with the index of its video. Adds to `notes`, by index, what pieces end with, and to
-    `bad` the videos that cannot be read."""
+    """The codes of each piece, with the index of its video. Adds the note of each video to `notes`, by index, and the
+    videos that cannot be read to `bad`."""
     encoders = defaultdict[int, Any](open_stream)
     for index, piece in pieces:
         if isinstance(piece, Tensor):
             yield index, encoders[index](piece)
             continue
-        encoders.pop(index, None)  # and with it what a model keeps of a video
+        encoders.pop(index, None)  # and the model's state of the video
         if isinstance(piece, Exception):
             bad.append(BadSample(index, describe(index), reason_of(piece)))
         else:
@@ -164,7 +165,8 @@ def _encode_pieces(
 
 
 def _split_frames(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | Note]:
-    """All frames of a video, in order, a few at a time (3, f, h, w), with the held ones at the end; then its note."""
+    """All frames of a video, in order, a few at a time (3, f, h, w), with the repeated ones at the end; then its
+    note."""
     frames, count = frames_of(index), 0
     while chunk := list(itertools.islice(frames, PIECE_FRAMES)):
         yield torch.stack([frame for frame, _ in chunk], dim=1)
@@ -181,7 +183,7 @@ def _split_frames(frames_of: Frames, index: int, frames_per_code: int) -> Iterat
 def _round_robin(
     start: Callable[[int], Iterator[Tensor | Note]], indices: Iterable[int], num_threads: int
 ) -> Iterator[tuple[int, Tensor | Note | Exception]]:
-    """What several videos yield, one after the other as in a round; or what one has raised, which ends it."""
+    """The items of several videos in round-robin order; an error of a video is yielded and ends the video."""
     pending = ((index, start(index)) for index in indices)
     with ThreadPoolExecutor(num_threads) as pool:
         turns = deque((*video, pool.submit(next, video[1])) for video in itertools.islice(pending, num_threads))
@@ -192,7 +194,7 @@ def _round_robin(
                 piece = future.result()
             except (OSError, ValueError) as error:
                 piece = error
-            # The thread goes on while the model encodes, after the end of a video with the next one.
+            # While the model encodes, the thread decodes the next piece, or the next video after the end of one.
             next_video = (index, video) if isinstance(piece, Tensor) else next(pending, None)
             if next_video is not None:
                 turns.append((*next_video, pool.submit(next, next_video[1])))

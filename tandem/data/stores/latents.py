@@ -1,4 +1,4 @@
-"""The continuous latents of a folder of images on the disk, as trainers of diffusion transformers read them.
+"""Stored continuous latents of images, as trainers of diffusion transformers read them.
 
     latents/latents-00000.safetensors    "latents" (n, d, h, w), fp16, bf16 or fp32; "latents_flip", those of the images
                                          mirrored left to right; "labels" int64 (n,): LightningDiT's names
@@ -8,9 +8,8 @@
     latents/labels/00000-00000.npy       mirrored image 00000-00000-flip.npy. Labels are int64 (1,)
 
 Latents are means or samples of their Gaussians, or moments: (n, 2 d, h, w), means and then standard deviations. They
-are as the encoder gives them, or, if index.json says that they are "scaled", (latent - shift_factor) * scaling_factor,
-of which both numbers stand there in "config". Its "dtype" is that of the latents, and its "grid" the shape of one of
-them.
+are the encoder's, or, if index.json has "scaled", (latent - shift_factor) * scaling_factor, with the two numbers in its
+"config". Its "dtype" is that of the latents, and its "grid" the shape of one of them.
 """
 
 from __future__ import annotations
@@ -48,13 +47,12 @@ class LabelField(Field):
     """ "label": the class of an image, 0, 1, ...
 
     Args:
-        is_said: Whether the number, or the name of one in a table, stands in a .cls beside the image, or in a column
-            cls or label of its row. Else it follows from the first folder of its name.
-        numbers: Of the classes by name. An image in no folder has the number after the last, which trainers of
-            diffusion transformers take for no class.
+        is_said: Whether the number, or the name of a table's class, is in a .cls beside the image, or in a column cls
+            or label of its row. Otherwise the first folder of its name gives the class.
+        numbers: The numbers of the classes by name. An image in no folder has the number after the last, which trainers
+            of diffusion transformers take for no class.
         name_of: index -> the name of the image, as of a `Source`.
-        is_needed: Whether an image whose class is neither a number nor such a name is a bad one; if not, it has no
-            label.
+        is_needed: Whether an image whose class is neither a number nor such a name is bad; if not, it has no label.
     """
 
     is_said: bool
@@ -99,7 +97,7 @@ def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Sampl
 
 
 def labels_line(labels: Collection[int | None]) -> str:
-    """What is said of the different labels of a set; None: of an image without one."""
+    """The line about the labels of a set; None stands for an image without a label."""
     numbers = {label for label in labels if label is not None}
     if numbers - {0}:
         text = f"{len(numbers)} different ones, {min(numbers)} to {max(numbers)}"
@@ -111,8 +109,8 @@ def labels_line(labels: Collection[int | None]) -> str:
 
 
 class LatentWriter(ShardWriter):
-    """Shards of latents, of rows that are moments fp32 (v, 2 d, h, w): those of an image, and, if v is 2, those of the
-    mirrored one. A sample depends on the noise and on the number of the image alone."""
+    """Shards of latents, from rows of moments fp32 (v, 2 d, h, w): those of an image, and, if v is 2, of the mirrored
+    image. A sample depends only on the noise and the number of the image."""
 
     def __init__(self, noise: Noise, *arguments: Any, npy: bool) -> None:
         super().__init__(*arguments, npy=npy)
@@ -146,14 +144,14 @@ class StoredLatents(StoredCodes):
     name = LATENTS
 
     def rows(self, shard: int) -> Tensor:
-        """What the decoder takes, fp32 (n, d, h, w): the latents, or of moments the means, as the encoder gave them."""
+        """The decoder's input, fp32 (n, d, h, w): the latents, or the means of moments, unscaled."""
         with explained(self.folder / self.index["shards"][shard]["file"]):
             scale, shift = _read_scale(self.index)
             return self._read_latents(shard) / scale + shift
 
     def channels(self, shards: Sequence[int]) -> dict[int, list[list[float]]]:
-        """Of the latents in these shards as they are written, or of moments the means: for each channel how many
-        numbers there are, their sum, that of their squares, the lowest and the highest."""
+        """For each shard and channel of the stored latents, or the means of moments: the count, the sum, the sum of
+        squares, the minimum and the maximum."""
         statistics: dict[int, list[list[float]]] = {}
         for shard in shards:
             with explained(self.folder / self.index["shards"][shard]["file"]):
@@ -166,7 +164,7 @@ class StoredLatents(StoredCodes):
         return statistics
 
     def _read_latents(self, shard: int) -> Tensor:
-        """Latents, or of moments the means, as they are in the file, but fp32."""
+        """The stored latents, or the means of moments, in fp32."""
         index, entry = self.index, self.index["shards"][shard]
         grid = index["grid"]
         if "latent_dtype" in index:  # an earlier version's: it says (v, 2 d, h, w), the shape of moments
@@ -178,8 +176,8 @@ class StoredLatents(StoredCodes):
 
 
 def channel_lines(shards: Mapping[int, Sequence[Sequence[float]]]) -> Iterator[str]:
-    """Mean, standard deviation and range of each channel, of what `StoredLatents.channels` found, a line each. The
-    same text however shards are spread over processes."""
+    """A line for each channel with mean, standard deviation and range, from the statistics of `StoredLatents.channels`.
+    The text does not depend on the spread of shards over processes."""
     channels = zip(*(shards[shard] for shard in sorted(shards) if shards[shard]), strict=True)
     for channel, shard_statistics in enumerate(channels):
         counts, sums, squares, lowest, highest = zip(*shard_statistics, strict=True)
@@ -191,6 +189,6 @@ def channel_lines(shards: Mapping[int, Sequence[Sequence[float]]]) -> Iterator[s
 
 
 def _read_scale(settings: Mapping[str, Any]) -> tuple[float, float]:
-    """What latents are multiplied by, after the other was taken off, as the settings of a folder say it."""
+    """The factor of latents, and the shift that is subtracted before, by the settings of a folder."""
     config = settings["config"]
     return (config["scaling_factor"], config["shift_factor"] or 0.0) if settings["scaled"] else (1.0, 0.0)

@@ -29,7 +29,7 @@ class OutputFolder:
     is held as long as the object exists.
 
     Args:
-        settings: Everything that the content depends on, as JSON values, the same on every process.
+        settings: Everything that the content depends on, as JSON values, equal on all processes.
         fresh: Move a folder that an earlier command filled to `<path>.old-<n>`, and start over.
         say: Prints a line, on one process only.
 
@@ -61,9 +61,9 @@ class OutputFolder:
             writing.write_atomically(self.path / name, content)
 
     def rounds(self, shards: Sequence[int], done: str) -> Iterator[int | None]:
-        """Spread shards over the processes: yields this process's shard of each round, or None if no shard is left for
-        it, so that every process has the same number of rounds. After each round, it says how many shards are `done`
-        (a word such as "encoded"). Raises AskedToStop after a signal, before the next round."""
+        """Spread shards over the processes: yields this process's shard of each round, or None if there is none for it,
+        so that every process has the same number of rounds. Each round ends with a line about the shards that are
+        `done` (a word such as "encoded"). Raises AskedToStop after a signal, before the next round."""
         world = self.processes.world_size
         for first in range(0, len(shards), world):
             if self.processes.stop_requested(now=True):

@@ -1,4 +1,4 @@
-"""Arrays on the disk: shards of a fixed number of items, and an index that is written last.
+"""Stored arrays: shards of a fixed number of items, and an index that is written last.
 
 codes-00000.safetensors   the rows of the items that could be read, in order. It is renamed to this name once it is
                           whole, so what exists is done. The metadata hold its checksum and what is known of the items
@@ -33,8 +33,8 @@ from .output import OutputFolder, json_bytes
 
 INDEX_FILE, LINES_FILE = "index.json", "index.jsonl"
 COUNT = "code_frames"  # key of the number of rows of an item that has several
-PARTIAL = "partial"  # key of why only a part of an item's file is read, if it is so
-GRID = "grid"  # key of their shape, if it is the item's own: then a row is a single number
+PARTIAL = "partial"  # key of the reason why only a part of an item's file is read
+GRID = "grid"  # key of an item's own shape of rows: then a row is a single number
 _DAMAGES: tuple[type[Exception], ...] = (*DAMAGES, SafetensorError)
 _MOST_NUMBERS = 1 << 29  # of a shard
 
@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
 
     Args:
         parts: Arrays (n, ...), together the rows of the items that could be read, in order.
-        notes: What the index says of each item that could be read; COUNT and GRID among it, see `row_count`.
+        notes: The index entries of each item that could be read, with COUNT and GRID, see `row_count`.
         bad: The items that could not be read.
     """
 
@@ -55,7 +55,7 @@ class Encoded(NamedTuple):
     bad: list[BadSample]
 
 
-Encode = Callable[[Sequence[range]], Iterator[Encoded]]  # the indices of the items of each shard -> what they become
+Encode = Callable[[Sequence[range]], Iterator[Encoded]]  # the indices of the items of each shard -> the shards' content
 
 
 class ShardWriter:
@@ -66,7 +66,7 @@ class ShardWriter:
         empty: An empty array (0, ...) with the dtype of the rows and, from dimension 1 on, their shape.
         names: Relative paths of all items, in order.
         per_shard: Items of a shard, readable or not; the last may have fewer.
-        npy: Whether `arrays` are written, too, for those who cannot read safetensors.
+        npy: Whether `arrays` are written, too, for programs that cannot read safetensors.
     """
 
     def __init__(
@@ -134,19 +134,19 @@ class ShardWriter:
         assert (len(notes) + len(bad), _count_rows(notes)) == (len(self._items[shard]), len(rows)), (shard, encoded)
         columns = self.columns(rows, notes, sorted({*self._items[shard]} - {sample.index for sample in encoded.bad}))
         for name, array in self.arrays(shard, columns) if self._with_npy else ():
-            content = io.BytesIO()  # before the shard, which says that all is whole
+            content = io.BytesIO()  # before the shard, whose existence means that all is complete
             np.save(content, array, allow_pickle=False)
             self.output.write(name, content.getvalue())
         self.output.write(self._file(shard), shard_bytes(columns, notes=notes, bad=bad))
 
     def _read_metadata(self, shard: int) -> Any:
-        """What the metadata of an existing shard say."""
+        """The metadata of an existing shard."""
         with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
             return parse_json(file.metadata()["about"].encode())
 
     def _check_shard(self, shard: int) -> list[BadSample]:
         """The items of a shard that could not be read, by relative path. Raises one of `_DAMAGES` if there is no such
-        shard, or not all of what it says of itself is true."""
+        shard, or it does not agree with its metadata."""
         metadata = self._read_metadata(shard)
         count, empty = _count_rows(metadata["notes"]), self.columns(self._empty, [], [])
         shapes = {name: (count, *column.shape[1:]) for name, column in empty.items()}
@@ -177,19 +177,19 @@ class ShardWriter:
         self.output.write(INDEX_FILE, json_bytes({**self.output.settings, **totals, "shards": shards, "bad": bad}))
 
     def _report_bad(self, log: BadSampleLog, bad: Iterable[BadSample], stop: bool) -> None:
-        """Say which items any process could not read, each once. Collective."""
+        """Report the items that any process could not read, each once. Collective."""
         new = log.share(bad, self.output.processes.gather_objects)
         with self.output.processes.agreement():
             if new and stop:
                 raise ValueError(f"cannot read {new[0]}; --on_bad_sample skip goes on without it")
-            for sample in new:  # whose name may hold bytes that are not UTF-8
+            for sample in new:  # their names may hold bytes that are not UTF-8
                 self.output.say(f"cannot read {sample}; it is left out".encode(errors="backslashreplace").decode())
             log.check()
 
 
 class Stored:
-    """A complete folder of shards, of which `index` is index.json, and `sha256` its checksum. Raises ValueError, in one
-    line, as all methods do, if there is none, or not all of it yet, or a file is not what the index says."""
+    """A complete folder of shards; `index` is index.json, and `sha256` its checksum. All methods raise ValueError, in
+    one line, if there is none, or it is incomplete, or a file does not agree with the index."""
 
     def __init__(self, folder: str | Path, name: str) -> None:
         self.folder, self._name = Path(folder), name
@@ -211,7 +211,7 @@ class Stored:
 
     @contextlib.contextmanager
     def rows_of(self, shard: int, shape: Sequence[int], dtypes: Sequence[str]) -> Iterator[Array]:
-        """The rows of a shard, checked against the index; what the body raises is explained, too."""
+        """The rows of a shard, checked against the index; errors of the body are explained, too."""
         entry = self.index["shards"][shard]
         with explained(path := self.folder / entry["file"]):
             shapes = {self._name: (entry["rows"], *shape)}
@@ -228,7 +228,7 @@ class Stored:
 
 
 def shard_bytes(columns: Mapping[str, Tensor], **about: Any) -> bytes:
-    """The content of a shard. One entry of metadata holds everything: several would be in no fixed order."""
+    """The content of a shard. A single entry holds all metadata: several would have no fixed order."""
     text = json.dumps({"sha256": _digest_of(columns), **about})
     return save({name: column.contiguous() for name, column in columns.items()}, {"about": text})
 
@@ -264,7 +264,7 @@ def _dtype_name(column: Tensor) -> str:
 
 
 def row_count(note: Mapping[str, Any]) -> int:
-    """The number of rows of an item, of which the index says this."""
+    """The number of rows of an item, by its entry in the index."""
     return int(note.get(COUNT, 1) * math.prod(note.get(GRID, ())))
 
 
@@ -274,7 +274,7 @@ def _count_rows(notes: Iterable[Mapping[str, Any]]) -> int:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn whatever a damaged file of a store raises into a ValueError of one line that names `path`."""
+    """Turn the errors of a damaged file of a store into a ValueError of one line that names `path`."""
     try:
         yield
     except _DAMAGES as error:
