@@ -1,7 +1,5 @@
-"""Safe reading and writing of files, for every other package: it imports none of them, and all of them may import it.
+"""Safe reading and writing of files, for all other packages: all may import it, and it imports none of them.
 
-A file that somebody else may have made is read by `reading`: no pipe, no device, a bounded length and depth. Every file
-is written by `writing`: whole or not at all, and never through a link.
-
-It stands in the folder `tandem`, because a leaf can then import it by one name, from a checkout and when installed.
+`reading` reads files that a stranger may have made: no pipe, no device, a bounded length and depth. `writing` writes
+every file: whole or not at all, and never through a link.
 """

@@ -1,7 +1,7 @@
 """Checks of a .pt file before PyTorch reads it.
 
-``torch.load(weights_only=True)`` runs no code from a file. But a file may still make it allocate any amount of
-memory: by members that unpack to more than the file, or by calls such as bytearray(10**12), which it allows.
+``torch.load(weights_only=True)`` runs no code from a file. But a file can still make it allocate any amount of memory,
+by members that unpack to more than the file, or by calls such as bytearray(10**12), which it allows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CALLS = {
     "collections OrderedDict", "torch._utils _rebuild_parameter", "torch._utils _rebuild_tensor_v2",
     *(f"torch {kind}Storage" for kind in _KINDS),
 }  # fmt: skip
-# The oldest files, such as torchvision's VGG, need one call more.
+# The oldest files, such as torchvision's VGG, need one more call.
 _OLD_CALL = "torch._utils _rebuild_tensor"
 _LIGHTNING = ("pytorch_lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric")
-#: Classes, as "module name", of which a trainer's checkpoint holds objects beside its weights: hyperparameters,
-#: callbacks, paths, versions. None of them is imported: `stand_in` gives what is put in their place.
+#: Classes, as "module name", of objects beside the weights in a trainer's checkpoint: hyperparameters, callbacks,
+#: paths, versions. None of them is imported: `stand_in` gives the substitutes.
 IGNORED = frozenset((
     *(f"{package}.{name}" for package in _LIGHTNING for name in (
         "callbacks ModelCheckpoint", "callbacks.model_checkpoint ModelCheckpoint", "utilities.parsing AttributeDict",
@@ -43,7 +43,7 @@ IGNORED = frozenset((
     "argparse Namespace", "types SimpleNamespace", "torch Size", "torch device",
     *(f"torch {kind}" for kind in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")),
     "numpy.core.multiarray scalar", "numpy._core.multiarray scalar", "numpy dtype", "_codecs encode",
-    # What older files pickle as their version: its make-up has changed over the years.
+    # Versions in older files, whose classes have changed over the years.
     "packaging.version Version", "packaging.version _Version", "packaging._structures InfinityType",
     "packaging._structures NegativeInfinityType",
 ))  # fmt: skip
@@ -58,24 +58,24 @@ _LONGEST_PICKLES_BYTES = 1 << 22
 
 _STATE_DICT = 3  # place among the pickles of an old file
 
-#: What torch.compile, FSDP and checkpointing put before the names of the layers that they wrap, in a file.
+#: Prefixes of the names of layers wrapped by torch.compile, FSDP or checkpointing, in a file.
 WRAPPERS_INSIDE = re.compile(rb"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
-# Of a file, to learn what it is.
+# Bytes of a file that are searched for names.
 _LONGEST_BEGINNING = 1 << 20
 
-# Values in a tuple, also in the tuples in it, each as often as it is named: PyTorch needs seven and the sizes.
+# Values in a tuple, with those of the tuples in it, each as often as it is named: PyTorch needs seven and the sizes.
 _LARGEST_TUPLE = 1 << 10
 
 _MEMOS, _RECALLS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
 
 
-#: What to do with the file of a whole model or program.
+#: The advice about the file of a whole model or program.
 AS_STATE_DICT = "save the weights alone where it was made: torch.save(model.state_dict(), 'weights.pt')"
 
 
 class Ignored:
-    """Stands for an object of a class that is of no interest: nothing that a file says about it has any effect."""
+    """The substitute for an object of an ignored class: it ignores its state in the file."""
 
     def __new__(cls, *args: Any) -> Ignored:
         return super().__new__(cls)
@@ -85,26 +85,26 @@ class Ignored:
 
 
 def stand_in(name: str) -> tuple[Any, str]:
-    """Of one of `IGNORED`: what is made in its place, and its name as PyTorch calls it."""
+    """For one of `IGNORED`: its substitute, and its name in PyTorch's form."""
     class_name = name.replace("__builtin__ long", "builtins int").replace("__builtin__ unicode", "builtins str")
     class_name = class_name.replace("__builtin__", "builtins").replace(" ", ".")
     return (_empty_dict if name.endswith("defaultdict") else Ignored), class_name
 
 
 def _empty_dict(*_: Any) -> dict[Any, Any]:
-    """A mapping, because PyTorch fills nothing else that a file fills so."""
+    """An empty mapping, because PyTorch sets the items of mappings only."""
     return {}
 
 
 def mentions(path: Path, name: bytes) -> bool:
-    """Whether ``name`` stands among the names of the weights in a .pt, .pth or .safetensors file, all of which begin
-    with the names. Runs no code of it. Raises ValueError, in one line, if it is no regular file."""
+    """Whether ``name`` is among the names of the weights in a .pt, .pth or .safetensors file, which all begin with the
+    names. Runs no code of the file. Raises ValueError, in one line, if it is no regular file."""
     with check_regular(path).open("rb") as file:
         return name in WRAPPERS_INSIDE.sub(b"", file.read(_LONGEST_BEGINNING))
 
 
 def check_archive(path: Path) -> None:
-    """Check that nothing in a .pt file is compressed or hidden, and that it calls for plain tensors and `IGNORED` only.
+    """Check that nothing in a .pt file is compressed or hidden, and that it calls only for plain tensors and `IGNORED`.
 
     Raises:
         OSError, ValueError, zipfile.BadZipFile: the check fails, or the file is no .pt file of PyTorch 1.6 or later.
@@ -127,7 +127,7 @@ def check_archive(path: Path) -> None:
 
 
 def check_old_file(path: Path) -> None:
-    """Check that a file of the format before PyTorch 1.6 calls for no more than plain tensors that it holds.
+    """Check that a file of the format before PyTorch 1.6 calls only for plain tensors that it holds.
 
     It consists of five pickles (magic number, version, machine, state dict, names of storages), then the storages.
 
@@ -140,7 +140,7 @@ def check_old_file(path: Path) -> None:
     for number in range(5):
         for opcode, argument in _operations(pickles):
             _check_call(opcode, argument, {*_CALLS, _OLD_CALL})
-            # PyTorch allocates storages before it looks for their data; none has more numbers than the file bytes.
+            # PyTorch allocates storages before it reads their data; none can have more numbers than the file has bytes.
             if number == _STATE_DICT and isinstance(argument, int) and argument > size:
                 raise ValueError("its tensors are larger than the file")
 
@@ -159,7 +159,7 @@ def _operations(content: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
     ends the process when it becomes the key of a dict; one that holds the one before it twice, forty times, keeps the
     process busy for days.
     """
-    stack: list[Any] = []  # of each value how many values it holds; marks as they are
+    stack: list[Any] = []  # for each value the number of values in it; marks are unchanged
     memo: dict[Any, int] = {}
     for opcode, argument, _ in pickletools.genops(content):
         yield opcode.name, argument
@@ -196,7 +196,7 @@ def _has_one_table_of_contents(path: Path, start: int) -> bool:
         file.seek(max(0, end_of_file - _ENDS.size))
         tail = file.read().rjust(_ENDS.size)
     zip64, zip64_start, locator, zip64_at, end, end_start, comment = _ENDS.unpack(tail)
-    if end != b"PK\5\6" or comment:  # which could hold another end
+    if end != b"PK\5\6" or comment:  # a comment could hold another end
         return False
     if locator != b"PK\6\7":
         return bool(start == end_start)

@@ -1,4 +1,4 @@
-"""How the processes of all scripts end: their exit codes, the errors that stand for them, and the way out."""
+"""How the processes of all scripts end: their exit codes and the errors for them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-FAILED = 1  # by no mistake of the user's: starting again may help
-MISTAKE = 2  # of the user's, the same code as argparse's: starting again does not help
+FAILED = 1  # not by a mistake of the user: starting again may help
+MISTAKE = 2  # of the user, argparse's code: starting again does not help
 ASKED_TO_STOP = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
-INTERRUPTED = 130  # by Ctrl-C, without a save: what shells make of SIGINT
+INTERRUPTED = 130  # by Ctrl-C, without a save: the code of shells for SIGINT
 
 
 class CannotGoOn(RuntimeError):
-    """What this process needs has failed, in one line: the exit code is ``FAILED``."""
+    """Something that this process needs has failed, in one line; the exit code is ``FAILED``."""
 
 
 class Ended(Exception):
-    """The work ends here, on all processes, which have said why: nothing is left to do but to exit with ``code``."""
+    """All processes end here and have reported why; each only has to exit with ``code``."""
 
     code: int
 
 
 class Failed(Ended):
-    """By no mistake of the user's."""
+    """Not by a mistake of the user."""
 
     code = FAILED
 
 
 class AskedToStop(Ended):
-    """Whoever catches it saves what there is, and raises it again."""
+    """The handler saves the state and raises it again."""
 
     code = ASKED_TO_STOP
 
@@ -40,11 +40,11 @@ class AskedToStop(Ended):
 def exit_codes(
     error: Callable[[str], NoReturn], mistakes: type[Exception] | tuple[type[Exception], ...] = (ValueError, OSError)
 ) -> Iterator[None]:
-    """What the work of a script raises inside becomes the end of this process.
+    """Errors of a script inside the context end this process.
 
     Args:
-        error: Ends it with one line about a mistake of the user's, as ``argparse.ArgumentParser.error`` does.
-        mistakes: Errors that are such mistakes.
+        error: Ends the process with one line about a mistake of the user, as ``argparse.ArgumentParser.error`` does.
+        mistakes: The types of errors that are such mistakes.
     """
     try:
         yield
@@ -57,9 +57,9 @@ def exit_codes(
 
 
 def leave(code: int, *, at_once: bool = False) -> NoReturn:
-    """End this process with one of the codes above: no other line of the scripts ends one.
+    """End this process with one of the codes above; scripts end processes only by it.
 
-    ``at_once``: from any thread, without the interpreter's own exit, which waits for threads and other processes.
+    ``at_once``: from any thread, without the interpreter's exit, which waits for threads and child processes.
     """
     if at_once:
         os._exit(code)

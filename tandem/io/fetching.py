@@ -1,8 +1,8 @@
-"""Published files, such as the weights of a network that judges images: fetched when they are asked for, once for all
-processes of a machine, into the cache of torch.hub (TORCH_HOME) or of huggingface_hub (HF_HOME).
+"""Fetching of published files, such as the weights of a network for FID: when they are needed, once for all processes
+of a machine, into the cache of torch.hub (TORCH_HOME) or of huggingface_hub (HF_HOME).
 
-torch.hub's own function keeps half files of killed processes, waits for ever, and takes whatever a server sends before
-it looks at the checksum.
+torch.hub's own function keeps partial files of killed processes, has no timeout, and stores anything that a server
+sends before it checks the checksum.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .installed import missing_package
 from .reading import printable
 from .writing import create, open_appending, replacing, say
 
-MIRROR = "TANDEM_WEIGHTS_MIRROR"  # in the environment: the address of a folder that holds the files under their names
+MIRROR = "TANDEM_WEIGHTS_MIRROR"  # environment variable: the address of a folder with the files under their names
 
-SECONDS = 60.0  # to wait for an answer, or for the next bytes
-_TRIES, _PAUSE_SECONDS = 3, 1.0  # where a server gives no answer, or ends it too early
+SECONDS = 60.0  # timeout of an answer and of the next bytes
+_TRIES, _PAUSE_SECONDS = 3, 1.0  # if a server gives no answer, or an incomplete one
 _BUSY = 408, 429  # a server that is busy (RFC 9110, section 15.5.9; RFC 6585, section 4)
 _BLOCK_BYTES = 1 << 20
 _LONGEST_REASON = 1000  # bytes
 
 
 class _NoAnswerError(ValueError):
-    """The server may give the file if it is asked again."""
+    """Another attempt may succeed."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A file that its authors publish.
+    """A file published by its authors.
 
     Attributes:
-        what: What it holds, in words.
-        names: Under which the cache or a folder may hold it; one that is fetched gets the first.
+        what: Its content, in words.
+        names: Its possible names in the cache or a folder; a fetched file gets the first.
         address: Where it is published.
         size: Bytes.
         sha256: Of the whole file, 64 hexadecimal digits.
@@ -66,19 +66,19 @@ class Published:
 
 
 def is_offline() -> bool:
-    """Whether the user forbids to fetch anything, by the variable that huggingface_hub has for it."""
+    """Whether the user forbids fetching, by huggingface_hub's environment variable."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def fetched(file: Published, mark: Callable[[], None] = lambda: None) -> Path:
-    """The file in the cache; one that is not there is fetched, by one process of those that ask for it at once. What
-    has not the published size and checksum is not kept. A line says what is fetched, from where and to where.
+    """The file in the cache; if it is missing, one of the processes that request it fetches it. A download without the
+    published size and checksum is deleted. A line states the file, its source and its destination.
 
     Args:
-        mark: Called while the file comes, or another process fetches it, to show that this one is alive.
+        mark: Called while this or another process fetches the file, as a heartbeat.
 
     Raises:
-        ValueError: one line that names the file and where it is published, if it cannot be had.
+        ValueError: one line with the file and its address, if it cannot be fetched.
     """
     import torch
 
@@ -89,7 +89,7 @@ def fetched(file: Published, mark: Callable[[], None] = lambda: None) -> Path:
 
 def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] = lambda: None) -> Path:
     """A file of a model, USER/NAME, of the Hugging Face Hub, in the cache of huggingface_hub; as `fetched`, with the
-    checksum that the Hub has of it.
+    Hub's checksum.
 
     Raises:
         ValueError: as `fetched`, or huggingface_hub is missing.
@@ -118,30 +118,30 @@ def fetched_from_hub(what: str, model: str, name: str, mark: Callable[[], None] 
                 path.resolve().unlink()
                 path.unlink()
                 raise ValueError("what came has another checksum; nothing was kept")
-            # Only now the library learns that the branch is at this commit, without which `find` finds nothing.
+            # This records in the cache that the branch is at this commit, without which `find` finds nothing.
             hub.hf_hub_download(model, name)
-        except Exception as error:  # two HTTP libraries are below huggingface_hub, depending on its version
+        except Exception as error:  # huggingface_hub uses one of two HTTP libraries, depending on its version
             raise ValueError(" ".join(str(error).split())) from None
 
     return _fetch_once(cache / f"{model.replace('/', '--')}--{name}", f"{what}: {address}", find, fetch, mark)
 
 
 def hub_library(purpose: str) -> Any:
-    """The package huggingface_hub, silent in log files and with a limit on every wait; ValueError if it is missing."""
+    """The package huggingface_hub, silent in log files and with a timeout; ValueError if it is missing."""
     try:
         import huggingface_hub.constants
         import huggingface_hub.utils
     except ImportError as error:
         raise missing_package(purpose, error.name or "huggingface_hub", "hub") from None
-    huggingface_hub.utils.logging.set_verbosity_error()  # each of its retries would print a line
+    huggingface_hub.utils.logging.set_verbosity_error()  # each retry would print a line
     if not sys.stderr.isatty():
         huggingface_hub.utils.disable_progress_bars()
-    huggingface_hub.utils.get_session().timeout = SECONDS  # it waits for ever otherwise
+    huggingface_hub.utils.get_session().timeout = SECONDS  # the default is to wait for ever
     return huggingface_hub
 
 
 def _hub_checksum(path: Path, expected: str) -> str:
-    """The SHA-256 of a file, as the Hub has it of large files; of small ones it has git's SHA-1, of 40 digits."""
+    """The SHA-256 of a file, which the Hub has for large files; for small ones it has git's SHA-1, of 40 digits."""
     digest = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -152,7 +152,7 @@ def _hub_checksum(path: Path, expected: str) -> str:
 def _fetch_once(
     path: Path, description: str, find: Callable[[], Path | None], fetch: Callable[[], None], mark: Callable[[], None]
 ) -> Path:
-    """What `find` finds after one process has called `fetch`, if need be. `path` names the lock file."""
+    """The file that `find` returns, after one process has called `fetch` if necessary. `path` names the lock file."""
     if file := find():
         return file
     if is_offline():
@@ -160,12 +160,14 @@ def _fetch_once(
         raise ValueError(f"{path.parent} does not hold {description}, and HF_HUB_OFFLINE forbids to fetch it: {advice}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # its end, even by a kill, gives it up
+        with open_appending(path.with_name(f".{path.name}.lock")) as lock:  # released even if the process is killed
             has_waited = _lock_file(lock.fileno(), mark)
             if file := find():
                 return file
             if has_waited and (reason := os.pread(lock.fileno(), _LONGEST_REASON, 0)):
-                raise ValueError(reason.decode(errors="replace"))  # each process would try in vain, one after the other
+                raise ValueError(
+                    reason.decode(errors="replace")
+                )  # otherwise all processes would try in vain, one after the other
             lock.truncate(0)
             try:
                 fetch()
@@ -182,7 +184,7 @@ def _fetch_once(
 
 
 def _lock_file(lock: int, mark: Callable[[], None]) -> bool:
-    """Lock a file; whether another process had locked it."""
+    """Lock a file; returns whether another process held the lock."""
     has_waited = False
     while True:
         try:
@@ -240,7 +242,7 @@ def _blocks(address: str) -> Iterator[bytes]:
 def _progress(size: int) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)  # None: where there is no terminal
+    return tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)  # None: disabled without a terminal
 
 
 def _size_text(size: int) -> str:

@@ -1,7 +1,7 @@
-"""What differs between a checkout and an installed package: where configs/ and docs/ are, and how a user starts a
+"""The differences between a checkout and an installed package: the places of configs/ and docs/, and how users start a
 script.
 
-In a checkout the scripts, configs/ and docs/ stand beside the folder tandem/, in an installed package inside of it.
+In a checkout the scripts, configs/ and docs/ are beside the folder tandem/, in an installed package inside it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _CONFIGS = "configs/"
 
 
 def command_of(script: str) -> list[str]:
-    """What a user types in the current folder, with the environment of this process active or not, to start a script of
-    this repository, such as train_vae.py."""
+    """The command by which a user starts a script of this repository, such as train_vae.py, in the current folder,
+    whether or not the environment of this process is active."""
     python = Path(sys.executable)
     if not IS_INSTALLED:
         return [_name_or_path(python, "python"), as_typed(HOME / script)]
@@ -29,7 +29,7 @@ def command_of(script: str) -> list[str]:
 
 
 def as_typed(path: Path) -> str:
-    """A path from the current folder, if it is below it; else the whole path."""
+    """A path relative to the current folder, if it is below it; else the path unchanged."""
     try:
         relative = os.path.relpath(path)
     except FileNotFoundError:  # the current folder was deleted
@@ -38,7 +38,7 @@ def as_typed(path: Path) -> str:
 
 
 def _name_or_path(path: Path, name: str) -> str:
-    """The name of a program, where a shell finds this program by it; else its path."""
+    """The name of a program, if a shell finds this program by it; else its path."""
     program = shutil.which(name)
     is_same = (
         program
@@ -54,15 +54,15 @@ def installed_command(script: str) -> str:
 
 
 def program() -> str:
-    """The name of this program as a user knows it, for messages: train_vae.py, or tandem-train-vae of a package."""
+    """The name of this program for messages: train_vae.py, or tandem-train-vae of a package."""
     name = os.path.basename(sys.argv[0])
     is_ours = IS_INSTALLED and name.endswith(".py") and (HOME / name).is_file()  # started by python -m tandem.NAME
     return installed_command(name) if is_ours else name
 
 
 def shipped(path: str) -> str:
-    """The file of configs/ that a path such as configs/vae/demo.yaml names, wherever the working folder is; the path
-    itself if there is such a file, or none of that name is shipped."""
+    """The file of configs/ for a path such as configs/vae/demo.yaml, from any working folder; the path itself if it
+    exists, or if no such file is shipped."""
     if os.path.exists(path) or not path.startswith(_CONFIGS):
         return path
     file = os.path.realpath(HOME / path)
@@ -76,5 +76,5 @@ def how_to_install(extra: str) -> str:
 
 
 def missing_package(purpose: str, package: str, extra: str = "audio") -> ValueError:
-    """The error that says how to install `package`, without which `purpose` does not work, by an extra."""
+    """The error for a missing `package` that `purpose` needs, with the command that installs it by an extra."""
     return ValueError(f"{purpose} needs the package {package}: {how_to_install(extra)}")

@@ -26,15 +26,15 @@ INCEPTION = Published(
     95_628_359, "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
 )  # fmt: skip
 
-# Keys under which trainers keep the weights of their model; of DeepSpeed, "module".
+# Keys of the model's weights in the files of trainers; "module" is DeepSpeed's.
 _USUAL_PARTS = ("state_dict", "model_state_dict", "model", "module", "weights")
 
-#: What a flag takes in the place of a file: the published file, which is fetched if the cache does not hold it.
+#: The value of a flag for the published file, which is fetched if the cache does not hold it.
 PUBLISHED = "published"
 
 
 def weights_of(file: Published, source: str, mark: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-    """Tensors by name of a file that the user gives, or of the published one. Raises ValueError, in one line."""
+    """Tensors by name of the user's file, or of the published one. Raises ValueError, in one line."""
     return read_state_dict(fetched(file, mark) if source == PUBLISHED else Path(source), published=str(file))
 
 
@@ -45,9 +45,9 @@ def read_state_dict(
 
     Args:
         names: Read only these tensors.
-        part: Key under which the tensors stand, if the file has such a key; of several, with spaces between them, the
-            first that it has. `_USUAL_PARTS` come after it.
-        published: What and where such a file is, for the message about a missing one.
+        part: Key of the tensors; of several keys, separated by spaces, the first in the file. `_USUAL_PARTS` are tried
+            afterwards.
+        published: A description of such a file, for the message about a missing one.
 
     Raises:
         ValueError: one line, if the file is missing, damaged, hostile or something else.
@@ -73,14 +73,14 @@ def read_state_dict(
 
 
 def shape_of(state: Mapping[str, Tensor], name: str, dimensions: int) -> tuple[int, ...]:
-    """The shape of a tensor, from which arguments of its model follow. Raises ValueError, in one line, if there is none
-    of so many dimensions."""
+    """The shape of a tensor, from which arguments of its model follow. Raises ValueError, in one line, if there is no
+    such tensor with so many dimensions."""
     if name not in state or state[name].ndim != dimensions:
         raise ValueError(f"it lacks {name} of {dimensions} dimensions")
     return tuple(state[name].shape)
 
 
 def check_has_one_set(path: Path, which: str) -> None:
-    """Raise a ValueError of one line if --weights chooses one of several sets of weights, where a file has one."""
+    """Raise a ValueError of one line if --weights chooses a set of weights, but the file has only one."""
     if which != "best":
         raise ValueError(f"--weights {which} is for checkpoints; {path} holds one set of weights: leave it out")

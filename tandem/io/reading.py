@@ -1,7 +1,7 @@
-"""Reading files that somebody else may have made: no pipe or device, no more than a bounded length, one kind of error.
+"""Reading of files that a stranger may have made: no pipe or device, a bounded length, one kind of error.
 
-Nothing here keeps the rest of a program from following a link: data sets and run folders may be linked. Only what
-belongs to a model folder or to a checkpoint has to be in it, see `check_inside`.
+Links are followed: data sets and run folders may be linked. Only the files of a model folder or a checkpoint must be
+inside it, see `check_inside`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ DAMAGES: tuple[type[Exception], ...] = (
     MemoryError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error,
     lzma.LZMAError, SyntaxError, tokenize.TokenError,
 )  # fmt: skip
-"""What reading and interpreting a damaged or hostile file can raise (numpy parses headers as Python); safetensors adds
-its SafetensorError. RuntimeError is not one of them, because PyTorch raises it for mistakes of this program too."""
+"""Errors of reading and parsing a damaged or hostile file (numpy parses headers as Python); safetensors adds its
+SafetensorError. RuntimeError is not among them, because PyTorch raises it for mistakes of this program, too."""
 
 # The longest files that are read whole. Config files have kilobytes, and PyYAML reads 100 kB in a second.
 LONGEST_JSON_BYTES, LONGEST_YAML_BYTES = 1 << 26, 1 << 18
-BYTE_ORDER_MARK = "\ufeff"  # editors put it in front of a text; `cat` and web pages leave it inside; it is no word
+BYTE_ORDER_MARK = "\ufeff"  # editors put it before a text; `cat` and web pages leave it inside
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_ERROR = 500  # signs
-_OS_ERROR = re.compile(r"\(os error (\d+)\)$")  # Rust's words for errors of the system, such as those of safetensors
-# What may stand in the place of any file: how it begins, what it is, and what to do.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)$")  # system errors in messages of Rust, such as safetensors'
+# Other content in the place of any file: its first bytes, its kind, and the advice.
 _OTHER_KINDS = (
     (rb"version https://git-lfs", "a pointer of Git LFS in the place of the file",
      "run `git lfs pull` in its repository, or download the file itself"),
@@ -45,9 +45,9 @@ _OTHER_KINDS = (
     (rb"\x1f\x8b|\xfd7zXZ|BZh[1-9]|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!\x1a|PK\x03\x04", "a compressed file", "unpack it"),
     (rb"\xff\xfe|\xfe\xff|([\t\n\r -~]\x00){2}|(\x00[\t\n\r -~]){2}", "UTF-16 text", "save it as UTF-8"),
 )  # fmt: skip
-LONGEST_BEGINNING = 512  # bytes, by which the kind of a file is known
-# Lists, objects and keys in one file, and nodes of a YAML file with its aliases written out. An empty list takes three
-# bytes in a file and 64 in memory; plain numbers, of which a file may hold more, take a tenth of that.
+LONGEST_BEGINNING = 512  # bytes that determine the kind of a file
+# Lists, objects and keys in one file, and nodes of a YAML file with its aliases expanded. An empty list takes three
+# bytes in a file and 64 in memory; numbers are not counted, they take a tenth of that.
 _MOST_VALUES = 1 << 22
 
 
@@ -105,7 +105,7 @@ def _blob_folders(folder: str) -> tuple[str, ...]:
 def read_bytes(path: str | Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes. Raises OSError and ValueError, as `open_regular`."""
     with open_regular(path, limit) as file:
-        content = file.read(limit + 1)  # some files of the system, such as those of /proc, do not say their length
+        content = file.read(limit + 1)  # some system files, such as in /proc, do not state their length
     if len(content) > limit:
         raise _too_long_error(path, limit)
     return content
@@ -121,8 +121,8 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
 
 
 def other_kind(beginning: bytes) -> str:
-    """What a file is that stands in the place of another, such as a pointer of Git LFS, and what to do, as a part of a
-    line; "" if that is not known by its first `LONGEST_BEGINNING` bytes."""
+    """The kind of a file in the place of another, such as a pointer of Git LFS, and the advice, as a part of a line; ""
+    if its first `LONGEST_BEGINNING` bytes do not tell."""
     for pattern, kind, remedy in _OTHER_KINDS:
         if re.match(pattern, beginning):
             return f"it is {kind}; {remedy}"
@@ -130,7 +130,7 @@ def other_kind(beginning: bytes) -> str:
 
 
 def plain_text(content: bytes) -> str:
-    """A text of UTF-8 without marks of the byte order. Raises ValueError, in one line, if it is none."""
+    """A UTF-8 text without byte order marks. Raises ValueError, in one line, if it is not UTF-8."""
     if reason := other_kind(content[:LONGEST_BEGINNING]):
         raise ValueError(reason)
     try:
@@ -184,7 +184,7 @@ def read_json_or_empty(path: str | Path) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The value in a YAML file, made by PyYAML's SafeLoader.
+    """The value in a YAML file, by PyYAML's SafeLoader.
 
     Raises:
         OSError, ValueError: one line, as for `compose_yaml`.
@@ -209,7 +209,7 @@ def compose_yaml(path: str | Path) -> yaml.Node | None:
 
 
 def words_of(error: BaseException) -> str:
-    """What an error says, in one line; of the system, why it could not do what was asked."""
+    """The text of an error, in one line; for a system error, the system's reason."""
     text = str(getattr(error, "strerror", None) or error)
     if number := _OS_ERROR.search(text):
         text = os.strerror(int(number[1]))
@@ -217,7 +217,7 @@ def words_of(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that may quote a file, with ? for every control character, so that no file can control the terminal."""
+    """Text with ? in place of every control character, so that no quoted file can control the terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -237,7 +237,7 @@ def _parse_yaml(path: str | Path, use: Any) -> Any:
     import yaml
 
     text = plain_text(read_bytes(path, LONGEST_YAML_BYTES))
-    damages: tuple[type[Exception], ...] = (yaml.YAMLError, *DAMAGES)  # a tag that does not fit its text raises many
+    damages: tuple[type[Exception], ...] = (yaml.YAMLError, *DAMAGES)  # tags that do not fit their text raise others
     try:
         loader = yaml.SafeLoader(text)
         loader.name = str(path)  # for messages about a line
@@ -254,15 +254,15 @@ def _parse_yaml(path: str | Path, use: Any) -> Any:
 
 
 def _check_aliases(root: Any) -> None:
-    """Raise a ValueError if a tree of YAML nodes has more nodes than a file may, or no end: an alias stands for all of
-    its node, and ten aliases of ten aliases of ... fill any memory as soon as somebody copies or prints them."""
+    """Raise a ValueError if a tree of YAML nodes, with aliases expanded, is too large or endless: ten aliases of ten
+    aliases of ... fill any memory when they are copied or printed."""
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
         if isinstance(node.value, str):
             return 1
         if id(node) not in sizes:
-            sizes[id(node)] = _MOST_VALUES + 1  # what a node has that contains itself
+            sizes[id(node)] = _MOST_VALUES + 1  # the size of a node that contains itself
             children = (child for entry in node.value for child in (entry if isinstance(entry, tuple) else (entry,)))
             sizes[id(node)] = 1 + sum(map(size, children))
         return sizes[id(node)]

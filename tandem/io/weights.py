@@ -1,5 +1,5 @@
-"""What a file of weights holds, whatever its name ends with; and what a file is that holds none, and what to do then.
-Every format that is read here is read by `read_content`."""
+"""Reading of files of weights by their content, whatever their ending; and advice about files without weights.
+`read_content` reads all formats."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from .archive import AS_STATE_DICT, IGNORED, WRAPPERS_INSIDE, check_archive, check_old_file, stand_in
 from .reading import LONGEST_BEGINNING, check_regular, one_line, other_kind
 
-# What DataParallel and DDP, torch.compile, FSDP and modules of Lightning put before every name, and some of them before
-# the names of layers inside.
+# Prefixes of all names by DataParallel and DDP, torch.compile, FSDP and modules of Lightning; some of them also prefix
+# inner layers.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "net.", "network.")
 _INNER_WRAPPERS = re.compile(WRAPPERS_INSIDE.pattern.decode())
 
 _COPY_IT = "copy or download it again"
-# How a file begins that is taken for weights, what it is, and what to do; beside what stands in the place of any file.
+# Files mistaken for weights: the first bytes, the kind, and the advice; beside those of `reading`.
 _OTHER_KINDS = (
     (rb"GGUF", "in the GGUF format", "give the file of PyTorch or safetensors that it was made from"),
     (rb"\x08[\x01-\x0f]\x12", "in the ONNX format", "give the file of PyTorch that it was made from"),
@@ -33,7 +33,7 @@ _OTHER_KINDS = (
 )  # fmt: skip
 _PICKLE = b"\x80"
 _LONGEST_HEADER = 100_000_000  # bytes, of safetensors
-# Files by which a folder of another tool is known, what it is, and what makes a file of it.
+# Folders of other tools: a file in them, the kind, and the command that makes a file of weights.
 _OTHER_FOLDERS = (
     ("zero_to_fp32.py", "a checkpoint of DeepSpeed, whose weights are in pieces",
      "run `python zero_to_fp32.py . weights/` in it, and give weights/pytorch_model.bin"),
@@ -46,11 +46,11 @@ _WEIGHTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
 
 def read_content(path: Path, names: Container[str] | None = None) -> Any:
-    """What a .safetensors file, or a .pt, .pth or .ckpt file of any version of PyTorch holds, with tensors on the CPU;
-    names of weights are without what wrappers of a model put before them. Runs no code of it.
+    """The content of a .safetensors file, or of a .pt, .pth or .ckpt file of any version of PyTorch, with tensors on
+    the CPU and names of weights without the prefixes of wrappers. Runs no code of the file.
 
     Args:
-        names: Names, of which alone the weights of a .safetensors file are read.
+        names: Read only these weights of a .safetensors file.
 
     Raises:
         ValueError: one line that names the file, if it is missing, damaged, hostile or something else.
@@ -66,7 +66,7 @@ def read_content(path: Path, names: Container[str] | None = None) -> Any:
         is_archive = zipfile.is_zipfile(path)
         check_archive(path) if is_archive else check_old_file(path)
         with torch.serialization.safe_globals([stand_in(name) for name in IGNORED]):
-            if path.suffix == ".safetensors":  # by which torch.load would take it for one
+            if path.suffix == ".safetensors":  # torch.load would go by this ending
                 with path.open("rb") as file:
                     return _strip_names(torch.load(file, map_location="cpu", weights_only=True))
             return _strip_names(torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive))
@@ -81,7 +81,7 @@ def read_content(path: Path, names: Container[str] | None = None) -> Any:
 
 
 class _NoWeightsError(ValueError):
-    """Says what a file is that is none of weights."""
+    """The kind of a file without weights, and the advice."""
 
 
 def checked(path: Path) -> Path:
@@ -93,14 +93,14 @@ def checked(path: Path) -> Path:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file is one of safetensors, by what it holds: names are often changed."""
+    """Whether a file is one of safetensors, by its content: names are often changed."""
     with path.open("rb") as file:
         beginning = file.read(9)
     return beginning[8:] == b"{" and struct.unpack("<Q", beginning[:8])[0] <= _LONGEST_HEADER
 
 
 def why_no_weights(path: Path) -> str:
-    """What a file is that cannot hold weights, and what to do, as the end of a line; "" for one that may.
+    """The kind of a file that cannot hold weights, and the advice, as the end of a line; "" for one that may hold some.
 
     Raises:
         OSError: it cannot be read.
@@ -131,8 +131,8 @@ def why_no_weights(path: Path) -> str:
 
 
 def why_no_model(folder: Path) -> str:
-    """What a folder is that holds no model which is read here, and what to do, as the beginning of a sentence; "" if
-    that is not known."""
+    """The kind of a folder without a readable model, and the advice, as the beginning of a sentence; "" if it is
+    unknown."""
     for pattern, kind, remedy in _OTHER_FOLDERS:
         if next(folder.glob(pattern), None):
             return f"it is {kind}; {remedy}; "
@@ -141,7 +141,7 @@ def why_no_model(folder: Path) -> str:
 
 
 def _strip_names(content: Any) -> Any:
-    """The content of a file, with bare names in the mapping that it is, and in those that are its values."""
+    """The content of a file, without prefixes of wrappers in the names of its mapping and of the mappings inside."""
 
     def bare(value: Any) -> Any:
         is_mapping = isinstance(value, dict) and all(isinstance(key, str) for key in value)
@@ -149,13 +149,13 @@ def _strip_names(content: Any) -> Any:
 
     if not isinstance(content, dict):
         return content
-    inner = {id(value): bare(value) for value in content.values()}  # by id: a hostile file names one a million times
+    inner = {id(value): bare(value) for value in content.values()}  # by id: a hostile file may name one a million times
     return bare({key: inner[id(value)] for key, value in content.items()})
 
 
 def _strip_wrappers(names: Iterable[str]) -> list[str]:
-    """Names of the weights of a model without what its wrappers have put before all of them; as they are, if two would
-    become the same."""
+    """Names of weights without the prefixes that wrappers have put before all of them; unchanged, if two would become
+    equal."""
     stripped = [_INNER_WRAPPERS.sub("", name) for name in names]
     while wrapper := next(
         (prefix for prefix in _WRAPPERS if stripped and all(n.startswith(prefix) for n in stripped)), ""
@@ -165,5 +165,5 @@ def _strip_wrappers(names: Iterable[str]) -> list[str]:
 
 
 def first_names(content: Mapping[Any, Any]) -> str:
-    """The first names in a file, for a line about it."""
+    """The first names in a file, for a message."""
     return ", ".join(repr(str(name)[:40]) for name in list(content)[:3]) or "nothing"

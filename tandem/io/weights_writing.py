@@ -14,7 +14,7 @@ from .reading import words_of
 
 
 def on_cpu(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous weights on the CPU, as both formats want them."""
+    """Contiguous weights on the CPU, as both formats require."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
 
 
@@ -23,10 +23,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, moved onto ``path`` once it is complete and on the disk.
 
     Raises:
-        OSError: one line, if it could not be written; ``path`` is then as it was.
+        OSError: one line, if it could not be written; ``path`` is then unchanged.
     """
     try:
         with writing.replacing(path) as temporary:
             yield temporary
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error for any error of the disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error for disk errors
         raise OSError(f"cannot write {path}: {words_of(error)}") from None

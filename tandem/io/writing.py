@@ -1,7 +1,7 @@
-"""Writing files so that a reader, or a run after a crash, sees either the old or the new content, never a part.
+"""Writing of files so that a reader, or a run after a crash, sees the whole old or the whole new content.
 
-Temporary files, lock files and files that grow are never followed if they are links: a folder that somebody prepared
-could otherwise have any file of the user overwritten.
+Links in the place of temporary files, lock files and growing files are not followed: otherwise a prepared folder could
+make a program overwrite any file of the user.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .reading import counted, open_regular, printable
 
 _UMASK = os.umask(0)
 os.umask(_UMASK)
-NEW_FILE_MODE = 0o666 & ~_UMASK  # what open() gives a new file; read here, because os.umask() is not safe in a thread
+NEW_FILE_MODE = 0o666 & ~_UMASK  # of open(); read here, because os.umask() is not thread-safe
 
-#: The name of a thread that writes, for which a process waits before it ends.
+#: The name of the writing thread, for which a process waits before it ends.
 WRITER = "checkpoint"
 
 LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
@@ -49,19 +49,19 @@ def write_atomically(path: Path, content: bytes) -> None:
 def replacing(
     path: Path, *, name: str | None = None, mode: int | None = NEW_FILE_MODE, is_synced: bool = True
 ) -> Iterator[Path]:
-    """The path of a temporary file beside `path`, which does not exist; the body makes it. Then it is synced, unless
-    that would take too long, and renamed over `path`. If anything fails, it is deleted and `path` stays as it was.
+    """Yields the path of a temporary file beside `path`, which the body makes. Then the file is synced, if `is_synced`,
+    and renamed over `path`. If anything fails, it is deleted and `path` is unchanged.
 
     Args:
-        name: Of the temporary file, whose leftover of a killed process is deleted; one for each `path` by default.
-        mode: Who may then read and write the file; None: as the body made it.
+        name: Of the temporary file, whose leftover from a killed process is deleted; by default one for each `path`.
+        mode: The permissions of the file; None: those from the body.
     """
     temporary = path.with_name(name or f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # what a killed process left, or a link, which is not followed
+    temporary.unlink(missing_ok=True)  # the leftover of a killed process, or a link
     try:
         yield temporary
         if mode is not None:
-            temporary.chmod(mode)  # safetensors makes files that only their owner can read
+            temporary.chmod(mode)  # safetensors makes files that only the owner can read
         if is_synced:
             sync(temporary)
         os.replace(temporary, path)
@@ -72,12 +72,12 @@ def replacing(
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new file for writing; the umask takes of the mode. Raises FileExistsError if there is one, or a link."""
+    """Open a new file for writing; the umask applies to `mode`. Raises FileExistsError if the file or a link exists."""
     return os.fdopen(_open(path, os.O_WRONLY | os.O_EXCL, mode), "wb")
 
 
 def open_appending(path: Path) -> BinaryIO:
-    """Open a file for appending, whose descriptor can also be read; make it if there is none.
+    """Open a file for appending and reading; make it if there is none.
 
     Raises:
         OSError: it cannot be opened, or is a link, a pipe or a device.
@@ -90,9 +90,9 @@ def hold(
 ) -> BinaryIO:
     """Lock a file until the returned file is closed or this process ends.
 
-    Waits up to 10 s for another process. If that is not known to run on this machine, says so in one line and waits up
-    to `lease_seconds` in all: a file server learns late that a machine has crashed. `mark` is called during the wait,
-    to show that this process is alive.
+    Waits up to 10 s for another process. If that is not known to run on this machine, reports it in one line and waits
+    up to `lease_seconds` in all: a file server notices late that a machine has crashed. `mark` is called during the
+    wait, as a heartbeat.
 
     Raises:
         OSError: the file cannot be made, or is a link, a pipe or a device.
@@ -120,7 +120,7 @@ def hold(
 
 
 def _try_lock(file: BinaryIO) -> bool:
-    """Lock the file if no other process holds its lock; also true on a file system without locks."""
+    """Lock the file; false if another process holds its lock. Also true on a file system without locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -131,8 +131,8 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def other_holder(path: Path, ours: BinaryIO) -> str | None:
-    """Who holds the lock file `path`, in words, if it is another file than `ours`, which this process holds; else
-    None. A lock file that was deleted is nobody's."""
+    """The holder of the lock file `path`, in words, if it is not `ours`, which this process holds; else None, also if
+    the lock file was deleted."""
     # Do not open our own file: closing it once would release the lock.
     with contextlib.suppress(FileNotFoundError):
         if not os.path.samestat(os.fstat(ours.fileno()), path.stat()):
@@ -142,13 +142,13 @@ def other_holder(path: Path, ours: BinaryIO) -> str | None:
 
 
 def is_left_behind(path: Path) -> bool:
-    """Whether a process of this machine held the lock file `path` and has ended. False if that cannot be known, as of a
+    """Whether a process of this machine held the lock file `path` and has ended. False if that is unknown, as for a
     process of another machine, or without locks. This process must not hold it."""
     process = _local_process(_read_holder(path))
     if process is None or _is_running(process):
         return False
     try:
-        # Containers may have the name of one machine, but not each other's processes; the lock is between them too.
+        # Containers may share the machine's name, but not see each other's processes; they share the lock, too.
         with open_regular(path) as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (OSError, ValueError):
@@ -157,7 +157,7 @@ def is_left_behind(path: Path) -> bool:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a folder to a name beside it that is free, such as vae.old-1, and return that."""
+    """Rename a folder to a free name beside it, such as vae.old-1, and return the new path."""
     folder = Path(os.path.abspath(folder))
     names = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
     new_path = next(path for path in names if not path.exists())
@@ -166,18 +166,18 @@ def move_aside(folder: Path) -> Path:
 
 
 def free_name(path: Path) -> Path:
-    """`path` if nothing has this name, else the first that is free of those with -2, -3, ... behind it."""
+    """`path` if nothing has this name, else the first free name with -2, -3, ... appended."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(name for name in itertools.chain([path], others) if not os.path.lexists(name))
 
 
 def delete(path: Path) -> str | None:
-    """Delete a file, a link (not what it leads to), or a folder with all that it holds. Returns None if it is gone,
-    else why not, in words; as much of a folder as possible is gone then."""
+    """Delete a file, a link (not its target), or a folder with its content. Returns None, or the reason if something
+    could not be deleted; then as much of a folder as possible is deleted."""
     try:
         os.unlink(path) if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
     except OSError as error:
-        shutil.rmtree(path, ignore_errors=True)  # the error has ended it at the first file
+        shutil.rmtree(path, ignore_errors=True)  # the first call ended at the first error
         return str(error.strerror or error) if os.path.lexists(path) else None
     return None
 
@@ -192,23 +192,23 @@ def sync(path: Path) -> None:
 
 
 def processor_time(thread: threading.Thread) -> int | None:
-    """Nanoseconds of processor time that a thread has used: they grow while it writes, and do not while a disk hangs.
-    None if the thread has ended, or the system does not say."""
-    try:  # proc(5); the function of the C library may crash if the thread has ended
+    """Nanoseconds of processor time of a thread: they grow while it writes, but not while a disk hangs. None if the
+    thread has ended, or the system does not state them."""
+    try:  # proc(5); the C library's function may crash if the thread has ended
         return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_bytes().split()[0])
     except (OSError, ValueError, IndexError):
         return None
 
 
 def open_standard_streams() -> None:
-    """Open the null device in the place of standard input, output and error where whoever started this process has
-    closed them. Otherwise the next file or socket that is opened gets the number of the closed one, such as 2, and C
-    code would write its messages into it; and Python has None for it."""
+    """Open the null device in place of standard streams that were closed before the start of this process. Otherwise
+    the next file or socket gets the number of a closed stream, such as 2, and C code writes its messages into it; and
+    sys.stderr is None."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             assert null == descriptor, (null, descriptor)
             os.set_inheritable(null, True)
             if getattr(sys, name) is None:
@@ -216,14 +216,14 @@ def open_standard_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Print one line on stderr, after the program's name, if anybody is left to read it."""
+    """Print one line on stderr, after the program's name; a closed stderr is ignored."""
     with contextlib.suppress(OSError):
         print(f"{program()}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def tell(text: str) -> None:
-    """As `say`, for a thread beside the main one, which may be in a print, or in one that never ends because its
-    terminal is stopped. On a terminal the line stands below a progress bar."""
+    """As `say`, for other threads: the main thread may be inside print, even for ever if its terminal is stopped. On a
+    terminal the line is printed below a progress bar."""
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], _WRITE_SECONDS)[1]:
             newline = "\n" if os.isatty(2) else ""
@@ -235,7 +235,7 @@ def _this_process() -> str:
 
 
 def _local_process(holder: str) -> int | None:
-    """The id of the holder of a lock, in words, if it is or was a process of this machine."""
+    """The process id in the description of a lock's holder, if it is or was a process of this machine."""
     match = re.match(r"process (\d{1,9}) on (\S+)", holder)
     return int(match[1]) if match and match[2] == socket.gethostname() else None
 
@@ -253,7 +253,7 @@ def _is_running(process: int | None) -> bool:
 
 
 def _read_holder(path: Path) -> str:
-    """Who wrote a lock file last, and when it took the lock, in words. This process must not hold it."""
+    """The last writer of a lock file, and when it took the lock, in words. This process must not hold it."""
     try:
         with open_regular(path) as file:
             holder = file.read(_LONGEST_HOLDER).decode(errors="replace").strip()
