@@ -13,9 +13,9 @@
     python convert.py average RUN --ema_length 0.07 DIR
     python convert.py push RUN USER/NAME
 
-PATH is a run folder of any script (of which the newest checkpoint is taken), a checkpoint, a model folder, a file or a
-folder of a public package, or USER/NAME of a model on the Hugging Face Hub. No code in it is run. OLD is a
-training configuration of DALLE2-pytorch, taming-transformers or latent diffusion.
+PATH is a run folder of any script (its newest checkpoint is read), a checkpoint, a model folder, a file or a folder of
+a public package, or USER/NAME of a model on the Hugging Face Hub. No code in it is run. OLD is a training configuration
+of DALLE2-pytorch, taming-transformers or latent diffusion.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tandem.io.reading import counted, printable
 from tandem.weights.load import find, load, load_discriminator, write_model
 from tandem.weights.push import add_push
 
-# Part of the norm of a profile that an average of another length may miss.
+# The largest error of an average's profile, as a fraction of the profile's norm.
 FARTHEST_PROFILE = 0.2
 
 # Importing PyTorch takes seconds, so functions import it, and models, only after the arguments have been checked.
@@ -148,8 +148,8 @@ def describe_checkpoint(folder: Path, is_checked: bool) -> dict[str, Any]:
 
 
 def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
-    """What a checkpoint says of a model, with the scale of latents that its weights have measured. Both may be a
-    stranger's, and unlike those of this program."""
+    """A model's configuration in a checkpoint, with the scale of latents from the statistics among its weights. Both
+    may be a stranger's and have any form."""
     from tandem.models.quantizers.gaussian import scale_of
 
     weights = part.get("weights")
@@ -160,8 +160,8 @@ def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
 
 
 def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Facts as lines of text. Mappings below the third level, such as a resolved configuration, are left out: only
-    --json shows them."""
+    """Facts as lines of text, without mappings below the third level, such as a resolved configuration, which only
+    --json shows."""
     for key, value in facts.items():
         if isinstance(value, dict) and len(indent) < 4:
             yield f"{indent}{key}:"
@@ -171,7 +171,7 @@ def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def new_output(args: argparse.Namespace, is_folder: bool, kind: str) -> Path:
-    """The path to write to, unless something is there that must stay."""
+    """The output path. Raises ValueError, in one line, if something exists there that must not be replaced."""
     out = Path(args.out)
     if out.exists() and out.is_dir() != is_folder:
         raise ValueError(f"{out} is a {'file' if is_folder else 'folder'}; {kind} writes another kind")
@@ -203,8 +203,8 @@ def describe_model(model: Any) -> str:
 
 
 def average(args: argparse.Namespace) -> None:
-    """Write the model of a run with an average of its weights that is made of those in snapshots/. Buffers, which no
-    average averages, are those of the last save."""
+    """Write the model of a run with an average of its weights that is combined from those in snapshots/. Buffers are
+    not averaged, but those of the last save."""
     from tandem.models.base import build
     from tandem.training.checkpoint.averages import AverageFiles
 
@@ -225,7 +225,7 @@ def average(args: argparse.Namespace) -> None:
 
 
 def translate(args: argparse.Namespace) -> None:
-    """Write the flags that a public training configuration says, and a line for each key without a counterpart."""
+    """Write the flags for a public training configuration, and print a line for each key without a counterpart."""
     import yaml
 
     from tandem.io.reading import one_line
@@ -266,7 +266,7 @@ def translate(args: argparse.Namespace) -> None:
 
 
 def read_public_config(path: str) -> dict[str, Any]:
-    """What a file of JSON or YAML holds. Raises OSError, and ValueError, in one line, if that is no mapping."""
+    """The content of a JSON or YAML file. Raises OSError, and ValueError, in one line, if it is no mapping."""
     from tandem.io.reading import LONGEST_JSON_BYTES, read_bytes, read_json, read_yaml
 
     is_json = read_bytes(path, LONGEST_JSON_BYTES).lstrip().startswith(b"{")
@@ -277,8 +277,8 @@ def read_public_config(path: str) -> dict[str, Any]:
 
 
 class Translated(NamedTuple):
-    """What a public configuration becomes: the flags of a script, each with the key that it comes from and its value,
-    for so many processes; and lines about what else it says."""
+    """The translation of a public configuration: the flags of a script, each with its original key and its value, for
+    so many processes; and lines about the other keys."""
 
     script: str
     flags: dict[str, tuple[str, Any]]
@@ -287,7 +287,7 @@ class Translated(NamedTuple):
 
 
 def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translated:
-    """Of a configuration of DALLE2-pytorch. Raises ValueError, in one line."""
+    """Translate a configuration of DALLE2-pytorch. Raises ValueError, in one line."""
     from tandem.config.public_names import rows
     from tandem.models import Decoder
     from tandem.models.building import build_on_meta, check_arguments
@@ -301,7 +301,7 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translate
     model = decoder_config(decoder_part({"decoder": config.get("decoder")}), width=512).plain()
     check_arguments(model)
     build_on_meta(lambda: Decoder.made(model))
-    no_flags = argparse.Namespace(explicit=frozenset())  # has said a flag
+    no_flags = argparse.Namespace(explicit=frozenset())  # on the command line
     shape = parser.config.shape_of(model, no_flags)
     settings = parser.settings(parser.with_values(shape))
     flags = flags_of_config(config, page, {name: settings[name] for name in shape}, processes or 1)
@@ -309,7 +309,7 @@ def translate_dalle2(config: dict[str, Any], processes: int | None) -> Translate
 
 
 def translate_taming(config: dict[str, Any], processes: int | None) -> Translated:
-    """Of a configuration of an autoencoder of taming-transformers or latent diffusion. Raises ValueError, in one
+    """Translate a configuration of an autoencoder of taming-transformers or latent diffusion. Raises ValueError, in one
     line."""
     from tandem.config.public_names import rows
     from tandem.weights.formats.config_keys import without_counterpart
@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.run(args)
             sys.stdout.flush()
         except BrokenPipeError:  # head has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter flushes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which the interpreter flushes at exit
 
 
 if __name__ == "__main__":

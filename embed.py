@@ -5,8 +5,7 @@
     python embed.py --model runs/mulan --index index/ --query "a slow low sine wave" --query some.wav
 
 The files are the same, byte for byte, for any number of processes. Run the same command again to continue after an
-interruption.
-tandem/data/stores/embeddings.py says what is in index/, and how to load it in two lines.
+interruption. tandem/data/stores/embeddings.py describes index/, and how to load it in two lines.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _QUERY = Needs("query", "TEXT", lambda args: bool(args.query or args.query_file)
 
 @dataclass
 class Config:
-    """What is embedded and searched."""
+    """The sounds to embed and the index to search."""
 
     model: str | None = flag(
         None,
@@ -104,9 +103,9 @@ def build_parser() -> ArgumentParser:
 class Embedder(NamedTuple):
     """A MuLaN on the device of the run.
 
-    about: what says which model it is.
-    dim: of its embeddings.
-    decoder: cuts the clips that it takes out of sounds.
+    about: identifies the model.
+    dim: of the embeddings.
+    decoder: cuts the model's clips out of sounds.
     embed_clips: waveforms (b, n) in [-1, 1] -> unit vectors (b, dim), in the precision of the run; fp32, on
         its device.
     embed_text: a sentence -> its unit vector (dim,). It is in a batch of its own, so that its vector does not depend,
@@ -121,8 +120,8 @@ class Embedder(NamedTuple):
 
 
 def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> Embedder:
-    """What a user calls a MuLaN, of either --layout. Raises ValueError, in one line, if there is none or it needs more
-    memory for a batch than there is."""
+    """The MuLaN at a path or name, of either --layout. Raises ValueError, in one line, if there is none or the memory
+    does not suffice for a batch."""
     import torch
 
     from tandem.data.decoding.sounds import ClipDecoder
@@ -161,8 +160,8 @@ def open_embedder(path: str, batch_size: int, backend: distributed.Backend) -> E
 
 
 def unit_means(vectors: Sequence[Tensor]) -> Tensor:
-    """The embeddings (k, d) of the clips of each of n sounds -> float32 (n, d): their means, of length 1. Raises
-    ValueError if one is not finite."""
+    """The embeddings (k, d) of the clips of each of n sounds -> float32 (n, d): the normalized means. Raises ValueError
+    if one is not finite."""
     import torch
 
     means = torch.stack([clip_vectors.double().mean(0) for clip_vectors in vectors])
@@ -172,7 +171,7 @@ def unit_means(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def load_clips(sounds: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """The clips (k, n) of a sound, and what the index says of it."""
+    """The clips (k, n) of a sound, and its note for the index."""
     sample = sounds.load(index)
     return sample["waveforms"], {"captions": sample["captions"]} if sample["captions"] else {}
 
@@ -195,7 +194,7 @@ def make_index(args: argparse.Namespace, backend: distributed.Backend, say: Call
         sounds = open_spread(args.audio, embedder.decoder, args.max_clips)
         folder = os.path.join(os.path.expanduser(args.audio), "")
         names = [sounds.describe(index).removeprefix(folder) for index in range(len(sounds))]
-        parts = parts_of(sounds.source)  # of files, if a table asks for parts
+        parts = parts_of(sounds.source)  # of files, if a table states parts
     if sounds.skipped:
         say(sounds.skipped)
     settings = {
@@ -248,7 +247,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
     with backend.agreement():
         if backend.is_root:
             queries, stored = read_queries(args.query or [], args.query_file), StoredEmbeddings(args.index)
-            # Embed a sound with the settings of the index, so that a sound which is in the index has the cosine 1.
+            # Embed a sound with the settings of the index, so that a sound in the index has the cosine 1.
             batch_size, max_clips = stored.index["batch_size"], stored.index["max_clips"]
             embedder = open_embedder(args.model, batch_size, backend)
             if not embedder.about.items() <= stored.index.items():
@@ -268,7 +267,7 @@ def search(args: argparse.Namespace, backend: distributed.Backend) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse(argv)
-    stream = sys.stderr if args.json else sys.stdout  # which is then for data only
+    stream = sys.stderr if args.json else sys.stdout  # stdout is then for data only
 
     def run(backend: distributed.Backend) -> None:
         say = functools.partial(backend.say, file=stream)

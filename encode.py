@@ -1,5 +1,5 @@
-"""Write the codes of a folder of images with a trained DiscreteVAE or VQGAN, or of videos and images with a trained
-VideoTokenizer; or the latents of images with a VQGAN that has no codes; or decode them to images or videos.
+"""Write the codes of images with a trained DiscreteVAE or VQGAN, or of videos and images with a trained VideoTokenizer;
+or the latents of images with a VQGAN without codes; or decode them to images or videos.
 
     python encode.py --model runs/vqgan --image_folder photos/ --output codes/
     torchrun --nproc_per_node 8 encode.py --model runs/tokenizer --video_folder clips/ --output codes/
@@ -10,15 +10,15 @@ VideoTokenizer; or the latents of images with a VQGAN that has no codes; or deco
     python encode.py --model runs/tokenizer --decode codes/ --output videos/ --format mp4
 
 The files are the same, byte for byte, for every launcher and any number of processes, loader workers and threads. Run
-the same command again to continue after an interruption. Videos of any length go through the model frame by frame, in
-the same memory (their codes are kept until the shard is written, and attend_time keeps all earlier frames, unless
---time_window of the training limits it). In tandem/data/stores/, codes.py says what codes/ holds, and latents.py what
-latents/ holds. Codes load in two lines:
+the same command again to continue after an interruption. The model encodes videos frame by frame, so that the memory
+does not depend on their length (except for the codes, which are kept until the shard is written, and for attend_time,
+which keeps all earlier frames unless --time_window of the training limits it). In tandem/data/stores/, codes.py
+describes codes/, and latents.py describes latents/. Codes load in two lines:
 
     codes = safetensors.numpy.load_file("codes/codes-00000.safetensors")["codes"]  # a row per line of index.jsonl
     of_video = codes[line["row"]:][:line["code_frames"]]  # line: json.loads of a line of codes/index.jsonl
 
-With --keep_aspect, each film has a "grid" of its own in its line: tandem/data/stores/codes.py says how to load it.
+With --keep_aspect, each video has its own "grid" in its line: tandem/data/stores/codes.py says how to load it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.data.stores.shards import Encode, ShardWriter
     from tandem.models import VideoTokenizer
 
-DEMO_FRAMES = 41  # of a clip that is drawn
+DEMO_FRAMES = 41  # of a demonstration clip
 # Formats of the files that are written of each kind, the default first.
 ENCODED = {"images": ("safetensors", "npy"), "videos": ("safetensors",)}
 DECODED = {"images": ("png",), "videos": ("mp4", "gif", "png")}
-# What flags need to have an effect.
+# Conditions for flags to have an effect.
 _ENCODING_ONLY = without("decode")
 _IMAGES_ONLY, _VIDEOS_ONLY = given("image_folder", "PATH"), given("video_folder", "PATH")
 _LATENT_FLAGS = ("latent", "latent_dtype", "with_flip", "scaled", "seed")  # flags for models without codes
@@ -61,7 +61,7 @@ _LATENT_FLAGS = ("latent", "latent_dtype", "with_flip", "scaled", "seed")  # fla
 
 @dataclass
 class Config:
-    """What is encoded or decoded, and how."""
+    """The data to encode or decode, and how."""
 
     image_folder: str | None = flag(
         None,
@@ -145,14 +145,15 @@ class Config:
 
 
 def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """What may be coded, as far as flags say it: the codes to decode are of either kind."""
+    """The possible kinds of data by the flags: codes to decode may be of either kind."""
     if args.decode:
         return ("images", "videos")
     return ("images",) if args.image_folder else ("videos",)
 
 
 def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
-    """Fill in --format, if one kind is left. Raises ValueError, in one line, if a flag has no effect on any of them."""
+    """Fill in --format, if there is only one kind. Raises ValueError, in one line, if a flag has no effect on any of
+    them."""
     action = f"{'decod' if args.decode else 'encod'}ing {' or '.join(kinds)}"
     if "batch_size" in args.on_command_line and "images" not in kinds:
         raise ValueError(f"--batch_size has no effect on {action}; leave it out")
@@ -184,15 +185,15 @@ def build_parser() -> ArgumentParser:
 
 
 class Coder(NamedTuple):
-    """What encodes and decodes images or videos.
+    """The functions that encode and decode images or videos.
 
     kind: "images" or "videos".
-    settings: what the files depend on.
-    stored, writer: a folder of codes or latents, and what fills one.
-    open: opens the set to be encoded at images of this side: the shape of its rows, [h', w'] of codes, [] if videos
-        keep their shape, (v, 2 d, h', w') of latents; its samples; and the indices of those of each shard -> their
-        rows. Raises ValueError, in one line, if the model does not take them.
-    ending, frames_per_code: of the files that are made of codes, see `decoded_files`.
+    settings: those that the files depend on.
+    stored, writer: the reader and the writer of a folder of codes or latents.
+    open: image side -> the shape of a row, [h', w'] of codes, [] if videos keep their shape, (v, 2 d, h', w') of
+        latents; the samples to encode; and the function from the indices of each shard to their rows. Raises
+        ValueError, in one line, if the model does not take the samples.
+    ending, frames_per_code: of the decoded files, see `decoded_files`.
     write: stored codes, shard, files: writes the files of a shard.
     """
 
@@ -209,7 +210,7 @@ class Coder(NamedTuple):
 def run_model(
     backend: distributed.Backend, doing: str, method: Callable[..., Tensor], values: Tensor, *state: Any
 ) -> Tensor:
-    """What a method of the model makes of values, which are in their range, in the precision of the run."""
+    """The result of a method of the model for values in their range, in the precision of the run."""
     from tandem.devices import to_device
     from tandem.models.layers.convolutional import trusted_values
 
@@ -221,9 +222,9 @@ def run_model(
 def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backend) -> Coder:
     """Images in batches, through a DiscreteVAE or a VQGAN, to codes or to latents.
 
-    All batches are padded to one size, because at a fixed size neither the place of an image in its batch nor the other
-    images change its codes. With another size or number of threads, a CPU chooses other kernels, whose latents were
-    seen to differ by 1e-6; occasionally, that makes another code the nearest.
+    All batches are padded to one size, because at a fixed size neither the position of an image in its batch nor the
+    other images change its codes. With another size or number of threads, a CPU chooses other kernels, whose latents
+    may differ slightly, so that occasionally another code is the nearest.
     """
     import torch
 
@@ -270,7 +271,7 @@ def image_coder(model: Any, args: argparse.Namespace, backend: distributed.Backe
 
 
 def load_alone(images: Any, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """An image as a batch of one, and what is said of it."""
+    """An image as a batch of one, and its note."""
     sample = images.load(index)
     return sample.pop("images")[None], sample
 
@@ -348,8 +349,8 @@ def video_coder(model: VideoTokenizer, args: argparse.Namespace, backend: distri
 
 
 def open_coder(args: argparse.Namespace, backend: distributed.Backend) -> tuple[Any, Coder, dict[str, Any]]:
-    """The model on the device of the run, what codes with it, and the settings that codes depend on besides what is
-    coded. Raises ValueError, in one line, if there is no such model or it does not code what the flags say."""
+    """The model on the device of the run, its coder, and the settings that codes depend on besides the data. Raises
+    ValueError, in one line, if there is no such model or it cannot code the data of the flags."""
     model, model_settings, _ = open_model(args.model, "DiscreteVAE", "VQGAN", "VideoTokenizer")
     name = type(model).__name__
     kind = "videos" if name == "VideoTokenizer" else "images"
@@ -385,12 +386,12 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
         side, kind = args.image_size or model.image_size, coder.kind
         grid, samples, compute = coder.open(side)
         empty, latent_settings = np.zeros((0, *grid), code_dtype(model.num_codes) if model.num_codes else "float32"), {}
-        if not model.num_codes:  # rows are moments of an image and the mirrored one, of which latents are made
+        if not model.num_codes:  # rows are moments of an image and the mirrored one
             _, width, *sides = grid
             shape = [width if args.latent == "moments" else width // 2, *sides]
             latent_settings = {"grid": shape, "dtype": DTYPES[args.latent_dtype]}
         names = [samples.name(index) for index in range(len(samples))]
-        parts = parts_of(samples.source)  # of files, if a manifest asks for parts
+        parts = parts_of(samples.source)  # of files, if a manifest states parts
     if samples.skipped:
         backend.say(samples.skipped)
     if not str(args.image_folder or args.video_folder).startswith("demo:"):
@@ -437,8 +438,8 @@ def encode(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 
 def decodes_codes_of(name: str, sha256: Any) -> bool:
-    """Whether a model lies in a run of --train decoder that began with the model whose weights have this checksum, so
-    that the codes and latents of that one are its own, or with such a run's."""
+    """Whether a model is from a run of --train decoder that was initialised, directly or by further such runs, from the
+    model with this checksum of weights, so that both have the same encoder."""
     with contextlib.suppress(OSError, ValueError):
         if (folder := run_of(find(newest(Path(name)))[1])) is not None:
             run = arguments_of(folder)

@@ -1,4 +1,4 @@
-"""Measure trained autoencoders on images or videos: how near reconstructions are to the originals, and how much of the
+"""Measure trained autoencoders on images or videos: how close reconstructions are to the originals, and how much of the
 codebook is used.
 
     python evaluate.py --model runs/vqgan --image_folder photos/ --fid_weights published --lpips_weights published
@@ -7,8 +7,8 @@ codebook is used.
     horovodrun -np 8 python evaluate.py --model runs/tokenizer --image_folder photos/
     python evaluate.py --model runs/vqgan --held_out_of runs/vqgan
 
-The values are the same, to the last bit, for every launcher and any number of processes: batches do not depend on it,
-and sums are exact. docs/evaluation.md says how everything is measured, and how papers do it.
+The values are the same, to the last bit, for every launcher and any number of processes: batches do not depend on them,
+and sums are exact. docs/evaluation.md defines all values, and those of papers.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds: functions do it after the 
     from tandem.training.metrics.fid import Gaussian
 
 PICTURE_SAMPLES = 6  # samples in the picture
-ROUND_SECONDS = 1.0  # between agreements of the processes
-PROGRESS_SECONDS = 10.0  # between lines that say how many samples are done
+ROUND_SECONDS = 1.0  # between exchanges of errors and signals
+PROGRESS_SECONDS = 10.0  # between lines of progress
 Batches = Iterator[tuple["Tensor", list[dict[str, Any]]]]  # samples in [0, 1] and the notes of `load`
-# What the table shows, by the names in the JSON file.
+# Headings of the table, by the names in the JSON file.
 HEADINGS = {
     "rfid": "rFID", "rfvd": "rFVD", "inception_score": "IS", "psnr": "PSNR", "ssim": "SSIM", "lpips": "LPIPS",
     "dpsnr": "PSNR of motion", "flicker": "flicker", "codes_used": "codes used", "perplexity": "perplexity",
     "samples_per_second": "samples/s",
 }  # fmt: skip
-# How images can be resized to the side of the models' images, before the centre is cropped.
+# Ways to resize images to the side of the models' images, before the centre crop.
 RESIZES = {
     "ours": "shorter side resized to {} pixels (bilinear, antialiased)",
     "taming": "shorter side resized to {} pixels (bilinear, not antialiased)",
@@ -67,7 +67,7 @@ _FILES_ONLY = Needs("image_folder", "PATH", lambda args: not (args.image_folder 
 
 @dataclass
 class Config:
-    """What is measured, on what and how."""
+    """The models to measure, the data, and how."""
 
     # fmt: off
     model: list[str] | None = flag(None, "trained autoencoders, a row each: runs, checkpoints, model/ folders, public "
@@ -136,8 +136,8 @@ def reconstructed(model: Any, samples: Tensor, backend: distributed.Backend) -> 
 
 
 def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[str, Any]:
-    """The models by the names that the user gives them, on the device of the run. Sets args.image_size and
-    args.channels. Raises ValueError, in one line, if there is none or one does not take such samples."""
+    """The models on the device of the run, by the user's names. Sets args.image_size and args.channels. Raises
+    ValueError, in one line, if there is no such model or one does not take such samples."""
     import torch
 
     from tandem.weights.load import open_model
@@ -156,7 +156,7 @@ def open_models(args: argparse.Namespace, backend: distributed.Backend) -> dict[
 
 
 def open_samples(args: argparse.Namespace) -> Samples:
-    """What is measured. Raises ValueError, in one line, if there is none."""
+    """The samples to measure on. Raises ValueError, in one line, if there are none."""
     from tandem.data.held_out import divided_by
     from tandem.data.sets import open_images, open_videos
 
@@ -176,8 +176,8 @@ def open_samples(args: argparse.Namespace) -> Samples:
 
 
 def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[dict[str, int], list[str]]:
-    """How many of the samples each model that lies in its run's folder was trained on, as far as that can be known, and
-    lines that say it: what was compared, or why nothing could be."""
+    """For each model in a run's folder, how many of the samples it was trained on, as far as that is known; and lines
+    about it, or about why it is unknown."""
     from tandem.data import held_out
 
     counts, lines, n = dict[str, int](), list[str](), len(samples)
@@ -187,7 +187,7 @@ def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[d
             continue
         try:
             if args.held_out_of and os.path.realpath(folder) == os.path.realpath(args.held_out_of):
-                counts[name] = 0  # by its split; whether that is still the one of its training is said below
+                counts[name] = 0  # by its split; below a line says if the split has changed
                 continue
             run = arguments_of(folder)
             counts[name], fingerprint = held_out.count_trained_on(run, samples, args.data)
@@ -209,7 +209,7 @@ def compare_with_training(args: argparse.Namespace, samples: Samples) -> tuple[d
 
 
 def change_of_data(name: str, run: Path, fingerprint: str | None) -> list[str]:
-    """A line if the data of a run has another fingerprint now than when it was last started."""
+    """A line if the fingerprint of a run's data has changed since the run was last started."""
     old_fingerprint = last_start(run).get("data_fingerprint")
     if None in (old_fingerprint, fingerprint) or old_fingerprint == fingerprint:
         return []
@@ -220,7 +220,7 @@ def change_of_data(name: str, run: Path, fingerprint: str | None) -> list[str]:
 
 
 def load(samples: Samples, index: int) -> tuple[Tensor, dict[str, Any]]:
-    """The pixels of a sample, uint8 (1, ...), which one it is, and a checksum."""
+    """The pixels of a sample, uint8 (1, ...), and its note: index and checksum."""
     (pixels,) = samples.load(index).values()
     return pixels[None], {"index": index, "checksum": zlib.crc32(pixels.numpy()), "measurements": []}
 
@@ -229,9 +229,9 @@ def go_through(
     samples: Samples, args: argparse.Namespace, backend: distributed.Backend, action: str,
     use: Callable[[Batches], Iterable[None]],
 ) -> None:  # fmt: skip
-    """Let `use` go through the batches of this process; it yields often. The processes agree on errors and signals once
-    in `ROUND_SECONDS`, so that none waits for the others at each batch. Collective. Raises UserMistake, in one line, if
-    too many samples cannot be read; AskedToStop after a signal."""
+    """Call `use` on the batches of this process and iterate over its generator. The processes exchange errors and
+    signals once in `ROUND_SECONDS`, so that none waits for the others at each batch. Collective. Raises UserMistake, in
+    one line, if too many samples cannot be read; AskedToStop after a signal."""
     from tandem.data.bad_samples import BadSampleLog
     from tandem.data.feed import to_unit_range
     from tandem.data.sampling.workers import Loader
@@ -292,8 +292,8 @@ def go_through(
 def reference(
     key: Sequence[Any], originals: Any, dim: int, run_pass: Callable[..., None], backend: distributed.Backend
 ) -> Gaussian:
-    """The distribution of the originals' features, of length `dim`: what an earlier command has kept of this key; or
-    what is found by `run_pass` over them, which is kept. Collective."""
+    """The distribution of the originals' features, of length `dim`: from the file of an earlier command with this key;
+    or computed by `run_pass` over the originals, and then saved. Collective."""
     import torch
     from safetensors.torch import save
 
@@ -303,7 +303,7 @@ def reference(
 
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     path, gaussian = Path(torch.hub.get_dir()) / "statistics" / f"{name}.safetensors", None
-    with contextlib.suppress(ValueError, TypeError):  # it is not there, or damaged
+    with contextlib.suppress(ValueError, TypeError):  # the file is missing or damaged
         gaussian = Gaussian(**read_state_dict(path))
         if [*map(len, gaussian)] != [dim, dim] or not all(part.isfinite().all() for part in gaussian):
             gaussian = None
@@ -320,7 +320,7 @@ def reference(
 
 
 def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
-    """Measure the models and say what was found. Raises AskedToStop after a signal."""
+    """Measure the models and report the values. Raises AskedToStop after a signal."""
     import torch
 
     from tandem.data.stores.output import json_bytes, sha256_of
@@ -440,7 +440,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
 
 def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callable[[str], None]) -> None:
-    """Print a row for each model, with a column for each value, and in the corner how they are measured."""
+    """Print a row for each model and a column for each value; `corner` states how they are measured."""
     from tandem.training.logging.table import number
 
     names = [name for name in HEADINGS if any(name in row for row in values.values())]
@@ -458,7 +458,7 @@ def say_table(values: Mapping[str, Mapping[str, Any]], corner: str, say: Callabl
 def draw(
     args: argparse.Namespace, models: Any, notes: Sequence[Any], samples: Samples, backend: distributed.Backend
 ) -> None:
-    """Write the picture of the samples whose PSNR differs most between models, or is lowest of a single one."""
+    """Write a picture of the samples whose PSNR differs most between models, or is the lowest for a single model."""
     import torch
 
     from tandem.data.feed import to_unit_range

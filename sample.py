@@ -6,8 +6,9 @@
     python sample.py --model runs/decoder --clip ViT-L-14 --clip_weights vit.safetensors --images photos/ \
         --output variations/
 
-OUTPUT/00000.png is a PNG for each picture, and OUTPUT/index.jsonl says of each what it was drawn for. Picture n depends
-on its condition, --seed, n and the settings of the sampler alone. A stopped command is continued by the same one.
+Each picture is a PNG, OUTPUT/00000.png and so on, and OUTPUT/index.jsonl has a line for each with its condition.
+Picture n depends only on its condition, --seed, n and the settings of the sampler. Run the same command again to
+continue after an interruption.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
     from tandem.models import Decoder
     from tandem.weights.load import Trained
 
-MOST_BYTES = 1 << 30  # of a file of conditions
+MOST_BYTES = 1 << 30  # of a file with conditions
 MODELS = ("model", "guide_with")
-KINDS = {"image_embed": 2, "text_encodings": 3}  # conditions, and the dimensions of several
+KINDS = {"image_embed": 2, "text_encodings": 3}  # conditions, and the rank of an array of several
 
 
 @dataclass
 class Config(ClipFlags, Sampling):
-    """What is drawn, and how."""
+    """The conditions, and how pictures are drawn."""
 
     prompts: list[str] | None = flag(
         None,
@@ -115,12 +116,13 @@ def build_parser() -> ArgumentParser:
 
 
 def embeds_images(args: argparse.Namespace) -> bool:
-    """Whether --clip encodes --images: pictures like them are to be drawn."""
+    """Whether --clip encodes --images, to draw similar pictures."""
     return bool(args.clip and args.images and not args.masks and args.start_at_unet == 1)
 
 
 class Source(NamedTuple):
-    """Conditions that a flag gives: a line for each, the shape of one by name, and rows -> conditions (b, ...)."""
+    """Conditions from a flag: a label for each, the shapes of one by name, and the function from rows to conditions (b,
+    ...)."""
 
     flag: str
     labels: list[str]
@@ -129,19 +131,19 @@ class Source(NamedTuple):
 
 
 def source_in_memory(flag: str, labels: list[str], conditions: Mapping[str, Tensor]) -> Source:
-    """Conditions (n, ...) that are in memory."""
+    """Conditions (n, ...) in memory."""
     shapes = {name: tuple(rows.shape[1:]) for name, rows in conditions.items()}
     return Source(flag, labels, shapes, lambda rows: {name: tensor[rows] for name, tensor in conditions.items()})
 
 
 def clip_for(args: argparse.Namespace, origin: Mapping[str, str] | None, backend: distributed.Backend) -> Any:
-    """The CLIP of --clip, or for prompts the published one with which the model was trained; None if neither is there.
+    """The CLIP of --clip, or for prompts the published one that the model was trained with; None if there is neither.
 
     Args:
-        origin: What the model says of the CLIP that it was trained with.
+        origin: The CLIP that the model was trained with, from its configuration.
 
     Raises:
-        ValueError: one line, if it cannot be had, or the model was trained with one of a user's files.
+        ValueError: one line, if it cannot be loaded, or prompts need a CLIP of files that the user has to give.
     """
     from tandem.models.features.clip import Clip, is_published
 
@@ -172,7 +174,7 @@ def image_names(images: Any) -> list[str]:
 
 
 def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch.device) -> Iterator[Source]:
-    """What each flag gives. Raises ValueError, in one line, and OSError."""
+    """The conditions of each flag. Raises ValueError, in one line, and OSError."""
     import torch
 
     from tandem.data.decoding.arrays import find_array
@@ -220,7 +222,8 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
 
 
 def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
-    """The source of each condition that Unets take. Raises ValueError, in one line, if they take others."""
+    """The source of each condition that the Unets take. Raises ValueError, in one line, if sources and conditions do
+    not fit."""
     from tandem.models.diffusion.decoder import CONDITIONS
 
     takes = {name: (getattr(unet.spec, width), unet.spec.max_text_len)
@@ -247,7 +250,7 @@ def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str,
 
 
 def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | None) -> range:
-    """The Unets that draw, from 0. Raises ValueError, in one line, if flags do not fit them."""
+    """The indices of the Unets that draw. Raises ValueError, in one line, if flags do not fit them."""
     from tandem.models.diffusion.decoder import check_guide, is_conditional
 
     count = len(decoder.unets)
@@ -273,7 +276,7 @@ def check_unets(args: argparse.Namespace, decoder: Decoder, weaker: Decoder | No
 def hash_inputs(
     args: argparse.Namespace, trained: Mapping[str, Trained], pixels: Mapping[str, Any], mark: Callable[[str], None]
 ) -> dict[str, str]:
-    """Hashes of what the pictures depend on: files, models and images, these two by the name of their flag."""
+    """Hashes of everything that the pictures depend on: files, models and images, by the names of their flags."""
     from tandem.data.stores.output import sha256_of
 
     hashes = {}
@@ -342,7 +345,7 @@ def draw(args: argparse.Namespace, backend: distributed.Backend) -> None:
     firsts = range(0, total, args.batch_size)
 
     def pictures(first: int) -> Tensor:
-        # Kernels may round differently for another number of pictures: the last batch is filled up.
+        # Fill up the last batch: kernels may round differently for another number of pictures.
         numbers = range(first, first + args.batch_size)
         rows = [number // args.count % n_conditions for number in numbers]
         loads = {source.flag: source.load(rows) for source in conditions.values()}
