@@ -160,8 +160,7 @@ def with_scale(model: Any, part: Mapping[str, Any]) -> Any:
 
 
 def lines_of(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Facts as lines of text, without mappings below the third level, such as a resolved configuration, which only
-    --json shows."""
+    """Facts as lines of text, without mappings below the third level, which only --json shows."""
     for key, value in facts.items():
         if isinstance(value, dict) and len(indent) < 4:
             yield f"{indent}{key}:"

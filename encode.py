@@ -152,8 +152,7 @@ def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def settle_kinds(args: argparse.Namespace, *kinds: str) -> None:
-    """Fill in --format, if there is only one kind. Raises ValueError, in one line, if a flag has no effect on any of
-    them."""
+    """Fill in --format, if there is only one kind. Raises ValueError, in one line, if a flag has no effect."""
     action = f"{'decod' if args.decode else 'encod'}ing {' or '.join(kinds)}"
     if "batch_size" in args.on_command_line and "images" not in kinds:
         raise ValueError(f"--batch_size has no effect on {action}; leave it out")

@@ -121,8 +121,7 @@ def embeds_images(args: argparse.Namespace) -> bool:
 
 
 class Source(NamedTuple):
-    """Conditions from a flag: a label for each, the shapes of one by name, and the function from rows to conditions (b,
-    ...)."""
+    """Conditions from a flag: a label for each, the shapes of one by name, and rows -> conditions (b, ...)."""
 
     flag: str
     labels: list[str]
@@ -222,8 +221,7 @@ def open_sources(args: argparse.Namespace, images: Any, clip: Any, device: torch
 
 
 def choose_sources(sources: Sequence[Source], unets: Sequence[Any]) -> dict[str, Source]:
-    """The source of each condition that the Unets take. Raises ValueError, in one line, if sources and conditions do
-    not fit."""
+    """The source of each condition that the Unets take. Raises ValueError, in one line, if they do not fit."""
     from tandem.models.diffusion.decoder import CONDITIONS
 
     takes = {name: (getattr(unet.spec, width), unet.spec.max_text_len)

@@ -48,8 +48,7 @@ class Unsuitable(ValueError):
 
 
 class Incomplete(Unsuitable):
-    """A sample that lacks something, such as its embedding or enough pixels: it is counted, but not reported by
-    name."""
+    """A sample that lacks an embedding or enough pixels, for example: it is counted, but not reported by name."""
 
 
 class NotASample(ValueError):

@@ -208,8 +208,7 @@ class Feed:
 
     @contextlib.contextmanager
     def _raise_on_all_ranks(self) -> Iterator[None]:
-        """If one process raises a ValueError inside, all do. The first rank whose user's dataset failed prints its
-        traceback. Collective."""
+        """Raise a ValueError of one process on all. The first rank whose user's dataset failed prints its traceback."""
         traceback = ""
         try:
             with self._processes.agreement():
@@ -299,8 +298,7 @@ def _make_fetcher(
 
 
 def _fetch_shards(addresses: Mapping[int, str], num_workers: int, shards: Sequence[range]) -> None:
-    """Fetch in the process that reads samples: in a worker, if there are any, because a process with threads should not
-    fork."""
+    """Fetch in the process that reads samples: in a worker, if any, because a process with threads should not fork."""
     if not num_workers or torch.utils.data.get_worker_info() is not None:
         remote.fetch_shards(addresses, shards)
 

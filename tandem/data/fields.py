@@ -1,6 +1,5 @@
 """Fields: what a script decodes from each record. A field states what it reads from a source, and the key of its random
-augmentation, so every field works with every source. `Samples`: the records of a source and the fields that decode
-them."""
+augmentation, so every field works with every source. `Samples`: a source and the fields of its records."""
 
 from __future__ import annotations
 
@@ -134,8 +133,7 @@ class ClipField(Field):
     of_item = staticmethod(own.video_of)
 
     def frames(self, record: Record, multiple: int | None = None) -> Iterator[tuple[Tensor, float | None]]:
-        """All frames of a video, see `ClipDecoder.frames`; of an endless demonstration video, the frames of one
-        clip."""
+        """All frames of a video, see `ClipDecoder.frames`; of an endless demonstration, those of a clip."""
         content = record[self.wanted.name]
         if isinstance(content, Entry):
             return self.clips.frames(content, multiple)

@@ -67,8 +67,7 @@ def _open_feed(
     train_options: Mapping[str, Any] = {},
     **feed_options: Any,
 ) -> Feed:
-    """The feed of the samples of --dataset or of a flag, opened by `open_set` with `train_options`, and of
-    --valid_folder."""
+    """The feed of --dataset or the value of a flag, opened with `train_options`, and of --valid_folder."""
     spec = data_of(args, flag)
     open_valid = partial(open_set, args.valid_folder) if args.valid_folder else None
     feed_options = {"source": str(spec), "noun": noun, "open_valid": open_valid, **feed_options}
@@ -274,8 +273,7 @@ def has(source: Source, name: str) -> bool:
 
 
 def _check_widths(valid: Samples, trained: Samples, folder: str) -> None:
-    """Raise ValueError if the embeddings for validation have another width than those for training; texts may be
-    shorter or longer."""
+    """Raise ValueError if the embeddings for validation have another width than those for training."""
     for kind in KINDS:
         width, expected = (_embedding_shapes(samples).get(kind, (None,))[-1] for samples in (valid, trained))
         if width != expected:

@@ -131,8 +131,7 @@ def why_no_weights(path: Path) -> str:
 
 
 def why_no_model(folder: Path) -> str:
-    """The kind of a folder without a readable model, and the advice, as the beginning of a sentence; "" if it is
-    unknown."""
+    """The kind of a folder without a readable model, and the advice, as the beginning of a sentence; or ""."""
     for pattern, kind, remedy in _OTHER_FOLDERS:
         if next(folder.glob(pattern), None):
             return f"it is {kind}; {remedy}; "
@@ -154,8 +153,7 @@ def _strip_names(content: Any) -> Any:
 
 
 def _strip_wrappers(names: Iterable[str]) -> list[str]:
-    """Names of weights without the prefixes that wrappers have put before all of them; unchanged, if two would become
-    equal."""
+    """Names of weights without the prefixes that all have from wrappers; unchanged, if two would become equal."""
     stripped = [_INNER_WRAPPERS.sub("", name) for name in names]
     while wrapper := next(
         (prefix for prefix in _WRAPPERS if stripped and all(n.startswith(prefix) for n in stripped)), ""
@@ -165,5 +163,4 @@ def _strip_wrappers(names: Iterable[str]) -> list[str]:
 
 
 def first_names(content: Mapping[Any, Any]) -> str:
-    """The first names in a file, for a message."""
     return ", ".join(repr(str(name)[:40]) for name in list(content)[:3]) or "nothing"

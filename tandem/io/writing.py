@@ -202,8 +202,8 @@ def processor_time(thread: threading.Thread) -> int | None:
 
 def open_standard_streams() -> None:
     """Open the null device in place of standard streams that were closed before the start of this process. Otherwise
-    the next file or socket gets the number of a closed stream, such as 2, and C code writes its messages into it; and
-    sys.stderr is None."""
+    the next file or socket gets the number of a closed stream, such as 2, and C code writes into it; sys.stderr is
+    None."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)

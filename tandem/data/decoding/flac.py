@@ -99,8 +99,7 @@ def _make_reader(file: Any) -> Read:
 
 
 def _find_last(read: Read, n_bytes: int, block: int) -> _LastFrame | None:
-    """The last frame of a file; None if none is found. `block`: the samples of a frame, if all but the last have
-    equally many."""
+    """The last frame of a file; None if none is found. `block`: the samples of each frame but the last."""
     n = _LEAST_AT_END
     while n <= _MOST_AT_END:
         begin = max(0, n_bytes - n)

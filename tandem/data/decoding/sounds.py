@@ -55,8 +55,7 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ClipDecoder:
-    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files, in training at places random by
-    `seed`."""
+    """Cuts clips of `clip_samples` samples at `sample_rate` Hz out of sound files, in training at random by `seed`."""
 
     sample_rate: int
     clip_samples: int

@@ -131,7 +131,6 @@ class ClipDecoder:
         raise AssertionError
 
     def _ticks_per_step(self, video: Video) -> float:
-        """Ticks from one frame of a clip to the next."""
         return video.ticks_per_second / self.fps if self.fps else video.ticks_per_frame * self.frame_stride
 
     def _convert_frames(
@@ -212,8 +211,8 @@ def sound_of(path: Path) -> Iterator[Sound | None]:
 
 
 class Sound(NamedTuple):
-    """Sound of a film: samples per second, and its frames (av.AudioFrame), each with its start in seconds after the
-    first picture."""
+    """Sound of a film: samples per second, and its frames (av.AudioFrame), each with its start in s after the first
+    picture."""
 
     rate: int
     frames: Iterator[tuple[float, Any]]
@@ -289,8 +288,7 @@ class Video:
         return max(begin, self.start), end
 
     def require_end(self) -> None:
-        """Raise ValueError, in one line, if the decoded frames of an MP4 file end before the end in its table of
-        frames."""
+        """Raise ValueError, in one line, if the decoded frames of an MP4 file end before its table of frames."""
         stated_end = self.start + (self._stream.duration or 0)
         is_stated = self._stream.frames and "mp4" in self._container.format.name
         if is_stated and self.reached_end < stated_end - 2 * self.ticks_per_frame:

@@ -38,7 +38,7 @@ def _read_matroska_length(start: bytes) -> int:
 
 
 def _read_number(content: bytes, offset: int) -> tuple[int, int]:
-    """A number of variable length (RFC 8794), whose leading zero bits give its number of bytes, and the offset behind
+    """A number of variable length (RFC 8794), whose leading zeros give its number of bytes, and the offset behind
     it."""
     n = 9 - int.from_bytes(content[offset : offset + 1], "big").bit_length()
     return int.from_bytes(content[offset : offset + n], "big") & (1 << 7 * n) - 1, offset + n

@@ -101,7 +101,6 @@ class Loader:
         return map(_raise_errors, self._results_of_workers(results) if self._loader.num_workers else results)
 
     def _results_of_workers(self, results: Iterator[Any]) -> Iterator[Any]:
-        """The results of workers."""
         with contextlib.suppress(StopIteration):
             while True:
                 with self._waiting():
@@ -193,8 +192,7 @@ class _Queue:
             fcntl.fcntl(self._reader.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
 
     def put(self, message: tuple[Any, Any] | None) -> None:
-        """Send (request number, request or result), or None. A result that cannot be pickled is replaced by a
-        CannotGoOn."""
+        """Send (request number, request or result), or None. Instead of a result that cannot be pickled: CannotGoOn."""
         try:
             parts = _pickle_parts(message)
         except Exception as error:
@@ -327,13 +325,11 @@ _REMEDIES = {
 
 
 def _explain_start_failure(error: OSError) -> str:
-    """The message for an error that occurred when workers were started."""
     remedy = _REMEDIES.get(error.errno or 0, f"{error}: look whether /dev/shm is there and writable")
     return f"loader processes cannot be started: {remedy}, or load without them, by --num_workers 0"
 
 
 def _explain_exit(codes: list[int]) -> str:
-    """The message for the exit codes of dead workers."""
     if -signal.SIGBUS in codes:
         return "a loader process has died, because a file that it read was cut off meanwhile, or its disk failed"
     if -signal.SIGKILL in codes or not codes:
@@ -343,8 +339,7 @@ def _explain_exit(codes: list[int]) -> str:
 
 
 class _Requests(Dataset):
-    """Loads requests. Returns ValueErrors and MemoryErrors as values, because DataLoader would put a raised one's text
-    into a traceback."""
+    """Loads requests. Returns ValueErrors and MemoryErrors, because DataLoader would put them into a traceback."""
 
     def __init__(self, load: Callable[[Any], Any]) -> None:
         self._load = load

@@ -179,7 +179,6 @@ def paint(picture: Array, item: Item) -> None:
 
 
 def _pixel_centers(size: int) -> Array:
-    """The centres of the pixels of a row, in sides."""
     return (np.arange(size, dtype=np.float32) + 0.5) / size
 
 

@@ -67,8 +67,7 @@ class EmbeddingField(Field):
         return own.array_of(item, self.wanted.name, self.kind.dimensions)
 
     def numbers(self, record: Record) -> Array | None:
-        """The array of a record, None if it has none; (1, d) becomes (d,), because some programs write a batch of
-        one."""
+        """The array of a record, None if it has none; (1, d), a batch of one, becomes (d,)."""
         content = self.found(record)
         if isinstance(content, Entry):
             array = find_array(content).read()

@@ -87,8 +87,7 @@ class FolderSource:
         return os.path.join(self.folder, self._names[index])
 
     def _check_inside(self, name: str) -> str:
-        """A relative path. Raises ValueError, in one line, if it leads out of the folder: another user may have written
-        the index."""
+        """A relative path. Raises ValueError, in one line, if it leads out of the folder: indices may be forged."""
         if name.startswith("/") or ".." in name.split("/"):
             raise self._damaged()
         return name
@@ -265,8 +264,7 @@ class _Tree:
         self._count_skipped(relative, any_form - any_form_used, any_form_stems)
 
     def _count_skipped(self, relative: str, names: Set[str], stems: Set[str]) -> None:
-        """Count the files `names`, which no sample uses; those without a sample of these composed stems are also
-        counted as alone."""
+        """Count files that no sample uses, and those of them that are alone, without a sample of their stem."""
         for name in sorted(names):
             self._skipped[ending_of(name)] += 1
             endings = filter(name.lower().endswith, self._side_endings)
@@ -292,7 +290,6 @@ class _Tree:
 
 
 def _normalize(form: Any, name: str) -> str:
-    """A name in one of `_FORMS`."""
     return unicodedata.normalize(form, name) if form else name
 
 

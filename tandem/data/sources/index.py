@@ -74,8 +74,7 @@ class Watched:
         self.lines, self.newest_ns = PackedStrings(), 0
 
     def add(self, name: str, status: os.stat_result | None) -> None:
-        """`name` is relative to the index's file or folder, "" for that itself; a status of None: there is no such
-        file."""
+        """`name` is relative to the index's file or folder, "" for that itself; status None: no such file."""
         self.lines.append(f"{_describe_status(status)} {name}")
         if status is not None:
             self.newest_ns = max(self.newest_ns, status.st_mtime_ns, status.st_ctime_ns)
@@ -347,8 +346,7 @@ def status_of(path: str) -> os.stat_result | None:
 
 
 def _describe_status(status: os.stat_result | None) -> str:
-    """A text that changes with the file. It does not hold the number of the device, which differs between NFS
-    clients."""
+    """A text that changes with the file, without the device number, which differs between NFS clients."""
     if status is None:
         return "none"
     times = status.st_mtime_ns, status.st_ctime_ns  # tools that copy folders may set the first

@@ -107,8 +107,7 @@ def _read_rows(
     path: str, specs: Sequence[Wanted], keys: Sequence[str], names: dict[str, None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """For each row, a JSON object of its path, its times, and its cells in the columns `keys`; and the names of these
-    columns. Adds the names of the first columns of all to `names`. Raises ValueError, with path and line, if a row is
-    wrong."""
+    columns. Adds the names of the first columns of all to `names`. Raises ValueError with path and line."""
     example = json.dumps({"path": "...", **{columns_of(spec)[0]: "..." for spec in specs if spec.as_cells}})
     numbers = {column for spec in specs[1:] if not spec.as_cells for column in columns_of(spec)}
     lines: _Lines | None = None
@@ -153,7 +152,6 @@ class _Lines:
 
     @property
     def row_lines(self) -> str:
-        """The line or the lines of the current row."""
         first = self.number - max(len(self.row), 1) + 1
         return f"line {first}" if first == self.number else f"lines {first} to {self.number}"
 

@@ -105,7 +105,6 @@ def _open_folder(path: str, field_specs: Sequence[Wanted], demo: str) -> Source 
 
 
 def _all_end_with(paths: Sequence[str], endings: tuple[str, ...]) -> bool:
-    """Whether the names of all files have one of these endings."""
     return all(shown(path).lower().endswith(endings) for path in paths)
 
 

@@ -115,7 +115,6 @@ def _put_own_folder_last() -> None:
 
 
 def _make_dataset(data: OwnData) -> tuple[Any, int]:
-    """The dataset and its length."""
     flag = f"--dataset {data.spec}: "
     module_name, _, function_name = data.spec.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *function_name.split("."))):
@@ -153,8 +152,7 @@ def _make_dataset(data: OwnData) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def _errors_in_one_line(prefix: str = "") -> Iterator[None]:
-    """Context in which an error of the user's code becomes `Raised`, with its type, its text, and the line that raised
-    it."""
+    """Context in which an error of the user's code becomes `Raised`, with its type, its text and its line."""
     try:
         yield
     except MemoryError:
@@ -236,7 +234,6 @@ def refused(thing: Any, expected: str) -> NotASample:
 
 
 def image_of(item: Any) -> Image.Image:
-    """The image of an item."""
     picture = _to_picture(part_of(item, *IMAGE_NAMES))
     if picture is None:
         raise refused(item, _IMAGE)
@@ -250,7 +247,6 @@ class Video(NamedTuple):
     frames: np.ndarray
 
     def picture(self, number: int) -> Image.Image:
-        """A frame."""
         picture = _to_picture(self.frames[number])
         if picture is None:
             raise refused(part_of(self.item, "video"), _CLIP)
@@ -266,7 +262,6 @@ class Video(NamedTuple):
 
 
 def video_of(item: Any) -> Video:
-    """The video of an item."""
     frames = as_array(part_of(item, "video"))
     if frames is None or frames.ndim != 4 or 0 in frames.shape:
         raise refused(item, _CLIP)

@@ -1,5 +1,4 @@
-"""Records, the stored content of samples, and references to the bytes of their files: a whole file, a part of a tar, or
-memory."""
+"""Records, the stored content of samples, and references to their files: a whole file, a part of a tar, or memory."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ def version(address: str) -> str:
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError, in one line, if it holds a password: run folders store the flags, and other users see command
-    lines."""
+    """Raises ValueError, in one line, if it holds a password: run folders store flags, and others see command lines."""
     if USER.search(address) or (_protocol(address) == "http" and _SECRET.search(address)):
         raise ValueError(
             f"{shown(address)!r} came with a password, key or signature, which would stand in config.yaml: give the "
@@ -210,8 +209,7 @@ _cached_addresses: frozenset[str] = frozenset()
 
 
 def _open_cached(address: str) -> BinaryIO | None:
-    """The local copy of a shard; None if it is not to be cached, or the cache has no room or fails. Raises errors of
-    the server."""
+    """The local copy of a shard; None if the cache is not for it, has no room or fails. Raises errors of the server."""
     if _cache is None or (_cached_addresses and address not in _cached_addresses):
         return None
     size, file_version = _info(address)

@@ -97,8 +97,7 @@ class Rows:
 
 
 def parts_of(source: Source) -> list[str]:
-    """The part of its file that each record of a table is, in seconds, or the invalid cells; empty if all are whole
-    files."""
+    """The part of each record in its file, in seconds, or its invalid cells; empty if all are whole files."""
     parts = [*map(_describe_part, source.times())] if isinstance(source, Rows) else []
     return parts if {*parts} - {_describe_part({})} else []
 

@@ -281,8 +281,7 @@ def _count_rows(message: Any, schema: Any) -> int:
 
 
 class _ParquetFile:
-    """A parquet file; its parts are row groups. It is opened for each part, because processes must not share an open
-    file."""
+    """A parquet file; its parts are row groups. It is opened for each, because processes must not share it."""
 
     def __init__(self, path: str) -> None:
         import pyarrow.parquet as pq
@@ -374,7 +373,6 @@ def _types_of(schema: Any) -> dict[str, str]:
 
 
 def _file_column(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
-    """The column with the files."""
     columns = columns_of(wanted)
     files = {name: kind for name, kind in kinds.items() if _FILE.fullmatch(kind)}
     media = {name: features.get(name, {}).get("_type") for name in files}

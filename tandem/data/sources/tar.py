@@ -1,5 +1,4 @@
-"""Webdataset tars, read in any order by an index of the offsets of each sample's members, made once from their
-headers."""
+"""Webdataset tars, read in any order by an index of the members' offsets, made once from their headers."""
 
 from __future__ import annotations
 
@@ -145,7 +144,6 @@ class TarSource:
         return int(np.searchsorted(self._firsts, index, side="right")) - 1
 
     def path(self, index: int) -> str:
-        """The tar that holds a sample."""
         return self.paths[self.shard(index)]
 
     def name(self, index: int) -> str:
@@ -161,8 +159,8 @@ def stem_of(name: str) -> str:
 
 
 def number_of(path: str, flag: str) -> int:
-    """Number of a shard by its file's name: "img_emb_0012.npy" and "00012.tar" -> 12. Raises ValueError, in one line
-    with the flag."""
+    """Number of a shard by its file's name: "img_emb_0012.npy" and "00012.tar" -> 12. Raises ValueError with the
+    flag."""
     match = re.search(r"([0-9]+)$", stem_of(path))
     if match is None:
         raise ValueError(f"{flag}: the name of {path!r} does not end with the number of its shard, such as 00012")
@@ -362,8 +360,7 @@ def _members(pieces: _Pieces, n_bytes: int, skipped: Counter[str], ends: list[st
 
 
 def _is_header(block: bytes) -> bool:
-    """Whether the checksum is right, the sum of all bytes with spaces in place of it; some programs sum signed
-    bytes."""
+    """Whether the checksum is the sum of all bytes, signed in some programs, with spaces in its place."""
     if len(block) != _BLOCK:
         return False
     spaced = block[:148] + b" " * 8 + block[156:]

@@ -214,8 +214,7 @@ def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads:
 
 
 def _save_image(path: Path, pixels: Tensor) -> None:
-    """Write an image. Syncing would take most of the time; instead, after a power cut the next start finds incomplete
-    files by `is_complete`."""
+    """Write an image, not synced, which would take most of the time: `is_complete` finds what a power cut leaves."""
     with _new_file(path, is_synced=False) as file:
         Image.fromarray(pixels.numpy()).save(file, "png")
 

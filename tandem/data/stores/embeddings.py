@@ -33,8 +33,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Match(NamedTuple):
-    """A match of a query: its rank from 1 on, its cosine to the query, its path, and its first caption if the index has
-    one."""
+    """A match of a query: its rank from 1 on, its cosine to the query, its path, and its first caption, if any."""
 
     rank: int
     cosine: float

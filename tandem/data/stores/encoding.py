@@ -90,8 +90,7 @@ def _encode_shard(batches: Iterable[Any], encode: Callable[[Tensor], Tensor], ba
 
 
 def in_batches(pieces: Iterable[Tensor], encode: Callable[[Tensor], Tensor], batch_size: int) -> Tensor:
-    """The rows (n, ...) that `encode` makes of pieces, on the host: in batches of one size, the last one padded with
-    0."""
+    """The rows (n, ...) that `encode` makes of pieces, on the host: in batches of one size, padded with 0."""
     pending = iter(pieces)
 
     def encoded() -> Iterator[tuple[int, Tensor]]:
@@ -165,8 +164,7 @@ def _encode_pieces(
 
 
 def _split_frames(frames_of: Frames, index: int, frames_per_code: int) -> Iterator[Tensor | Note]:
-    """All frames of a video, in order, a few at a time (3, f, h, w), with the repeated ones at the end; then its
-    note."""
+    """All frames of a video, in order, a few at a time (3, f, h, w), then the repeated ones, then its note."""
     frames, count = frames_of(index), 0
     while chunk := list(itertools.islice(frames, PIECE_FRAMES)):
         yield torch.stack([frame for frame, _ in chunk], dim=1)

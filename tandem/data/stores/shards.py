@@ -140,7 +140,6 @@ class ShardWriter:
         self.output.write(self._file(shard), shard_bytes(columns, notes=notes, bad=bad))
 
     def _read_metadata(self, shard: int) -> Any:
-        """The metadata of an existing shard."""
         with safe_open(check_regular(self.output.path / self._file(shard)), "np") as file:
             return parse_json(file.metadata()["about"].encode())
 
@@ -259,7 +258,6 @@ def _digest_of(columns: Mapping[str, Tensor]) -> str:
 
 
 def _dtype_name(column: Tensor) -> str:
-    """As NumPy calls it."""
     return str(column.dtype).removeprefix("torch.")
 
 
