@@ -23,7 +23,7 @@ _reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
 @dataclass(frozen=True)
 class BadSample:
     """A sample that could not be read: its dataset index, the path of its file and the reason, in one line; or a sample
-    that is `Incomplete`. `traceback` is that of a user's code which raised an error."""
+    that is `Incomplete`. `traceback` is that of an error in a user's code."""
 
     index: int
     path: str
@@ -36,7 +36,7 @@ class BadSample:
 
 
 class Raised(ValueError):
-    """What a user's own code has raised, in one line; `traceback` is Python's own text about it."""
+    """An error of a user's own code, in one line; `traceback` is Python's text about it."""
 
     def __init__(self, text: str, traceback: str = "") -> None:
         super().__init__(text)
@@ -69,7 +69,7 @@ class BadSampleLog:
         self.count = self.count_incomplete = 0
 
     def add(self, samples: Iterable[BadSample]) -> list[BadSample]:
-        """Remember `samples`; returns those that were not known before, each once."""
+        """Add `samples`; returns those that are new, each once."""
         new = []
         for sample in samples:
             if self._kinds[sample.index]:

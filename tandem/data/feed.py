@@ -1,4 +1,4 @@
-"""The samples of a run, for one process: what it trains on, what it validates on, and what could not be read."""
+"""The samples of a run for one process: for training, for validation, and those that could not be read."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Feed:
     same methods in the same order.
 
     A batch is a dict whose tensors are on the device. Every entry has one element per sample, so that all entries can
-    be cut into micro-batches alike; "positions" are the places of the samples in the global batch, "ids" their indices
-    in the set.
+    be cut into micro-batches alike; "positions" are those of the samples in the global batch, "ids" their indices in
+    the set.
 
     Args:
         open_samples: Opens the set. It may raise ValueError on some processes only.
-        args: The flags of all scripts, of which batch_size, seed (of the order) and split_seed are some.
+        args: The flags of all scripts, such as batch_size, seed (of the order) and split_seed.
         noun: What messages call one sample, such as "image".
         source: What messages call the set: its path.
         open_second: Opens a second set. Every update whose number (from 1) is a multiple of `second_every` trains on
@@ -122,7 +122,7 @@ class Feed:
         return self.valid_set if self.sees_whole_split else self._valid_part
 
     def summary(self) -> str:
-        """What the data is and how it is split, in one line."""
+        """A line about the data and its split."""
         parts = {"to train on": self.train_set, "to validate": self.valid_set, "to test": self.test_set}
         n, noun = sum(map(len, parts.values())), self.noun
         counts = [f"{counted(len(part), noun)} {use}" for use, part in parts.items() if len(part) or use != "to test"]
@@ -142,11 +142,11 @@ class Feed:
         """Begin at a position of the endless order of samples; returns the first batch. Raises UserMistake on all
         processes if nothing can be read."""
         self._whole_validation = self._validation = ValidationStream(self.samples, self._valid_part, **self._loading)
-        if len(self._valid_part) < len(self.valid_set):  # which is read for the preview and at the end alone
+        if len(self._valid_part) < len(self.valid_set):  # the rest is read only for the preview and at the end
             self._whole_validation = ValidationStream(self.samples, self.valid_set, **self._loading, keep_workers=False)
         self._training = TrainingStream(self.samples, self._order, start=start_samples, **self._loading)
         self.batches = iter(self._training)
-        # Inside the agreement, because reading the first batch may fail on some processes only.
+        # On all ranks, because reading the first batch may fail on some of them only.
         with self._raise_on_all_ranks():
             self._processes.mark("loading the first batch")
             batch = next(self.batches)
@@ -170,8 +170,8 @@ class Feed:
             yield self._receive_batch(batch)
 
     def validation_samples(self, places: range) -> Batch:
-        """The samples at these places of the validation split, which begins again after its end, loaded in this process
-        alone. Not collective."""
+        """The samples at these positions of the validation split, which wraps around, loaded in this process. Not
+        collective."""
         return self._receive_batch(self._whole_validation.load(places))
 
     def preview(self, count: int) -> Batch:
@@ -179,9 +179,9 @@ class Feed:
         are the same at every start; without a validation split, the first ones of this start's first batch. Every
         process loads them itself. Raises what `start` raises."""
         n_valid = len(self.valid_set)
-        stream, least = (self._whole_validation, n_valid) if n_valid else (self._training, self._args.batch_size)
+        stream, limit = (self._whole_validation, n_valid) if n_valid else (self._training, self._args.batch_size)
         with self._raise_on_all_ranks():
-            batch = stream.load(range(min(count, least)))
+            batch = stream.load(range(min(count, limit)))
         return self._receive_batch(batch)
 
     def report_bad_samples(self, say: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ TEXTS = Wanted("texts", "caption", (".json", ".txt"), (*TEXT_KEYS, "label"), as_
 
 
 class Field:
-    """What a script takes out of each record. Two fields with equal `fingerprint` found the same in a source."""
+    """The content that a script takes from each record. `fingerprint` identifies what the field found in its source."""
 
     @property
     def wanted(self) -> Wanted:
@@ -41,7 +41,7 @@ class Field:
     fingerprint: str = ""
 
     def found(self, record: Record) -> Any:
-        """What a record holds for this field, see `Record`; None if it lacks it."""
+        """The record's content for this field, see `Record`; None if it has none."""
         return self.of_item(record[ITEM]) if ITEM in record else record.get(self.wanted.name)
 
     def load(self, record: Record, index: int, epoch: int, augment: bool) -> dict[str, Any]:

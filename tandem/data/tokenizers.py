@@ -1,4 +1,4 @@
-"""From sentences to token numbers: the vocabulary of CLIP, or a tokenizer of Hugging Face from a file."""
+"""Tokenizers of sentences: CLIP's, or one of Hugging Face from a file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Tokenizer:
 
     A pickle holds only the tokenizer's name and size, so another process reads the file again. `vocab_size` is one more
     than the largest token. `to_ids` turns a sentence into at most max_text_tokens tokens, including those that mark its
-    start and end. `content` is that of the tokenizer's file; empty for the tokenizer of CLIP, which is in a package.
-    `marks` is the argument of `open_tokenizer`.
+    start and end. `content` is the tokenizer's file; empty for CLIP's tokenizer, which is in a package. `marks` is the
+    argument of `open_tokenizer`.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Tokenizer:
             write_atomically(Path(folder, FILE), self._content)
 
     def require_same(self, model: str, path: Path | None) -> None:
-        """Raise ValueError, in one line, if the model that the user calls ``model`` has another tokenizer: it has that
-        of the file at ``path``, or that of CLIP."""
+        """Raise ValueError, in one line, if the model named ``model`` has another tokenizer, from the file at ``path``,
+        or CLIP's if that is None."""
         if (b"" if path is None else read_bytes(path, LONGEST_JSON_BYTES)) != self._content:
             raise ValueError(
                 f"the model in {model} was trained with another tokenizer than {self.name}: give --tokenizer "
@@ -71,7 +71,7 @@ class Tokenizer:
             )
 
     def state_dict(self) -> dict[str, str]:
-        """What a checkpoint keeps: the digest of the file, and where it was."""
+        """The state for a checkpoint: the digest of the file, and its path."""
         return {"sha256": sha256_of_tokenizer(self.name, self._content), "name": self.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -95,8 +95,8 @@ def open_tokenizer(spec: str, max_text_tokens: int, marks: bool = True) -> Token
     """Open "clip" (49408 tokens; Radford et al. 2021, from the package open_clip) or a Hugging Face tokenizer.json.
 
     Args:
-        marks: "clip" puts marks of start and end around a text; without them it is the tokenizer of x-clip, which
-            musiclm-pytorch has. A tokenizer.json says itself whether it does.
+        marks: "clip" puts start and end tokens around a text; without them it is the tokenizer of x-clip, used by
+            musiclm-pytorch. A tokenizer.json defines its own.
 
     Raises ValueError, in one line, if a package or the file is missing, or max_text_tokens leaves no room for a token
     beside the marks of start and end.

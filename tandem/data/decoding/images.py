@@ -150,11 +150,11 @@ def decode_image(
     so that both are multiples.
 
     channels 3: RGB, with white behind transparent pixels; channels 4: RGBA, opaque if the file has no alpha. Colours
-    are those of sRGB: of a file with the profile of another space they are converted. Raises OSError if the file cannot
-    be opened and ValueError, in one line, if its content cannot be decoded, or has more than 179 million pixels, which
-    Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the shorter side has fewer than
-    `image_size` pixels. With Pillow's LOAD_TRUNCATED_IMAGES, a truncated file gives what can be decoded; the rest is
-    black or grey.
+    are those of sRGB: of a file with the profile of another space they are converted.
+    Raises OSError if the file cannot be opened and ValueError, in one line, if its content cannot be decoded, or has
+    more than 179 million pixels, which Pillow refuses as a decompression bomb; without `enlarge`, `Incomplete` if the
+    shorter side has fewer than `image_size` pixels. With Pillow's LOAD_TRUNCATED_IMAGES, a truncated file gives what
+    can be decoded; the rest is black or grey.
     """
     with open_regular(entry.path) if entry.is_local_file else open_entry(entry) as handle:
         file = io.BufferedReader(handle, _BUFFER) if isinstance(handle, io.RawIOBase) else handle

@@ -254,7 +254,7 @@ class Video(NamedTuple):
 
     @property
     def fps(self) -> float:
-        """Frames per second, which an item has to state for --fps alone."""
+        """Frames per second, which an item has to state only for --fps."""
         fps = part_of(self.item, "fps", place=None)
         if not (isinstance(fps, (int, float, np.number)) and 0 < float(fps) < math.inf):
             raise refused(self.item, 'for --fps, a mapping with a "video" and its "fps", above 0')

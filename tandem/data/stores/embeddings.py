@@ -116,7 +116,7 @@ class StoredEmbeddings(Stored):
         ]
 
     def _read_files(self, rows: Collection[int]) -> dict[int, tuple[str, str | None]]:
-        """Path, and caption if there is one, of some rows."""
+        """The path, and the caption if there is one, of each of these rows."""
         files: dict[int, tuple[str, str | None]] = {}
         with explained(self.folder / LINES_FILE):
             for row, line in enumerate(self.lines()):
