@@ -122,7 +122,7 @@ def check_archive(path: Path) -> None:
         if any(member.compress_type for member in members) or n_bytes > path.stat().st_size:
             raise ValueError("it would unpack to more than the file; PyTorch writes no such files")
         instructions = archive.read(pickles[0])
-    for opcode, argument in _operations(instructions):
+    for opcode, argument in _read_operations(instructions):
         _check_call(opcode, argument, _CALLS)
 
 
@@ -138,7 +138,7 @@ def check_old_file(path: Path) -> None:
     with path.open("rb") as file:
         pickles = io.BytesIO(file.read(_LONGEST_PICKLES_BYTES))
     for number in range(5):
-        for opcode, argument in _operations(pickles):
+        for opcode, argument in _read_operations(pickles):
             _check_call(opcode, argument, {*_CALLS, _OLD_CALL})
             # PyTorch allocates storages before it reads their data; none can have more numbers than the file has bytes.
             if number == _STATE_DICT and isinstance(argument, int) and argument > size:
@@ -152,7 +152,7 @@ def check_sizes(path: Path, tensors: Iterable[Tensor]) -> None:
         raise ValueError(f"{path}: its weights are larger than the file that holds them")
 
 
-def _operations(content: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
+def _read_operations(content: bytes | io.BytesIO) -> Iterator[tuple[str, Any]]:
     """The operations of a pickle and their arguments.
 
     Raises ValueError at a tuple of more than `_LARGEST_TUPLE` values. A tuple in a tuple in a tuple, a million times,

@@ -206,9 +206,9 @@ def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
     say(f"fetching {file.what} ({_size_text(file.size)}) from {address} to {path}")
     for n_left in reversed(range(_TRIES)):
         try:
-            with replacing(path) as temporary, create(temporary) as target, _progress(file.size) as progress:
+            with replacing(path) as temporary, create(temporary) as target, _progress_bar(file.size) as progress:
                 length, digest = 0, hashlib.sha256()
-                for block in _blocks(address):
+                for block in _download(address):
                     mark()
                     progress.update(len(block))
                     length += len(block)
@@ -227,7 +227,7 @@ def _fetch(file: Published, path: Path, mark: Callable[[], None]) -> None:
             time.sleep(_PAUSE_SECONDS)
 
 
-def _blocks(address: str) -> Iterator[bytes]:
+def _download(address: str) -> Iterator[bytes]:
     try:
         with urllib.request.urlopen(address, timeout=SECONDS) as answer:
             while block := answer.read(_BLOCK_BYTES):
@@ -239,7 +239,7 @@ def _blocks(address: str) -> Iterator[bytes]:
         raise _NoAnswerError(f"{address} gives no answer ({error or type(error).__name__})") from None
 
 
-def _progress(size: int) -> Any:
+def _progress_bar(size: int) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None)  # None: disabled without a terminal

@@ -47,7 +47,7 @@ class ShardCache:
                     cleanup.callback(part.unlink)
                     if path.exists():
                         continue
-                    if not self._has_room(copy, size):
+                    if not self._make_room(copy, size):
                         break
                     for offset in range(0, size, _PIECE):
                         copy.write(read(_PIECE, offset))
@@ -64,7 +64,7 @@ class ShardCache:
         with open(self._folder / "lock", "ab") as lock, _locked(lock):
             yield
 
-    def _has_room(self, copy: BinaryIO, size: int) -> bool:
+    def _make_room(self, copy: BinaryIO, size: int) -> bool:
         """Reserve `size` bytes of the disk for a file, and delete others until all fit. Returns whether they do: files
         that other processes are fetching are not deleted."""
         with self._locked_folder():

@@ -54,7 +54,7 @@ def open_source(
     if isinstance(source, Files):
         paths = source.paths
         if _all_end_with(paths, (".tar",)):
-            paths = _in_range(paths, start_shard, end_shard) if selects_tars else paths
+            paths = _select_tars(paths, start_shard, end_shard) if selects_tars else paths
             return TarSource(paths, field_specs, source.skipped)
         if _all_end_with(paths, TABLE_ENDINGS):
             source = TableSource(source, field_specs)
@@ -128,7 +128,7 @@ def _fill_number(path: str, first: int, last: int | None, width: int) -> str:
     return path.replace("{}", f"{{{first:0{width}d}..{last:0{width}d}}}")
 
 
-def _in_range(paths: list[str], first: int, last: int | None) -> list[str]:
+def _select_tars(paths: list[str], first: int, last: int | None) -> list[str]:
     numbers = [number_of(path, "--start_shard") for path in paths]
     last = max(numbers) if last is None else last
     selected = [path for path, number in zip(paths, numbers, strict=True) if first <= number <= last]

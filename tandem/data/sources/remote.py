@@ -41,7 +41,7 @@ class _Info(NamedTuple):
 def version(address: str) -> str:
     """A text that changes with the file: its size, and the server's checksum or time of modification. Raises OSError
     and ValueError, in one line."""
-    return _info(address).version
+    return _fetch_info(address).version
 
 
 def check_address(address: str) -> None:
@@ -100,7 +100,7 @@ class RemoteBytes:
 
     @functools.cached_property
     def size(self) -> int:
-        size = _info(self._address).size
+        size = _fetch_info(self._address).size
         if size is None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), shown(self._address))
         return size
@@ -179,7 +179,7 @@ def configure(cache_dir: str | None, cache_gb: float = 0.0, shards: Sequence[str
     _cached_addresses = frozenset(shards)
     _cache = None if cache_dir is None else ShardCache(cache_dir, int(cache_gb * 1e9))
     if _cache is not None and shards:
-        n_bytes = sum(sorted((_info(address).size or 0 for address in shards), reverse=True)[:at_once])
+        n_bytes = sum(sorted((_fetch_info(address).size or 0 for address in shards), reverse=True)[:at_once])
         if n_bytes > _cache.limit:
             raise ValueError(
                 f"--cache_gb {cache_gb:g} is too little: {at_once} shards, which are needed at a time, have up to "
@@ -212,7 +212,7 @@ def _open_cached(address: str) -> BinaryIO | None:
     """The local copy of a shard; None if the cache is not for it, has no room or fails. Raises errors of the server."""
     if _cache is None or (_cached_addresses and address not in _cached_addresses):
         return None
-    size, file_version = _info(address)
+    size, file_version = _fetch_info(address)
     try:
         return None if size is None else _cache.open(f"{address}\n{file_version}", size, RemoteBytes(address).pread)
     except OSError as error:
@@ -233,7 +233,7 @@ _listed_infos: dict[str, _Info] = {}  # from listings, each until it is used
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _info(address: str) -> _Info:
+def _fetch_info(address: str) -> _Info:
     """Size and version of a file, requested once in each process. Raises OSError and ValueError, in one line."""
     return _listed_infos.pop(address, None) or _parse_info(address, _request(address, "info"))
 

@@ -134,13 +134,13 @@ def seconds_of(cells: Mapping[str, Any]) -> tuple[float, float]:
     """The start and the end of a sample in its file, from the columns `TIMES`, all optional. Raises ValueError, in one
     line, if they are impossible."""
     times = {OTHER_NAMES.get(name, name): cells[name] for name in TIMES if cells.get(name) not in (None, "")}
-    start, end = _seconds_of(times, "start_seconds", 0.0), _seconds_of(times, "end_seconds", math.inf)
+    start, end = _parse_seconds(times, "start_seconds", 0.0), _parse_seconds(times, "end_seconds", math.inf)
     if end <= start:
         raise ValueError(f"it ends at {end:g} s, not after its start at {start:g} s")
     return start, end
 
 
-def _seconds_of(times: Mapping[str, Any], key: str, default: float) -> float:
+def _parse_seconds(times: Mapping[str, Any], key: str, default: float) -> float:
     cell = times.get(key, default)
     try:
         seconds = math.nan if isinstance(cell, bool) else float(cell)

@@ -132,8 +132,8 @@ class TableSource(Rows):
         self._arguments, self.paths = (files, tuple(specs)), files.paths
         with ThreadPoolExecutor(_THREADS) as threads:  # a server answers slowly
             open_files = [*threads.map(_open_table, files.paths)]
-        kinds, features = _types_of(open_files[0].schema), _read_features(open_files[0].schema)
-        columns: dict[Wanted, Sequence[str]] = {specs[0]: [_file_column(kinds, features, specs[0], files.paths[0])]}
+        kinds, features = _read_types(open_files[0].schema), _read_features(open_files[0].schema)
+        columns: dict[Wanted, Sequence[str]] = {specs[0]: [_find_column(kinds, features, specs[0], files.paths[0])]}
         for spec in specs[1:]:
             present = [name for name in columns_of(spec) if name in kinds]
             columns[spec] = [name for name in present if _TEXT.fullmatch(kinds[name])] if spec.as_cells else present[:1]
@@ -144,7 +144,7 @@ class TableSource(Rows):
         self.skipped = "; ".join(filter(None, (files.skipped, unread_line(files.paths[0], kinds, used))))
         types = {name: kinds[name] for name in used}
         for path, file in zip(files.paths, open_files, strict=True):
-            file_types = {name: kind for name, kind in _types_of(file.schema).items() if name in types}
+            file_types = {name: kind for name, kind in _read_types(file.schema).items() if name in types}
             if file_types != types:
                 last, first_types = (", ".join(f"{k}: {v}" for k, v in group.items()) for group in (file_types, types))
                 raise ValueError(f"{path!r} has the columns {last}, but {files.paths[0]!r} {first_types}")
@@ -366,13 +366,13 @@ def _read_features(schema: Any) -> Mapping[str, Mapping[str, Any]]:
         return {}
 
 
-def _types_of(schema: Any) -> dict[str, str]:
+def _read_types(schema: Any) -> dict[str, str]:
     """The type of each column, as pyarrow writes it, without columns of equal names."""
     counts = Counter(schema.names)
     return {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True) if counts[name] < 2}
 
 
-def _file_column(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
+def _find_column(kinds: Mapping[str, str], features: Mapping[str, Mapping[str, Any]], wanted: Wanted, path: str) -> str:
     columns = columns_of(wanted)
     files = {name: kind for name, kind in kinds.items() if _FILE.fullmatch(kind)}
     media = {name: features.get(name, {}).get("_type") for name in files}

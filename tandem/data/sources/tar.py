@@ -306,14 +306,16 @@ def members(path: str, skipped: Counter[str], ends: list[str]) -> Iterator[tuple
     """
     try:
         with open_bytes(path) as file:
-            yield from _members(_Pieces(file, is_address(path)), file.size, skipped, ends)
+            yield from _read_members(_Pieces(file, is_address(path)), file.size, skipped, ends)
     except OSError as error:
         raise ValueError(f"cannot read the tar {path!r}: {reason_of(error)}") from None
     except ValueError as error:
         raise ValueError(f"the tar {path!r} is damaged or cut off: {error}") from None
 
 
-def _members(pieces: _Pieces, n_bytes: int, skipped: Counter[str], ends: list[str]) -> Iterator[tuple[str, int, int]]:
+def _read_members(
+    pieces: _Pieces, n_bytes: int, skipped: Counter[str], ends: list[str]
+) -> Iterator[tuple[str, int, int]]:
     at = 0
     extended: dict[str, bytes] = {}  # attributes of the next member, from extended headers
     while True:

@@ -198,7 +198,7 @@ def decode_videos(
         elif path.suffix == FRAME_FOLDER:
             save_missing([path / f"{number:06d}.png" for number in range(line["frames"])], frames, num_threads)
         elif not path.exists():
-            with _new_file(path) as file:
+            with _create_file(path) as file:
                 write(file, (frame.numpy() for frame in frames), line["fps"], below(line["path"]))
 
 
@@ -215,12 +215,12 @@ def save_missing(paths: Sequence[Path], pictures: Iterable[Tensor], num_threads:
 
 def _save_image(path: Path, pixels: Tensor) -> None:
     """Write an image, not synced, which would take most of the time: `is_complete` finds what a power cut leaves."""
-    with _new_file(path, is_synced=False) as file:
+    with _create_file(path, is_synced=False) as file:
         Image.fromarray(pixels.numpy()).save(file, "png")
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
+def _create_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
     """A file, perhaps in a new folder, that is written whole or not at all, even if the process is killed."""
     with explained_write(path):
         path.parent.mkdir(parents=True, exist_ok=True)

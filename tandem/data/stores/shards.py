@@ -228,7 +228,7 @@ class Stored:
 
 def shard_bytes(columns: Mapping[str, Tensor], **about: Any) -> bytes:
     """The content of a shard. A single entry holds all metadata: several would have no fixed order."""
-    text = json.dumps({"sha256": _digest_of(columns), **about})
+    text = json.dumps({"sha256": _hash_columns(columns), **about})
     return save({name: column.contiguous() for name, column in columns.items()}, {"about": text})
 
 
@@ -246,12 +246,12 @@ def read_columns(path: Path, shapes: Mapping[str, Any], dtypes: Sequence[str], s
             columns[name] = file.get_tensor(name)
             if (dtype := _dtype_name(columns[name])) not in dtypes:
                 raise ValueError(f"it holds {dtype}, not {' or '.join(dtypes)}")
-    if _digest_of(columns) != sha256:
+    if _hash_columns(columns) != sha256:
         raise ValueError("its checksum is not that of the index")
     return columns
 
 
-def _digest_of(columns: Mapping[str, Tensor]) -> str:
+def _hash_columns(columns: Mapping[str, Tensor]) -> str:
     """Of the numbers of all columns, in the order of their names."""
     numbers = (columns[name].flatten().view(torch.uint8).numpy().data for name in sorted(columns))
     return hashlib.sha256(b"".join(numbers)).hexdigest()

@@ -154,5 +154,5 @@ def test_a_damaged_arrow_file_on_a_server_is_refused_in_one_line(sets, tmp_path)
     with http_server(tmp_path) as at:
         for damaged in (content[:-8], content[: len(content) // 2], b"ARROW1" + content, b"", bytes(99)):
             (tmp_path / "a.arrow").write_bytes(damaged)
-            remote._info.cache_clear()
+            remote._fetch_info.cache_clear()
             assert one_line(opened, f"{at}/a.arrow", kind=(ValueError, OSError))

@@ -70,7 +70,7 @@ def right_answers(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -
     for server in servers.values():
         server.proxy.faults, server.proxy.always, server.proxy.requests = [], None, []
     monkeypatch.setattr(remote, "_PAUSE", 0.01)
-    remote._info.cache_clear()
+    remote._fetch_info.cache_clear()
 
 
 @pytest.fixture(params=["s3", "http"])
@@ -283,7 +283,7 @@ def test_what_a_listing_says_of_files_is_not_asked_again(servers):
     servers["s3"].proxy.requests.clear()
     said = [(remote.version(address), remote.RemoteBytes(address).size) for address in addresses]
     assert not servers["s3"].proxy.requests and said[0][1] == 300_000
-    remote._info.cache_clear()
+    remote._fetch_info.cache_clear()
     remote._make_filesystem.cache_clear()
     assert [(remote.version(address), remote.RemoteBytes(address).size) for address in addresses] == said
     assert len(servers["s3"].proxy.requests) == len(said)
@@ -316,7 +316,7 @@ def test_the_version_changes_with_the_file(server, tmp_path):
         for content, age in ((b"a", 0), (b"b", 0), (b"bb", 0), (b"bb", 60)):
             (tmp_path / "a.tar").write_bytes(content)
             os.utime(tmp_path / "a.tar", (age, age))
-            remote._info.cache_clear()
+            remote._fetch_info.cache_clear()
             seen.append(remote.version(f"{address}/a.tar"))
         assert seen[1] != seen[2] != seen[3]
 
@@ -484,7 +484,7 @@ def test_a_shard_that_has_changed_at_the_server_is_fetched_again(tmp_path, no_ca
         remote.configure(str(tmp_path / "cache"), 1)
         for content in (b"first", b"second"):
             (tmp_path / "files/a.tar").write_bytes(content)
-            remote._info.cache_clear()  # a process asks once: this is another one
+            remote._fetch_info.cache_clear()  # a process asks once: this is another one
             assert Entry(f"{address}/a.tar", 1, 4).read(100) == content[1:5]
 
 
