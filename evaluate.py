@@ -387,7 +387,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
                 *moments, values = measure(name, originals)
                 yield (name, batch, moments), values
 
-    def note_batches(batches: Batches) -> Iterator[None]:
+    def record_measurements(batches: Batches) -> Iterator[None]:
         for (name, batch, moments), batch_values in on_host(measure_batches(batches)):
             *psnr, is_finite = batch_values.tolist()
             if not is_finite:
@@ -399,7 +399,7 @@ def evaluate(args: argparse.Namespace, backend: distributed.Backend) -> None:
 
     run_pass = partial(go_through, samples, args, backend)
     with torch.no_grad():
-        run_pass("measured", note_batches)
+        run_pass("measured", record_measurements)
         all_notes = sorted(itertools.chain(*backend.gather_objects(notes)), key=lambda note: note["index"])
         checksums = [note["checksum"] for note in all_notes]
         settings = [args.batch_size, kernel_settings(args, backend)]

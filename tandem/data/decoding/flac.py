@@ -32,9 +32,8 @@ def with_length(file: Any) -> io.RawIOBase:
     total = last.first + (last.samples if last.is_whole else 0) if last else 0
     if not 0 < total < 1 << _LENGTH_BITS:
         raise ValueError("its header does not state its length, and no whole frame of a FLAC file is at its end")
-    format_bits = (
-        int.from_bytes(start[info + 10 : info + 18], "big") >> _LENGTH_BITS << _LENGTH_BITS
-    )  # rate, channels and bits of a sample
+    # The sample rate, the number of channels and the bits of a sample.
+    format_bits = int.from_bytes(start[info + 10 : info + 18], "big") >> _LENGTH_BITS << _LENGTH_BITS
     file.seek(0)
     return _PatchedFile(file, start[: info + 10] + (format_bits | total).to_bytes(8, "big"))
 

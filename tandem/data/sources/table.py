@@ -149,9 +149,7 @@ class TableSource(Rows):
                 last, first_types = (", ".join(f"{k}: {v}" for k, v in group.items()) for group in (file_types, types))
                 raise ValueError(f"{path!r} has the columns {last}, but {files.paths[0]!r} {first_types}")
         self._parts = [(file, number) for file in open_files for number in range(len(file.lengths))]
-        self._ends = np.cumsum(
-            [0, *itertools.chain(*(file.lengths for file in open_files))]
-        )  # of the parts, with a 0 in front
+        self._ends = np.cumsum([0, *itertools.chain(*(file.lengths for file in open_files))])  # of the parts, after a 0
         self._firsts = np.cumsum([0, *(sum(file.lengths) for file in open_files)])
         if not len(self):
             first, n = repr(files.paths[0]), len(files.paths)
