@@ -96,8 +96,8 @@ def check_inside(path: Path, folder: Path) -> Path:
 
 
 def _blob_folders(folder: str) -> tuple[str, ...]:
-    """Where the files of a folder CACHE/models--USER--NAME/snapshots/COMMIT are, which holds links alone: content that
-    several commits share is stored once, in the model's blobs/ or in that of the cache."""
+    """The folders of the content of CACHE/models--USER--NAME/snapshots/COMMIT, which holds only links: content that
+    several commits share is stored once, in blobs/ of the model or of the cache."""
     match = re.fullmatch(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?", folder)
     return (f"{match[1]}/blobs", f"{match[2]}/blobs") if match else ()
 
@@ -140,8 +140,8 @@ def plain_text(content: bytes) -> str:
 
 
 def text_lines(text: str) -> list[str]:
-    """The lines of a text, without spaces around them and without empty ones. They end as editors end lines: other
-    characters of Unicode that may separate lines, such as U+2028, stand inside texts of web pages."""
+    """The lines of a text, stripped, without empty ones. A line ends with CR or LF, as in editors: Unicode's other line
+    separators, such as U+2028, occur inside texts of web pages."""
     return [line for part in re.split("[\r\n]", text) if (line := part.strip())]
 
 

@@ -34,7 +34,7 @@ NEW_FILE_MODE = 0o666 & ~_UMASK  # of open(); read here, because os.umask() is n
 WRITER = "checkpoint"
 
 LOCK_SECONDS = 10.0  # after a restart by the launcher, an old process may still be ending
-LEASE_SECONDS = 120.0  # an NFS server keeps the lock of a machine that has crashed for 90 s, or as it is configured
+LEASE_SECONDS = 120.0  # an NFS server keeps the lock of a crashed machine for 90 s by default
 _WRITE_SECONDS = 1.0
 _LONGEST_HOLDER = 200  # bytes of a lock file that an error quotes
 

@@ -96,7 +96,7 @@ class ClipDecoder:
         return self._fit_clip(samples, rate, before, n)
 
     def _fit_clip(self, samples: Array, rate: int, before: int, n: int) -> Array:
-        """Samples with margins, of which the n that start at `before` are the clip -> (clip_samples,) in [-1, 1]."""
+        """Samples with margins; the clip is the n samples from `before` on -> (clip_samples,) in [-1, 1]."""
         length = min(self.clip_samples, max(1, n * self.sample_rate // rate))
         if rate != self.sample_rate:
             import soxr

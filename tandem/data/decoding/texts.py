@@ -24,7 +24,7 @@ class Texts(NamedTuple):
 def read_texts(entry: Entry) -> Texts:
     """The texts in a .json (see `texts_of_object`) or .txt (a caption per line); at most 1 MiB is read.
 
-    Raises OSError if the file cannot be read and ValueError, in one line, if what is in it is none of the two.
+    Raises OSError if the file cannot be read and ValueError, in one line, if its content has neither form.
     """
     content = entry.read(_LONGEST_TEXT)
     try:

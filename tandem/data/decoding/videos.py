@@ -48,7 +48,7 @@ class ClipDecoder:
 
     Args:
         image_size: Side of a frame in pixels: the shorter side of the video is resized to it, the longer one cropped.
-        fps: Frames per second of a clip, or None for those of the file, of which every `frame_stride`-th is taken.
+        fps: Frames per second of a clip, or None to take every `frame_stride`-th frame of the file.
         short_clips: What to do with a video shorter than a clip: "repeat" it, "hold" its last frame, or "skip" it as
             `Unsuitable`.
         clip_starts: Where clips begin in training: "anywhere", or at the last "keyframe" before a random time, which

@@ -51,12 +51,13 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 class Loader:
-    """The result of `load` for each request, in the order of the requests. Every pass over a loader starts again.
+    """The result of `load` for each request, in the order of the requests. Every pass over a loader starts from the
+    first.
 
     `load` is pickled if workers are not forked; the main process raises its ValueErrors, and CannotGoOn if workers
-    cannot be started, or if one has died, lacks memory or cannot send what it has loaded. `requests` may be endless.
-    With num_workers = 0, the main process loads. `keep_workers`: use the same workers for every pass. Each wait for a
-    worker is inside the context `waiting()`, which may raise an error to end it.
+    cannot be started, or one has died, lacks memory or cannot send a result. `requests` may be endless. With
+    num_workers = 0, the main process loads. `keep_workers`: use the same workers for every pass. Each wait for a worker
+    is inside the context `waiting()`, which may raise an error to end it.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ def _load_row(tars: TarSource, arrays: Sequence[StoredArray], index_width: int, 
 
 
 def row_of(name: str, index_width: int, tar: str = "") -> int:
-    """Row of an image by its name: "00012/000120034.jpg" -> 34 for a width of 4.
+    """The row of an image by its name: "00012/000120034.jpg" -> 34 for a width of 4.
 
     Raises ValueError, in one line, if the key does not end with so many digits.
     """

@@ -125,7 +125,11 @@ class _Tree:
     def __init__(self, folder: str, sample_spec: Wanted, side_specs: Sequence[Wanted]) -> None:
         self._folder, self._main, self._sides = folder, sample_spec, side_specs
         self._dependencies, self._skipped = Watched(), collections.Counter[str]()
-        self._n_alone, self._alone, self._list_name = 0, "", ""  # an example of those alone; the first list in order
+        self._n_alone, self._alone, self._list_name = (
+            0,
+            "",
+            "",
+        )  # the count and the first of the lone files; the first list
         self._visited: set[tuple[int, int]] = set()
         self._spellings: dict[str, int] = {}
         self._sample_endings, self._main_endings = sample_spec.taken, (*sample_spec.taken, _TAR)
@@ -264,7 +268,7 @@ class _Tree:
         self._count_skipped(relative, any_form - any_form_used, any_form_stems)
 
     def _count_skipped(self, relative: str, names: Set[str], stems: Set[str]) -> None:
-        """Count files that no sample uses, and those of them that are alone, without a sample of their stem."""
+        """Count files that no sample uses, and as lone files those of them without a sample of the same stem."""
         for name in sorted(names):
             self._skipped[ending_of(name)] += 1
             endings = filter(name.lower().endswith, self._side_endings)

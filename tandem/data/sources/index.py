@@ -338,7 +338,7 @@ def _is_unchanged(path: str, dependencies: Strings) -> bool:
 
 
 def status_of(path: str) -> os.stat_result | None:
-    """The status of a file, None if there is none that can be reached."""
+    """The status of a file, None if it cannot be reached."""
     try:
         return os.stat(path)
     except OSError:

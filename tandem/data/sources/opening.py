@@ -68,7 +68,7 @@ def open_source(
 
 
 def _find_files(path: str) -> Files | None:
-    """The files that a path names; of a folder on a server, all tars or tables in it; None if it is none of these."""
+    """The files that a path names; for a folder on a server, all tars or tables in it; None for a local folder."""
     if path.startswith("pipe:"):
         raise ValueError(f"{path!r} is no path: files are read at random, so copy them to a disk of this machine first")
     if not is_address(path):

@@ -36,8 +36,8 @@ _FILES, _SPARSE, _LONG_NAME, _EXTENDED = (b"0", b"\0", b"7"), b"S", b"L", (b"x",
 _HEADERS = (*_EXTENDED, _LONG_NAME, b"K", b"g")
 _WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINKS = (b"1", b"2")
-# Notes about the end of a tar. Tars that were appended to it are read, too; between them there are zeros, of which no
-# more are read than any program writes.
+# Notes about the end of a tar. Tars that were appended to it are read, too, if no more zeros separate them than any
+# program writes.
 _NO_END_MARK = "without a mark of the end, perhaps cut off"
 _MORE_BYTES = "with bytes behind the end, which are not read"
 _LONGEST_END = 1 << 20  # bytes

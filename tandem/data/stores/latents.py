@@ -82,8 +82,8 @@ def _first_folder(name: str) -> str:
 
 def open_labelled(spec: str, *, is_needed: bool = True, **options: Any) -> Samples:
     """A set of images with their "label", which may be missing unless it `is_needed` (see `LabelField`). Names of
-    classes have their numbers in a table. If no class stands beside an image, the folders, or those of the members of
-    tars, are numbered in sorted order, as torchvision's ImageFolder does it. See `open_records` for `spec` and what is
+    classes have their numbers in a table. If no image has a class beside it, the folders, also those of members of
+    tars, are numbered in sorted order, as by torchvision's ImageFolder. See `open_records` for `spec` and what is
     raised, and `ImageField` for the arguments."""
     image, names = ImageField(**options), list[str]()
     source = open_records(spec, [image.wanted, LabelField.wanted], "shapes", image.seed)
